@@ -1,0 +1,191 @@
+"""Pretrain a GPT with the `megatron.training` of an installed megatron-core (0.17 to 0.19): a complete, short script.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2 --use-flash-attn ...
+
+All of Megatron's flags work that concern a GPT under data, tensor, sequence, pipeline and expert parallelism. A
+Megatron-LM checkout brings a script of its own: `mindspeed-lite run /path/to/pretrain_gpt.py ...` runs that one as
+it is.
+"""
+
+from __future__ import annotations
+
+import mindspeed_lite.megatron_adaptor  # isort: skip  # the one line
+
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import mpu, tensor_parallel
+from megatron.core.datasets import utils as datasets
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.utils import get_attr_wrapped_model
+
+try:
+    from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.utils import get_blend_and_blend_per_split
+except ModuleNotFoundError as error:
+    if error.name != "megatron.training":
+        raise
+    sys.exit(
+        "examples/pretrain_gpt.py needs megatron.training, which the wheels of megatron-core have from 0.17 on: "
+        "install one of those, or use the pretrain_gpt.py of a Megatron-LM checkout."
+    )
+
+Batch = dict[str, torch.Tensor | None]
+
+
+def refuse_what_is_not_here(args: Any) -> None:
+    """This script leaves out what would double its length; say so instead of training something else."""
+    absent = {
+        "--context-parallel-size above 1": args.context_parallel_size > 1,
+        "--mtp-num-layers": bool(args.mtp_num_layers),
+        "--fim-data": bool(args.fim_data),
+        "--sft": bool(args.sft),
+    }
+    asked = [flag for flag, given in absent.items() if given]
+    if asked:
+        sys.exit(f"examples/pretrain_gpt.py does not support {', '.join(asked)}; Megatron-LM's pretrain_gpt.py does.")
+
+
+def use_compiled_dataset_helpers() -> None:
+    """The wheel brings them compiled but not the makefile by which Megatron compiles them at every start."""
+    if not Path(datasets.__file__).with_name("Makefile").exists():
+        datasets.compile_helpers = lambda: None
+
+
+def holds_tokens(vp_stage: int | None) -> bool:
+    """Whether this pipeline stage embeds tokens or computes the loss; the others need no data."""
+    where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    return bool(mpu.is_pipeline_first_stage(**where) or mpu.is_pipeline_last_stage(**where))
+
+
+def model_provider(
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    pg_collection: Any = None,
+) -> GPTModel:
+    """The part of the model that this rank holds."""
+    args = get_args()
+    refuse_what_is_not_here(args)
+    config = config or core_transformer_config_from_args(args)
+    layers = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=args.transformer_impl == "transformer_engine",
+        normalization=args.normalization,
+        qk_l2_norm=args.qk_l2_norm,
+        vp_stage=vp_stage,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=layers,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        fp16_lm_cross_entropy=args.fp16_lm_cross_entropy,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        vp_stage=vp_stage,
+        pg_collection=pg_collection,
+    )
+
+
+def datasets_provider(
+    samples: Sequence[int], vp_stage: int | None = None
+) -> tuple[GPTDataset | None, GPTDataset | None, GPTDataset | None]:
+    """The training, validation and test sets, with so many samples each; on the ranks that read data."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+
+    def reads_data() -> bool:
+        return holds_tokens(vp_stage) and mpu.get_tensor_model_parallel_rank() == 0
+
+    train, valid, test = BlendedMegatronDatasetBuilder(dataset, list(samples), reads_data, config).build()
+    return train, valid, test
+
+
+# Every rank calls the provider; `reads_data` decides who builds.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Batch:
+    """The next micro-batch: read by the first rank of each tensor-parallel group, sent to the others."""
+    names = {"tokens": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "loss_mask": torch.float32}
+    if get_args().create_attention_mask_in_dataloader:
+        names["attention_mask"] = torch.bool
+    batch: Batch = dict.fromkeys((*names, "attention_mask"))
+    if holds_tokens(vp_stage):
+        data = next(data_iterator) if data_iterator is not None else None
+        for dtype in dict.fromkeys(names.values()):
+            keys = [name for name, its_dtype in names.items() if its_dtype == dtype]
+            batch |= tensor_parallel.broadcast_data(keys, data, dtype)
+    return batch
+
+
+def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Sum of the loss over the tokens that count, how many they are, and both for the log."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(losses.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator: Iterator[Batch] | None, model: Any) -> tuple[torch.Tensor, Any]:
+    """One micro-batch through this stage, and the function that turns its output into the loss."""
+    timer = get_timers()("batch-generator", log_level=2)
+    timer.start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timer.stop()
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def main() -> None:
+    use_compiled_dataset_helpers()
+    run: dict[str, Any] = {
+        "train_valid_test_dataset_provider": datasets_provider,
+        "model_provider": model_provider,
+        "model_type": ModelType.encoder_or_decoder,
+        "forward_step_func": forward_step,
+    }
+    try:
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
+    except ImportError:  # 0.17: pretrain parses the command line itself
+        pretrain(**run)
+        return
+    from megatron.training.arguments import parse_and_validate_args
+
+    pretrain(pretrain_cfg_container_from_args(parse_and_validate_args()), **run)
+
+
+if __name__ == "__main__":
+    main()

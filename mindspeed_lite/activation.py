@@ -1,0 +1,320 @@
+"""From flags to swapped symbols: settings, plan, one transaction, the report; and back.
+
+The rooms below know nothing of each other; this file introduces them: the features of `patches/`, the engine, the
+device layer and the operators' fallbacks.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import platform as python_platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite import platform
+from mindspeed_lite._version import __version__
+from mindspeed_lite.engine import (
+    Catalogue,
+    Collision,
+    Context,
+    EngineError,
+    Feature,
+    Option,
+    OptionError,
+    Plan,
+    PlanError,
+    Report,
+    Session,
+    Settings,
+    Table,
+    Transaction,
+    make_plan,
+)
+
+PATCHES = "mindspeed_lite.patches"
+
+AUTO = Option(
+    "--mindspeed-lite-auto",
+    help="Turn on every feature that applies to this model, device and layout; the report says which and why not.",
+)
+STRICT = Option(
+    "--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error."
+)
+REPORT = Option(
+    "--mindspeed-lite-report", help="Write what was swapped, as JSON, to FILE (rank 0).", default=None, metavar="FILE"
+)
+ALLOW_UNVERIFIED = Option(
+    "--mindspeed-lite-allow-unverified",
+    help="Apply a replacement although the code it replaces is not one of the verified releases'.",
+)
+GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED)
+
+
+class Active:
+    """One set of features in force, with what it takes to take them back."""
+
+    def __init__(self, session: Session, plan: Plan, transaction: Transaction) -> None:
+        self.session = session
+        self.plan = plan
+        self.transaction = transaction
+        self._unsubscribe: list[Callable[[], None]] = []
+
+    def listen(self) -> None:
+        """Let the operators of the applied features say their fallbacks in this session's report."""
+        from mindspeed_lite.ops import dispatch
+
+        users: dict[str, list[str]] = {}
+        for outcome in self.plan.outcomes:
+            if outcome.status == "applied":
+                for operator in outcome.feature.operators:
+                    users.setdefault(operator, []).append(outcome.feature.name)
+
+        def fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
+            for feature in users.get(operator, ()):
+                self.session.fallback(
+                    feature, f"{operator} runs on the reference, not on {backend}: {'; '.join(reasons)}"
+                )
+
+        self._unsubscribe.append(dispatch.on_fallback(fallback))
+
+    def end(self) -> list[str]:
+        """Take the features back; returns what could not be, as the transaction names it."""
+        left = self.transaction.undo()
+        for unsubscribe in self._unsubscribe:
+            unsubscribe()
+        return left
+
+
+_stack: list[Active] = []
+_training: Active | None = None
+
+
+@functools.cache
+def catalogue() -> Catalogue:
+    """Every feature there is."""
+    return Catalogue.load(PATCHES)
+
+
+@functools.cache
+def fingerprints() -> Table:
+    """What the targets look like in the verified releases."""
+    import mindspeed_lite.patches as patches
+
+    return Table.load(Path(patches.__path__[0]) / "fingerprints.json")
+
+
+def versions() -> dict[str, str]:
+    """The versions a report names; Megatron's is that of the copy an import would find."""
+    import torch
+
+    from mindspeed_lite.platform import megatron
+
+    found = {"mindspeed_lite": __version__, "torch": str(torch.__version__)}
+    found[megatron.HOST] = megatron.version() or "not found"
+    found["python"] = python_platform.python_version()
+    return found
+
+
+def activate(
+    given: Mapping[str, Any] | Any,
+    *,
+    host_args: Any = None,
+    collisions: Sequence[Collision] = (),
+    notices: Sequence[str] = (),
+) -> Active:
+    """Choose features from `given` (a namespace or mapping of dests) and swap them in, all or none.
+
+    Raises:
+        EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there;
+            nothing has been changed.
+    """
+    from mindspeed_lite.platform import megatron
+
+    device = platform.activate()
+    found = versions()
+    if found["megatron-core"] == "not found":
+        raise PlanError(
+            "megatron.core cannot be found: install it (pip install megatron-core) or put a Megatron-LM checkout "
+            "first on PYTHONPATH."
+        )
+    options = (*GENERAL, *catalogue().options())
+    settings = Settings.of(options, given)
+    context = Context(settings, device.name, found, host_args)
+    left_off: dict[str, list[str]] = {}
+    if settings[AUTO.dest]:
+        settings, left_off = _choose_all(context)
+        context = Context(settings, device.name, found, host_args)
+    strict = bool(settings[STRICT.dest])
+    report = Report(found, f"{device.name} ({device.describe()})")
+    session = Session(settings, context, report, strict=strict)
+    plan = make_plan(
+        catalogue(),
+        context,
+        host_version=found["megatron-core"],
+        fingerprints=fingerprints(),
+        session=session,
+        allow_unverified=bool(settings[ALLOW_UNVERIFIED.dest]),
+        strict=strict,
+        skip_modules=megatron.LIBRARIES,
+        collisions=collisions,
+    )
+    transaction = Transaction(plan, session)
+    transaction.apply()
+    session.transaction = transaction
+    report.record(plan, settings, transaction)
+    _describe_backends(report, plan, device.name)
+    for notice in notices:
+        session.notice(notice)
+    for name, reasons in left_off.items():
+        session.notice(f"auto leaves {name} off: {'; '.join(reasons)}")
+    active = Active(session, plan, transaction)
+    active.listen()
+    _stack.append(active)
+    return active
+
+
+def _choose_all(context: Context) -> tuple[Settings, dict[str, list[str]]]:
+    """Settings with every switch on whose feature applies, and the reasons of those left off."""
+    values = dict(context.settings)
+    left_off: dict[str, list[str]] = {}
+    features = catalogue()
+    enabled = {feature.name for feature in features if feature.is_enabled(context.settings)}
+    for feature in features:
+        if feature.name in enabled:
+            continue
+        reasons = _why_not_automatic(feature, context, enabled)
+        if reasons:
+            left_off[feature.name] = reasons
+        else:
+            values[feature.options[0].dest] = True
+            enabled.add(feature.name)
+    return Settings(values), left_off
+
+
+def _why_not_automatic(feature: Feature, context: Context, enabled: set[str]) -> list[str]:
+    reasons = []
+    if not feature.options or not feature.options[0].is_switch:
+        reasons.append("it needs a value that only the user can choose")
+    if feature.condition is not None:
+        reasons += list(feature.condition(context))
+    reasons += [
+        f"conflicts with {relation.feature}: {relation.reason}"
+        for relation in feature.conflicts
+        if relation.feature in enabled
+    ]
+    reasons += [
+        f"requires {relation.feature}: {relation.reason}"
+        for relation in feature.requires
+        if relation.feature not in enabled
+    ]
+    return reasons
+
+
+def _describe_backends(report: Report, plan: Plan, device: str) -> None:
+    from mindspeed_lite.ops import dispatch
+
+    for entry in report.entries:
+        if entry.status == "applied":
+            operators = plan.outcome(entry.feature).feature.operators
+            entry.backends = [f"{name}:{dispatch.selected(name, device).backend}" for name in operators]
+
+
+def activate_for_training(args: Any, notices: Sequence[str], collisions: Sequence[Collision]) -> None:
+    """Activate from Megatron's validated arguments; a second call in one process replaces the first.
+
+    Sets the arguments that the applied features ask for, prints the report on rank 0 and writes the report file.
+    """
+    global _training
+    if _training is not None and _training in _stack:
+        deactivate(_training)
+    active = activate(args, host_args=args, collisions=collisions, notices=notices)
+    for name, value in active.plan.adjustments.items():
+        setattr(args, name, value)
+    _training = active
+    if int(os.environ.get("RANK", "0")) != 0:
+        return
+    print(report_text(active), end="", flush=True)
+    path = active.session.settings[REPORT.dest]
+    if path is not None:
+        _write_report(active, path)
+        # Fallbacks appear while training runs.
+        atexit.register(_write_report, active, path)
+
+
+def _write_report(active: Active, path: str) -> None:
+    try:
+        Path(path).write_text(full_report(active).to_json() + "\n")
+    except OSError as error:
+        raise OptionError(f"{REPORT.flag} {path}: cannot be written ({error}).") from error
+
+
+def full_report(active: Active) -> Report:
+    """The session's report with what the device layer has changed in Megatron so far."""
+    from mindspeed_lite.platform import megatron
+
+    data = active.session.report.as_dict()
+    merged = Report.from_dict(data)
+    merged.entries = [*merged.entries, *megatron.entries()]
+    return merged
+
+
+def report_text(active: Active) -> str:
+    """The report for a terminal: framed, in colour where the output is one."""
+    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    rule = "-" * 40
+    return f"{rule} mindspeed_lite\n{full_report(active).to_text(color=color)}{rule}\n"
+
+
+def deactivate(active: Active | None = None) -> list[str]:
+    """Take back `active`, or everything in force, the latest first."""
+    left: list[str] = []
+    while _stack if active is None else active in _stack:
+        last = _stack[-1] if active is None else active
+        left += last.end()
+        _stack.remove(last)
+    return left
+
+
+def current() -> Active | None:
+    """The latest set of features in force."""
+    return _stack[-1] if _stack else None
+
+
+def dest_of(keyword: str) -> str:
+    """The dest that a keyword of the Python API means; general flags go without their prefix.
+
+    Raises:
+        OptionError: no flag is called so; the text names the closest ones.
+    """
+    general = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
+    known = {option.dest for option in catalogue().options()} | set(general.values())
+    if keyword in known:
+        return keyword
+    if keyword in general:
+        return general[keyword]
+    import difflib
+
+    close = difflib.get_close_matches(keyword, [*sorted(known), *general], n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(sorted(known))}."
+    raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
+
+
+__all__ = [
+    "GENERAL",
+    "Active",
+    "EngineError",
+    "activate",
+    "activate_for_training",
+    "catalogue",
+    "current",
+    "deactivate",
+    "dest_of",
+    "fingerprints",
+    "full_report",
+    "report_text",
+    "versions",
+]

@@ -1,0 +1,75 @@
+"""The command `mindspeed-lite`: finds the subcommand and leaves the rest to it.
+
+Nothing but the standard library is imported here, so that help and usage errors are instant; a subcommand's module
+is imported when it is called.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from mindspeed_lite._version import __version__
+
+__all__ = ["main"]
+
+PROGRAM = "mindspeed-lite"
+
+# Name -> what it does; each is a module of this package with `main(arguments) -> exit code`.
+COMMANDS = {
+    "run": "run a training script with mindspeed_lite, without changing a line of it",
+    "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
+    "doctor": "what is there, what is missing and how to get it",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; `arguments` are those after the program's name, by default this process's."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given:
+        print(_help())
+        return 2
+    command, rest = given[0], given[1:]
+    if command in ("-h", "--help"):
+        print(_help())
+        return 0
+    if command == "--version":
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    if command not in COMMANDS:
+        import difflib
+
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
+        kind = "option" if command.startswith("-") else "command"
+        print(f"{PROGRAM}: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
+        return 2
+    try:
+        code = int(importlib.import_module(f"{__name__}.{command}").main(rest))
+        if command != "run":
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if command == "run":  # the script's own affair
+            raise
+        # The reader has left (`| head`); without this, flushing at exit would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _help() -> str:
+    lines = [
+        f"usage: {PROGRAM} COMMAND ...",
+        "",
+        "A non-invasive accelerator for Megatron-LM: one import line, features by flag.",
+        "",
+        "commands:",
+        *(f"  {name:10}{summary}" for name, summary in COMMANDS.items()),
+        "",
+        "options:",
+        "  --version   print the version",
+        "  -h, --help  print this; `COMMAND --help` explains one command",
+    ]
+    return "\n".join(lines)

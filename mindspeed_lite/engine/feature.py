@@ -1,0 +1,284 @@
+"""The language patches are written in: frozen data that says what a feature is, not how it is applied."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from .errors import OptionError
+from .target import parse
+
+Numerics = Literal["bitwise", "ulp", "deviation"]
+
+
+def matches(specifier: str, version: str) -> bool:
+    """Whether a PEP 440 range holds `version`; the empty range holds all, pre-releases count."""
+    return SpecifierSet(specifier).contains(version, prereleases=True)
+
+
+def _check_range(owner: str, specifier: str) -> None:
+    try:
+        SpecifierSet(specifier)
+    except InvalidSpecifier as error:
+        raise ValueError(f"{owner}: `{specifier}` is not a version range such as `>=1.2,<2`.") from error
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag; False without a type is a switch. `upstream`: host releases that have it."""
+
+    flag: str
+    help: str
+    default: Any = False
+    type: Callable[[str], Any] | None = None
+    choices: Sequence[Any] | None = None
+    nargs: int | str | None = None
+    metavar: str | None = None
+    upstream: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"--[A-Za-z][\w-]*", self.flag):
+            raise ValueError(f"`{self.flag}` is not a long flag such as `--use-it`.")
+        if self.type is bool or (self.default is True and self.type is None):
+            raise ValueError(
+                f"{self.flag}: a switch is off by default and untyped; name it for what it turns on."
+            )
+        if self.choices is not None:
+            object.__setattr__(self, "choices", tuple(self.choices))
+        _check_range(self.flag, self.upstream)
+
+    @property
+    def dest(self) -> str:
+        return self.flag[2:].replace("-", "_")
+
+    @property
+    def is_switch(self) -> bool:
+        return self.default is False and self.type is None and self.choices is None and self.nargs is None
+
+    @property
+    def convert(self) -> Callable[[str], Any]:
+        """Text to value: the declared type, else the type of a plain default, else text."""
+        if self.type is not None:
+            return self.type
+        plain = isinstance(self.default, (int, float)) and not isinstance(self.default, bool)
+        return type(self.default) if plain else str
+
+    def checked(self, value: Any) -> Any:
+        """`value` as the flag would have parsed it; None counts as not given. Raises OptionError."""
+        if value is None or (type(value) is type(self.default) and value == self.default):
+            return tuple(self.default) if isinstance(self.default, list) else self.default
+        if self.is_switch:
+            if not isinstance(value, bool):
+                raise OptionError(f"{self.flag} is a switch and takes True or False, not {value!r}.")
+            return value
+        if self.nargs is None or self.nargs == "?":
+            return self._element(value)
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise OptionError(f"{self.flag} takes a list of values, not {value!r}.")
+        values = tuple(self._element(each) for each in value)
+        if isinstance(self.nargs, int) and len(values) != self.nargs:
+            raise OptionError(f"{self.flag} takes {self.nargs} values, not {len(values)}.")
+        return values
+
+    def _element(self, value: Any) -> Any:
+        convert = self.convert
+        try:
+            if isinstance(value, str):
+                value = convert(value)
+            elif isinstance(convert, type):
+                accepted = (int, float) if convert is float else convert
+                if not isinstance(value, accepted) or isinstance(value, bool):
+                    raise ValueError
+        except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+            kind = getattr(convert, "__name__", "value")
+            raise OptionError(f"{self.flag} takes a {kind}, not {value!r}.") from error
+        if self.choices is not None and value not in self.choices:
+            raise OptionError(f"{self.flag} takes one of {', '.join(map(str, self.choices))}, not {value!r}.")
+        return value
+
+
+class Settings(Mapping[str, Any]):
+    """Frozen values of the flags by dest, readable as attributes; lists become tuples."""
+
+    __slots__ = ("_values",)
+    _values: Mapping[str, Any]
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        object.__setattr__(self, "_values", MappingProxyType(dict(values)))
+
+    @classmethod
+    def of(cls, options: Iterable[Option], source: Any) -> Settings:
+        """Read each option from a namespace or a mapping; what is missing has its default."""
+
+        def given(dest: str) -> Any:
+            return source.get(dest) if isinstance(source, Mapping) else getattr(source, dest, None)
+
+        return cls({option.dest: option.checked(given(option.dest)) for option in options})
+
+    def __getitem__(self, dest: str) -> Any:
+        return self._values[dest]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __getattr__(self, dest: str) -> Any:
+        if dest.startswith("_") or dest not in self._values:
+            raise AttributeError(f"no option of any feature has the name `{dest}`.")
+        return self._values[dest]
+
+    def __setattr__(self, dest: str, value: Any) -> None:
+        raise AttributeError(f"settings are frozen; `{dest}` cannot be set.")
+
+    def __reduce__(self) -> tuple[type[Settings], tuple[dict[str, Any]]]:
+        return Settings, (dict(self._values),)
+
+    def __repr__(self) -> str:
+        return f"Settings({dict(self._values)!r})"
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a condition may look at: settings, device name, versions by package, arguments of the host."""
+
+    settings: Settings
+    device: str
+    versions: Mapping[str, str]
+    host_args: Any = None
+
+    def arg(self, name: str, default: Any = None) -> Any:
+        """One argument of the host, whatever it keeps them in."""
+        if isinstance(self.host_args, Mapping):
+            return self.host_args.get(name, default)
+        return getattr(self.host_args, name, default)
+
+
+@dataclass(frozen=True)
+class Replace:
+    """Put `replacement` in the target's place. With `bind`, `replacement(session)` returns what to put there.
+
+    Patches of one feature on one target are variants for different releases. Where a release moved the
+    symbol, `variant_of` names the target in whose stead this one stands.
+    """
+
+    target: str
+    replacement: Any
+    versions: str = ""
+    bind: bool = False
+    variant_of: str = ""
+    how: ClassVar[str] = "replace"
+    order: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_patch(self)
+        if self.bind and not callable(self.replacement):
+            raise ValueError(f"{self.target}: with `bind` the replacement is called, so it must be callable.")
+
+
+@dataclass(frozen=True)
+class Wrap:
+    """Put `around(wrapped, session)` in the target's place; a smaller `order` is nearer the original."""
+
+    target: str
+    around: Callable[[Any, Any], Any]
+    versions: str = ""
+    order: int = 0
+    variant_of: str = ""
+    how: ClassVar[str] = "wrap"
+
+    def __post_init__(self) -> None:
+        _check_patch(self)
+        if not callable(self.around):
+            raise ValueError(f"{self.target}: `around` must be callable.")
+
+
+@dataclass(frozen=True)
+class Provide:
+    """Supply `value(session)` for a symbol, or without colon a module, that the host can live without."""
+
+    target: str
+    value: Callable[[Any], Any]
+    versions: str = ""
+    variant_of: str = ""
+    how: ClassVar[str] = "provide"
+    order: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        _check_patch(self)
+        if not callable(self.value):
+            raise ValueError(f"{self.target}: `value` is called with the session, so it must be callable.")
+
+
+Patch = Replace | Wrap | Provide
+
+
+def _check_patch(patch: Patch) -> None:
+    for text in filter(None, (patch.target, patch.variant_of)):
+        if not parse(text)[1] and not isinstance(patch, Provide):
+            raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
+    if not patch.target:
+        raise ValueError("a patch needs a target.")
+    _check_range(patch.target, patch.versions)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Another feature, and why it matters to this one."""
+
+    feature: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing a user can turn on: its flags, when it applies, what it patches, what it does to numbers."""
+
+    name: str
+    summary: str
+    options: Sequence[Option]
+    numerics: Numerics
+    patches: Sequence[Patch]
+    condition: Callable[[Context], Sequence[str]] | None = None
+    enabled: Callable[[Settings], bool] | None = None
+    requires: Sequence[Relation] = ()
+    conflicts: Sequence[Relation] = ()
+    adjust: Callable[[Context], Mapping[str, Any]] | None = None
+    operators: Sequence[str] = ()
+    doc: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"feature `{self.name}`: the name must be an identifier.")
+        if self.numerics not in get_args(Numerics):
+            raise ValueError(f"feature `{self.name}`: numerics is one of {', '.join(get_args(Numerics))}.")
+        for field in ("options", "patches", "requires", "conflicts", "operators"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not self.options and self.enabled is None:
+            raise ValueError(f"feature `{self.name}`: without options it must say when it is `enabled`.")
+        if len({option.dest for option in self.options}) < len(self.options):
+            raise ValueError(f"feature `{self.name}` declares one flag twice.")
+        if self.name in {relation.feature for relation in (*self.requires, *self.conflicts)}:
+            raise ValueError(f"feature `{self.name}` names itself in `requires` or `conflicts`.")
+        replaced = [(patch.target, patch.versions) for patch in self.patches if isinstance(patch, Replace)]
+        for target, _ in (pair for pair in replaced if replaced.count(pair) > 1):
+            raise ValueError(f"feature `{self.name}` replaces `{target}` twice for the same versions.")
+
+    @property
+    def label(self) -> str:
+        """Name and flags, as a message names it."""
+        flags = ", ".join(option.flag for option in self.options)
+        return f"`{self.name}` ({flags or 'no flag'})"
+
+    def is_enabled(self, settings: Settings) -> bool:
+        """Whether the user asked for it: by default, whether the first option's value is truthy."""
+        if self.enabled is not None:
+            return bool(self.enabled(settings))
+        return bool(settings.get(self.options[0].dest, self.options[0].default))

@@ -1,0 +1,32 @@
+"""Calls back when a module is imported, or at once if it has been; the host need not be there yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+
+from wrapt import register_post_import_hook
+
+
+class ImportHandle:
+    """A waiting callback; `cancel()` makes it do nothing when the module comes."""
+
+    def __init__(self, callback: Callable[[ModuleType], object]) -> None:
+        self._callback: Callable[[ModuleType], object] | None = callback
+        self._module: ModuleType | None = None
+
+    def cancel(self) -> None:
+        self._callback = None
+
+    def __call__(self, module: ModuleType) -> None:
+        # Some releases of wrapt notify again when a module is reloaded in place.
+        if self._callback is not None and self._module is not module:
+            self._module = module
+            self._callback(module)
+
+
+def when_imported(module_name: str, callback: Callable[[ModuleType], object]) -> ImportHandle:
+    """Call `callback(module)` once per module object, now or when it is imported."""
+    handle = ImportHandle(callback)
+    register_post_import_hook(handle, module_name)
+    return handle

@@ -1,0 +1,153 @@
+"""What was swapped, what was not and why, as data; text and JSON are views of it."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plan import Outcome, Plan
+    from .transaction import Transaction
+
+_COLORS = {"applied": "32", "skipped": "33", "off": "2", "fallbacks": "33", "notices": "36"}
+
+
+@dataclass
+class PatchEntry:
+    """One patch in place: `verified`: how well the target is known; `holders`: who else was moved along."""
+
+    target: str
+    how: str
+    verified: str
+    holders: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Entry:
+    """One feature: what the user asked for, what came of it, and why."""
+
+    feature: str
+    status: str
+    flags: dict[str, Any]
+    summary: str
+    numerics: str
+    reasons: list[str] = field(default_factory=list)
+    patches: list[PatchEntry] = field(default_factory=list)
+    adjustments: dict[str, Any] = field(default_factory=dict)
+    backends: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A feature that stepped aside at run time."""
+
+    feature: str
+    reason: str
+
+
+@dataclass
+class Report:
+    """One session's story, growing as it runs."""
+
+    versions: dict[str, str]
+    device: str
+    entries: list[Entry] = field(default_factory=list)
+    fallbacks: list[Fallback] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    schema_version: int = 1
+
+    def record(self, plan: Plan, settings: Mapping[str, Any], transaction: Transaction | None = None) -> None:
+        """Take the entries from a plan, and from its transaction what was really moved."""
+        self.entries = [_entry(outcome, settings, transaction) for outcome in plan.outcomes]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values only, the same that come back from JSON."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return {"schema_version": found.pop("schema_version")} | found
+
+    def to_json(self) -> str:
+        return json.dumps(self.as_dict(), indent=2)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        if data.get("schema_version") != 1:
+            raise ValueError(
+                f"report schema {data.get('schema_version')!r} is not known; this release reads schema 1."
+            )
+        entries = [
+            Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]})
+            for row in data["entries"]
+        ]
+        fallbacks = [Fallback(**row) for row in data["fallbacks"]]
+        return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]))
+
+    def to_text(self, width: int = 100, color: bool = False) -> str:
+        """A screenful for a person: applied with targets, skipped with reasons, the rest by name."""
+
+        def fit(text: str, indent: int) -> list[str]:
+            subsequent = " " * (indent + 2)
+            return textwrap.wrap(
+                text, width, initial_indent=" " * indent, subsequent_indent=subsequent, break_on_hyphens=False
+            )
+
+        def heading(name: str, rest: str = "") -> str:
+            return (f"\x1b[{_COLORS[name]}m{name}\x1b[0m" if color else name) + rest
+
+        versions = [f"{name} {version}" for name, version in self.versions.items()]
+        lines = fit(", ".join([*versions, f"device {self.device}"]), 0)
+        by_status = {each: [entry for entry in self.entries if entry.status == each] for each in _COLORS}
+        for status in ("applied", "skipped"):
+            if by_status[status]:
+                lines.append(heading(status, f" ({len(by_status[status])})"))
+            for entry in by_status[status]:
+                flags = " ".join(
+                    flag if value is True else f"{flag}={value}" for flag, value in entry.flags.items()
+                )
+                details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
+                lines += fit(f"{entry.feature}  {flags}  [{'; '.join(details)}]", 2)
+                lines += [line for reason in entry.reasons for line in fit(f"- {reason}", 4)]
+                lines += [line for patch in entry.patches for line in fit(_patch_text(patch), 4)]
+                for name, value in entry.adjustments.items():
+                    lines += fit(f"sets {name} = {value}", 4)
+        if by_status["off"]:
+            # The length of the word is that of the text, not of its color codes.
+            off = fit("off: " + ", ".join(entry.feature for entry in by_status["off"]), 0)
+            lines += [heading("off") + off[0][len("off") :], *off[1:]]
+        for name, texts in (
+            ("fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks]),
+            ("notices", self.notices),
+        ):
+            if texts:
+                lines += [heading(name), *(line for text in texts for line in fit(text, 2))]
+        return "\n".join(lines) + "\n"
+
+
+def _patch_text(patch: PatchEntry) -> str:
+    count = len(patch.holders)
+    also = f", {count} more holder{'s' if count > 1 else ''}" if count else ""
+    return f"{patch.how} {patch.target} ({patch.verified}{also})"
+
+
+def _entry(outcome: Outcome, settings: Mapping[str, Any], transaction: Transaction | None) -> Entry:
+    feature = outcome.feature
+    patches: Iterable[PatchEntry] = (
+        PatchEntry(
+            step.patch.target,
+            step.patch.how,
+            *(transaction.placed(step) if transaction is not None else (step.verified, [])),
+        )
+        for step in outcome.steps
+    )
+    return Entry(
+        feature.name,
+        outcome.status,
+        {option.flag: settings.get(option.dest, option.default) for option in feature.options},
+        feature.summary,
+        feature.numerics,
+        list(outcome.reasons),
+        list(patches),
+        dict(outcome.adjustments),
+    )

@@ -1,0 +1,87 @@
+"""Which keys a query may see by position alone: causal order and sliding window, as one band.
+
+With sq queries and sk keys the last query stands at the last key, so query i stands at key i + sk - sq, and
+a band (left, right) shows it the keys i + sk - sq - left to i + sk - sq + right. -1: no limit on that side.
+"""
+
+from __future__ import annotations
+
+import torch
+
+Window = tuple[int, int]
+
+CAUSAL: Window = (-1, 0)
+
+# Band masks of recent shapes. Training uses one or two; the bound only keeps varying lengths from piling up.
+_KEPT = 8
+_masks: dict[tuple[int, int, Window, torch.device, torch.dtype], torch.Tensor] = {}
+
+
+def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bool, Window | None]:
+    """The same band in its only spelling: limits that hide nothing dropped, and causal alone as (True, None).
+
+    Short sequences thereby lose a window that is wider than they are, and with it the mask it would need.
+    """
+    left, right = (-1, -1) if window is None else window
+    if causal:
+        right = 0
+    if left < 0 or left >= sk - 1:
+        left = -1
+    if right < 0 or right >= sq - 1:
+        right = -1
+    if (left, right) == (-1, -1):
+        return False, None
+    if (left, right) == CAUSAL:
+        return True, None
+    return False, (left, right)
+
+
+def limits(causal: bool, window: Window | None) -> Window | None:
+    """A canonical band as a window, causal included; None when every key is visible."""
+    return CAUSAL if causal else window
+
+
+def leaves_rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> bool:
+    """Whether the first queries of a canonical band stand before the first key they may see."""
+    band = limits(causal, window)
+    return band is not None and band[1] >= 0 and sk - sq + band[1] < 0
+
+
+def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tensor:
+    """[sq, sk] bool, True where the band hides the key."""
+    left, right = window
+    offset = sk - sq
+    visible = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    if right >= 0:
+        visible = visible.tril_(offset + right)
+    if left >= 0:
+        visible = visible.triu_(offset - left)
+    return visible.logical_not_()
+
+
+def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[sq, sk] in `dtype`, -inf where the band hides the key and 0 elsewhere; kept for the next call.
+
+    Additive, since PyTorch turns a bool mask into this form at every call, and every layer of a model would
+    then keep a copy of its own for the backward pass. Callers must not write to it.
+    """
+    if torch.compiler.is_compiling():
+        return _build_additive(sq, sk, window, device, dtype)
+    key = (sq, sk, window, device, dtype)
+    mask = _masks.get(key)
+    if mask is None:
+        # An inference tensor could not be saved for backward by a later training step.
+        with torch.inference_mode(False):
+            mask = _build_additive(sq, sk, window, device, dtype)
+        if type(mask) is torch.Tensor:  # a fake tensor must not outlive its mode
+            while len(_masks) >= _KEPT:
+                _masks.pop(next(iter(_masks)), None)
+            _masks[key] = mask
+    return mask
+
+
+def _build_additive(
+    sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    mask = torch.zeros(sq, sk, dtype=dtype, device=device)
+    return mask.masked_fill_(hidden(sq, sk, window, device), float("-inf"))

@@ -1,0 +1,100 @@
+"""The device layer: which device this process trains on, and what `torch.cuda` means there.
+
+The name echoes a module of the standard library; here it is the hardware platform. `activate` chooses and installs,
+`deactivate` takes back. The order of choice is NPU, CUDA, CPU; `MINDSPEED_LITE_DEVICE` overrides it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from typing import cast
+
+from .base import Device, DeviceError
+from .redirect import Redirects
+
+__all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate", "device_names"]
+
+DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
+
+_active: tuple[Device, Redirects] | None = None
+
+
+def device_names() -> tuple[str, ...]:
+    """The device kinds in order of choice."""
+    return ("npu", "cuda", "cpu")
+
+
+def device(name: str) -> Device:
+    """The device module called `name`; nothing is installed."""
+    return cast(Device, importlib.import_module(f"{__name__}.{name}"))
+
+
+def choose(requested: str | None = None) -> Device:
+    """The device to use: `requested`, else `MINDSPEED_LITE_DEVICE`, else the first one that is there.
+
+    Raises:
+        DeviceError: unknown name, or a requested device that cannot be used, with every reason.
+    """
+    wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
+    if wanted == "auto":
+        for name in device_names():
+            # Do not pay for importing a device that is plainly absent.
+            if name == "npu" and importlib.util.find_spec("torch_npu") is None:
+                continue
+            candidate = device(name)
+            if not candidate.available():
+                return candidate
+    if wanted not in device_names():
+        known = ", ".join(("auto", *device_names()))
+        raise DeviceError(f"{DEVICE_VARIABLE}={wanted!r} is not a device; choose one of {known}")
+    chosen = device(wanted)
+    reasons = chosen.available()
+    if reasons:
+        raise DeviceError(f"Device {wanted} was asked for but cannot be used: {'; '.join(reasons)}")
+    return chosen
+
+
+def activate(requested: str | None = None) -> Device:
+    """Choose a device and install it; repeated calls return the one that is active.
+
+    Raises:
+        DeviceError: as `choose`, or when another device is already active.
+    """
+    global _active
+    if _active is not None:
+        if requested not in (None, "auto", _active[0].name):
+            raise DeviceError(
+                f"Device {requested} was asked for but {_active[0].name} is already active in this process"
+            )
+        return _active[0]
+    chosen = choose(requested)
+    redirects = Redirects()
+    try:
+        chosen.install(redirects)
+    except BaseException:
+        redirects.undo()
+        raise
+    _active = (chosen, redirects)
+    from . import megatron
+
+    megatron.attach(chosen.name)
+    return chosen
+
+
+def deactivate() -> None:
+    """Take the device layer back (on NPU, torch_npu's own mapping stays until the process ends)."""
+    global _active
+    if _active is None:
+        return
+    from . import megatron
+
+    megatron.detach()
+    _active[1].undo()
+    _active = None
+
+
+def current() -> Device | None:
+    """The active device, or None before `activate`."""
+    return None if _active is None else _active[0]

@@ -1,0 +1,28 @@
+"""CUDA: what Megatron is written for, so nothing is changed."""
+
+from __future__ import annotations
+
+import torch
+
+from .redirect import Redirects
+
+name = "cuda"
+distributed_backend = "nccl"
+
+
+def available() -> list[str]:
+    """Why CUDA cannot be used here."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return [f"torch {torch.__version__} is built without CUDA"]
+    if not torch.cuda.is_available():
+        return ["torch finds no CUDA device (no driver, no GPU, or CUDA_VISIBLE_DEVICES hides it)"]
+    return []
+
+
+def describe() -> str:
+    """Name and number of the visible GPUs."""
+    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+
+
+def install(redirects: Redirects) -> None:
+    """Nothing: Megatron already speaks CUDA."""

@@ -1,0 +1,264 @@
+"""Where Megatron assumes CUDA beyond `torch.cuda` itself: the only file of this package's rooms that names Megatron.
+
+Each assumption is a feature in the engine's language without a flag, in force on the devices it is about. They are
+put in place one by one as Megatron's modules are imported, so a program that uses only part of Megatron loads no
+more of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import runpy
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import (
+    Context,
+    Entry,
+    Feature,
+    ImportHandle,
+    Provide,
+    Report,
+    Session,
+    Settings,
+    Transaction,
+    Wrap,
+    make_plan,
+    matches,
+    when_imported,
+)
+
+HOST = "megatron-core"
+
+# Packages that hold nothing of Megatron's by value: the engine need not look through them.
+LIBRARIES = frozenset(
+    "torch numpy triton sympy mpmath networkx jinja2 pydantic pydantic_core yaml einops packaging wrapt functorch "
+    "regex filelock fsspec typing_extensions setuptools pkg_resources psutil PIL scipy pandas sklearn".split()
+)
+
+
+def version() -> str | None:
+    """Version of the Megatron-core that an import would find, without importing it; None if there is none."""
+    loaded = sys.modules.get("megatron.core.package_info")
+    if loaded is not None:
+        return str(loaded.__version__)
+    spec = importlib.util.find_spec("megatron")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        info = Path(location) / "core" / "package_info.py"
+        if info.is_file():
+            return str(runpy.run_path(str(info))["__version__"])
+    return None
+
+
+def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """torch's norms are right on a sequence shard; only their weights' gradients must be summed over the group.
+
+    Reaches every norm of the local implementation. `WrappedTorchNorm` refuses sequence parallelism, although all
+    that is missing is the mark by which Megatron sums those gradients. Steps aside without sequence parallelism.
+    """
+
+    def __new__(
+        cls: Any,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> Any:
+        sequence_parallel = config.sequence_parallel
+        if sequence_parallel:
+            config = copy.copy(config)
+            config.sequence_parallel = False
+        norm = wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
+        if sequence_parallel:
+            for parameter in norm.parameters():
+                parameter.sequence_parallel = True
+        return norm
+
+    return __new__
+
+
+def _counts_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Token counts of the all-to-all dispatcher become numbers although they never left the host.
+
+    Megatron turns split sizes into an array only when it copies them from a GPU; on the CPU they stay tensors,
+    which gloo's all-to-all does not take. Leaves every other tensor alone.
+    """
+
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu":
+            return tensor.numpy()
+        return wrapped(tensor, as_numpy, record_stream)
+
+    return maybe_move_tensor_to_cpu
+
+
+def _adam_state_before_first_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """torch's Adam answers for its step count before it has made a step.
+
+    Without Apex and Transformer Engine the distributed optimizer reads the count from the state that torch
+    allocates in the first step, and so cannot load a checkpoint. Zero moments and a zero count are what torch
+    would allocate. Leaves every other optimizer and every started one alone.
+    """
+
+    def state_dict(self: Any) -> Any:
+        inner = self.optimizer
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    inner.state[parameter] = {
+                        "step": torch.tensor(0.0, dtype=torch.float32),
+                        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    }
+        return wrapped(self)
+
+    return state_dict
+
+
+def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Every parameter's step count is the checkpoint's, in a tensor of its own.
+
+    Without Apex and Transformer Engine the distributed optimizer hands one tensor to all parameters, to which
+    torch's Adam adds one for each of them, and then overwrites it with the count from before loading. Either way
+    the bias correction after a resume is wrong. The count is in the checkpoint's parameter groups.
+    """
+
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        groups = state_dict.get("optimizer", {}).get("param_groups", ())
+        steps = {float(group["step"]) for group in groups if group.get("step") is not None}
+        result = wrapped(self, state_dict)
+        if isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)) and len(steps) == 1:
+            step = steps.pop()
+            for state in self.optimizer.state.values():
+                if isinstance(state.get("step"), torch.Tensor):
+                    state["step"] = torch.tensor(step, dtype=torch.float32)
+        return result
+
+    return load_state_dict
+
+
+def _always(settings: Settings) -> bool:
+    return True
+
+
+def _on(*devices: str) -> Callable[[Context], Sequence[str]]:
+    def condition(context: Context) -> Sequence[str]:
+        return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
+
+    return condition
+
+
+ASSUMPTIONS: tuple[Feature, ...] = (
+    Feature(
+        name="device_sequence_parallel_norm",
+        summary="torch's norms accept sequence parallelism",
+        options=(),
+        enabled=_always,
+        numerics="bitwise",
+        condition=_on("cpu", "npu"),
+        patches=(
+            Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),
+        ),
+    ),
+    Feature(
+        name="device_split_sizes",
+        summary="split sizes of expert parallelism reach gloo as numbers",
+        options=(),
+        enabled=_always,
+        numerics="bitwise",
+        condition=_on("cpu"),
+        patches=(Wrap("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),),
+    ),
+    Feature(
+        name="device_adam_state",
+        summary="the distributed optimizer loads checkpoints with torch's Adam",
+        options=(),
+        enabled=_always,
+        numerics="bitwise",
+        condition=_on("cpu", "npu"),
+        patches=(
+            Wrap(
+                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
+                _adam_state_before_first_step,
+            ),
+            Wrap(
+                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
+                _step_count_of_checkpoint,
+            ),
+        ),
+    ),
+    Feature(
+        name="device_router_gemm",
+        summary="0.16's router looks for a Transformer Engine function that its absence leaves undefined",
+        options=(),
+        enabled=_always,
+        numerics="bitwise",
+        condition=_on("cpu", "npu"),
+        patches=(
+            Provide(
+                "megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"
+            ),
+        ),
+    ),
+)
+
+_waiting: list[ImportHandle] = []
+_applied: list[Transaction] = []
+_entries: list[Entry] = []
+
+
+def attach(device: str) -> None:
+    """Put the assumptions about `device` right as the modules they live in are imported (or now, if they are)."""
+    for feature in ASSUMPTIONS:
+        context = Context(Settings({}), device, {})
+        if feature.condition is not None and feature.condition(context):
+            continue
+        module = feature.patches[0].target.partition(":")[0]
+        _waiting.append(when_imported(module, _applier(feature, context)))
+
+
+def _applier(feature: Feature, context: Context) -> Callable[[Any], None]:
+    def apply(module: Any) -> None:
+        host_version = version() or "0"
+        if not any(matches(patch.versions, host_version) for patch in feature.patches):
+            return
+        from mindspeed_lite.engine import Table
+
+        session = Session(context.settings, context, Report({}, context.device))
+        plan = make_plan(
+            [feature],
+            context,
+            host_version=host_version,
+            fingerprints=Table(),
+            session=session,
+            allow_unverified=True,
+            skip_modules=LIBRARIES,
+        )
+        transaction = Transaction(plan, session)
+        transaction.apply()
+        session.report.record(plan, context.settings, transaction)
+        _applied.append(transaction)
+        _entries.extend(session.report.entries)
+
+    return apply
+
+
+def entries() -> list[Entry]:
+    """What has been put in place so far, for the report."""
+    return list(_entries)
+
+
+def detach() -> None:
+    """Take everything back, the latest first."""
+    while _waiting:
+        _waiting.pop().cancel()
+    while _applied:
+        _applied.pop().undo()
+    _entries.clear()

@@ -1,0 +1,57 @@
+"""Memory of this process in bytes, as the CPU device's answer to "how much has the device allocated"."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def resident() -> int:
+    """Resident set size now."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE
+    except OSError:  # not Linux: the peak is the only figure at hand
+        return peak_resident()
+
+
+def peak_resident() -> int:
+    """Largest resident set size since the start or the last `reset_peak`."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            for line in status:
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if os.uname().sysname == "Darwin" else peak * 1024
+
+
+def reset_peak() -> bool:
+    """Start a new peak measurement; False where the kernel does not offer it."""
+    try:
+        with open("/proc/self/clear_refs", "w") as clear_refs:
+            clear_refs.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def total() -> int:
+    """Memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * _PAGE
+
+
+def available() -> int:
+    """Memory that a new allocation could still get."""
+    try:
+        with open("/proc/meminfo", "rb") as meminfo:
+            for line in meminfo:
+                if line.startswith(b"MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return max(0, total() - resident())

@@ -1,0 +1,127 @@
+"""Reversible attribute changes on torch: what the device layer needs in order to be taken back.
+
+The patch engine swaps attributes of Megatron by declared features; this is the smaller tool below it, for torch
+itself, where a device's meaning is defined before anything of Megatron is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from types import FrameType, ModuleType
+from typing import Any
+
+_ABSENT = object()
+
+# Packages that must go on seeing the machine as it is: torch plans kernels, pins memory and compiles by what it
+# finds, the libraries around it probe for a driver, and this one chooses backends.
+MACHINE_PACKAGES = frozenset(
+    {"torch", "triton", "torchvision", "torchaudio", "torch_npu", "functorch", "mindspeed_lite"}
+)
+
+
+class Redirects:
+    """A journal of attribute assignments that can be undone in reverse order."""
+
+    def __init__(self) -> None:
+        self._journal: list[tuple[Any, str, Any, Any]] = []
+        self._environment: list[str] = []
+
+    def default_environment(self, name: str, value: str) -> None:
+        """Set an environment variable that the user has left unset."""
+        if name not in os.environ:
+            os.environ[name] = value
+            self._environment.append(name)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Set `owner.name` and remember what its own dictionary held before."""
+        before = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+        self._journal.append((owner, name, before, value))
+
+    def rebind_importers(self) -> None:
+        """Give modules that imported a redirected name by value the redirected one.
+
+        `from torch.cuda import _lazy_call as call` in a module loaded before the device layer keeps the original;
+        modules of `MACHINE_PACKAGES` keep theirs on purpose.
+        """
+        new_by_old = {
+            id(before): after
+            for _, _, before, after in self._journal
+            if before is not _ABSENT and callable(before)
+        }
+        for module, name, value in _module_items():
+            after = new_by_old.get(id(value))
+            if after is not None and value is not after:
+                self.set(module, name, after)
+
+    def undo(self) -> None:
+        """Put back everything, newest first; also in modules that imported a redirected name since."""
+        old_by_new = {
+            id(after): before
+            for _, _, before, after in self._journal
+            if before is not _ABSENT and callable(after)
+        }
+        while self._environment:
+            os.environ.pop(self._environment.pop(), None)
+        while self._journal:
+            owner, name, before, _ = self._journal.pop()
+            if before is _ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
+        for module, name, value in _module_items():
+            before = old_by_new.get(id(value))
+            if before is not None:
+                setattr(module, name, before)
+
+    def owners(self) -> Iterable[tuple[Any, str]]:
+        """Every (owner, name) this journal has changed."""
+        return [(owner, name) for owner, name, _, _ in self._journal]
+
+
+def _module_items() -> list[tuple[ModuleType, str, Any]]:
+    items: list[tuple[ModuleType, str, Any]] = []
+    for module_name, module in list(sys.modules.items()):
+        top = module_name.partition(".")[0]
+        if top in MACHINE_PACKAGES or top in _QUIET or not isinstance(module, ModuleType):
+            continue
+        items.extend((module, name, value) for name, value in list(vars(module).items()))
+    return items
+
+
+_QUIET = frozenset(sys.stdlib_module_names) - {"__main__"}
+_machine_module: dict[str, bool] = {}
+
+
+def asked_by_machine(frame: FrameType) -> bool:
+    """Whether the code of `frame` belongs to torch or to an installed library other than Megatron.
+
+    Such code must get the truth about the machine; Megatron and the user's own scripts get the device layer's
+    answer. The decision is made once per module name.
+    """
+    name = frame.f_globals.get("__name__", "")
+    known = _machine_module.get(name)
+    if known is None:
+        top = name.partition(".")[0]
+        file = frame.f_code.co_filename
+        known = top in MACHINE_PACKAGES or (
+            top not in {"megatron", "__main__", "__mp_main__"}
+            and ("site-packages" in file or "dist-packages" in file or top in _QUIET)
+        )
+        _machine_module[name] = known
+    return known
+
+
+def for_the_host(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gives `original` to torch's own callers and `answer` to everybody else."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        if asked_by_machine(sys._getframe(1)):
+            return original(*args, **kwargs)
+        return answer(*args, **kwargs)
+
+    chosen.__name__ = getattr(original, "__name__", "chosen")
+    chosen.__doc__ = getattr(original, "__doc__", None)
+    return chosen

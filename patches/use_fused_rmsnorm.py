@@ -1,0 +1,85 @@
+"""`--use-fused-rmsnorm`: RMSNorm as one operator that keeps only its input and one number per row.
+
+Reaches every RMSNorm of the local implementation: layer inputs, before the MLP, QK-norm, the final norm.
+`WrappedTorchNorm.__new__` is where all of them are made, whichever layer specification asks, and it is the same in
+every supported release. Leaves LayerNorm, L2Norm and Transformer Engine's norms alone. Parameters have the names
+of `torch.nn.RMSNorm`, so checkpoints are interchangeable. Also lifts the refusal of sequence parallelism and of
+zero-centred gamma that torch's own norm has in Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.rms_norm import rms_norm
+
+
+class FusedRMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm` over the last dimension, computed by `mindspeed_lite.ops.rms_norm`.
+
+    Args:
+        hidden_size: length of the last dimension.
+        eps: added to the mean square.
+        zero_centered: the stored weight is gamma - 1 and starts at zero (Megatron's layernorm_zero_centered_gamma).
+        sequence_parallel: mark the weight so that Megatron sums its gradient over the tensor-parallel group.
+    """
+
+    weight: torch.nn.Parameter
+    eps: float
+
+    def __init__(
+        self, hidden_size: int, eps: float, zero_centered: bool = False, sequence_parallel: bool = False
+    ) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.zero_centered = zero_centered
+        if zero_centered:
+            torch.nn.init.zeros_(self.weight)
+        # Set only when it holds: some of Megatron's code asks for the attribute, not its value.
+        if sequence_parallel:
+            self.weight.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __new__(
+        cls: Any,
+        config: Any,
+        hidden_size: int,
+        eps: float = 1e-5,
+        persist_layer_norm: bool = False,
+        zero_centered_gamma: bool = False,
+        normalization: str = "LayerNorm",
+    ) -> Any:
+        if config.normalization != "RMSNorm":
+            return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
+        return FusedRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
+
+    return __new__
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own fused norm")
+    normalization = context.arg("normalization", "RMSNorm")
+    if normalization != "RMSNorm":
+        reasons.append(f"the model has --normalization {normalization}, not RMSNorm")
+    return reasons
+
+
+FEATURE = Feature(
+    name="use_fused_rmsnorm",
+    summary="RMSNorm as one fused operator; also under sequence parallelism",
+    options=(Option("--use-fused-rmsnorm", help="Compute RMSNorm with one fused operator."),),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("rms_norm",),
+    # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.
+    patches=(Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _new, order=10),),
+)

@@ -1,0 +1,38 @@
+"""Packaging. `patches/` stands at the top of the repository and is imported as `mindspeed_lite.patches`."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+TEST = ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "numpy", "setuptools>=68", "wheel"]
+# What Megatron's training script imports beyond megatron-core's own requirements.
+TRAINING = ["einops", "numpy", "pybind11", "pydantic", "pyyaml", "regex", "six"]
+
+setup(
+    name="mindspeed-lite",
+    version=runpy.run_path(str(HERE / "mindspeed_lite" / "_version.py"))["__version__"],
+    description="A non-invasive accelerator for Megatron-LM on Ascend NPU, CUDA and CPU: one import line, chosen by flags",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["mindspeed_lite", "mindspeed_lite.*"]), "mindspeed_lite.patches"],
+    package_dir={"mindspeed_lite.patches": "patches"},
+    package_data={"mindspeed_lite.patches": ["fingerprints.json"], "mindspeed_lite": ["py.typed"]},
+    install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],
+    extras_require={
+        "npu": ["torch-npu"],
+        "bench": ["rich>=13"],
+        "training": TRAINING,
+        "test": [*TEST, *TRAINING],
+    },
+    entry_points={"console_scripts": ["mindspeed-lite = mindspeed_lite.cli:main"]},
+    classifiers=[
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

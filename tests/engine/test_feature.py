@@ -1,0 +1,151 @@
+import copy
+import pickle
+from argparse import ArgumentTypeError, Namespace
+from dataclasses import FrozenInstanceError, dataclass
+
+import pytest
+
+from mindspeed_lite.engine import (
+    Context,
+    Feature,
+    Option,
+    OptionError,
+    Provide,
+    Relation,
+    Replace,
+    Settings,
+    Wrap,
+    matches,
+)
+
+from .support import feature
+
+
+def test_dest_is_the_flag_as_an_identifier():
+    assert Option("--use-fused-rmsnorm", "h").dest == "use_fused_rmsnorm"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Option("-x", "h"),
+        lambda: Option("--x y", "h"),
+        lambda: Option("--x", "h", type=bool),
+        lambda: Option("--x", "h", default=True),
+        lambda: Option("--x", "h", upstream="soon"),
+        lambda: Replace("pkg.mod", len),
+        lambda: Replace("pkg.mod:", len),
+        lambda: Replace("pkg mod:f", len),
+        lambda: Replace("", len),
+        lambda: Replace("pkg:f", len, versions=">="),
+        lambda: Replace("pkg:f", 3, bind=True),
+        lambda: Wrap("pkg:f", "not callable"),
+        lambda: Wrap("pkg:1f", len),
+        lambda: Wrap("pkg:f", len, variant_of="pkg"),
+        lambda: Provide("pkg..mod", len),
+        lambda: Provide("pkg", None),
+        lambda: feature("not-a-name"),
+        lambda: feature("x", numerics="close"),
+        lambda: feature("x", options=[]),
+        lambda: feature("x", options=[Option("--a-b", "h"), Option("--a_b", "h")]),
+        lambda: feature("x", requires=[Relation("x", "loop")]),
+        lambda: feature("x", Replace("pkg:f", len), Replace("pkg:f", abs)),
+    ],
+)
+def test_a_wrong_declaration_is_a_value_error_where_it_is_written(wrong):
+    with pytest.raises(ValueError):
+        wrong()
+
+
+def test_declarations_are_frozen_and_lists_become_tuples():
+    made = feature("x", Replace("pkg:f", len))
+    assert isinstance(made.patches, tuple) and isinstance(made.options, tuple)
+    with pytest.raises(FrozenInstanceError):
+        made.name = "y"
+
+
+def test_provide_takes_a_whole_module():
+    assert Provide("pkg", len).target == "pkg"
+
+
+def test_a_feature_is_enabled_by_its_first_option_or_by_what_it_says():
+    options = [Option("--level", "h", default=0), Option("--other", "h")]
+    made = feature("x", options=options)
+    assert made.is_enabled(Settings({"level": 2, "other": False}))
+    assert not made.is_enabled(Settings({"level": 0, "other": True}))
+    told = Feature("x", "s", options, "ulp", [], enabled=lambda settings: settings.other)
+    assert told.is_enabled(Settings({"level": 0, "other": True}))
+
+
+@pytest.mark.parametrize("source", [Namespace(a=True, n="7"), {"a": True, "n": 7}])
+def test_settings_read_namespaces_and_mappings_and_fill_in_defaults(source):
+    options = [Option("--a", "h"), Option("--n", "h", default=1), Option("--c", "h", default="x")]
+    settings = Settings.of(options, source)
+    assert dict(settings) == {"a": True, "n": 7, "c": "x"}
+    assert settings.n == settings["n"] == 7
+
+
+def test_settings_are_frozen_and_survive_copy_and_pickle():
+    settings = Settings({"a": 1})
+    with pytest.raises(AttributeError):
+        settings.a = 2
+    with pytest.raises(AttributeError, match="no option"):
+        _ = settings.b
+    assert pickle.loads(pickle.dumps(settings)) == copy.deepcopy(settings) == settings
+
+
+def small(text):
+    if int(text) > 9:
+        raise ArgumentTypeError("too large")
+    return int(text)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        (Option("--a", "h"), "yes"),
+        (Option("--a", "h"), 1),
+        (Option("--a", "h", default=1), "one"),
+        (Option("--a", "h", default=1), True),
+        (Option("--a", "h", default=1), 1.5),
+        (Option("--a", "h", default="x", choices=["x", "y"]), "z"),
+        (Option("--a", "h", default=None, type=int, nargs="+"), 3),
+        (Option("--a", "h", default=None, type=int, nargs="+"), "34"),
+        (Option("--a", "h", default=None, type=int, nargs=2), [3]),
+        (Option("--a", "h", default=None, type=small), "12"),
+    ],
+)
+def test_a_wrong_value_is_an_option_error_that_names_the_flag(option, value):
+    with pytest.raises(OptionError, match="--a"):
+        Settings.of([option], {"a": value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "read"),
+    [
+        (Option("--a", "h", default=1.0), 2, 2),
+        (Option("--a", "h", default=None, type=int, nargs="*"), ["3", 4], (3, 4)),
+        (Option("--a", "h", default=["x"], nargs="+"), None, ("x",)),
+        (Option("--a", "h", default=None), None, None),
+        (Option("--a", "h", default="x", choices=["x", "y"]), "y", "y"),
+        (Option("--a", "h", default="auto", type=int), "auto", "auto"),
+    ],
+)
+def test_a_right_value_is_read_as_the_flag_would_have_parsed_it(option, value, read):
+    assert Settings.of([option], {"a": value}).a == read
+
+
+def test_context_reads_host_arguments_from_anything():
+    @dataclass
+    class Args:
+        layers: int = 4
+
+    for held in (Args(), Namespace(layers=4), {"layers": 4}):
+        context = Context(Settings({}), "cpu", {}, held)
+        assert (context.arg("layers"), context.arg("heads", 2)) == (4, 2)
+    assert Context(Settings({}), "cpu", {}).arg("layers") is None
+
+
+def test_ranges_count_pre_releases():
+    assert matches("", "1.0rc1") and matches(">=1.0rc0,<2", "1.0rc1")
+    assert not matches(">=1.0", "1.0rc1")

@@ -1,0 +1,247 @@
+import importlib
+import re
+import sys
+import types
+
+import pytest
+
+from mindspeed_lite.engine import TargetError, resolve
+from mindspeed_lite.engine.target import (
+    holders,
+    namespace,
+    parse,
+    rewrap,
+    signature_difference,
+    signature_of,
+    unwrap,
+    vacancy,
+)
+
+SOURCE = """
+    import functools
+    from collections import OrderedDict
+
+    def function(x): return x
+    @functools.lru_cache
+    def cached(x): return x
+    constant = 3
+
+    class Base:
+        def inherited(self): return 1
+
+    class Child(Base):
+        def method(self): return 2
+        @staticmethod
+        def static(): return 3
+        @classmethod
+        def make(cls): return cls
+        @property
+        def size(self): raise RuntimeError("computed")
+        class Inner:
+            def deep(self): return 4
+
+    class Mapping(OrderedDict):
+        pass
+"""
+
+
+@pytest.fixture
+def host(make_host):
+    return make_host(
+        {"mod": SOURCE, "user": "from HOST.mod import function as g, Child\nclass A:\n    h = g\n"}
+    )
+
+
+def test_parse_splits_module_and_path():
+    assert parse("a.b:C.d") == ("a.b", ("C", "d"))
+    assert parse("a.b") == ("a.b", ())
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("function", "function"),
+        ("cached", "function"),
+        ("constant", "value"),
+        ("Child", "class"),
+        ("Child.method", "function"),
+        ("Child.static", "staticmethod"),
+        ("Child.make", "classmethod"),
+        ("Child.size", "property"),
+        ("Child.Inner.deep", "function"),
+    ],
+)
+def test_every_kind_of_attribute_is_found_raw(host, path, kind):
+    target = resolve(f"{host}.mod:{path}")
+    assert target.kind == kind
+    assert target.raw is namespace(target.owner)[target.name]
+
+
+def test_an_inherited_attribute_belongs_to_the_class_that_defines_it(host):
+    target = resolve(f"{host}.mod:Child.inherited")
+    assert target.owner is sys.modules[f"{host}.mod"].Base
+    assert target.definer_text == f"{host}.mod:Base.inherited"
+
+
+def test_an_attribute_inherited_from_another_package_is_refused(host):
+    with pytest.raises(TargetError, match="outside"):
+        resolve(f"{host}.mod:Mapping.popitem")
+
+
+@pytest.mark.parametrize("path", ["nothing", "Child.nothing", "constant.real", "function.x"])
+def test_what_is_not_there_is_a_target_error(host, path):
+    with pytest.raises(TargetError, match="mod"):
+        resolve(f"{host}.mod:{path}")
+
+
+def test_a_module_that_cannot_be_imported_is_a_target_error(host, make_host):
+    broken = make_host({"bad": "raise RuntimeError('no device')"})
+    with pytest.raises(TargetError, match="no device"):
+        resolve(f"{broken}.bad:f")
+    with pytest.raises(TargetError, match="importing"):
+        resolve(f"{host}.missing:f")
+
+
+def test_lazy_module_attributes_are_not_triggered(make_host):
+    host = make_host({"mod": "def __getattr__(name): raise SystemError(name)\n"})
+    with pytest.raises(TargetError):
+        resolve(f"{host}.mod:lazy")
+
+
+def test_a_function_imported_from_elsewhere_in_the_package_tells_its_home(host):
+    importlib.import_module(f"{host}.user")
+    assert resolve(f"{host}.user:g").definer_text == f"{host}.mod:function"
+    assert not resolve(f"{host}.user:g").is_foreign
+
+
+def test_an_object_of_another_package_is_foreign(make_host):
+    host = make_host({"mod": "from collections import OrderedDict\n"})
+    assert resolve(f"{host}.mod:OrderedDict").is_foreign
+
+
+def test_descriptors_are_unwrapped_and_rewrapped(host):
+    child = importlib.import_module(f"{host}.mod").Child
+
+    def new(x):
+        return x
+
+    for name, kind in (("static", staticmethod), ("make", classmethod), ("size", property)):
+        raw = vars(child)[name]
+        assert rewrap(raw, unwrap(raw)) is raw
+        again = rewrap(raw, new)
+        assert isinstance(again, kind) and unwrap(again) is new
+        assert rewrap(raw, again) is again
+
+
+def test_holders_finds_aliases_by_identity_in_modules_and_classes(host):
+    user = importlib.import_module(f"{host}.user")
+    mod = sys.modules[f"{host}.mod"]
+    found = holders([mod.function, mod.Child], packages={host})
+    assert sorted(name for _, name in found[id(mod.function)]) == ["function", "g", "h"]
+    assert {(owner, name) for owner, name in found[id(mod.Child)]} == {(mod, "Child"), (user, "Child")}
+
+
+def test_holders_triggers_nothing_lazy_and_tolerates_odd_modules(host, monkeypatch):
+    mod = importlib.import_module(f"{host}.mod")
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            raise SystemError(f"touched {name}")
+
+    class Proxy:
+        @property
+        def __class__(self):
+            raise SystemError("touched")
+
+    lazy = Lazy("lazy_entry")
+    namespace(lazy)["alias"] = mod.function
+    namespace(lazy)["proxy"] = Proxy()
+    odd = {
+        "lazy_entry": lazy,
+        "odd_none": None,
+        "odd_int": 3,
+        "odd_class": Lazy,
+        7: types.ModuleType("seven"),
+    }
+    for name, entry in odd.items():
+        monkeypatch.setitem(sys.modules, name, entry)
+    monkeypatch.setitem(namespace(mod), "proxy", Proxy())
+    assert (lazy, "alias") in holders([mod.function], packages={host})[id(mod.function)]
+
+
+def test_holders_looks_into_main_and_not_into_what_is_skipped(host, monkeypatch):
+    mod = importlib.import_module(f"{host}.mod")
+    monkeypatch.setattr(sys.modules["__main__"], "held", mod.function, raising=False)
+    assert "held" in [name for _, name in holders([mod.function])[id(mod.function)]]
+    assert holders([mod.function], skip={host, "__main__"})[id(mod.function)] == []
+
+
+def test_signatures_keep_names_kinds_and_defaults_only():
+    def f(a: int, /, b: str = "x", *rest: int, z, y=1, **more) -> None: ...
+
+    class C:
+        def __init__(self, a, b=2): ...
+
+    assert signature_of(f) == "(a, /, b=, *args, y=, z, **kwargs)"
+    assert signature_of(C) == "(a, b=)"
+    assert signature_of(dict) == "?" or signature_of(dict).startswith("(")
+
+
+def of(text):
+    space = {}
+    exec(f"def f({text}): pass", space)
+    return space["f"]
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement", "clause"),
+    [
+        ("x, clamp_value=None", "x", "grew parameter `clamp_value`"),
+        ("x", "x, extra=None", "lost parameter `extra`"),
+        ("x, y", "y, x", "order of parameters"),
+        ("x, y", "x, *, y", "kind of parameter `y`"),
+        ("x, y=1", "x, y", "made parameter `y` optional"),
+        ("x", "x, *args", r"swallows `\*args`"),
+        ("x", "x, **kwargs", r"swallows `\*\*kwargs`"),
+        ("x, **kwargs", "x", r"grew parameter `\*\*kwargs`"),
+    ],
+)
+def test_a_replacement_with_another_signature_is_told_apart(original, replacement, clause):
+    (found,) = signature_difference(of(original), of(replacement))
+    assert re.search(clause, found)
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement"),
+    [("x, y=1", "x, y=2"), ("x, y", "x, y=2"), ("*args", "*rest"), ("*, a, b", "*, b, a")],
+)
+def test_a_replacement_that_can_be_called_alike_is_not(original, replacement):
+    assert signature_difference(of(original), of(replacement)) == []
+
+
+def test_the_name_of_self_is_of_no_matter():
+    assert signature_difference(of("self, x"), of("module, x"), bound=True) == []
+    assert signature_difference(of("self, x"), of("module, x")) != []
+
+
+@pytest.mark.parametrize("wrapper", ["*args, **kwargs", "self, *args, **kwargs", "self, x, *a, y=None, **k"])
+def test_a_wrapper_may_pass_through_what_it_does_not_name(wrapper):
+    assert signature_difference(of("self, x, *, y=1"), of(wrapper), wrapper=True) == []
+
+
+@pytest.mark.parametrize(
+    "wrapper", ["self", "self, y, *args, **kwargs", "self, *args", "self, x, y, *a, **k"]
+)
+def test_a_wrapper_may_not_lose_or_shift_arguments(wrapper):
+    assert signature_difference(of("self, x, *, y=1"), of(wrapper), wrapper=True) != []
+
+
+def test_a_vacancy_is_what_is_absent_none_or_false(make_host):
+    host = make_host({"mod": "empty = None\noff = False\nfull = 0\n"})
+    mod = importlib.import_module(f"{host}.mod")
+    for name in ("empty", "off", "absent"):
+        assert vacancy(f"{host}.mod:{name}") == (mod, name)
+    assert vacancy(f"{host}.mod:full") is None
+    assert vacancy(f"{host}.mod") is None and vacancy("json") is None
+    assert vacancy("no_such_package") == (sys.modules, "no_such_package")
+    assert vacancy("no_such_package.inner") == (sys.modules, "no_such_package.inner")

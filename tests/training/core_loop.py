@@ -1,0 +1,182 @@
+"""A training loop on Megatron-core alone, as Megatron-Bridge, verl and NeMo use it: no `megatron.training`.
+
+`train` runs on every supported release and returns, on the last pipeline stage, each step's loss and gradient norm
+as exact hexadecimal floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
+
+
+def _batches(seed: int, data_rank: int) -> Iterator[dict[str, torch.Tensor]]:
+    """Runs of consecutive numbers: something a model learns within twenty steps."""
+    generator = torch.Generator().manual_seed(1000 * seed + data_rank)
+    position_ids = torch.arange(SEQUENCE).repeat(MICRO_BATCH, 1)
+    while True:
+        start = torch.randint(0, VOCABULARY, (MICRO_BATCH, 1), generator=generator)
+        tokens = (start + torch.arange(SEQUENCE + 1)) % VOCABULARY
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": position_ids}
+
+
+def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Model chunks and configuration for `options`: tp, pp, vpp, ep, sp, experts, layers, and config fields."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    tp, pp, vpp = options.get("tp", 1), options.get("pp", 1), options.get("vpp")
+    ps.initialize_model_parallel(
+        tp,
+        pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=options.get("ep", 1),
+    )
+    model_parallel_cuda_manual_seed(options.get("seed", 1))
+    experts = options.get("experts")
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {
+            "num_moe_experts": experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "expert_model_parallel_size": options.get("ep", 1),
+        }
+    config = TransformerConfig(
+        num_layers=options.get("layers", 2),
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=options.get("query_groups", 4),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=options.get("dropout", 0.0),
+        attention_dropout=options.get("dropout", 0.0),
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
+        sequence_parallel=options.get("sp", False),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        **moe,
+        **options.get("config", {}),
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=experts, normalization="RMSNorm", qk_layernorm=options.get("qk_layernorm", False)
+    )
+    chunks = []
+    for chunk in range(vpp or 1):
+        stage: dict[str, Any] = {"vp_stage": chunk} if vpp is not None else {}
+        first = ps.is_pipeline_first_stage(ignore_virtual=False, **stage)
+        last = ps.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            **stage,
+        )
+        chunks.append(model)
+    return chunks, config
+
+
+def train(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Train `options["steps"]` steps; needs an initialized environment of torchrun's variables."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.transformer.module import Float16Module
+
+    if not dist.is_initialized():
+        dist.init_process_group("nccl")
+    chunks, config = build(options)
+    distributed_optimizer = options.get("distributed_optimizer", False)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+    )
+    models = [
+        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk.cuda())) for chunk in chunks
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=3e-3,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=distributed_optimizer,
+            clip_grad=1.0,
+        ),
+        models,
+    )
+    iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank()) for _ in models]
+    state: dict[str, list[torch.Tensor]] = {"losses": []}
+
+    def forward_step(iterator: Any, model: Any) -> Any:
+        batch = next(iterator)
+        mask = None
+        if options.get("mask_tensor"):
+            mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), diagonal=1).bool()
+        output = model(batch["tokens"].cuda(), batch["position_ids"].cuda(), mask, labels=batch["labels"].cuda())
+
+        def loss_of(losses: torch.Tensor) -> Any:
+            loss = losses.float().mean()
+            state["losses"].append(loss.detach().clone())
+            return loss, {}
+
+        return output, loss_of
+
+    history: list[tuple[str, str]] = []
+    for _ in range(options.get("steps", 5)):
+        for model in models:
+            model.zero_grad_buffer()
+        optimizer.zero_grad()
+        state["losses"].clear()
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=models if len(models) > 1 else models[0],
+            num_microbatches=MICRO_BATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        _, grad_norm, _ = optimizer.step()
+        if state["losses"]:
+            history.append((torch.stack(state["losses"]).mean().item().hex(), float(grad_norm).hex()))
+    return history
+
+
+def destroy() -> None:
+    """End the process group and Megatron's view of it."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    dist.destroy_process_group()

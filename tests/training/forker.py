@@ -1,0 +1,159 @@
+"""Runs many short training jobs on one imported Megatron: import once, fork every rank.
+
+Started as `python -m tests.training.forker` with the Megatron release first on PYTHONPATH. Reads one JSON job a
+line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
+
+    {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
+     "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}}
+
+`entry` "core" trains `tests.training.core_loop` with `options`; "script" runs `argv[0]` as `__main__`. `arm`:
+"device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
+`mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
+losses and gradient norms.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+PREPARED = (
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.distributed",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.transformer.moe.token_dispatcher",
+    "megatron.core.dist_checkpointing",
+    "megatron.core.datasets.gpt_dataset",
+    "torch._dynamo",
+)
+PREPARED_TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _record_training_log(history: list[dict[str, str]]) -> None:
+    """Exact values of what Megatron's training loop logs: it prints seven digits."""
+    training = sys.modules.get("megatron.training.training")
+    if training is None:
+        return
+    wrapped = training.training_log
+
+    def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        history.append({name: float(value).hex() for name, value in loss_dict.items()})
+        return wrapped(loss_dict, *args, **kwargs)
+
+    training.training_log = training_log
+
+
+def _rank(job: dict[str, Any], rank: int, port: int) -> None:
+    out = Path(job["out"])
+    log = os.open(out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.setpgid(0, 0)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job["nproc"]),
+        LOCAL_WORLD_SIZE=str(job["nproc"]),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        **job.get("env", {}),
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    if job["arm"] == "device":
+        os.environ["MINDSPEED_LITE_DISABLE"] = "1"
+        importlib.import_module("mindspeed_lite.platform").activate()
+    elif job["arm"] == "adaptor":
+        importlib.import_module("mindspeed_lite.megatron_adaptor")
+    else:
+        importlib.import_module("mindspeed_lite").enable(**job.get("flags", {}))
+    history: list[Any] = []
+    try:
+        if job["entry"] == "core":
+            core_loop = importlib.import_module("tests.training.core_loop")
+            history = core_loop.train(job["options"])
+            core_loop.destroy()
+        else:
+            _record_training_log(history)
+            sys.argv = list(job["argv"])
+            runpy.run_path(job["argv"][0], run_name="__main__")
+    finally:
+        (out / f"rank{rank}.json").write_text(json.dumps(history))
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    """Fork the ranks of `job` and wait; the first failure or the timeout ends them all."""
+    out = Path(job["out"])
+    out.mkdir(parents=True, exist_ok=True)
+    port = _free_port()
+    started = time.monotonic()
+    ranks: dict[int, int] = {}
+    for rank in range(job["nproc"]):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _rank(job, rank, port)
+                code = 0
+            except SystemExit as ending:
+                code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                with contextlib.suppress(Exception):
+                    sys.stdout.flush()
+                    sys.stderr.flush()
+                os._exit(code)
+        ranks[pid] = rank
+    codes: dict[int, int] = {}
+    deadline = started + job.get("timeout", 120)
+    while len(codes) < len(ranks):
+        for pid in [each for each in ranks if ranks[each] not in codes]:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+        late = time.monotonic() > deadline
+        if late or any(codes.values()):
+            deadline = min(deadline, time.monotonic() + 3) if not late else deadline
+            if late:
+                for pid in [each for each in ranks if ranks[each] not in codes]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": round(time.monotonic() - started, 2)}
+
+
+def main() -> None:
+    # Standard output carries the answers; whatever Megatron prints while it is imported must not.
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    for name in (*PREPARED, *(PREPARED_TRAINING if "--training" in sys.argv else ())):
+        importlib.import_module(name)
+    from megatron.core.package_info import __version__
+
+    answers.write(json.dumps({"ready": __version__}) + "\n")
+    for line in sys.stdin:
+        answers.write(json.dumps(run(json.loads(line))) + "\n")
+
+
+if __name__ == "__main__":
+    main()
