@@ -21,7 +21,10 @@ setup(
     python_requires=">=3.10",
     packages=[*find_packages(include=["mindspeed_lite", "mindspeed_lite.*"]), "mindspeed_lite.patches"],
     package_dir={"mindspeed_lite.patches": "patches"},
-    package_data={"mindspeed_lite.patches": ["fingerprints.json"], "mindspeed_lite": ["py.typed"]},
+    package_data={
+        "mindspeed_lite.patches": ["fingerprints.json"], "mindspeed_lite": ["py.typed"],
+        "mindspeed_lite.platform": ["fingerprints.json"],
+    },
     install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],
     extras_require={
         "npu": ["torch-npu"],

@@ -1,1 +1,1 @@
-"""The demo: real text, a small GPT, features off and on, side by side. `python -m demo` from the repository's root."""
+"""The demo: real text, a small GPT, features off and on. `python -m demo` from the repository's root."""

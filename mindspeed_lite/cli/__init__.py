@@ -1,7 +1,7 @@
 """The command `mindspeed-lite`: finds the subcommand and leaves the rest to it.
 
-Nothing but the standard library is imported here, so that help and usage errors are instant; a subcommand's module
-is imported when it is called.
+Nothing but the standard library is imported here, so that help and usage errors are instant; a subcommand's
+module is imported when it is called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`mindspeed-lite features`: what there is to choose from, generated from the declarations; imports no Megatron."""
+"""`mindspeed-lite features`: what there is to choose from, from the declarations; imports no Megatron."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMERICS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Print every feature, or one in detail; 2 for a name that does not exist."""
-    parser = terminal.Parser(prog=PROGRAM, description="Every feature: flags, targets, verified versions, backends.")
+    parser = terminal.Parser(prog=PROGRAM, description="Every feature, or one in detail.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature (or its flag), with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse_args(list(arguments))
@@ -71,7 +71,8 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
             for option in feature.options
         ],
         "patches": [
-            {"how": patch.how, "target": patch.target, "versions": patch.versions} for patch in feature.patches
+            {"how": patch.how, "target": patch.target, "versions": patch.versions}
+            for patch in feature.patches
         ],
         "verified": verified_releases(feature, fingerprints),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
@@ -141,7 +142,7 @@ def _usable(feature: dict[str, Any]) -> str:
 
 
 def _overview(features: list[dict[str, Any]]) -> list[str]:
-    """A table where the terminal is wide enough for one, else a paragraph each; then why backends are unusable."""
+    """A table where it fits, else a paragraph each; then why backends are unusable."""
     columns, color = terminal.width(), terminal.has_color()
     rows = [
         (
@@ -162,7 +163,9 @@ def _overview(features: list[dict[str, Any]]) -> list[str]:
         for name, flags, swaps, verified, backends, numerics, summary in rows:
             texts = (("summary", summary), ("flags", flags), ("swaps", swaps), ("verified", verified))
             lines.append(terminal.paint(name, "bold", color))
-            lines += terminal.labelled([*texts, ("backends", backends), ("numerics", numerics)], columns, color)
+            lines += terminal.labelled(
+                [*texts, ("backends", backends), ("numerics", numerics)], columns, color
+            )
             lines.append("")
     else:
         lines.append("")
@@ -174,12 +177,10 @@ def _overview(features: list[dict[str, Any]]) -> list[str]:
                     reasons.setdefault(f"{backend}: {'; '.join(why)}", []).append(operator)
     if reasons:
         operators = {name for each in features for name in each["backends"]}
-        texts = tuple(
-            ("", text if set(users) == operators else f"{text} ({', '.join(dict.fromkeys(users))})")
-            for text, users in reasons.items()
-        )
         lines.append(terminal.paint("backends not usable here", "bold", color))
-        lines += [line for _, text in texts for line in terminal.labelled([("-", text)], columns, color)]
+        for text, users in reasons.items():
+            of = "" if set(users) == operators else f" ({', '.join(dict.fromkeys(users))})"
+            lines += terminal.labelled([("-", text + of)], columns, color)
         lines.append("")
     lines += terminal.wrap(
         f"{len(features)} features. `{PROGRAM} NAME` explains one; numerics: "

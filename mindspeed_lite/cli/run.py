@@ -1,12 +1,13 @@
 """`mindspeed-lite run`: a training script with mindspeed_lite, as if its first line imported the adaptor.
 
-The script must not be able to tell: `sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of
-`python SCRIPT ARGS`, or of `python -m MODULE ARGS`.
+The script must not be able to tell: `sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are
+those of `python SCRIPT ARGS`, or of `python -m MODULE ARGS`.
 """
 
 from __future__ import annotations
 
 import builtins
+import importlib
 import importlib.util
 import os
 import pkgutil
@@ -27,16 +28,16 @@ HELP = f"""\
 usage: {PROGRAM} [--allocator keep|system] SCRIPT [ARGS...]
        {PROGRAM} [--allocator keep|system] -m MODULE [ARGS...]
 
-Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What stands after
-SCRIPT is the script's, untouched; features are chosen there, by their flags:
+Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What stands
+after SCRIPT is the script's, untouched; features are chosen there, by their flags:
 
   {PROGRAM} pretrain_gpt.py --use-flash-attn ...
   torchrun --nproc-per-node 8 -m mindspeed_lite run pretrain_gpt.py --use-flash-attn ...
 
 options:
   -m MODULE          run a module instead of a file
-  --allocator keep   on the CPU, memory that tensors free stays with the process (default): faster, more resident
-  --allocator system on the CPU, memory that tensors free goes back to the kernel
+  --allocator keep   on the CPU, freed memory stays with the process (default): faster, more resident
+  --allocator system on the CPU, freed memory goes back to the kernel
   -h, --help         print this; after SCRIPT it is the script's
 
 environment:
@@ -100,7 +101,9 @@ def _parse(arguments: Sequence[str]) -> _Request | None:
             is_module = True
             break
         elif word.startswith("-") and word != "--":
-            raise _UsageError(f"there is no option {word!r} (see {PROGRAM} --help); a script's own come after it")
+            raise _UsageError(
+                f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)"
+            )
         else:
             if word != "--":
                 rest.insert(0, word)
@@ -122,7 +125,8 @@ def _check_there(request: _Request) -> None:
 
 def _prepare_process(request: _Request) -> None:
     """`sys.path` and PATH as the script needs them, before anything of Megatron is looked for."""
-    if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # else python has put no folder there, and would not for the script
+    # A safe path has no folder in front, and would have none for the script. Python 3.10 knows only -I.
+    if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         folder = os.getcwd() if request.is_module else os.path.dirname(os.path.realpath(request.what))
         if _is_archive(request):
             folder = os.path.join(os.getcwd(), request.what)
@@ -146,7 +150,7 @@ def _is_archive(request: _Request) -> bool:
 def _import_adaptor(choice: str) -> None:
     """Device layer and argument hooks on; with MINDSPEED_LITE_DISABLE nothing at all, not even torch."""
     try:
-        import mindspeed_lite.megatron_adaptor
+        importlib.import_module("mindspeed_lite.megatron_adaptor")
     except ImportError as error:
         raise _UsageError(f"{error}; `mindspeed-lite doctor` says what is missing") from error
     except RuntimeError as error:  # DeviceError, or a torch whose device extension does not load
@@ -180,7 +184,7 @@ def _load(request: _Request) -> tuple[types.CodeType, types.ModuleType]:
     absolute = os.path.join(os.getcwd(), path)
     try:
         with open(path, "rb") as script:
-            compiled: types.CodeType | None = pkgutil.read_code(script)  # type: ignore[attr-defined]
+            compiled: types.CodeType | None = pkgutil.read_code(script)
             script.seek(0)
             source = script.read()
     except OSError as error:

@@ -45,7 +45,7 @@ def paint(text: str, style: str, color: bool) -> str:
 
 
 def wrap(text: str, columns: int) -> list[str]:
-    """Lines of at most `columns`; what is longer than a line breaks after a dot, colon, slash or underscore."""
+    """Lines of at most `columns`; a longer word breaks after a dot, colon, slash or underscore."""
     lines: list[str] = []
     for paragraph in text.split("\n"):
         words = [piece for word in paragraph.split() for piece in _pieces(word, columns)]
@@ -54,7 +54,7 @@ def wrap(text: str, columns: int) -> list[str]:
 
 
 def _pieces(word: str, columns: int) -> list[str]:
-    """`word` itself if it fits on a line, else in parts that do, broken at its punctuation where it has any."""
+    """`word` itself if it fits on a line, else parts that do where its punctuation allows."""
     if len(word) <= columns:
         return [word]
     pieces = [""]
@@ -93,9 +93,7 @@ def table(
         max(len(line) for cell in (header, *(row[index] for row in rows)) for line in cell.split("\n"))
         for index, header in enumerate(headers)
     ]
-    widths = [
-        min(least, wish) if least else wish for least, wish in zip(minimum, natural, strict=True)
-    ]
+    widths = [min(least, wish) if least else wish for least, wish in zip(minimum, natural, strict=True)]
     room = columns - sum(widths) - _GAP * (len(widths) - 1)
     if room < 0:
         return None

@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import importlib
 import importlib.util
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from inspect import Parameter
@@ -267,13 +268,15 @@ def verdict(table: Table, target: str, version: str, live: Fingerprint | None) -
 
 def main(arguments: list[str] | None = None) -> int:
     from .catalogue import Catalogue
-    from .feature import Provide, matches
+    from .feature import Feature, Provide, matches
 
     parser = argparse.ArgumentParser(
         prog="python -m mindspeed_lite.engine.fingerprints",
         description="Fingerprint every target of the catalogue in several releases of the host.",
     )
-    parser.add_argument("--package", required=True, help="package of the features")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--package", help="package with one feature a module")
+    source.add_argument("--features", metavar="MODULE:NAME", help="a sequence of features in a module")
     parser.add_argument(
         "--root",
         required=True,
@@ -286,9 +289,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
     options = parser.parse_args(arguments)
     try:
-        patches = [(each, patch) for each in Catalogue.load(options.package) for patch in each.patches]
-    except EngineError as error:
+        if options.package:
+            features: Iterable[Feature] = Catalogue.load(options.package)
+        else:
+            module, _, name = options.features.partition(":")
+            features = getattr(importlib.import_module(module), name)
+    except (EngineError, ImportError, AttributeError) as error:
         return _fail([str(error)])
+    patches = [(each, patch) for each in features for patch in each.patches]
     table = Table.load(options.out) if options.out.exists() else Table()
     problems: list[str] = []
     for version, root in options.root:

@@ -107,7 +107,7 @@ class Report:
                     flag if value is True else f"{flag}={value}" for flag, value in entry.flags.items()
                 )
                 details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
-                lines += fit(f"{entry.feature}  {flags}  [{'; '.join(details)}]", 2)
+                lines += fit("  ".join(filter(None, (entry.feature, flags, f"[{'; '.join(details)}]"))), 2)
                 lines += [line for reason in entry.reasons for line in fit(f"- {reason}", 4)]
                 lines += [line for patch in entry.patches for line in fit(_patch_text(patch), 4)]
                 for name, value in entry.adjustments.items():

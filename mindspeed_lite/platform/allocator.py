@@ -1,21 +1,30 @@
 """Lets the CPU device keep the memory it frees, as a GPU's caching allocator does.
 
-glibc hands every large block back to the kernel when it is freed, and the next tensor of that size pays for it
-page by page again. `keep_freed_memory` turns that off for the process, by `mallopt`, with three settings that are
-needed together:
+glibc hands large blocks back to the kernel when they are freed, and the next tensor of that size pays for its
+memory page by page again. `keep_freed_memory` turns that off for the process by `mallopt`, in three settings:
 
-M_MMAP_MAX = 0         no block is a mapping of its own: those are unmapped at every free, whatever their size
+M_MMAP_MAX = 0         no block is a mapping of its own; those are unmapped at every free
 M_TRIM_THRESHOLD = -1  the end of the heap is never given back
-M_ARENA_MAX = 1        threads share the heap: a heap of a thread's own ends at 64 MB, and larger blocks become
-                       mappings all the same
+M_ARENA_MAX = 1        threads share the heap; a thread's own ends at 64 MB, and larger blocks become mappings
 
-The price is memory: what was freed stays resident, and a hole is reused only by what fits into it. Four
-transformer layers trained on 2 cores had a peak of 2531 MB instead of 1973 MB, and from the second step on took no
-page fault where there had been 230 000 a step. Figures of resident memory then mean "reserved", not "in use".
+The price is memory: what was freed stays resident, and a hole serves only what fits into it. Resident memory
+then means "reserved", not "in use".
 
     python -m mindspeed_lite.platform.allocator
 
-measures both ways, each in a process of its own. @MEASURED@
+measures both ways, each in a process of its own; per tensor made, filled and freed, glibc 2.36 on 2 cores:
+
+tensor                         system ms     keep ms   ratio    faults    faults
+64 MB here                         40.44        2.41   16.8x     16385         0
+64 MB in a thread                  30.36        4.14    7.3x     16390      3278
+64 MB freed by a thread            43.60        3.82   11.4x     16386         1
+500 MB here                       305.42       28.99   10.5x    128001         0
+500 MB in a thread                323.92       21.84   14.8x    128002         1
+500 MB freed by a thread          319.17       21.59   14.8x    128002         1
+resident MB, end                     554        1989
+resident MB, peak                   1054        1989
+
+Up to 32 MB glibc learns by itself not to map a size that was freed before; there the gain is small.
 """
 
 from __future__ import annotations
@@ -39,6 +48,15 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _SETTINGS = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, -1), (_M_ARENA_MAX, 1))
+
+# By these a user has tuned glibc already; mallopt would overrule them.
+_TUNING = {
+    "MALLOC_ARENA_MAX",
+    "MALLOC_MMAP_MAX_",
+    "MALLOC_MMAP_THRESHOLD_",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_TOP_PAD_",
+}
 
 _kept = False
 
@@ -67,7 +85,7 @@ def why_not() -> list[str]:
     serves = _library_of(process, "malloc")
     if serves and serves != _library_of(process, "gnu_get_libc_version"):
         reasons.append(f"memory comes from {serves}, not from glibc")
-    tuned = sorted(name for name in os.environ if name.startswith("MALLOC_") and name != "MALLOC_CHECK_")
+    tuned = sorted(_TUNING & os.environ.keys())
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         tuned.append("GLIBC_TUNABLES")
     if tuned:
@@ -78,7 +96,7 @@ def why_not() -> list[str]:
 def keep_freed_memory() -> list[str]:
     """Keep what is freed from now on; returns the reasons why not, empty when done. It cannot be taken back.
 
-    As effective after torch is imported as before; the earlier it is called, the less lies outside the heap.
+    As effective after torch's import as before it.
     """
     global _kept
     if _kept:
@@ -149,7 +167,8 @@ def _measure(choice: str) -> dict[str, dict[str, float]]:
     ways: tuple[Callable[[int], None], ...] = (here, in_a_thread, freed_by_a_thread)
     for megabytes in _SIZES_MB:
         for way in ways:
-            way(megabytes)
+            for _ in range(3):
+                way(megabytes)
             times, faults = [], resource.getrusage(resource.RUSAGE_SELF).ru_minflt
             for _ in range(5):
                 start = time.perf_counter()
@@ -167,7 +186,9 @@ def _measure(choice: str) -> dict[str, dict[str, float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure both ways and print them side by side."""
-    parser = argparse.ArgumentParser(prog="python -m mindspeed_lite.platform.allocator", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m mindspeed_lite.platform.allocator", description=main.__doc__
+    )
     parser.add_argument("--only", choices=(KEEP, SYSTEM), help="measure one way in this process; prints JSON")
     only = parser.parse_args(arguments).only
     if only:

@@ -8,6 +8,7 @@ more of it.
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import runpy
 import sys
@@ -26,6 +27,7 @@ from mindspeed_lite.engine import (
     Report,
     Session,
     Settings,
+    Table,
     Transaction,
     Wrap,
     make_plan,
@@ -144,6 +146,22 @@ def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> 
     return load_state_dict
 
 
+def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A wheel's compiled dataset helpers are used as they are.
+
+    `megatron.training` compiles them at every start by the makefile beside them, which is in a checkout but not in
+    the wheels, and ends the run when that fails. Steps aside wherever there is a makefile.
+    """
+
+    def compile_helpers() -> Any:
+        folder = Path(wrapped.__code__.co_filename).parent
+        if (folder / "Makefile").is_file() or not list(folder.glob("helpers_cpp*")):
+            return wrapped()
+        return None
+
+    return compile_helpers
+
+
 def _always(settings: Settings) -> bool:
     return True
 
@@ -195,6 +213,15 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ),
     ),
     Feature(
+        name="device_dataset_helpers",
+        summary="training scripts start on a wheel, which has the dataset helpers compiled and no makefile",
+        options=(),
+        enabled=_always,
+        numerics="bitwise",
+        condition=_on("cpu", "npu"),
+        patches=(Wrap("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),),
+    ),
+    Feature(
         name="device_router_gemm",
         summary="0.16's router looks for a Transformer Engine function that its absence leaves undefined",
         options=(),
@@ -208,6 +235,13 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ),
     ),
 )
+
+
+
+@functools.cache
+def _known() -> Table:
+    return Table.load(Path(__file__).with_name("fingerprints.json"))
+
 
 _waiting: list[ImportHandle] = []
 _applied: list[Transaction] = []
@@ -229,14 +263,12 @@ def _applier(feature: Feature, context: Context) -> Callable[[Any], None]:
         host_version = version() or "0"
         if not any(matches(patch.versions, host_version) for patch in feature.patches):
             return
-        from mindspeed_lite.engine import Table
-
         session = Session(context.settings, context, Report({}, context.device))
         plan = make_plan(
             [feature],
             context,
             host_version=host_version,
-            fingerprints=Table(),
+            fingerprints=_known(),
             session=session,
             allow_unverified=True,
             skip_modules=LIBRARIES,

@@ -76,6 +76,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        qk_layernorm=options.get("qk_layernorm", False),
         **moe,
         **options.get("config", {}),
     )

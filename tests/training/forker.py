@@ -4,12 +4,13 @@ Started as `python -m tests.training.forker` with the Megatron release first on 
 line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 
     {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
-     "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}}
+     "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}}
 
 `entry` "core" trains `tests.training.core_loop` with `options`; "script" runs `argv[0]` as `__main__`. `arm`:
 "device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
-losses and gradient norms.
+losses and gradient norms. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path
+exists or rank 0's log holds the text.
 """
 
 from __future__ import annotations
@@ -65,7 +66,6 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     log = os.open(out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.setpgid(0, 0)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.update(
         RANK=str(rank),
@@ -100,6 +100,12 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
         (out / f"rank{rank}.json").write_text(json.dumps(history))
 
 
+def _is_time_to_kill(condition: dict[str, str], log: Path) -> bool:
+    if "path" in condition:
+        return Path(condition["path"]).exists()
+    return log.exists() and condition["log"] in log.read_text(errors="replace")
+
+
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of `job` and wait; the first failure or the timeout ends them all."""
     out = Path(job["out"])
@@ -126,19 +132,23 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         ranks[pid] = rank
     codes: dict[int, int] = {}
     deadline = started + job.get("timeout", 120)
+    kill_when = job.get("kill_when")
     while len(codes) < len(ranks):
-        for pid in [each for each in ranks if ranks[each] not in codes]:
+        running = [pid for pid in ranks if ranks[pid] not in codes]
+        for pid in running:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
-        late = time.monotonic() > deadline
-        if late or any(codes.values()):
-            deadline = min(deadline, time.monotonic() + 3) if not late else deadline
-            if late:
-                for pid in [each for each in ranks if ranks[each] not in codes]:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
-        time.sleep(0.02)
+        if any(codes.values()):
+            # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
+            deadline = min(deadline, time.monotonic() + 3)
+        if time.monotonic() > deadline or (kill_when and _is_time_to_kill(kill_when, out / "rank0.log")):
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            deadline = float("inf")
+            kill_when = None
+        time.sleep(0.002 if kill_when else 0.02)
     return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": round(time.monotonic() - started, 2)}
 
 

@@ -1,0 +1,63 @@
+# `make demo` and `make test` work on a bare machine with Python 3.12: they make .venv and install what they need.
+
+PYTHON ?= $(shell command -v python3.12 || command -v python3 || echo python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# The release that development and demo are pinned to; the library supports more (see README).
+PINS := torch==2.11.0 megatron-core==0.19.2
+
+.PHONY: help install demo test lint format fingerprints docs clean
+
+help:
+	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
+	@echo "make test          lint, types and all tests, on four Megatron-core releases"
+	@echo "make lint          ruff, mypy, generated files up to date"
+	@echo "make fingerprints  recompute the tables of verified releases from .releases"
+	@echo "make docs          regenerate docs/support.md and the tables in README.md"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || { \
+	  echo "Python 3.12 or newer is needed for the demo and the tests (megatron-core 0.19.2 requires it); $(PYTHON) is" \
+	  "$$($(PYTHON) -V 2>&1). Set PYTHON=/path/to/python3.12. The library itself works from Python 3.10." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PINS) -e '.[test,bench]'
+	@touch $@
+
+demo: install
+	@$(BIN)/python -m demo
+
+.releases/.prepared: $(VENV)/.installed tests/releases.py
+	@$(BIN)/python -m tests.releases
+	@touch $@
+
+lint: .releases/.prepared
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(FEATURES) $(RELEASES) --check
+	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES) --check
+
+test: install lint .releases/.prepared
+	$(BIN)/python -m pytest
+
+FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
+DEVICE = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
+RELEASES = --root 0.16.1=.releases/0.16.1 --root 0.17.1=.releases/0.17.1 --root 0.18.2=.releases/0.18.2 \
+  --root 0.19.2=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2>/dev/null)
+
+fingerprints: .releases/.prepared
+	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(FEATURES) $(RELEASES)
+	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES)
+
+docs: install
+	$(BIN)/python docs/generate.py
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .demo .releases build dist *.egg-info

@@ -1,0 +1,157 @@
+"""Two random streams, as a GPU run has them: what the device draws does not move the host's, and the reverse."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from mindspeed_lite import platform
+from tests.platform.forked import forked
+
+
+def host():
+    return torch.get_rng_state()
+
+
+def device():
+    return torch.cuda.get_rng_state()
+
+
+@forked()
+def test_seeds_and_states_of_the_two_streams_are_independent():
+    platform.activate()
+    torch.manual_seed(1)
+    torch.cuda.manual_seed(2)
+    at_host, at_device = host(), device()
+    torch.rand(100, device="cuda")
+    torch.nn.functional.dropout(torch.ones(100), 0.5)
+    assert torch.equal(host(), at_host) and not torch.equal(device(), at_device)
+    torch.cuda.manual_seed(2)
+    assert torch.equal(device(), at_device) and torch.equal(host(), at_host)
+    torch.cuda.manual_seed_all(3)
+    assert torch.equal(host(), at_host)
+    moved = device()
+    torch.set_rng_state(torch.Generator().manual_seed(9).get_state())
+    assert torch.equal(device(), moved) and not torch.equal(host(), at_host)
+    torch.set_rng_state(at_host)
+    assert torch.equal(host(), at_host)
+    assert torch.equal(torch.random.get_rng_state(), at_host), "one stream under both of its names"
+    torch.cuda.set_rng_state(at_device)
+    assert torch.equal(torch.cuda.random.get_rng_state(), at_device)
+    assert torch.equal(torch.cuda.get_rng_state_all()[0], at_device)
+    assert torch.equal(torch.cuda.default_generators[0].get_state(), at_device)
+
+
+@forked()
+def test_states_are_copies():
+    platform.activate()
+    state = host()
+    state.zero_()
+    assert not torch.equal(host(), state)
+    state = device()
+    state.zero_()
+    assert not torch.equal(device(), state)
+
+
+@forked()
+def test_manual_seed_seeds_both_and_draws_repeat():
+    platform.activate()
+    torch.manual_seed(5)
+    at_host, drawn = host(), torch.rand(4, device="cuda")
+    torch.manual_seed(5)
+    assert torch.equal(host(), at_host) and torch.equal(torch.rand(4, device="cuda"), drawn)
+    torch.cuda.manual_seed(5)
+    assert torch.equal(torch.rand(4, device="cuda"), drawn)
+
+
+@forked()
+def test_recomputation_draws_the_same_dropout_again():
+    platform.activate()
+    torch.manual_seed(1)
+    x = torch.ones(64, requires_grad=True)
+    at_host = host()
+    out = torch.utils.checkpoint.checkpoint(
+        lambda x: torch.nn.functional.dropout(x, 0.5), x, use_reentrant=False
+    )
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach()), "the gradient of dropout is its mask, as is its output on ones"
+    assert torch.equal(host(), at_host)
+
+
+@forked()
+def test_a_loader_draws_its_seed_from_the_host():
+    platform.activate()
+    torch.manual_seed(1)
+    at_host, at_device = host(), device()
+    iter(torch.utils.data.DataLoader(torch.arange(8)))
+    assert torch.equal(device(), at_device) and not torch.equal(host(), at_host)
+
+
+@pytest.mark.xfail(strict=True, reason="a sampler draws its seed at the first batch, when nothing swaps the streams")
+@forked()
+def test_a_shuffling_loader_draws_its_order_from_the_host():
+    platform.activate()
+    torch.manual_seed(1)
+    at_device = device()
+    list(torch.utils.data.DataLoader(torch.arange(8), shuffle=True))
+    assert torch.equal(device(), at_device)
+
+
+@pytest.mark.xfail(strict=True, reason="fork_rng saves torch's own generator, which is the device's")
+@forked()
+def test_fork_rng_gives_the_host_its_state_back():
+    platform.activate()
+    at_host = host()
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+    assert torch.equal(host(), at_host)
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("megatron.core.tensor_parallel.random").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+@forked("megatron")
+def test_megatrons_tracker_forks_without_a_warning_unless_the_host_draws():
+    platform.activate()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    heard, tracker = Heard(), CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    at_device = device()
+    tracker.add("model-parallel-rng", 1234)
+    assert torch.equal(device(), at_device)
+    drawn = []
+    for _ in range(2):
+        with tracker.fork():
+            drawn.append(torch.nn.functional.dropout(torch.ones(64), 0.5))
+    assert not torch.equal(*drawn), "the tracked stream goes on from fork to fork"
+    assert torch.equal(device(), at_device), "and leaves the default one where it was"
+    assert heard.texts == []
+    with tracker.fork():
+        torch.set_rng_state(torch.Generator().manual_seed(9).get_state())
+    assert ["CPU RNG state changed" in text for text in heard.texts] == [True]
+
+
+@forked("megatron")
+def test_tensor_parallel_ranks_draw_differently_where_megatron_wants_it():
+    platform.activate()
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    drawn = []
+    for seed in (100, 101):
+        tracker = CudaRNGStatesTracker()
+        tracker.add("model-parallel-rng", seed)
+        torch.cuda.manual_seed(7)
+        with tracker.fork():
+            drawn.append((torch.rand(8), None))
+        drawn[-1] = drawn[-1][0], torch.rand(8)
+    assert not torch.equal(drawn[0][0], drawn[1][0]) and torch.equal(drawn[0][1], drawn[1][1])

@@ -1,0 +1,185 @@
+"""The documentation: links lead somewhere, tables are current, examples run, names exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mindspeed_lite.patches._defaults import DEFAULTS
+
+from mindspeed_lite import activation, platform
+from mindspeed_lite.cli import COMMANDS
+from mindspeed_lite.platform import allocator
+from mindspeed_lite.platform.megatron import ASSUMPTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+# Flags in README that are not ours: torchrun's, pip's, and those of `mindspeed-lite run`.
+OTHERS = {"--nproc-per-node", "--no-deps", "--allocator"}
+
+
+def text(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text(page), re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The names that headings can be linked by."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text(page), flags=re.M | re.S), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@EVERY_PAGE
+def test_links_lead_somewhere(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", text(page), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists() and target.is_relative_to(ROOT), f"{link} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link}: {target.name} has no such heading"
+
+
+def test_generated_parts_are_current() -> None:
+    run = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_every_feature_has_its_page_and_every_page_its_feature() -> None:
+    names = {feature.name for feature in activation.catalogue()}
+    assert {page.stem for page in (DOCS / "features").glob("*.md")} == names
+    for feature in activation.catalogue():
+        page = text(DOCS / "features" / f"{feature.name}.md")
+        assert page.startswith(f"# {feature.name}\n")
+        assert f"*{feature.numerics}*" in page
+        assert all(patch.target in page for patch in feature.patches)
+        assert all(option.flag in page for option in feature.options)
+        assert f"(features/{feature.name}.md)" in text(DOCS / "index.md")
+
+
+def test_every_page_is_in_the_index() -> None:
+    index = text(DOCS / "index.md")
+    for page in DOCS.rglob("*.md"):
+        assert page.name == "index.md" or f"({page.relative_to(DOCS)})" in index, page
+
+
+def test_flags_in_the_readme_exist() -> None:
+    ours = {option.flag for option in (*activation.GENERAL, *activation.catalogue().options())}
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text(README).replace("<!--", "").replace("-->", "")))
+    assert named - OTHERS == ours
+    assert named >= OTHERS, "OTHERS has a flag that README does not name"
+
+
+def test_variables_in_the_readme_exist() -> None:
+    # The first stands in megatron_adaptor.py, which acts when it is imported.
+    known = {"MINDSPEED_LITE_DISABLE", platform.DEVICE_VARIABLE, allocator.ALLOCATOR_VARIABLE}
+    assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
+    assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(README))) == known
+
+
+@EVERY_PAGE
+def test_commands_exist(page: Path) -> None:
+    # In code only: in prose a word that follows the name is no subcommand.
+    code = re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", text(page), re.MULTILINE | re.DOTALL)
+    for line in "\n".join(part for parts in code for part in parts).splitlines():
+        for word in re.findall(r"(?<![\w-])(?:mindspeed-lite|-m mindspeed_lite) +([\w-]+)", line):
+            assert word in COMMANDS, f"`{line.strip()}`: there is no command {word}"
+
+
+@EVERY_PAGE
+def test_examples_compile(page: Path) -> None:
+    for number, block in enumerate(blocks(page, "python")):
+        compile(block, f"{page.name}, example {number + 1}", "exec")
+
+
+def test_the_readme_has_one_test_command() -> None:
+    assert blocks(README, "sh").count("make test\n") == 1
+
+
+def test_every_switched_default_is_documented() -> None:
+    page = text(DOCS / "defaults.md")
+    assert all(f"`{default.flag}`" in page for default in DEFAULTS)
+
+
+def test_every_assumption_of_the_device_layer_is_documented() -> None:
+    page = text(DOCS / "device-layer.md")
+    assert all(f"`{feature.name}`" in page for feature in ASSUMPTIONS)
+
+
+TRY = """
+import sys
+from pathlib import Path
+
+import torch
+
+from mindspeed_lite.engine import Context, Report, Session, Settings, Table, Transaction, make_plan
+
+scratch = Path(sys.argv[1])
+sys.path.insert(0, str(scratch))
+from torch_cross_entropy import FEATURE
+
+import megatron.core.tensor_parallel as held_by_value
+from megatron.core import parallel_state
+from megatron.core.package_info import __version__
+from megatron.core.tensor_parallel import cross_entropy
+
+torch.distributed.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+# Megatron makes its buffers on this device.
+torch.cuda.current_device = lambda: torch.device("cpu")
+logits, target = torch.randn(5, 2, 11), torch.randint(0, 11, (5, 2))
+
+
+def run(**arguments):
+    leaf = logits.clone().requires_grad_()
+    losses = held_by_value.vocab_parallel_cross_entropy(leaf * 1, target, **arguments)
+    losses.sum().backward()
+    return losses.detach(), leaf.grad
+
+
+# In a list, because a name of this module would be moved along.
+original = [cross_entropy.vocab_parallel_cross_entropy]
+off, smoothed_off = run(), run(label_smoothing=0.1)
+settings = Settings({"torch_cross_entropy": True})
+context = Context(settings, "cpu", {})
+session = Session(settings, context, Report({}, "cpu"))
+plan = make_plan(
+    [FEATURE], context, host_version=__version__, fingerprints=Table(), session=session, allow_unverified=True
+)
+transaction = Transaction(plan, session)
+transaction.apply()
+assert held_by_value.vocab_parallel_cross_entropy is cross_entropy.vocab_parallel_cross_entropy is not original[0]
+on = run()
+assert not session.report.fallbacks
+smoothed_on = run(label_smoothing=0.1)
+assert [each.feature for each in session.report.fallbacks] == ["torch_cross_entropy"]
+assert transaction.undo() == []
+assert held_by_value.vocab_parallel_cross_entropy is cross_entropy.vocab_parallel_cross_entropy is original[0]
+for here, there in zip(on, off, strict=True):
+    # A loss of about 3 from fp32 sums of 11 terms: a few units in the last place.
+    torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+for here, there in zip(smoothed_on, smoothed_off, strict=True):
+    assert torch.equal(here, there)
+two = Context(settings, "cpu", {}, {"tensor_model_parallel_size": 2, "cross_entropy_loss_fusion": True})
+assert len(FEATURE.condition(two)) == 2
+"""
+
+
+def test_the_example_patch_works_in_megatron(tmp_path: Path) -> None:
+    (example,) = (block for block in blocks(DOCS / "writing-a-patch.md", "python") if "FEATURE = " in block)
+    (tmp_path / "torch_cross_entropy.py").write_text(example, encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", TRY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

@@ -1,0 +1,176 @@
+"""A training script on `megatron.training` with the one import line: no flag, no change; flags; resume after a kill."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import releases
+
+from .jobs import ROOT, Result, Trainer
+
+SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --bf16 --mock-data "
+    "--tokenizer-type NullTokenizer --vocab-size 255 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --log-interval 1 --eval-iters 1 "
+    "--eval-interval 100 --seed 42 --split 90,5,5"
+).split()
+NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
+# What a user without Transformer Engine and Apex has to know and type; the adaptor does it for them.
+SPELLED_OUT = (
+    "--transformer-impl local --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm "
+    "--no-masked-softmax-fusion"
+).split()
+
+LAYOUTS: dict[str, tuple[int, str]] = {
+    "single": (1, ""),
+    "tp2": (2, "--tensor-model-parallel-size 2"),
+    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "pp2": (2, "--pipeline-model-parallel-size 2"),
+    "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
+    "dp2_distributed_optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
+    "ep2": (
+        2,
+        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
+    ),
+}
+# Every layout on the newest release, those that differ most elsewhere.
+MATRIX = [("0.19.2", layout) for layout in LAYOUTS] + [
+    (release, layout) for release in ("0.17.1", "0.18.2") for layout in ("tp2_sp", "ep2")
+]
+
+
+def train(
+    trainer: Trainer, arm: str, nproc: int, arguments: list[str], iterations: int = 4, **job: Any
+) -> Result:
+    argv = [SCRIPT, *MODEL, "--train-iters", str(iterations), *arguments]
+    return trainer.run(entry="script", arm=arm, nproc=nproc, argv=argv, **job)
+
+
+def lm_losses(result: Result) -> list[float]:
+    return [float.fromhex(step["lm loss"]) for step in result.history() if "lm loss" in step]
+
+
+@pytest.mark.parametrize(("release", "layout"), MATRIX)
+def test_no_flag_is_bitwise_the_device_layer_alone(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    nproc, flags = LAYOUTS[layout]
+    arguments = [*NO_DROPOUT, *flags.split()]
+    device_only = train(trainer(release), "device", nproc, [*arguments, *SPELLED_OUT]).check()
+    adaptor = train(trainer(release), "adaptor", nproc, arguments).check()
+    assert len(lm_losses(adaptor)) == 4
+    assert adaptor.history() == device_only.history()
+    assert "mindspeed_lite" not in device_only.log()
+    assert "--transformer-impl local set" in adaptor.log()
+
+
+@pytest.mark.parametrize("release", releases.WITH_TRAINING)
+def test_flags_turn_features_on_and_the_report_says_so(
+    trainer: Callable[[str], Trainer], release: str, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.json"
+    flags = ["--use-fused-rmsnorm", "--use-flash-attn", "--mindspeed-lite-report", str(report)]
+    layout = LAYOUTS["tp2_sp"][1].split()
+    off = lm_losses(train(trainer(release), "adaptor", 2, [*NO_DROPOUT, *layout], 6).check())
+    result = train(trainer(release), "adaptor", 2, [*NO_DROPOUT, *layout, *flags], 6).check()
+    on = lm_losses(result)
+    assert on != off
+    for a, b in zip(off, on, strict=True):
+        assert abs(a - b) <= 2.0**-8 * abs(a)
+    written = json.loads(report.read_text())
+    status = {entry["feature"]: entry["status"] for entry in written["entries"]}
+    assert status["use_fused_rmsnorm"] == status["use_flash_attn"] == "applied"
+    assert "use_flash_attn" in result.log(0)
+    assert "mindspeed_lite" not in result.log(1), "only rank 0 reports"
+
+
+def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:
+    log = train(trainer("0.19.2"), "adaptor", 1, NO_DROPOUT).check().log()
+    line = next(line for line in log.splitlines() if "memory (MB)" in line)
+    allocated = float(line.partition("allocated: ")[2].split()[0])
+    assert 200 < allocated < 4000, line
+
+
+def _resumed(result: Result, uninterrupted: Result, first: int) -> None:
+    """The resumed run's losses are the uninterrupted one's from iteration `first` on (counted from 1).
+
+    The second line that Megatron logs after a resume averages two iterations, on every device, so it is left out.
+    """
+    expected, got = lm_losses(uninterrupted)[first - 1 :], lm_losses(result)
+    assert len(got) == len(expected) > 2
+    assert [got[0], *got[2:]] == [expected[0], *expected[2:]]
+
+
+CHECKPOINTED = [
+    "--use-distributed-optimizer",
+    "--ckpt-format",
+    "torch_dist",
+    "--save-interval",
+    "2",
+    "--num-workers",
+    "2",
+    "--hidden-dropout",
+    "0.1",
+    "--attention-dropout",
+    "0.1",
+]
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["sync", "async"])
+@pytest.mark.parametrize("release", ["0.19.2", "0.17.1"])
+def test_a_killed_run_resumes_on_the_same_loss_curve(
+    trainer: Callable[[str], Trainer], release: str, mode: list[str], tmp_path: Path
+) -> None:
+    """Two data-parallel ranks, dropout, data workers: killed in training, resumed, killed in saving, resumed."""
+    steps = 10
+    whole = train(
+        trainer(release), "adaptor", 2, [*CHECKPOINTED, *mode, "--save", str(tmp_path / "whole")], steps
+    ).check()
+    place = tmp_path / "killed"
+    arguments = [*CHECKPOINTED, *mode, "--save", str(place), "--load", str(place)]
+
+    # The third line of the log comes after the checkpoint of iteration 2 has been scheduled.
+    killed = train(
+        trainer(release), "adaptor", 2, arguments, steps, kill_when={"log": "iteration        5/"}
+    )
+    assert killed.codes == [-9, -9]
+    saved = int((place / "latest_checkpointed_iteration.txt").read_text())
+    assert saved in (2, 4)
+
+    # A checkpoint's folder exists from the start of its saving, the tracker names it at the end.
+    killed = train(
+        trainer(release),
+        "adaptor",
+        2,
+        arguments,
+        steps,
+        kill_when={"path": str(place / f"iter_{saved + 2:07d}")},
+    )
+    assert killed.codes == [-9, -9]
+    assert int((place / "latest_checkpointed_iteration.txt").read_text()) == saved, "it was killed after saving"
+
+    resumed = train(trainer(release), "adaptor", 2, arguments, steps).check()
+    _resumed(resumed, whole, saved + 1)
+
+
+def test_checkpoints_are_interchangeable_with_off(trainer: Callable[[str], Trainer], tmp_path: Path) -> None:
+    """Written with the features on it loads with them off, and the reverse."""
+    features = ["--use-fused-rmsnorm", "--use-flash-attn"]
+    for writer, reader in ((features, []), ([], features)):
+        place = tmp_path / ("on" if writer else "off")
+        base = [*NO_DROPOUT, "--save", str(place), "--save-interval", "3", "--use-distributed-optimizer"]
+        written = train(trainer("0.19.2"), "adaptor", 1, [*base, *writer], 3).check()
+        read = train(trainer("0.19.2"), "adaptor", 1, [*base, *reader, "--load", str(place)], 6).check()
+        whole = train(trainer("0.19.2"), "adaptor", 1, [*NO_DROPOUT, *reader], 6).check()
+        assert "successfully loaded checkpoint" in read.log()
+        assert lm_losses(written)[0] > lm_losses(read)[0] > lm_losses(read)[-1]
+        assert abs(lm_losses(read)[-1] - lm_losses(whole)[-1]) < 0.05
