@@ -14,7 +14,7 @@ TRAINING = ["einops", "numpy", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 setup(
     name="mindspeed-lite",
     version=runpy.run_path(str(HERE / "mindspeed_lite" / "_version.py"))["__version__"],
-    description="A non-invasive accelerator for Megatron-LM on Ascend NPU, CUDA and CPU: one import line, chosen by flags",
+    description="A non-invasive accelerator for Megatron-LM on Ascend NPU, CUDA and CPU",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
@@ -22,7 +22,8 @@ setup(
     packages=[*find_packages(include=["mindspeed_lite", "mindspeed_lite.*"]), "mindspeed_lite.patches"],
     package_dir={"mindspeed_lite.patches": "patches"},
     package_data={
-        "mindspeed_lite.patches": ["fingerprints.json"], "mindspeed_lite": ["py.typed"],
+        "mindspeed_lite.patches": ["fingerprints.json"],
+        "mindspeed_lite": ["py.typed"],
         "mindspeed_lite.platform": ["fingerprints.json"],
     },
     install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],

@@ -38,6 +38,10 @@ class Run:
     def step_time(self) -> float:
         return statistics.median(self.steady)
 
+    def decile(self, number: int) -> float:
+        """The step time that so many tenths of the steps stay below."""
+        return statistics.quantiles(self.steady, n=10, method="inclusive")[number - 1]
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -96,15 +100,18 @@ def judge(off: Sequence[Run], on: Sequence[Run], tolerance: float) -> Verdict:
             if reason:
                 problems.append(f"features {label}, round {number}: {reason}")
     if difference > tolerance:
-        problems.append(
-            f"off and on disagree by {difference:.3g} in the loss at step {step}; {tolerance:g} is allowed"
-        )
+        problems.append(f"off and on disagree by {difference:.3g} in the loss at step {step}; {tolerance:g} is allowed")
     return Verdict(difference, step, tolerance, tuple(problems))
 
 
 def ratios(off: Sequence[Run], on: Sequence[Run]) -> list[float]:
     """How many times as fast a step is with features on, for each round."""
     return [a.step_time / b.step_time for a, b in zip(off, on, strict=True)]
+
+
+def unsteady(runs: Sequence[Run]) -> bool:
+    """Whether step times within some run differ by more than half: then something else ran beside it."""
+    return any(run.decile(9) > 1.5 * run.decile(1) for run in runs)
 
 
 def loss_table(off: Run, on: Run, rows: int = 6) -> list[str]:
@@ -122,23 +129,19 @@ def loss_table(off: Run, on: Run, rows: int = 6) -> list[str]:
 
 
 def speed_table(off: Sequence[Run], on: Sequence[Run]) -> list[str]:
-    """Step time and peak memory, off and on, and what their ratios are worth."""
-
-    def steady(runs: Sequence[Run]) -> list[float]:
-        return [time for run in runs for time in run.steady]
-
-    def spread(runs: Sequence[Run]) -> str:
-        deciles = statistics.quantiles(steady(runs), n=10)
-        return f"{deciles[0]:.0f}-{deciles[-1]:.0f}"
-
-    times = statistics.median(steady(off)), statistics.median(steady(on))
-    memory = max(run.memory for run in off), max(run.memory for run in on)
+    """Step times of each round, what a step takes when undisturbed, and peak memory; off, on and their ratios."""
     each = ratios(off, on)
-    rounds = f"{min(each):.2f} to {max(each):.2f} over {len(each)} rounds" if len(each) > 1 else "one round"
-    faster = f"{times[0] / times[1]:.2f}x as fast ({rounds})"
-    return [
-        f"{'':14}{'off':>12}{'on':>12}",
-        f"{'step time':14}{times[0]:>9.0f} ms{times[1]:>9.0f} ms   {faster}",
-        f"{'  10-90 %':14}{spread(off):>9} ms{spread(on):>9} ms",
-        f"{'peak memory':14}{memory[0]:>9.0f} MB{memory[1]:>9.0f} MB   {memory[1] / memory[0]:.0%} of it",
-    ]
+    lines = [f"{'step time':22}{'off':>12}{'on':>12}"]
+    for number, (a, b, ratio) in enumerate(zip(off, on, each, strict=True), 1):
+        lines.append(
+            f"{f'  round {number}, median':22}{a.step_time:>9.0f} ms{b.step_time:>9.0f} ms{ratio:>8.2f}x as fast"
+        )
+    quick = tuple(min(run.decile(1) for run in runs) for runs in (off, on))
+    lines.append(f"{'  the fastest tenth':22}{quick[0]:>9.0f} ms{quick[1]:>9.0f} ms{quick[0] / quick[1]:>8.2f}x")
+    memory = max(run.memory for run in off), max(run.memory for run in on)
+    lines.append(f"{'peak memory':22}{memory[0]:>9.0f} MB{memory[1]:>9.0f} MB{memory[1] / memory[0]:>8.2f} of it")
+    spread = f", {min(each):.2f} to {max(each):.2f} over {len(each)} rounds" if len(each) > 1 else ", one round"
+    lines += ["", f"A step with features on is {statistics.median(each):.2f}x as fast{spread}."]
+    if unsteady([*off, *on]):
+        lines.append("This machine was busy with something else meanwhile: trust the fastest tenth, not the median.")
+    return lines

@@ -37,9 +37,7 @@ class Written:
     tokens: int
 
 
-def find_files(
-    inputs: Iterable[Path], suffixes: Sequence[str] = SUFFIXES, exclude: Sequence[str] = ()
-) -> list[Path]:
+def find_files(inputs: Iterable[Path], suffixes: Sequence[str] = SUFFIXES, exclude: Sequence[str] = ()) -> list[Path]:
     """The files among `inputs`, and those in its folders with one of the suffixes; sorted, each of them once.
 
     Args:
@@ -163,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"Which files to take from folders (default: {' '.join(SUFFIXES)}).",
     )
     parser.add_argument(
-        "--exclude", nargs="+", default=(), metavar="NAME", help="Folders and files to pass over, by name or pattern ('test*')."
+        "--exclude",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="Folders and files to pass over, by name or pattern ('test*').",
     )
     args = parser.parse_args(argv)
     replaced = args.output_prefix.with_name(f"{args.output_prefix.name}.idx").exists()

@@ -9,7 +9,7 @@ it is.
 
 from __future__ import annotations
 
-import mindspeed_lite.megatron_adaptor  # isort: skip  # the one line
+import mindspeed_lite.megatron_adaptor  # noqa: F401  # isort: skip
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ def refuse_what_is_not_here(args: Any) -> None:
 
 
 def use_compiled_dataset_helpers() -> None:
-    """The wheel brings them compiled but not the makefile by which Megatron compiles them at every start."""
+    """A wheel brings them compiled, without the makefile by which Megatron compiles them at every start."""
     if not Path(datasets.__file__).with_name("Makefile").exists():
         datasets.compile_helpers = lambda: None
 

@@ -52,8 +52,7 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
     """
     from mindspeed_lite import activation
 
-    given = {activation.dest_of(keyword): value for keyword, value in flags.items()}
-    return activation.full_report(activation.activate(given, host_args=host_args))
+    return activation.full_report(activation.activate_by_keyword(flags, host_args))
 
 
 def disable() -> list[str]:
@@ -78,8 +77,7 @@ def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
     from mindspeed_lite import activation, platform
 
     had_device = platform.current() is not None
-    given = {activation.dest_of(keyword): value for keyword, value in flags.items()}
-    active = activation.activate(given, host_args=host_args)
+    active = activation.activate_by_keyword(flags, host_args)
     try:
         yield activation.full_report(active)
     finally:

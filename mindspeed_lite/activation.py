@@ -41,9 +41,7 @@ AUTO = Option(
     "--mindspeed-lite-auto",
     help="Turn on every feature that applies to this model, device and layout; the report says which and why not.",
 )
-STRICT = Option(
-    "--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error."
-)
+STRICT = Option("--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error.")
 REPORT = Option(
     "--mindspeed-lite-report", help="Write what was swapped, as JSON, to FILE (rank 0).", default=None, metavar="FILE"
 )
@@ -177,6 +175,11 @@ def activate(
     return active
 
 
+def activate_by_keyword(flags: Mapping[str, Any], host_args: Any) -> Active:
+    """`activate` for the Python API, whose keywords `dest_of` explains."""
+    return activate({dest_of(keyword): value for keyword, value in flags.items()}, host_args=host_args)
+
+
 def _choose_all(context: Context) -> tuple[Settings, dict[str, list[str]]]:
     """Settings with every switch on whose feature applies, and the reasons of those left off."""
     values = dict(context.settings)
@@ -308,6 +311,7 @@ __all__ = [
     "Active",
     "EngineError",
     "activate",
+    "activate_by_keyword",
     "activate_for_training",
     "catalogue",
     "current",

@@ -47,9 +47,7 @@ _UNSET = object()
 _ACCUMULATING = (argparse._AppendAction, argparse._AppendConstAction, argparse._CountAction, argparse._ExtendAction)
 
 
-def _explicit(
-    parser: argparse.ArgumentParser, parse: Callable[..., Any], argv: Any
-) -> frozenset[str]:
+def _explicit(parser: argparse.ArgumentParser, parse: Callable[..., Any], argv: Any) -> frozenset[str]:
     """The dests that `argv` names itself: argparse fills defaults only where the namespace has no attribute."""
     marked = argparse.Namespace()
     for action in parser._actions:
@@ -57,6 +55,16 @@ def _explicit(
             setattr(marked, action.dest, _UNSET)
     parse(argv, marked)
     return frozenset(dest for dest, value in vars(marked).items() if value is not _UNSET)
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape the help texts that argparse cannot format: a lone % in 0.18 and 0.19 makes `--help` itself fail."""
+    for action in parser._actions:
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                action.help % {**vars(action), "prog": parser.prog}
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
 
 
 def _watch(parser: argparse.ArgumentParser, parsed: _Parsed) -> None:
@@ -82,6 +90,7 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
                 activation.GENERAL,
                 host_version=megatron.version() or "0",
             )
+            _mend_help(parser)
             _watch(parser, parsed)
             return parser
 
@@ -105,9 +114,7 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
             device = platform.activate().name
             notices = _defaults.switch(args, device, parsed.explicit)
             validated = wrapped(args, defaults)
-            activation.activate_for_training(
-                args if validated is None else validated, notices, parsed.collisions
-            )
+            activation.activate_for_training(args if validated is None else validated, notices, parsed.collisions)
             return validated
 
         return validate_args

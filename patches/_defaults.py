@@ -86,9 +86,7 @@ DEFAULTS: tuple[Default, ...] = (
         _transformer_engine,
     ),
     Default("apply_rope_fusion", True, False, "--no-rope-fusion", "", _rope_kernel),
-    Default(
-        "gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "", _wgrad_kernel
-    ),
+    Default("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "", _wgrad_kernel),
     Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex),
     Default("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "", _softmax_kernel),
     Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "", _compiler),

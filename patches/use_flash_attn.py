@@ -60,9 +60,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         ] or why_not(query, key, value, **how)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
-            return wrapped(
-                self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params
-            )
+            return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         # Under sequence parallelism Megatron has forked the generator already.
         fork = (
             tensor_parallel.get_cuda_rng_tracker().fork()

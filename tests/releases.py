@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".releases"
 ALL = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+PIP_INSTALL = [sys.executable, *"-m pip install --quiet --no-deps --disable-pip-version-check".split()]
 # The wheel of 0.16 does not hold megatron.training.
 WITH_TRAINING = ALL[1:]
 
@@ -36,8 +37,7 @@ def prepare() -> None:
             continue
         print(f"installing megatron-core {release} into {target.relative_to(ROOT)}", flush=True)
         subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
-            + ["--target", str(target), f"megatron-core=={release}"],
+            [*PIP_INSTALL, "--target", str(target), f"megatron-core=={release}"],
             check=True,
         )
 

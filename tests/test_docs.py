@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from mindspeed_lite.patches._defaults import DEFAULTS
 
 from mindspeed_lite import activation, platform
 from mindspeed_lite.cli import COMMANDS
+from mindspeed_lite.patches._defaults import DEFAULTS
 from mindspeed_lite.platform import allocator
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
 

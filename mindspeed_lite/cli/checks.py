@@ -441,9 +441,7 @@ def check_features() -> list[Row]:
             continue
         by = [f"{name}:{dispatch.selected(name, device).backend}" for name in feature.operators]
         applying.append(feature.name + (f" ({', '.join(by)})" if by else ""))
-    text = (
-        f"{len(applying)} of {len(activation.catalogue())} would apply on {device}, by what is known without "
-    )
+    text = f"{len(applying)} of {len(activation.catalogue())} would apply on {device}, by what is known without "
     text += "the model's arguments"
     return [ok("features", f"{text}: {', '.join(applying)}" if applying else text), *rows]
 

@@ -71,8 +71,7 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
             for option in feature.options
         ],
         "patches": [
-            {"how": patch.how, "target": patch.target, "versions": patch.versions}
-            for patch in feature.patches
+            {"how": patch.how, "target": patch.target, "versions": patch.versions} for patch in feature.patches
         ],
         "verified": verified_releases(feature, fingerprints),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
@@ -95,8 +94,7 @@ def verified_releases(feature: Feature, fingerprints: Table) -> list[str]:
         counting = [patch for patch in feature.patches if matches(patch.versions, release)]
         # What is provided is not there, so it has no source to know.
         known = [
-            isinstance(patch, Provide) or fingerprints.lookup(patch.target, release) is not None
-            for patch in counting
+            isinstance(patch, Provide) or fingerprints.lookup(patch.target, release) is not None for patch in counting
         ]
         if counting and all(known):
             releases.append(release)
@@ -163,9 +161,7 @@ def _overview(features: list[dict[str, Any]]) -> list[str]:
         for name, flags, swaps, verified, backends, numerics, summary in rows:
             texts = (("summary", summary), ("flags", flags), ("swaps", swaps), ("verified", verified))
             lines.append(terminal.paint(name, "bold", color))
-            lines += terminal.labelled(
-                [*texts, ("backends", backends), ("numerics", numerics)], columns, color
-            )
+            lines += terminal.labelled([*texts, ("backends", backends), ("numerics", numerics)], columns, color)
             lines.append("")
     else:
         lines.append("")

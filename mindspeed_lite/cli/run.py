@@ -101,9 +101,7 @@ def _parse(arguments: Sequence[str]) -> _Request | None:
             is_module = True
             break
         elif word.startswith("-") and word != "--":
-            raise _UsageError(
-                f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)"
-            )
+            raise _UsageError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
         else:
             if word != "--":
                 rest.insert(0, word)
@@ -191,9 +189,7 @@ def _load(request: _Request) -> tuple[types.CodeType, types.ModuleType]:
         raise _UsageError(f"{path!r} cannot be read: {error.strerror}") from error
     # Our own `from __future__` lines must not reach the script.
     code = compiled or compile(source, absolute, "exec", dont_inherit=True)
-    main_module.__dict__.update(
-        __file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute)
-    )
+    main_module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
     return code, main_module
 
 

@@ -46,9 +46,7 @@ class Option:
         if not re.fullmatch(r"--[A-Za-z][\w-]*", self.flag):
             raise ValueError(f"`{self.flag}` is not a long flag such as `--use-it`.")
         if self.type is bool or (self.default is True and self.type is None):
-            raise ValueError(
-                f"{self.flag}: a switch is off by default and untyped; name it for what it turns on."
-            )
+            raise ValueError(f"{self.flag}: a switch is off by default and untyped; name it for what it turns on.")
         if self.choices is not None:
             object.__setattr__(self, "choices", tuple(self.choices))
         _check_range(self.flag, self.upstream)

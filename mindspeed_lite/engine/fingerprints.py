@@ -205,11 +205,7 @@ def _canonical(node: Any, in_function: bool) -> str:
         return "[" + ",".join(filter(None, (_canonical(each, in_function) for each in node))) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
-    if (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    ):
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
         return ""  # a docstring, or a string that does nothing
     if isinstance(node, ast.JoinedStr):  # Python 3.12 ends a nested format with an empty piece
         pieces = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
@@ -324,9 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _release(text: str) -> tuple[str, str]:
     version, _, root = text.partition("=")
     if not Path(root or "?").is_dir():
-        raise argparse.ArgumentTypeError(
-            f"`{text}` is not a release and a folder, such as 1.2.0=/path/to/checkout"
-        )
+        raise argparse.ArgumentTypeError(f"`{text}` is not a release and a folder, such as 1.2.0=/path/to/checkout")
     return str(Version(version)), root
 
 

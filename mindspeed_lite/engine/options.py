@@ -50,11 +50,7 @@ def _is_the_same(action: argparse.Action, option: Option, host_version: str) -> 
     ours = getattr(action, _MARK, None)
     if ours is not None:
         return bool(ours == option)
-    return (
-        option.flag in action.option_strings
-        and option.upstream != ""
-        and matches(option.upstream, host_version)
-    )
+    return option.flag in action.option_strings and option.upstream != "" and matches(option.upstream, host_version)
 
 
 def _keywords(option: Option) -> dict[str, Any]:

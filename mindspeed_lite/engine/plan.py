@@ -156,8 +156,7 @@ def _refuse_double_replacement(applied: Sequence[Outcome]) -> None:
     for (one, step), (other, second) in combinations(sole, 2):
         if one is not other and _place(step) == _place(second):
             raise ConflictError(
-                f"features {one.label} and {other.label} both {step.patch.how} "
-                f"`{step.patch.target}`; turn one off."
+                f"features {one.label} and {other.label} both {step.patch.how} `{step.patch.target}`; turn one off."
             )
 
 
@@ -236,9 +235,7 @@ class _Judge:
             fitting = [patch for patch in group if matches(patch.versions, self.host_version)]
             if not fitting:
                 ranges = ", ".join(patch.versions for patch in group)
-                reasons.append(
-                    f"no variant of `{target}` for host version {self.host_version} (there is {ranges})"
-                )
+                reasons.append(f"no variant of `{target}` for host version {self.host_version} (there is {ranges})")
             if sum(isinstance(patch, Replace) for patch in fitting) > 1:
                 raise PlanError(
                     f"feature {feature.label} has two replacements of `{target}` for host version "

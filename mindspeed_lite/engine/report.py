@@ -74,12 +74,9 @@ class Report:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
         if data.get("schema_version") != 1:
-            raise ValueError(
-                f"report schema {data.get('schema_version')!r} is not known; this release reads schema 1."
-            )
+            raise ValueError(f"report schema {data.get('schema_version')!r} is not known; this release reads schema 1.")
         entries = [
-            Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]})
-            for row in data["entries"]
+            Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]}) for row in data["entries"]
         ]
         fallbacks = [Fallback(**row) for row in data["fallbacks"]]
         return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]))
@@ -103,9 +100,7 @@ class Report:
             if by_status[status]:
                 lines.append(heading(status, f" ({len(by_status[status])})"))
             for entry in by_status[status]:
-                flags = " ".join(
-                    flag if value is True else f"{flag}={value}" for flag, value in entry.flags.items()
-                )
+                flags = " ".join(flag if value is True else f"{flag}={value}" for flag, value in entry.flags.items())
                 details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
                 lines += fit("  ".join(filter(None, (entry.feature, flags, f"[{'; '.join(details)}]"))), 2)
                 lines += [line for reason in entry.reasons for line in fit(f"- {reason}", 4)]

@@ -134,9 +134,7 @@ def vacancy(text: str) -> Place | None:
         scope: Any = _import(text, module_name)
         for name in path[:-1]:
             scope = _step(text, scope, name)[1]
-        found = next(
-            (namespace(each)[path[-1]] for each in _scopes(scope) if path[-1] in namespace(each)), None
-        )
+        found = next((namespace(each)[path[-1]] for each in _scopes(scope) if path[-1] in namespace(each)), None)
         return (scope, path[-1]) if found is None or found is False else None
     if sys.modules.get(module_name) is not None:
         return None
@@ -251,8 +249,7 @@ def render_signature(parameters: Iterable[tuple[str, Any, bool]]) -> str:
     """One spelling for (name, kind, has a default): keyword-only ones sorted, names of * and ** dropped."""
     rows = list(parameters)
     positional_only, plain, star, keyword, stars = (
-        [f"{name}=" if defaulted else name for name, each, defaulted in rows if each is kind]
-        for kind in _KINDS
+        [f"{name}=" if defaulted else name for name, each, defaulted in rows if each is kind] for kind in _KINDS
     )
     words = [*positional_only, *(["/"] if positional_only else []), *plain]
     words += ["*args"] if star else ["*"] if keyword else []
@@ -282,14 +279,10 @@ def signature_of(obj: Any) -> str:
     parameters = _parameters(obj)
     if parameters is None:
         return "?"
-    return render_signature(
-        (each.name, each.kind, each.default is not Parameter.empty) for each in parameters
-    )
+    return render_signature((each.name, each.kind, each.default is not Parameter.empty) for each in parameters)
 
 
-def signature_difference(
-    original: Any, replacement: Any, *, bound: bool = False, wrapper: bool = False
-) -> list[str]:
+def signature_difference(original: Any, replacement: Any, *, bound: bool = False, wrapper: bool = False) -> list[str]:
     """What keeps `replacement` from being called like `original`, one clause each; empty if nothing does.
 
     With `bound` the name of the first parameter is of no matter. A `wrapper` is judged by its own signature,

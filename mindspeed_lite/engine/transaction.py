@@ -145,9 +145,7 @@ class Transaction:
         chains = self._chains()
         for chain in chains:
             self._compose(chain)
-            moves += [
-                each for each in chain.moves if callable(each.after) or isinstance(each.after, property)
-            ]
+            moves += [each for each in chain.moves if callable(each.after) or isinstance(each.after, property)]
         shared = [move.before for chain in chains if chain.shared for move in chain.moves]
         spots = self._scan(shared + [move.after for move in moves])
         written = {_key(record.owner, record.name) for record in self.journal}
@@ -236,9 +234,7 @@ class Transaction:
             if read(record.owner, record.name) is record.raw_after:
                 write(record.owner, record.name, record.raw_before)
             else:
-                left.append(
-                    f"`{describe(record.owner, record.name)}` was changed by someone else and stays so"
-                )
+                left.append(f"`{describe(record.owner, record.name)}` was changed by someone else and stays so")
         left += self._restore_late_importers({_key(record.owner, record.name) for record in self.journal})
         self.journal.clear()
         self._moves.clear()

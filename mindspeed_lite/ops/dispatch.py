@@ -110,16 +110,12 @@ class Operator:
         backend = self._forced or case.device
         reasons = self._reasons(backend, case)
         if reasons and self._forced is not None:
-            raise RuntimeError(
-                f"{self.name}: {backend} is forced and cannot serve this call: {'; '.join(reasons)}"
-            )
+            raise RuntimeError(f"{self.name}: {backend} is forced and cannot serve this call: {'; '.join(reasons)}")
         if reasons:
             # Before remembering: a subscriber that raises (strict mode) must be asked again by the next call.
             _report(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
-        chosen: Implementation = (
-            getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
-        )
+        chosen: Implementation = getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
         self._chosen[case] = chosen
         return chosen
 

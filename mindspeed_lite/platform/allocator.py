@@ -186,9 +186,7 @@ def _measure(choice: str) -> dict[str, dict[str, float]]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure both ways and print them side by side."""
-    parser = argparse.ArgumentParser(
-        prog="python -m mindspeed_lite.platform.allocator", description=main.__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_lite.platform.allocator", description=main.__doc__)
     parser.add_argument("--only", choices=(KEEP, SYSTEM), help="measure one way in this process; prints JSON")
     only = parser.parse_args(arguments).only
     if only:

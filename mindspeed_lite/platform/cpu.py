@@ -179,7 +179,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
         "get_rng_state": lambda device="cuda": generator.get_state(),
         "get_rng_state_all": lambda: [generator.get_state()],
         "set_rng_state": lambda new_state, device="cuda": generator.set_state(new_state),
-        "set_rng_state_all": lambda new_states: generator.set_state(list(new_states)[0]),
+        "set_rng_state_all": lambda new_states: generator.set_state(next(iter(new_states))),
         "manual_seed": device_seed,
         "manual_seed_all": device_seed,
         "initial_seed": lambda: generator.initial_seed(),
@@ -258,7 +258,7 @@ def _redirect_tensors(redirects: Redirects) -> None:
     redirects.set(tensor, "pin_memory", lambda self, *args, **kwargs: self)
     redirects.set(torch, "load", functools.wraps(own_load)(load))
     redirects.set(torch, "autocast", _Autocast)
-    for dtype, name in _CUDA_TYPE_NAMES.items():
+    for name in _CUDA_TYPE_NAMES.values():
         short = name.rpartition(".")[2]
         if hasattr(torch, short):
             redirects.set(torch.cuda, short, getattr(torch, short))

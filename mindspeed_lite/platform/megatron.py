@@ -181,9 +181,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         enabled=_always,
         numerics="bitwise",
         condition=_on("cpu", "npu"),
-        patches=(
-            Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),
-        ),
+        patches=(Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),),
     ),
     Feature(
         name="device_split_sizes",
@@ -229,13 +227,10 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         numerics="bitwise",
         condition=_on("cpu", "npu"),
         patches=(
-            Provide(
-                "megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"
-            ),
+            Provide("megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"),
         ),
     ),
 )
-
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -25,14 +26,18 @@ def available() -> list[str]:
         importlib.import_module("torch_npu")
     except (ImportError, OSError, RuntimeError) as error:
         return [f"torch_npu is installed but does not import: {error} (is CANN's set_env.sh sourced?)"]
-    if not torch.npu.is_available():
+    if not _npu().is_available():
         return ["torch_npu finds no NPU device (driver, or ASCEND_RT_VISIBLE_DEVICES)"]
     return []
 
 
 def describe() -> str:
     """Name and number of the visible NPUs."""
-    return f"{torch.npu.device_count()} x {torch.npu.get_device_name(0)}"
+    return f"{_npu().device_count()} x {_npu().get_device_name(0)}"
+
+
+def _npu() -> Any:
+    return torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
 
 
 def install(redirects: Redirects) -> None:

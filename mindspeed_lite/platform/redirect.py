@@ -47,9 +47,7 @@ class Redirects:
         modules of `MACHINE_PACKAGES` keep theirs on purpose.
         """
         new_by_old = {
-            id(before): after
-            for _, _, before, after in self._journal
-            if before is not _ABSENT and callable(before)
+            id(before): after for _, _, before, after in self._journal if before is not _ABSENT and callable(before)
         }
         for module, name, value in _module_items():
             after = new_by_old.get(id(value))
@@ -59,9 +57,7 @@ class Redirects:
     def undo(self) -> None:
         """Put back everything, newest first; also in modules that imported a redirected name since."""
         old_by_new = {
-            id(after): before
-            for _, _, before, after in self._journal
-            if before is not _ABSENT and callable(after)
+            id(after): before for _, _, before, after in self._journal if before is not _ABSENT and callable(after)
         }
         while self._environment:
             os.environ.pop(self._environment.pop(), None)

@@ -53,9 +53,9 @@ class Stream:
         return None
 
     def record_event(self, event: Any = None) -> Event:
-        event = Event() if event is None else event
-        event.record(self)
-        return event
+        recorded: Event = Event() if event is None else event
+        recorded.record(self)
+        return recorded
 
     def query(self) -> bool:
         return True

@@ -151,9 +151,7 @@ def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
 def test_a_torch_npu_without_its_driver(tmp_path, monkeypatch, fresh):
     import torch
 
-    fake_torch_npu(
-        tmp_path, "OSError('libascendcl.so: cannot open')", str(torch.__version__).partition("+")[0]
-    )
+    fake_torch_npu(tmp_path, "OSError('libascendcl.so: cannot open')", str(torch.__version__).partition("+")[0])
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("MINDSPEED_LITE_DEVICE", raising=False)
     device = checks.check_device()[0]

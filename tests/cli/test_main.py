@@ -38,9 +38,7 @@ def test_a_usage_error_is_one_line(arguments, word):
     fails_in_one_line(command(*arguments), word)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["features", "-h"], ["doctor", "-h"], ["xyz"]]
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["features", "-h"], ["doctor", "-h"], ["xyz"]])
 def test_asking_for_help_imports_no_torch(arguments):
     asks = (
         "import sys\nfrom mindspeed_lite.cli import main\n"

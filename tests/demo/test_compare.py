@@ -73,9 +73,7 @@ def test_one_loss_that_differs_is_found_with_its_step(at: int, round_number: int
     on[round_number] = run(planted)
     verdict = judge([run(), run()], on, tolerance=0.01)
     assert verdict.step == at + 1
-    assert verdict.problems == (
-        f"off and on disagree by 0.02 in the loss at step {at + 1}; 0.01 is allowed",
-    )
+    assert verdict.problems == (f"off and on disagree by 0.02 in the loss at step {at + 1}; 0.01 is allowed",)
 
 
 def test_a_loss_that_does_not_fall_is_found_in_the_run_it_is_in() -> None:
@@ -113,10 +111,19 @@ def test_the_tables_have_the_first_and_the_last_step_and_the_ratios() -> None:
     assert len({len(row) for row in table}) == 1
     on = [run(time=100), run(time=100, memory=500)]
     text = "\n".join(compare.speed_table([run(time=200), run(time=300)], on))
-    assert "(2.00 to 3.00 over 2 rounds)" in text
-    assert "2.50x as fast" in text
-    assert "1000 MB     1000 MB   100% of it" in text
-    assert "(one round)" in "\n".join(compare.speed_table([run()], [run()]))
+    assert "A step with features on is 2.50x as fast, 2.00 to 3.00 over 2 rounds." in text
+    assert "1000 MB     1000 MB    1.00 of it" in text
+    assert "200 ms      100 ms    2.00x as fast" in text
+    assert "busy" not in text
+    assert "one round" in "\n".join(compare.speed_table([run()], [run()]))
+
+
+def test_a_machine_that_was_busy_is_told_and_the_undisturbed_ratio_stands_beside_it() -> None:
+    disturbed = Run(FALLING, tuple(200.0 if step % 3 == 0 else 900.0 for step in range(50)), 1000.0)
+    lines = compare.speed_table([disturbed], [run(time=100)])
+    assert lines[2].split()[-1] == "2.00x"
+    assert "trust the fastest tenth" in lines[-1]
+    assert "9.00x" in lines[1]
 
 
 def test_every_precision_has_a_tolerance_below_what_training_gains() -> None:

@@ -33,10 +33,11 @@ def test_a_checkout_runs_its_own_script_with_its_own_megatron(tmp_path: Path) ->
     assert script.command[1:] == ("-m", "mindspeed_lite", "run", str(tmp_path / "pretrain_gpt.py"))
     assert script.path[0] == str(tmp_path)
     assert script.version == "0.17.1"
-    flags = run.training_arguments(script, Path("data"), "bf16", 30)
+    flags = run.training_arguments(script, Path("data"), "bf16", 60, 20)
     assert flags[flags.index("--vocab-size") + 1] == "256"
     assert "--bf16" in flags
-    assert "--bf16" not in run.training_arguments(script, Path("data"), "fp32", 30)
+    assert (flags[flags.index("--train-iters") + 1], flags[flags.index("--lr-decay-iters") + 1]) == ("20", "60")
+    assert "--bf16" not in run.training_arguments(script, Path("data"), "fp32", 60, 60)
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:
@@ -88,9 +89,7 @@ def test_a_training_run_that_hangs_is_ended(output: Path, monkeypatch: pytest.Mo
         run.train(script_that("import time; time.sleep(60)"), [], output / "off-1.log", "round 1")
 
 
-def test_an_old_python_gets_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_python_gets_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(run, "OLDEST_PYTHON", (99, 0))
     assert run.main([]) == 1
     error = capsys.readouterr().err

@@ -87,9 +87,7 @@ def test_an_output_that_cannot_be_written_is_named(texts: Path) -> None:
         convert([texts / "b.txt"], texts / "a.py" / "data")
 
 
-@pytest.mark.parametrize(
-    ("version", "size"), [("0.16.1", 256), ("0.17.1", 256), ("0.18.0rc1", 257), ("0.19.2", 257)]
-)
+@pytest.mark.parametrize(("version", "size"), [("0.16.1", 256), ("0.17.1", 256), ("0.18.0rc1", 257), ("0.19.2", 257)])
 def test_the_flags_give_257_ids_in_every_release(version: str, size: int) -> None:
     assert tokenizer_flags(version) == ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(size)]
 

@@ -23,9 +23,7 @@ def feature(name, *patches, **keywords):
 
 def context_of(features, off=(), **host_args):
     options = [option for each in features for option in each.options]
-    values = {
-        option.dest: option.flag[2:] not in off or option.default for option in options if option.is_switch
-    }
+    values = {option.dest: option.flag[2:] not in off or option.default for option in options if option.is_switch}
     return Context(Settings.of(options, values), "cpu", {}, host_args)
 
 

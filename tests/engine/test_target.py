@@ -47,9 +47,7 @@ SOURCE = """
 
 @pytest.fixture
 def host(make_host):
-    return make_host(
-        {"mod": SOURCE, "user": "from HOST.mod import function as g, Child\nclass A:\n    h = g\n"}
-    )
+    return make_host({"mod": SOURCE, "user": "from HOST.mod import function as g, Child\nclass A:\n    h = g\n"})
 
 
 def test_parse_splits_module_and_path():
@@ -229,9 +227,7 @@ def test_a_wrapper_may_pass_through_what_it_does_not_name(wrapper):
     assert signature_difference(of("self, x, *, y=1"), of(wrapper), wrapper=True) == []
 
 
-@pytest.mark.parametrize(
-    "wrapper", ["self", "self, y, *args, **kwargs", "self, *args", "self, x, y, *a, **k"]
-)
+@pytest.mark.parametrize("wrapper", ["self", "self, y, *args, **kwargs", "self, *args", "self, x, y, *a, **k"])
 def test_a_wrapper_may_not_lose_or_shift_arguments(wrapper):
     assert signature_difference(of("self, x, *, y=1"), of(wrapper), wrapper=True) != []
 

@@ -348,9 +348,7 @@ def test_one_function_of_the_host_can_stand_in_for_another(host):
     assert host.mod.f is host.user.alias is g
     late = importlib.import_module(f"{host.name}.late")
     late.other = g
-    second = transaction_of(
-        feature("y", Wrap(host.at("f"), named("f"))), feature("z", Wrap(host.at("g"), passing))
-    )
+    second = transaction_of(feature("y", Wrap(host.at("f"), named("f"))), feature("z", Wrap(host.at("g"), passing)))
     second.apply()
     assert host.user.call(1) == "f(10)" and host.user.g(1) == host.mod.g(1) == 11
     second.undo()
@@ -493,9 +491,7 @@ def draw_features(host, data):
     return features
 
 
-@settings(
-    max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_sequence_of_apply_and_undo_over_any_features_restores_everything(host, data):
     before = host.state()

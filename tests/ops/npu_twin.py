@@ -26,9 +26,7 @@ def torch_npu() -> types.ModuleType:
     return module
 
 
-def npu_rms_norm(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     if input.dtype not in NPU_DTYPES or gamma.dtype != input.dtype:
         raise ValueError(f"dtypes {input.dtype} and {gamma.dtype}")
     if not 2 <= input.dim() <= 8:

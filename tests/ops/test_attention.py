@@ -160,9 +160,7 @@ def test_error_is_not_above_that_of_megatron(name: str, dtype: torch.dtype) -> N
         options["mask"] = mask
     inputs, dout = make(*sizes, dtype=dtype)
     whole, scale = hidden(sq, sk, options), options.get("scale", d**-0.5)
-    exact = forward_backward(
-        lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64
-    )
+    exact = forward_backward(lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64)
     replaced = forward_backward(lambda q, k, v: megatron_attention(q, k, v, whole, scale), inputs, dout)
     with force("attention", "cpu"):
         got = forward_backward(lambda q, k, v: attention(q, k, v, **options), inputs, dout)
@@ -181,9 +179,7 @@ def calls(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[str, Any], torch.dtype
         options["window"] = (draw(st.integers(-1, 12)), draw(st.integers(-1, 12)))
     if draw(st.booleans()):
         sizes = [draw(st.sampled_from([1, size])) for size in (b, g * ratio, sq, sk)]
-        options["mask"] = torch.rand(sizes[draw(st.integers(0, 3)) :]) > draw(
-            st.sampled_from([0.1, 0.5, 0.9])
-        )
+        options["mask"] = torch.rand(sizes[draw(st.integers(0, 3)) :]) > draw(st.sampled_from([0.1, 0.5, 0.9]))
     if draw(st.booleans()):
         options["scale"] = draw(st.floats(0.01, 1.0))
     dtype = draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]))
@@ -198,9 +194,7 @@ def test_any_call_agrees_with_the_reference(
     sizes, options, dtype, seed = call
     inputs, dout = make(*sizes, dtype=dtype, seed=seed)
     with one_thread():
-        exact = forward_backward(
-            lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64
-        )
+        exact = forward_backward(lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64)
         got = forward_backward(lambda q, k, v: attention(q, k, v, **options), inputs, dout)
     q, k, v = (t.double().abs() for t in inputs)
     assert got[0].is_contiguous() and got[0].shape == dout.shape
@@ -279,9 +273,7 @@ def test_rows_without_keys_are_zero_and_give_no_gradient(options: dict[str, Any]
     mask = torch.zeros(2, 1, 8, 8, dtype=torch.bool)
     mask[0, 0, 3] = True
     mask[1] = True
-    out, dq, dk, dv = forward_backward(
-        lambda q, k, v: attention(q, k, v, mask=mask, **options), (q, k, v), dout
-    )
+    out, dq, dk, dv = forward_backward(lambda q, k, v: attention(q, k, v, mask=mask, **options), (q, k, v), dout)
     for part in (out, dq, dk, dv):
         assert part.isfinite().all()
         assert not part[:, 1].any()
@@ -400,9 +392,7 @@ def test_compiles(options: dict[str, Any]) -> None:
         options["mask"] = torch.ones(16, 16).triu(2).bool()
     torch._dynamo.reset()
     compiled = torch.compile(lambda q, k, v: attention(q * 1.0, k, v, **options), backend="aot_eager")
-    exact = forward_backward(
-        lambda q, k, v: reference.attention(q, k, v, **options), (q, k, v), dout, torch.float64
-    )
+    exact = forward_backward(lambda q, k, v: reference.attention(q, k, v, **options), (q, k, v), dout, torch.float64)
     got = forward_backward(compiled, (q, k, v), dout)
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
         assert error(ours, truth) < 2e-6, name
@@ -436,15 +426,11 @@ def test_cuda(name: str, dtype: torch.dtype) -> None:
         options["mask"] = torch.rand(*options["mask"], sizes[0], sizes[1]) > 0.5
         options["mask"][..., 3, :] = True  # a row without keys
     inputs, dout = make(*sizes, dtype=dtype)
-    exact = forward_backward(
-        lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64
-    )
+    exact = forward_backward(lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64)
     if "mask" in options:
         options["mask"] = options["mask"].cuda()
     with force("attention", "cuda"):
-        got = forward_backward(
-            lambda q, k, v: attention(q, k, v, **options), [t.cuda() for t in inputs], dout.cuda()
-        )
+        got = forward_backward(lambda q, k, v: attention(q, k, v, **options), [t.cuda() for t in inputs], dout.cuda())
     # Fused kernels round p, ds and the result to the dtype; fp32 may run through TF32-free products only.
     allowed = 2 * torch.finfo(dtype).eps + 4e-6
     for part, ours, truth in zip(NAMES, got, exact, strict=True):

@@ -64,9 +64,7 @@ def test_a_device_without_a_backend_gets_the_reference_without_a_report(op: Oper
     assert op.why_not(Case("meta")) == []
 
 
-def test_a_fallback_is_reported_once_with_every_reason(
-    op: Operator, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_fallback_is_reported_once_with_every_reason(op: Operator, caplog: pytest.LogCaptureFixture) -> None:
     heard: list[tuple[str, str, tuple[str, ...]]] = []
     on_fallback(lambda *what: heard.append(what))
     with caplog.at_level(logging.WARNING, logger="mindspeed_lite"):
@@ -159,9 +157,7 @@ def test_a_missing_torch_npu_is_named(op_name: str, monkeypatch: pytest.MonkeyPa
     def gone(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
-    monkeypatch.setattr(
-        dispatch, "importlib", types.SimpleNamespace(import_module=_except("torch_npu", gone))
-    )
+    monkeypatch.setattr(dispatch, "importlib", types.SimpleNamespace(import_module=_except("torch_npu", gone)))
     assert backends(op_name)["npu"] == ["torch_npu is not installed"]
     assert selected(op_name, "npu") == ("reference", ("npu: torch_npu is not installed",))
     with pytest.raises(RuntimeError, match="torch_npu is not installed"), force(op_name, "npu"):
@@ -172,9 +168,7 @@ def test_a_broken_torch_npu_is_told_from_a_missing_one(monkeypatch: pytest.Monke
     def broken(name: str) -> None:
         raise OSError("libascendcl.so: cannot open shared object file")
 
-    monkeypatch.setattr(
-        dispatch, "importlib", types.SimpleNamespace(import_module=_except("torch_npu", broken))
-    )
+    monkeypatch.setattr(dispatch, "importlib", types.SimpleNamespace(import_module=_except("torch_npu", broken)))
     assert backends("rms_norm")["npu"] == [
         "torch_npu failed to import: OSError: libascendcl.so: cannot open shared object file"
     ]

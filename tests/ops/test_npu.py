@@ -176,9 +176,9 @@ def test_attention_refuses_what_the_operator_does_not_take() -> None:
     q = torch.zeros(4, 1, 300, 800, dtype=torch.float64)
     with force("attention", "npu"):
         reasons = attention_package.why_not(q, q[:2], q[:2], causal=True)
-    assert [
-        word in reason for word, reason in zip(("float64", "768", "256", "rows"), reasons, strict=True)
-    ] == [True] * 4
+    assert [word in reason for word, reason in zip(("float64", "768", "256", "rows"), reasons, strict=True)] == [
+        True
+    ] * 4
 
 
 def test_the_twin_notices_wrong_calls() -> None:

@@ -46,9 +46,7 @@ def test_reference_is_the_formula() -> None:
     x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
     w = torch.tensor([2.0, -1.0], dtype=torch.float64)
     rms = (12.5 + 0.5) ** 0.5
-    torch.testing.assert_close(
-        reference.rms_norm(x, w, 0.5), torch.tensor([[6 / rms, -4 / rms]], dtype=torch.float64)
-    )
+    torch.testing.assert_close(reference.rms_norm(x, w, 0.5), torch.tensor([[6 / rms, -4 / rms]], dtype=torch.float64))
     torch.testing.assert_close(
         reference.rms_norm(x, w, 0.5, zero_centered=True), torch.tensor([[9 / rms, 0.0]], dtype=torch.float64)
     )
@@ -259,9 +257,7 @@ def test_integers_fall_back_with_a_reason() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_cuda(dtype: torch.dtype, zero_centered: bool) -> None:
     x, w, dy = make((129, 1000), dtype)
-    exact = forward_backward(
-        lambda x, w: reference.rms_norm(x, w, EPS, zero_centered), (x, w), dy, torch.float64
-    )
+    exact = forward_backward(lambda x, w: reference.rms_norm(x, w, EPS, zero_centered), (x, w), dy, torch.float64)
 
     def run() -> list[torch.Tensor]:
         on_device = (x.cuda(), w.cuda())

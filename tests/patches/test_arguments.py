@@ -103,12 +103,22 @@ def norm_maker():
     return vars(WrappedTorchNorm)["__new__"]
 
 
+def printable(parser):
+    """Megatron 0.19.2 has a lone % in the help of one of its flags, at which its own --help ends in an error."""
+    for action in parser._actions:
+        try:
+            parser._get_formatter()._expand_help(action)
+        except ValueError:
+            action.help = action.help.replace("%", "%%")
+    return parser
+
+
 @forked("megatron", COLUMNS="200")
 def test_help_shows_our_groups_and_every_flag():
     import_adaptor()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ending:
-        parsed("--help")
+        parsed("--help", extra_args_provider=printable)
     assert ending.value.code == 0
     text = printed.getvalue()
     assert "mindspeed_lite: use_fused_rmsnorm:" in text
@@ -312,7 +322,7 @@ def test_strict_makes_an_unfitting_feature_an_error_and_otherwise_it_is_skipped(
     mindspeed_lite.disable()
     import_adaptor().install()
     before = norm_maker()
-    with pytest.raises(PlanError, match="strict mode.*--use-fused-rmsnorm.*--normalization LayerNorm"):
+    with pytest.raises(PlanError, match=r"strict mode.*--use-fused-rmsnorm.*--normalization LayerNorm"):
         validated(*flags, "--mindspeed-lite-strict")
     assert mindspeed_lite.report() is None and norm_maker() is before
 

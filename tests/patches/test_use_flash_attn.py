@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -112,8 +113,10 @@ def test_on_is_at_least_as_near_to_the_truth_as_off(case, dtype):
     assert on[0].shape == off[0].shape == dout.shape
     assert on[0].is_contiguous()
     assert any(not torch.equal(*pair) for pair in zip(on, off, strict=True)), "another path computed this"
-    # One rounding of the result is free; both paths round it.
-    assert_not_worse(on, off, exact, torch.finfo(dtype).eps / 2, ("output", "dq", "dk", "dv"))
+    # Free are one rounding of the result, which both paths make, and another order of fp32 sums over the sequence,
+    # whose errors of eps / 2 each add up as a random walk does.
+    slack = torch.finfo(dtype).eps / 2 + math.sqrt(SEQUENCE) * torch.finfo(torch.float32).eps / 2
+    assert_not_worse(on, off, exact, slack, ("output", "dq", "dk", "dv"))
 
 
 def both_ways(module, *arguments, **keywords):
@@ -181,7 +184,7 @@ def test_strict_raises_where_it_would_step_aside_and_every_time():
     (q, k, v), _ = inputs_of()
     assert module_of()(q, k, v, None).shape == (SEQUENCE, BATCH, HEADS * SIZE)
     for _ in range(2):
-        with pytest.raises(FallbackError, match="use_flash_attn.*dropout"):
+        with pytest.raises(FallbackError, match=r"use_flash_attn.*dropout"):
             module_of(attention_dropout=0.1)(q, k, v, None)
 
 

@@ -133,9 +133,7 @@ def test_the_device_layer_alone_marks_torchs_norms_as_well():
         norm_of(sequence_parallel=True, tensor_model_parallel_size=2)
     platform.activate()
     for normalization, kind in (("RMSNorm", torch.nn.RMSNorm), ("LayerNorm", torch.nn.LayerNorm)):
-        config = config_of(
-            normalization=normalization, sequence_parallel=True, tensor_model_parallel_size=2
-        )
+        config = config_of(normalization=normalization, sequence_parallel=True, tensor_model_parallel_size=2)
         from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
         norm = WrappedTorchNorm(config, HIDDEN, 1e-5)
@@ -174,7 +172,7 @@ def test_a_feature_that_does_not_apply_is_skipped_with_its_reasons_or_refused_if
     entry = next(each for each in report.entries if each.feature == "use_fused_rmsnorm")
     assert (entry.status, len(entry.reasons), entry.patches) == ("skipped", 2, [])
     assert type(norm_of()) is torch.nn.RMSNorm
-    with pytest.raises(PlanError, match="--use-fused-rmsnorm.*LayerNorm"):
+    with pytest.raises(PlanError, match=r"--use-fused-rmsnorm.*LayerNorm"):
         mindspeed_lite.enable(host_args=host_args, use_fused_rmsnorm=True, strict=True)
 
 

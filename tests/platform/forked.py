@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import os
 import pickle
@@ -154,6 +155,8 @@ def main() -> None:
     os.dup2(1, 2)
     for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
+    # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
+    gc.freeze()
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)

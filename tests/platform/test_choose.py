@@ -62,7 +62,7 @@ def test_npu_without_torch_npu_says_what_to_install(no_accelerator):
 
 
 def test_cuda_without_a_gpu_says_where_to_look(no_accelerator):
-    with pytest.raises(DeviceError, match="cuda .*(CUDA_VISIBLE_DEVICES|built without CUDA)"):
+    with pytest.raises(DeviceError, match=r"cuda .*(CUDA_VISIBLE_DEVICES|built without CUDA)"):
         platform.choose("cuda")
 
 

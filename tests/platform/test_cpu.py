@@ -301,9 +301,7 @@ def test_torchs_own_code_sees_the_machine_as_it_is():
 def test_a_loader_that_pins_memory_works_with_and_without_workers():
     platform.activate()
     for workers in (0, 1):
-        loader = torch.utils.data.DataLoader(
-            torch.arange(8.0), batch_size=2, pin_memory=True, num_workers=workers
-        )
+        loader = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, pin_memory=True, num_workers=workers)
         assert torch.equal(torch.cat(list(loader)), torch.arange(8.0))
 
 

@@ -72,9 +72,7 @@ def test_recomputation_draws_the_same_dropout_again():
     torch.manual_seed(1)
     x = torch.ones(64, requires_grad=True)
     at_host = host()
-    out = torch.utils.checkpoint.checkpoint(
-        lambda x: torch.nn.functional.dropout(x, 0.5), x, use_reentrant=False
-    )
+    out = torch.utils.checkpoint.checkpoint(lambda x: torch.nn.functional.dropout(x, 0.5), x, use_reentrant=False)
     out.sum().backward()
     assert torch.equal(x.grad, out.detach()), "the gradient of dropout is its mask, as is its output on ones"
     assert torch.equal(host(), at_host)

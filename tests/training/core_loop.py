@@ -122,9 +122,7 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
     )
-    models = [
-        DistributedDataParallel(config, ddp_config, Float16Module(config, chunk.cuda())) for chunk in chunks
-    ]
+    models = [DistributedDataParallel(config, ddp_config, Float16Module(config, chunk.cuda())) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
     optimizer = get_megatron_optimizer(
         OptimizerConfig(

@@ -48,9 +48,7 @@ MATRIX = [("0.19.2", layout) for layout in LAYOUTS] + [
 ]
 
 
-def train(
-    trainer: Trainer, arm: str, nproc: int, arguments: list[str], iterations: int = 4, **job: Any
-) -> Result:
+def train(trainer: Trainer, arm: str, nproc: int, arguments: list[str], iterations: int = 4, **job: Any) -> Result:
     argv = [SCRIPT, *MODEL, "--train-iters", str(iterations), *arguments]
     return trainer.run(entry="script", arm=arm, nproc=nproc, argv=argv, **job)
 
@@ -139,9 +137,7 @@ def test_a_killed_run_resumes_on_the_same_loss_curve(
     arguments = [*CHECKPOINTED, *mode, "--save", str(place), "--load", str(place)]
 
     # The third line of the log comes after the checkpoint of iteration 2 has been scheduled.
-    killed = train(
-        trainer(release), "adaptor", 2, arguments, steps, kill_when={"log": "iteration        5/"}
-    )
+    killed = train(trainer(release), "adaptor", 2, arguments, steps, kill_when={"log": "iteration        5/"})
     assert killed.codes == [-9, -9]
     saved = int((place / "latest_checkpointed_iteration.txt").read_text())
     assert saved in (2, 4)

@@ -89,9 +89,7 @@ def attention(
     else:
         q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, heads, s, d]
     out = kernel(q, k, v, visible, square_causal, scale, dropout_p)
-    out = (
-        out[0].transpose(0, 1).reshape(sq, b, n, -1) if fold else out.permute(2, 0, 1, 3)
-    )  # [sq, b, n, size]
+    out = out[0].transpose(0, 1).reshape(sq, b, n, -1) if fold else out.permute(2, 0, 1, 3)  # [sq, b, n, size]
     if out.shape[3] != dv:
         out = out[..., :dv]
     if empty is not None:

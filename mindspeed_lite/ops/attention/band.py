@@ -80,8 +80,6 @@ def additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torc
     return mask
 
 
-def _build_additive(
-    sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def _build_additive(sq: int, sk: int, window: Window, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     mask = torch.zeros(sq, sk, dtype=dtype, device=device)
     return mask.masked_fill_(hidden(sq, sk, window, device), float("-inf"))

@@ -121,8 +121,7 @@ class _Flash(torch.autograd.Function):
             scale=ctx.scale,
         )
         dq, dk, dv = (
-            grad.to(q.dtype) if wanted else None
-            for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True)
+            grad.to(q.dtype) if wanted else None for grad, wanted in zip(grads, ctx.needs_input_grad[:3], strict=True)
         )
         return dq, dk, dv, None, None, None
 

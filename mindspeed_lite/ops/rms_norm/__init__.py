@@ -32,9 +32,7 @@ OPERATOR = Operator(
 )
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x^2, -1) + eps) * w, where w is `weight`, or 1 + `weight` if `zero_centered`.
 
     x: [..., H], any strides; weight: [H], in x's dtype or another; y: [..., H] in x's dtype.
@@ -43,15 +41,11 @@ def rms_norm(
     in fp32 and comes in weight's dtype. What a backend does differently stands in its file.
     """
     if weight.dim() != 1 or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
-        raise ValueError(
-            f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
+        raise ValueError(f"rms_norm: want x [..., H] and weight [H], not {tuple(x.shape)} and {tuple(weight.shape)}")
     case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
     return OPERATOR.choose(case)(x, weight, eps, zero_centered)
 
 
-def why_not(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> list[str]:
+def why_not(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> list[str]:
     """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
     return OPERATOR.why_not(Case(x.device.type, x.dtype, weight.dtype, zero_centered))

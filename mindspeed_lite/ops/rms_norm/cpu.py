@@ -35,9 +35,7 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     if x.numel() < _SMALL or torch.compiler.is_compiling():
         # A compiler fuses the plain formula itself and gains nothing from blocks.
         return reference.rms_norm(x, weight, eps, zero_centered)
@@ -49,9 +47,7 @@ def rms_norm(
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
         y, rstd = _forward(x, weight, eps, zero_centered)
         ctx.save_for_backward(x, weight, rstd)
         ctx.zero_centered = zero_centered

@@ -23,7 +23,5 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     return torch.nn.functional.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)

@@ -24,9 +24,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     # The operator documents 2 to 8 dimensions.
     rows = x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., H]
     y: torch.Tensor = torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]

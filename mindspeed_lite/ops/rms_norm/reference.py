@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     """y = x / sqrt(mean(x^2, -1) + eps) * (1 + weight if zero_centered else weight), in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., H]
