@@ -78,6 +78,8 @@ def find_script(checkout: str | None) -> Script:
     Raises:
         DemoError: the checkout is not one, or Megatron-core is not installed.
     """
+    # Both kinds of run and both scripts start alike, so that what differs is the features.
+    launcher = (sys.executable, "-m", "mindspeed_lite", "run")
     if checkout:
         folder = Path(checkout).resolve()
         script = folder / "pretrain_gpt.py"
@@ -85,16 +87,15 @@ def find_script(checkout: str | None) -> Script:
         for needed in (script, info):
             if not needed.is_file():
                 raise DemoError(f"MEGATRON_LM={checkout} is no Megatron-LM checkout: no {needed.name}.")
-        command = (sys.executable, "-m", "mindspeed_lite", "run", str(script))
         version = runpy.run_path(str(info))["__version__"]
-        return Script(str(script), command, (str(folder), str(ROOT)), version)
+        return Script(str(script), (*launcher, str(script)), (str(folder), str(ROOT)), version)
     from mindspeed_lite.platform import megatron
 
     found = megatron.version()
     if found is None or importlib.util.find_spec("megatron.training") is None:
         raise DemoError("megatron-core from 0.17 on is needed: `make demo` installs it; or set MEGATRON_LM.")
     script = ROOT / "examples" / "pretrain_gpt.py"
-    return Script("examples/pretrain_gpt.py", (sys.executable, str(script)), (str(ROOT),), found)
+    return Script("examples/pretrain_gpt.py", (*launcher, str(script)), (str(ROOT),), found)
 
 
 def prepare_data() -> tuple[Path, str]:
@@ -344,7 +345,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 1
     parser = argparse.ArgumentParser(prog="python -m demo", description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=60, help="Steps of the first round (default: 60).")
+    parser.add_argument("--steps", type=int, default=80, help="Steps of the first round (default: 80).")
     parser.add_argument("--rounds", type=int, default=3, help="Pairs of runs, off and on (default: 3).")
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="Begin no further round that would end later (default: 5)."

@@ -82,8 +82,8 @@ class Active:
     def end(self) -> list[str]:
         """Take the features back; returns what could not be, as the transaction names it."""
         left = self.transaction.undo()
-        for unsubscribe in self._unsubscribe:
-            unsubscribe()
+        while self._unsubscribe:
+            self._unsubscribe.pop()()
         return left
 
 
@@ -130,6 +130,31 @@ def activate(
         EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there;
             nothing has been changed.
     """
+    settings = Settings.of((*GENERAL, *catalogue().options()), given)
+    _check_report_path(settings[REPORT.dest])
+    had_device = platform.current() is not None
+    try:
+        return _activate(settings, host_args, collisions, notices)
+    except BaseException:
+        if not had_device:
+            platform.deactivate()
+        raise
+
+
+def _check_report_path(path: str | None) -> None:
+    """Before anything moves: whether the report can be written where the user wants it."""
+    if path is None or _rank() != 0:
+        return
+    place = Path(path)
+    if place.is_dir() or not os.access(place if place.exists() else place.absolute().parent, os.W_OK):
+        raise OptionError(f"{REPORT.flag} {path}: cannot be written there; give a file in a folder that exists.")
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision], notices: Sequence[str]) -> Active:
     from mindspeed_lite.platform import megatron
 
     device = platform.activate()
@@ -139,8 +164,6 @@ def activate(
             "megatron.core cannot be found: install it (pip install megatron-core) or put a Megatron-LM checkout "
             "first on PYTHONPATH."
         )
-    options = (*GENERAL, *catalogue().options())
-    settings = Settings.of(options, given)
     context = Context(settings, device.name, found, host_args)
     left_off: dict[str, list[str]] = {}
     if settings[AUTO.dest]:
@@ -232,13 +255,21 @@ def activate_for_training(args: Any, notices: Sequence[str], collisions: Sequenc
     Sets the arguments that the applied features ask for, prints the report on rank 0 and writes the report file.
     """
     global _training
-    if _training is not None and _training in _stack:
-        deactivate(_training)
-    active = activate(args, host_args=args, collisions=collisions, notices=notices)
+    earlier = _training if _training in _stack else None
+    if earlier is not None:
+        deactivate(earlier)
+    try:
+        active = activate(args, host_args=args, collisions=collisions, notices=notices)
+    except BaseException:
+        if earlier is not None:
+            earlier.transaction.apply()
+            earlier.listen()
+            _stack.append(earlier)
+        raise
     for name, value in active.plan.adjustments.items():
         setattr(args, name, value)
     _training = active
-    if int(os.environ.get("RANK", "0")) != 0:
+    if _rank() != 0:
         return
     print(report_text(active), end="", flush=True)
     path = active.session.settings[REPORT.dest]

@@ -8,6 +8,7 @@ is never switched: that is an error which says what is missing.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Collection
@@ -88,6 +89,8 @@ DEFAULTS: tuple[Default, ...] = (
     Default("apply_rope_fusion", True, False, "--no-rope-fusion", "", _rope_kernel),
     Default("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "", _wgrad_kernel),
     Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex),
+    # The same in a YAML file.
+    Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "", _apex),
     Default("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "", _softmax_kernel),
     Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "", _compiler),
 )
@@ -105,8 +108,10 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> list[str]:
         OptionError: the user asked by flag for something absent; `args` is unchanged then.
     """
     switches = []
-    for default in DEFAULTS:
-        if getattr(args, default.dest, default.instead) != default.demanding:
+    # A YAML file keeps the model's arguments one level down.
+    holders = [args, *(getattr(args, part, None) for part in ("language_model", "model_parallel"))]
+    for holder, default in itertools.product(holders, DEFAULTS):
+        if getattr(holder, default.dest, default.instead) != default.demanding:
             continue
         missing = default.missing(device)
         if missing is None:
@@ -116,9 +121,9 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> list[str]:
                 f"{default.asking} needs {missing}. Leave the flag out or write {default.flag}, or install what is "
                 "missing."
             )
-        switches.append((default, missing))
+        switches.append((holder, default, missing))
     notices = []
-    for default, missing in switches:
-        setattr(args, default.dest, default.instead)
+    for holder, default, missing in switches:
+        setattr(holder, default.dest, default.instead)
         notices.append(f"{default.flag} set: Megatron's default needs {missing}")
-    return notices
+    return list(dict.fromkeys(notices))

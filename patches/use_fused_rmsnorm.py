@@ -56,7 +56,8 @@ def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         zero_centered_gamma: bool = False,
         normalization: str = "LayerNorm",
     ) -> Any:
-        if config.normalization != "RMSNorm":
+        # Megatron's own answer to a memory-efficient norm is a refusal that should stand.
+        if config.normalization != "RMSNorm" or config.memory_efficient_layer_norm:
             return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
         return FusedRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
 
@@ -70,6 +71,8 @@ def _why_not(context: Context) -> Sequence[str]:
     normalization = context.arg("normalization", "RMSNorm")
     if normalization != "RMSNorm":
         reasons.append(f"the model has --normalization {normalization}, not RMSNorm")
+    if context.arg("memory_efficient_layer_norm", False):
+        reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
     return reasons
 
 

@@ -144,7 +144,6 @@ def test_a_wrong_value_is_refused():
     assert targets() == original and mindspeed_lite.report() is None
 
 
-@pytest.mark.xfail(strict=True, reason="the device layer is put in place before the flags are looked at")
 @pytest.mark.parametrize("call", ["enable", "enabled"])
 @forked("megatron")
 def test_a_refusal_leaves_no_device_layer_behind(call):

@@ -38,6 +38,7 @@ def choose(requested: str | None = None) -> Device:
         DeviceError: unknown name, or a requested device that cannot be used, with every reason.
     """
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
+    asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
     if wanted == "auto":
         for name in device_names():
             # Do not pay for importing a device that is plainly absent.
@@ -48,11 +49,11 @@ def choose(requested: str | None = None) -> Device:
                 return candidate
     if wanted not in device_names():
         known = ", ".join(("auto", *device_names()))
-        raise DeviceError(f"{DEVICE_VARIABLE}={wanted!r} is not a device; choose one of {known}")
+        raise DeviceError(f"{asked} does not name a device; choose one of {known}")
     chosen = device(wanted)
     reasons = chosen.available()
     if reasons:
-        raise DeviceError(f"Device {wanted} was asked for but cannot be used: {'; '.join(reasons)}")
+        raise DeviceError(f"{asked} cannot be used: {'; '.join(reasons)}")
     return chosen
 
 

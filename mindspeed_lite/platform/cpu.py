@@ -9,6 +9,7 @@ process, two separate random streams, collectives over gloo. Code inside torch k
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import platform as machine
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.data
+from torch.utils._device import DeviceContext, _device_constructors
 
 from . import process_memory, streams
 from .random_state import DeviceGenerators, HostRandom
@@ -29,11 +31,12 @@ distributed_backend = "gloo"
 
 CPU = torch.device("cpu")
 
-# Every torch function that makes a tensor on a device named by keyword.
+# The torch functions that make a tensor on a device named by keyword.
 _FACTORIES = (
     "arange as_tensor asarray empty empty_like empty_permuted empty_strided eye full full_like linspace logspace "
-    "ones ones_like rand rand_like randint randint_like randn randn_like randperm scalar_tensor tensor "
-    "tril_indices triu_indices zeros zeros_like"
+    "normal ones ones_like rand rand_like randint randint_like randn randn_like randperm range scalar_tensor "
+    "sparse_coo_tensor tensor tril_indices triu_indices zeros zeros_like "
+    "bartlett_window blackman_window hamming_window hann_window kaiser_window"
 ).split()
 _TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 
@@ -84,8 +87,6 @@ def _processor() -> str:
 def install(redirects: Redirects) -> None:
     """Redirect `torch.cuda`, device names and collectives to this process; `redirects.undo()` takes all back."""
     # `with torch.device(...)` collects its constructors on first use and must collect torch's own.
-    from torch.utils._device import _device_constructors
-
     _device_constructors()
 
     # Megatron refuses tensor parallelism on pre-Blackwell devices unless this is set; nothing on a CPU reads it.
@@ -127,7 +128,7 @@ def _redirect_device_queries(redirects: Redirects) -> None:
     redirects.set(cuda, "stream", for_the_host(cuda.stream, streams.stream))
     redirects.set(cuda, "device", _DeviceContext)
     redirects.set(cuda, "Stream", streams.Stream)
-    redirects.set(cuda, "ExternalStream", streams.Stream)
+    redirects.set(cuda, "ExternalStream", streams.ExternalStream)
     redirects.set(cuda, "Event", streams.Event)
     # Ampere's number: bfloat16 exists, fp8 and grouped tensor-core kernels are not promised.
     redirects.set(cuda, "get_device_capability", for_the_host(cuda.get_device_capability, lambda *_, **__: (8, 0)))
@@ -137,7 +138,7 @@ def _redirect_device_queries(redirects: Redirects) -> None:
         redirects.set(cuda, gauge, for_the_host(getattr(cuda, gauge), _zero))
     for marker in ("range_push", "range_pop", "mark", "range_start", "range_end"):
         if hasattr(cuda.nvtx, marker):
-            redirects.set(cuda.nvtx, marker, _zero)
+            redirects.set(cuda.nvtx, marker, for_the_host(getattr(cuda.nvtx, marker), _zero))
     redirects.set(cuda.nvtx, "range", _null_context)
 
 
@@ -207,6 +208,35 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
         redirects.set(torch, function, chosen)
         redirects.set(torch.random, function, chosen)
 
+    own_fork = torch.random.fork_rng
+
+    @contextlib.contextmanager
+    @functools.wraps(own_fork)
+    def fork_rng(*args: Any, **kwargs: Any) -> Any:
+        before = host.get_state()
+        with own_fork(*args, **kwargs):
+            try:
+                yield
+            finally:
+                if kwargs.get("enabled", args[1] if len(args) > 1 else True):
+                    host.set_state(before)
+
+    redirects.set(torch.random, "fork_rng", fork_rng)
+
+    own_shuffle = torch.utils.data.RandomSampler.__iter__
+
+    @functools.wraps(own_shuffle)
+    def shuffle(self: Any) -> Any:
+        if self.generator is None:
+            # Drawn at the first batch, after the loader's own draw: also the host's business.
+            with host.drawing():
+                seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            self = copy.copy(self)
+            self.generator = torch.Generator().manual_seed(seed)
+        yield from own_shuffle(self)
+
+    redirects.set(torch.utils.data.RandomSampler, "__iter__", shuffle)
+
     loader_iter = torch.utils.data.DataLoader.__iter__
 
     @functools.wraps(loader_iter)
@@ -223,6 +253,16 @@ def _redirect_tensors(redirects: Redirects) -> None:
     for function in _FACTORIES:
         if hasattr(torch, function):
             redirects.set(torch, function, _factory(getattr(torch, function)))
+    for function in ("fftfreq", "rfftfreq"):
+        redirects.set(torch.fft, function, _factory(getattr(torch.fft, function)))
+    own_context = DeviceContext.__init__
+
+    @functools.wraps(own_context)
+    def enter_device(self: Any, device: Any) -> None:
+        own_context(self, on_cpu(device))
+
+    # `with torch.device("cuda")` and `torch.set_default_device` both come through here.
+    redirects.set(DeviceContext, "__init__", enter_device)
     tensor = torch.Tensor
     for function in _TENSOR_FACTORIES:
         redirects.set(tensor, function, _factory(getattr(tensor, function)))
@@ -248,7 +288,7 @@ def _redirect_tensors(redirects: Redirects) -> None:
 
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         if isinstance(map_location, dict):
-            map_location = {on_cpu(source): on_cpu(target) for source, target in map_location.items()}
+            map_location = {source: _location(target) for source, target in map_location.items()}
         return own_load(f, on_cpu(map_location), *args, **kwargs)
 
     redirects.set(tensor, "to", functools.wraps(own_to)(to))
@@ -257,11 +297,14 @@ def _redirect_tensors(redirects: Redirects) -> None:
     redirects.set(tensor, "record_stream", _nothing)
     redirects.set(tensor, "pin_memory", lambda self, *args, **kwargs: self)
     redirects.set(torch, "load", functools.wraps(own_load)(load))
-    redirects.set(torch, "autocast", _Autocast)
+    for owner in (torch, torch.amp):
+        redirects.set(owner, "autocast", _Autocast)
+    for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
+        redirects.set(owner, "autocast", _CudaAutocast)
     for name in _CUDA_TYPE_NAMES.values():
         short = name.rpartition(".")[2]
         if hasattr(torch, short):
-            redirects.set(torch.cuda, short, getattr(torch, short))
+            redirects.set(torch.cuda, short, getattr(torch, short), shared=True)
 
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -286,8 +329,7 @@ def _redirect_distributed(redirects: Redirects) -> None:
         def make(*args: Any, **kwargs: Any) -> Any:
             if isinstance(kwargs.get("backend"), str):
                 kwargs["backend"] = _gloo(kwargs["backend"])
-            elif args and isinstance(args[0], str):
-                args = (_gloo(args[0]), *args[1:])
+            args = tuple(_gloo(each) if isinstance(each, str) else each for each in args)
             for option in ("device_id", "pg_options"):
                 kwargs.pop(option, None)
             return original(*args, **kwargs)
@@ -320,7 +362,10 @@ def _redirect_distributed(redirects: Redirects) -> None:
     redirects.set(c10d, "isend", isend)
 
     def averaging(original: Callable[..., Any], averaged: int) -> Callable[..., Any]:
-        """gloo cannot average: divide this rank's contribution first, then sum. `averaged`: index of the input."""
+        """Not every release's gloo averages: divide this rank's contribution first, then sum.
+
+        `averaged`: index of the contribution, which only a reduction in place may change.
+        """
 
         @functools.wraps(original)
         def reduce(*args: Any, **kwargs: Any) -> Any:
@@ -328,8 +373,15 @@ def _redirect_distributed(redirects: Redirects) -> None:
             op = kwargs.get("op", args[position] if len(args) > position else dist.ReduceOp.SUM)
             if op == dist.ReduceOp.AVG:
                 group = kwargs.get("group", args[position + 1] if len(args) > position + 1 else None)
-                contribution = args[averaged] if len(args) > averaged else kwargs[("tensor", "input")[averaged]]
-                contribution.div_(dist.get_world_size(group))
+                keyword = ("tensor", "input")[averaged]
+                contribution = args[averaged] if len(args) > averaged else kwargs[keyword]
+                if averaged == 0:
+                    contribution.div_(dist.get_world_size(group))
+                elif len(args) > averaged:
+                    share = contribution / dist.get_world_size(group)
+                    args = (*args[:averaged], share, *args[averaged + 1 :])
+                else:
+                    kwargs[keyword] = contribution / dist.get_world_size(group)
                 if "op" in kwargs:
                     kwargs["op"] = dist.ReduceOp.SUM
                 else:
@@ -344,6 +396,10 @@ def _redirect_distributed(redirects: Redirects) -> None:
             redirects.set(c10d, function, changed)
             if hasattr(dist, function):
                 redirects.set(dist, function, changed)
+
+
+def _location(target: Any) -> Any:
+    return "cpu" if on_cpu(target) is CPU else target
 
 
 def _gloo(backend: str) -> str:
@@ -368,6 +424,13 @@ class _Autocast(torch.amp.autocast_mode.autocast):
 
     def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
         super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
+class _CudaAutocast(_Autocast):
+    """`torch.cuda.amp.autocast`, which names no device."""
+
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
+        super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
 
 class _Cudart:

@@ -27,6 +27,7 @@ class Redirects:
     def __init__(self) -> None:
         self._journal: list[tuple[Any, str, Any, Any]] = []
         self._environment: list[str] = []
+        self._shared: set[int] = set()
 
     def default_environment(self, name: str, value: str) -> None:
         """Set an environment variable that the user has left unset."""
@@ -34,11 +35,16 @@ class Redirects:
             os.environ[name] = value
             self._environment.append(name)
 
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set `owner.name` and remember what its own dictionary held before."""
+    def set(self, owner: Any, name: str, value: Any, *, shared: bool = False) -> None:
+        """Set `owner.name` and remember what its own dictionary held before.
+
+        `shared`: `value` has a life of its own elsewhere, so who holds it need not have it from here.
+        """
         before = vars(owner).get(name, _ABSENT)
         setattr(owner, name, value)
         self._journal.append((owner, name, before, value))
+        if shared:
+            self._shared.add(id(value))
 
     def rebind_importers(self) -> None:
         """Give modules that imported a redirected name by value the redirected one.
@@ -56,9 +62,10 @@ class Redirects:
 
     def undo(self) -> None:
         """Put back everything, newest first; also in modules that imported a redirected name since."""
-        old_by_new = {
-            id(after): before for _, _, before, after in self._journal if before is not _ABSENT and callable(after)
-        }
+        moved: dict[int, dict[str, Any]] = {}
+        for _, name, before, after in reversed(self._journal):
+            if before is not _ABSENT and callable(after) and id(after) not in self._shared:
+                moved.setdefault(id(after), {})[name] = before
         while self._environment:
             os.environ.pop(self._environment.pop(), None)
         while self._journal:
@@ -68,8 +75,12 @@ class Redirects:
             else:
                 setattr(owner, name, before)
         for module, name, value in _module_items():
-            before = old_by_new.get(id(value))
-            if before is not None:
+            befores = moved.get(id(value))
+            if befores is None:
+                continue
+            # One replacement may stand for several names; then the importer's own name tells which.
+            before = befores.get(name, next(iter(befores.values())) if len(befores) == 1 else _ABSENT)
+            if before is not _ABSENT:
                 setattr(module, name, before)
 
     def owners(self) -> Iterable[tuple[Any, str]]:

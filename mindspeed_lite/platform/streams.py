@@ -70,6 +70,10 @@ class Stream:
         return None
 
 
+class ExternalStream(Stream):
+    """A stream made elsewhere."""
+
+
 DEFAULT_STREAM = Stream()
 
 

@@ -24,7 +24,8 @@ def checkout(folder: Path, version: str) -> Path:
 
 def test_without_a_checkout_our_script_runs_on_the_installed_megatron() -> None:
     script = run.find_script(None)
-    assert script.command == (sys.executable, str(ROOT / "examples" / "pretrain_gpt.py"))
+    example = str(ROOT / "examples" / "pretrain_gpt.py")
+    assert script.command == (sys.executable, "-m", "mindspeed_lite", "run", example)
     assert script.path == (str(ROOT),)
 
 

@@ -171,7 +171,7 @@ def test_holders_looks_into_main_and_not_into_what_is_skipped(host, monkeypatch)
     mod = importlib.import_module(f"{host}.mod")
     monkeypatch.setattr(sys.modules["__main__"], "held", mod.function, raising=False)
     assert "held" in [name for _, name in holders([mod.function])[id(mod.function)]]
-    assert holders([mod.function], skip={host, "__main__"})[id(mod.function)] == []
+    assert holders([mod.function], skip={host, "__main__", "__mp_main__"})[id(mod.function)] == []
 
 
 def test_signatures_keep_names_kinds_and_defaults_only():

@@ -103,22 +103,12 @@ def norm_maker():
     return vars(WrappedTorchNorm)["__new__"]
 
 
-def printable(parser):
-    """Megatron 0.19.2 has a lone % in the help of one of its flags, at which its own --help ends in an error."""
-    for action in parser._actions:
-        try:
-            parser._get_formatter()._expand_help(action)
-        except ValueError:
-            action.help = action.help.replace("%", "%%")
-    return parser
-
-
 @forked("megatron", COLUMNS="200")
 def test_help_shows_our_groups_and_every_flag():
     import_adaptor()
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ending:
-        parsed("--help", extra_args_provider=printable)
+        parsed("--help")
     assert ending.value.code == 0
     text = printed.getvalue()
     assert "mindspeed_lite: use_fused_rmsnorm:" in text
@@ -269,7 +259,6 @@ def test_validating_again_replaces_what_the_first_time_applied():
     assert entry("use_fused_rmsnorm").status == "off"
 
 
-@pytest.mark.xfail(strict=True, reason="the first set is taken back before the second is known to fit")
 @forked("megatron")
 def test_a_second_validation_that_fails_leaves_the_first_in_force():
     import_adaptor()
@@ -289,7 +278,6 @@ def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path):
     assert text.startswith(f"--mindspeed-lite-report {path}: cannot be written") and "\n" not in text
 
 
-@pytest.mark.xfail(strict=True, reason="the file is opened after the features are in place")
 @forked("megatron")
 def test_a_report_that_cannot_be_written_leaves_nothing_applied(tmp_path):
     import_adaptor()
@@ -383,7 +371,6 @@ def test_an_unknown_value_in_a_yaml_file_is_an_error_that_names_flag_and_value(t
     assert mindspeed_lite.report() is None and norm_maker() is before
 
 
-@pytest.mark.xfail(strict=True, reason="defaults are looked for at the top of the file, not in its sections")
 @forked("megatron")
 def test_defaults_inside_a_yaml_files_sections_are_switched_too(tmp_path):
     import_adaptor()

@@ -142,7 +142,6 @@ def test_the_device_layer_alone_marks_torchs_norms_as_well():
         assert not hasattr(norm_of(normalization=normalization).weight, "sequence_parallel")
 
 
-@pytest.mark.xfail(strict=True, reason="the fused norm is made before Megatron looks at what it refuses")
 @forked("megatron")
 def test_what_the_norm_does_not_do_is_still_refused():
     with (

@@ -38,7 +38,9 @@ PRELOADED = {
         "megatron.core.optimizer.distrib_optimizer",
     ),
 }
+# Seconds; ranks that wait for each other must be given up before the test they belong to.
 TIMEOUT = 300
+RANK_TIMEOUT = 60
 _servers: dict[str, _Server] = {}
 
 
@@ -100,7 +102,7 @@ class _Server:
 def on_ranks(count: int, body: Callable[[int], None]) -> None:
     """Fork `count` processes, run `body(rank)` in each, and fail with every rank's traceback if one fails."""
     waiting = [_fork(functools.partial(body, rank)) for rank in range(count)]
-    answers = [_wait(*each) for each in waiting]
+    answers = [_wait(*each, RANK_TIMEOUT) for each in waiting]
     failed = [f"rank {rank}: {text}" for rank, (status, text) in enumerate(answers) if status != "passed"]
     assert not failed, "\n".join(failed)
 
@@ -125,8 +127,8 @@ def _fork(body: Callable[[], Any]) -> tuple[int, int]:
     os._exit(0)
 
 
-def _wait(pid: int, reading: int) -> tuple[str, str]:
-    received, deadline = b"", time.monotonic() + TIMEOUT
+def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
+    received, deadline = b"", time.monotonic() + timeout
     while True:
         if not select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
             os.kill(pid, signal.SIGKILL)
@@ -162,7 +164,7 @@ def main() -> None:
             request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        pickle.dump(_wait(*_fork(functools.partial(_run, *request))), answers)
+        pickle.dump(_wait(*_fork(functools.partial(_run, *request)), TIMEOUT), answers)
         answers.flush()
 
 

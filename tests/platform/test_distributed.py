@@ -120,7 +120,6 @@ def test_batches_of_sends_and_receives_work(tmp_path):
     joined(tmp_path / "store", body)
 
 
-@pytest.mark.xfail(strict=True, reason="the input is divided in place")
 @forked()
 def test_an_averaging_reduce_scatter_leaves_its_input_alone(tmp_path):
     def body(rank):
@@ -131,7 +130,6 @@ def test_an_averaging_reduce_scatter_leaves_its_input_alone(tmp_path):
     joined(tmp_path / "store", body)
 
 
-@pytest.mark.xfail(strict=True, reason="only the first positional argument is looked at")
 @forked()
 def test_the_backend_may_be_positional(tmp_path):
     joined(tmp_path / "store", lambda rank: dist.new_group([0, 1], None, "nccl"))

@@ -87,7 +87,6 @@ def test_a_loader_draws_its_seed_from_the_host():
     assert torch.equal(device(), at_device) and not torch.equal(host(), at_host)
 
 
-@pytest.mark.xfail(strict=True, reason="a sampler draws its seed at the first batch, when nothing swaps the streams")
 @forked()
 def test_a_shuffling_loader_draws_its_order_from_the_host():
     platform.activate()
@@ -97,7 +96,6 @@ def test_a_shuffling_loader_draws_its_order_from_the_host():
     assert torch.equal(device(), at_device)
 
 
-@pytest.mark.xfail(strict=True, reason="fork_rng saves torch's own generator, which is the device's")
 @forked()
 def test_fork_rng_gives_the_host_its_state_back():
     platform.activate()

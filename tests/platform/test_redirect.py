@@ -107,7 +107,6 @@ def test_packages_that_plan_by_the_machine_keep_the_original(module, original, c
     redirects.undo()
 
 
-@pytest.mark.xfail(strict=True, reason="undo goes by the replacement's identity alone, and here two names share one")
 def test_one_replacement_under_two_names_goes_back_to_each_name(module, original, changed):
     def other():
         return "other"
@@ -121,12 +120,11 @@ def test_one_replacement_under_two_names_goes_back_to_each_name(module, original
     assert late.f is original and late.g is other
 
 
-@pytest.mark.xfail(strict=True, reason="undo takes every holder of the replacement for an importer of the redirected")
 def test_who_held_the_replacement_before_keeps_it(module, original, changed):
     library = module("library", f=original, g=changed)
     holder = module("loaded_before", "from library import g")
     redirects = Redirects()
-    redirects.set(library, "f", library.g)
+    redirects.set(library, "f", library.g, shared=True)
     redirects.undo()
     assert holder.g is changed
 
