@@ -45,15 +45,18 @@ LIBRARIES = frozenset(
 
 
 def version() -> str | None:
-    """Version of the Megatron-core that an import would find, without importing it; None if there is none."""
+    """Version of the Megatron-core that an import would find, without importing it; None if there is none.
+
+    Without its local part: Megatron appends the commit of whatever git repository the process stands in.
+    """
     loaded = sys.modules.get("megatron.core.package_info")
     if loaded is not None:
-        return str(loaded.__version__)
+        return str(loaded.__version__).partition("+")[0]
     spec = importlib.util.find_spec("megatron")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         info = Path(location) / "core" / "package_info.py"
         if info.is_file():
-            return str(runpy.run_path(str(info))["__version__"])
+            return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
     return None
 
 
