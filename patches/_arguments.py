@@ -15,18 +15,14 @@ from typing import Any
 from mindspeed_lite import activation, platform
 from mindspeed_lite.engine import (
     Collision,
-    Context,
     Feature,
     ImportHandle,
     OptionError,
-    Report,
     Session,
-    Settings,
     Table,
     Transaction,
     Wrap,
     add_arguments,
-    make_plan,
     when_imported,
 )
 from mindspeed_lite.platform import megatron
@@ -119,28 +115,17 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
 
         return validate_args
 
-    def always(settings: Settings) -> bool:
-        return True
-
-    command_line = Feature(
-        name="arguments",
-        summary="flags in Megatron's parser, features after its validation",
-        options=(),
-        enabled=always,
-        numerics="bitwise",
-        patches=(
-            Wrap("megatron.training.arguments:add_megatron_arguments", around_add),
-            Wrap("megatron.training.arguments:parse_args", around_parse),
-            Wrap("megatron.training.arguments:validate_args", around_validate),
-        ),
+    command_line = megatron.always(
+        "arguments",
+        "flags in Megatron's parser, features after its validation",
+        Wrap("megatron.training.arguments:add_megatron_arguments", around_add),
+        Wrap("megatron.training.arguments:parse_args", around_parse),
+        Wrap("megatron.training.arguments:validate_args", around_validate),
     )
-    yaml = Feature(
-        name="yaml_arguments",
-        summary="features after the validation of YAML arguments",
-        options=(),
-        enabled=always,
-        numerics="bitwise",
-        patches=(Wrap("megatron.training.yaml_arguments:validate_yaml", around_validate),),
+    yaml = megatron.always(
+        "yaml_arguments",
+        "features after the validation of YAML arguments",
+        Wrap("megatron.training.yaml_arguments:validate_yaml", around_validate),
     )
     return command_line, yaml
 
@@ -161,19 +146,7 @@ def install() -> None:
 def _applier(feature: Feature) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
         current = platform.current()
-        context = Context(Settings({}), current.name if current is not None else "cpu", {})
-        session = Session(context.settings, context, Report({}, context.device))
-        plan = make_plan(
-            [feature],
-            context,
-            host_version=megatron.version() or "0",
-            fingerprints=Table(),
-            session=session,
-            allow_unverified=True,
-            skip_modules=megatron.LIBRARIES,
-        )
-        transaction = Transaction(plan, session)
-        transaction.apply()
+        transaction, _ = megatron.place(feature, current.name if current is not None else "cpu", Table())
         _applied.append(transaction)
 
     return apply

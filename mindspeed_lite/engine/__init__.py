@@ -33,7 +33,7 @@ from .errors import (
     TargetError,
     UndoError,
 )
-from .feature import Context, Feature, Option, Provide, Relation, Replace, Settings, Wrap, matches
+from .feature import Context, Feature, Option, Patch, Provide, Relation, Replace, Settings, Wrap, matches
 from .hooks import ImportHandle, when_imported
 from .options import Collision, add_arguments
 from .plan import Outcome, Plan, Step, make_plan
@@ -63,6 +63,7 @@ __all__ = [
     "Option",
     "OptionError",
     "Outcome",
+    "Patch",
     "PatchEntry",
     "Plan",
     "PlanError",

@@ -23,6 +23,7 @@ from mindspeed_lite.engine import (
     Entry,
     Feature,
     ImportHandle,
+    Patch,
     Provide,
     Report,
     Session,
@@ -58,6 +59,38 @@ def version() -> str | None:
         if info.is_file():
             return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
     return None
+
+
+def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:
+    """A feature without a flag: it is on."""
+    return Feature(
+        name=name,
+        summary=summary,
+        options=(),
+        enabled=lambda settings: True,
+        numerics="bitwise",
+        condition=condition,
+        patches=patches,
+    )
+
+
+def place(feature: Feature, device: str, fingerprints: Table) -> tuple[Transaction, Report]:
+    """Put one feature without a flag in force by itself, on a release that need not be a verified one."""
+    context = Context(Settings({}), device, {})
+    session = Session(context.settings, context, Report({}, device))
+    plan = make_plan(
+        [feature],
+        context,
+        host_version=version() or "0",
+        fingerprints=fingerprints,
+        session=session,
+        allow_unverified=True,
+        skip_modules=LIBRARIES,
+    )
+    transaction = Transaction(plan, session)
+    transaction.apply()
+    session.report.record(plan, context.settings, transaction)
+    return transaction, session.report
 
 
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -165,73 +198,50 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
     return compile_helpers
 
 
-def _always(settings: Settings) -> bool:
-    return True
+def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
+    """A feature that is in force on `devices` without a flag; it changes no number."""
 
-
-def _on(*devices: str) -> Callable[[Context], Sequence[str]]:
     def condition(context: Context) -> Sequence[str]:
         return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
 
-    return condition
+    return always(name, summary, *patches, condition=condition)
 
 
 ASSUMPTIONS: tuple[Feature, ...] = (
-    Feature(
-        name="device_sequence_parallel_norm",
-        summary="torch's norms accept sequence parallelism",
-        options=(),
-        enabled=_always,
-        numerics="bitwise",
-        condition=_on("cpu", "npu"),
-        patches=(Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),),
+    _assumption(
+        "device_sequence_parallel_norm",
+        "torch's norms accept sequence parallelism",
+        ("cpu", "npu"),
+        Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),
     ),
-    Feature(
-        name="device_split_sizes",
-        summary="split sizes of expert parallelism reach gloo as numbers",
-        options=(),
-        enabled=_always,
-        numerics="bitwise",
-        condition=_on("cpu"),
-        patches=(Wrap("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),),
+    _assumption(
+        "device_split_sizes",
+        "split sizes of expert parallelism reach gloo as numbers",
+        ("cpu",),
+        Wrap("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),
     ),
-    Feature(
-        name="device_adam_state",
-        summary="the distributed optimizer loads checkpoints with torch's Adam",
-        options=(),
-        enabled=_always,
-        numerics="bitwise",
-        condition=_on("cpu", "npu"),
-        patches=(
-            Wrap(
-                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict",
-                _adam_state_before_first_step,
-            ),
-            Wrap(
-                "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict",
-                _step_count_of_checkpoint,
-            ),
+    _assumption(
+        "device_adam_state",
+        "the distributed optimizer loads checkpoints with torch's Adam",
+        ("cpu", "npu"),
+        Wrap(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict", _adam_state_before_first_step
+        ),
+        Wrap(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict", _step_count_of_checkpoint
         ),
     ),
-    Feature(
-        name="device_dataset_helpers",
-        summary="training scripts start on a wheel, which has the dataset helpers compiled and no makefile",
-        options=(),
-        enabled=_always,
-        numerics="bitwise",
-        condition=_on("cpu", "npu"),
-        patches=(Wrap("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),),
+    _assumption(
+        "device_dataset_helpers",
+        "training scripts start on a wheel, which has the dataset helpers compiled and no makefile",
+        ("cpu", "npu"),
+        Wrap("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
     ),
-    Feature(
-        name="device_router_gemm",
-        summary="0.16's router looks for a Transformer Engine function that its absence leaves undefined",
-        options=(),
-        enabled=_always,
-        numerics="bitwise",
-        condition=_on("cpu", "npu"),
-        patches=(
-            Provide("megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"),
-        ),
+    _assumption(
+        "device_router_gemm",
+        "0.16's router looks for a Transformer Engine function that its absence leaves undefined",
+        ("cpu", "npu"),
+        Provide("megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"),
     ),
 )
 
@@ -258,24 +268,10 @@ def attach(device: str) -> None:
 
 def _applier(feature: Feature, context: Context) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
-        host_version = version() or "0"
-        if not any(matches(patch.versions, host_version) for patch in feature.patches):
-            return
-        session = Session(context.settings, context, Report({}, context.device))
-        plan = make_plan(
-            [feature],
-            context,
-            host_version=host_version,
-            fingerprints=_known(),
-            session=session,
-            allow_unverified=True,
-            skip_modules=LIBRARIES,
-        )
-        transaction = Transaction(plan, session)
-        transaction.apply()
-        session.report.record(plan, context.settings, transaction)
-        _applied.append(transaction)
-        _entries.extend(session.report.entries)
+        if any(matches(patch.versions, version() or "0") for patch in feature.patches):
+            transaction, report = place(feature, context.device, _known())
+            _applied.append(transaction)
+            _entries.extend(report.entries)
 
     return apply
 
