@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 TEST = ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "numpy", "setuptools>=68", "wheel"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
-TRAINING = ["einops", "numpy", "pybind11", "pydantic", "pyyaml", "regex", "six"]
+TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 
 setup(
     name="mindspeed-lite",

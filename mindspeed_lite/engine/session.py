@@ -40,7 +40,7 @@ class Session:
         """Something the user should know; said once."""
         if self._is_new("", text):
             self.report.notices.append(text)
-            _log.info("%s", text)
+            _log.debug("%s", text)
 
     def _is_new(self, feature: str, text: str) -> bool:
         if (feature, text) in self._said:
