@@ -10,7 +10,7 @@ line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 "device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
 losses and gradient norms. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path
-exists or rank 0's log holds the text.
+exists or the log of the last rank, which logs the iterations, holds the text.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         if any(codes.values()):
             # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
             deadline = min(deadline, time.monotonic() + 3)
-        if time.monotonic() > deadline or (kill_when and _is_time_to_kill(kill_when, out / "rank0.log")):
+        if time.monotonic() > deadline or (
+            kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
+        ):
             for pid in running:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

@@ -123,8 +123,9 @@ CHECKPOINTED = [
 ]
 
 
-@pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["sync", "async"])
-@pytest.mark.parametrize("release", ["0.19.2", "0.17.1"])
+@pytest.mark.parametrize(
+    ("release", "mode"), [("0.19.2", ["--async-save"]), ("0.17.1", [])], ids=["0.19.2-async", "0.17.1-sync"]
+)
 def test_a_killed_run_resumes_on_the_same_loss_curve(
     trainer: Callable[[str], Trainer], release: str, mode: list[str], tmp_path: Path
 ) -> None:
