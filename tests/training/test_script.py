@@ -165,7 +165,7 @@ def test_checkpoints_are_interchangeable_with_off(trainer: Callable[[str], Train
     for writer, reader in ((features, []), ([], features)):
         place = tmp_path / ("on" if writer else "off")
         base = [*NO_DROPOUT, "--save", str(place), "--save-interval", "3", "--use-distributed-optimizer"]
-        written = train(trainer("0.19.2"), "adaptor", 1, [*base, *writer], 3).check()
+        written = train(trainer("0.19.2"), "adaptor", 1, [*base, *writer, "--exit-interval", "3"], 6).check()
         read = train(trainer("0.19.2"), "adaptor", 1, [*base, *reader, "--load", str(place)], 6).check()
         whole = train(trainer("0.19.2"), "adaptor", 1, [*NO_DROPOUT, *reader], 6).check()
         assert "successfully loaded checkpoint" in read.log()
