@@ -183,7 +183,7 @@ def test_plain_defaults_are_switched_with_one_notice_each():
     notices = mindspeed_lite.report().notices
     for flag in flags:
         assert sum(notice.startswith(f"{flag} set:") for notice in notices) == 1, flag
-        assert sum(text.startswith(f"{flag} set:") for text in heard) == 1, flag
+        assert not any(text.startswith(f"{flag} set:") for text in heard), "the report says it, the log does not repeat"
         assert printed.count(f"{flag} set:") == 1, flag
     assert printed.index("mindspeed_lite") < printed.index("--no-rope-fusion set:"), "inside the report's frame"
 
