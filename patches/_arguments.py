@@ -17,7 +17,6 @@ from mindspeed_lite.engine import (
     Collision,
     Feature,
     ImportHandle,
-    OptionError,
     Session,
     Table,
     Transaction,
@@ -160,4 +159,4 @@ def remove() -> None:
         _applied.pop().undo()
 
 
-__all__ = ["OptionError", "install", "remove"]
+__all__ = ["install", "remove"]

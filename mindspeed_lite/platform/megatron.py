@@ -199,7 +199,7 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
 
 
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
-    """A feature that is in force on `devices` without a flag; it changes no number."""
+    """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
 
     def condition(context: Context) -> Sequence[str]:
         return [] if context.device in devices else [f"about {', '.join(devices)}, not {context.device}"]
