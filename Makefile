@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo test lint format fingerprints docs clean
+.PHONY: help install demo bench test lint format fingerprints docs clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
+	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make test          lint, types and all tests, on four Megatron-core releases"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
@@ -27,6 +28,9 @@ $(VENV)/.installed: setup.py
 
 demo: install
 	@$(BIN)/python -m demo
+
+bench: install
+	@PATH="$(CURDIR)/$(BIN):$$PATH" python -m benchmarks
 
 .releases/.prepared: $(VENV)/.installed tests/releases.py
 	@$(BIN)/python -m tests.releases
@@ -60,4 +64,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .demo .releases build dist *.egg-info
+	rm -rf .venv .demo .bench .releases build dist *.egg-info

@@ -7,6 +7,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+BENCH = ["rich>=13", "matplotlib>=3.7", "jinja2>=3"]
 TEST = ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "numpy", "setuptools>=68", "wheel"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
 TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
@@ -25,13 +26,14 @@ setup(
         "mindspeed_lite.patches": ["fingerprints.json"],
         "mindspeed_lite": ["py.typed"],
         "mindspeed_lite.platform": ["fingerprints.json"],
+        "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },
     install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],
     extras_require={
         "npu": ["torch-npu"],
-        "bench": ["rich>=13"],
+        "bench": BENCH,
         "training": TRAINING,
-        "test": [*TEST, *TRAINING],
+        "test": [*TEST, *TRAINING, *BENCH],
     },
     entry_points={"console_scripts": ["mindspeed-lite = mindspeed_lite.cli:main"]},
     classifiers=[

@@ -7,6 +7,7 @@ device layer and the operators' fallbacks.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import platform as python_platform
@@ -49,7 +50,13 @@ ALLOW_UNVERIFIED = Option(
     "--mindspeed-lite-allow-unverified",
     help="Apply a replacement although the code it replaces is not one of the verified releases'.",
 )
-GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED)
+VERIFY = Option(
+    "--mindspeed-lite-verify",
+    help="Run Megatron's original beside each replaced operator in its first N calls per shape and report the errors.",
+    default=0,
+    metavar="N",
+)
+GENERAL = (AUTO, STRICT, REPORT, ALLOW_UNVERIFIED, VERIFY)
 
 
 class Active:
@@ -132,6 +139,8 @@ def activate(
     """
     settings = Settings.of((*GENERAL, *catalogue().options()), given)
     _check_report_path(settings[REPORT.dest])
+    if settings[VERIFY.dest] < 0:
+        raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     had_device = platform.current() is not None
     try:
         return _activate(settings, host_args, collisions, notices)
@@ -172,6 +181,8 @@ def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision
     strict = bool(settings[STRICT.dest])
     report = Report(found, f"{device.name} ({device.describe()})")
     session = Session(settings, context, report, strict=strict)
+    if settings[VERIFY.dest]:
+        _verify(session)
     plan = make_plan(
         catalogue(),
         context,
@@ -196,6 +207,15 @@ def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision
     active.listen()
     _stack.append(active)
     return active
+
+
+def _verify(session: Session) -> None:
+    """Let the session's patches compare their operators with the originals; rank 0 shows each result."""
+    from mindspeed_lite.verify import Verifier
+
+    session.verifier = Verifier(session.settings[VERIFY.dest], session)
+    if _rank() == 0:
+        session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
 
 
 def activate_by_keyword(flags: Mapping[str, Any], host_args: Any) -> Active:
@@ -240,6 +260,15 @@ def _why_not_automatic(feature: Feature, context: Context, enabled: set[str]) ->
     return reasons
 
 
+def applicable(active: Active) -> dict[str, list[str]]:
+    """Every feature with the reasons why it could not be turned on by its flag alone in this training; [] if it can."""
+    context = active.session.context
+    return {
+        feature.name: _why_not_automatic(feature, context, {relation.feature for relation in feature.requires})
+        for feature in catalogue()
+    }
+
+
 def _describe_backends(report: Report, plan: Plan, device: str) -> None:
     from mindspeed_lite.ops import dispatch
 
@@ -277,6 +306,9 @@ def activate_for_training(args: Any, notices: Sequence[str], collisions: Sequenc
         _write_report(active, path)
         # Fallbacks appear while training runs.
         atexit.register(_write_report, active, path)
+        if active.session.verifier is not None:
+            # A run that is killed later has shown this much.
+            active.session.verifier.listeners.append(functools.partial(_rewrite_report, active, path))
 
 
 def _write_report(active: Active, path: str) -> None:
@@ -284,6 +316,12 @@ def _write_report(active: Active, path: str) -> None:
         Path(path).write_text(full_report(active).to_json() + "\n")
     except OSError as error:
         raise OptionError(f"{REPORT.flag} {path}: cannot be written ({error}).") from error
+
+
+def _rewrite_report(active: Active, path: str, cause: Any) -> None:
+    # In the middle of training a full disk is no reason to stop; at the end the writing speaks for itself.
+    with contextlib.suppress(OptionError):
+        _write_report(active, path)
 
 
 def full_report(active: Active) -> Report:

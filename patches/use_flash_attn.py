@@ -13,16 +13,28 @@ A causal mask is not built: when the data has no document resets, the data loade
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch.utils.checkpoint import checkpoint
+
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.attention import attention, why_not
+from mindspeed_lite.ops.attention import attention, reference, why_not
+from mindspeed_lite.verify import Exact
+
+# Scores (b * n * sq * sk) up to which a verification evaluates all of them in float64 at once, and those of one
+# head up to which it does so at all: 1 GiB a matrix.
+_SCORES_AT_ONCE = 1 << 26
+_SCORES_OF_A_HEAD = 1 << 27
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core import tensor_parallel
     from megatron.core.transformer.enums import AttnMaskType
+
+    verifier = session.verifier
 
     def forward(
         self: Any,
@@ -61,6 +73,15 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
+        if verifier is not None and dropout > 0.0:
+            verifier.leave_out(FEATURE.name, "attention", "dropout is on, and each draws in its own way")
+        elif verifier is not None:
+            _verify(
+                verifier,
+                lambda *qkv: wrapped(self, *qkv, attention_mask, attn_mask_type, attention_bias, packed_seq_params),
+                (query, key, value),
+                how,
+            )
         # Under sequence parallelism Megatron has forked the generator already.
         fork = (
             tensor_parallel.get_cuda_rng_tracker().fork()
@@ -73,6 +94,84 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         return context.flatten(-2)
 
     return forward
+
+
+def _verify(verifier: Any, original: Callable[..., Any], qkv: Sequence[torch.Tensor], how: Mapping[str, Any]) -> None:
+    """Hand both ways to compute this call to the verifier."""
+    from megatron.core import parallel_state
+
+    mask = how["mask"]
+    if mask is not None:
+        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # [b or 1, n or 1, sq, sk]
+
+    def without_padding(context: torch.Tensor) -> torch.Tensor:
+        """Zero in rows that see no key: ours are zero, Megatron's an average, and nothing may depend on either."""
+        if mask is None:
+            return context
+        empty = mask.all(-1).permute(2, 0, 1).unsqueeze(-1)  # [sq, b or 1, n or 1, 1]
+        return context.reshape(*context.shape[:2], heads, -1).masked_fill(empty, 0.0).flatten(-2)
+
+    def ours(*qkv: torch.Tensor) -> torch.Tensor:
+        return without_padding(attention(*qkv, **how).flatten(-2))
+
+    def megatrons(*qkv: torch.Tensor) -> torch.Tensor:
+        # Megatron keeps the memory of its scores for the next call, which there will not be.
+        buffers = parallel_state.get_global_memory_buffer().buffer
+        kept = dict(buffers)
+        try:
+            return without_padding(original(*qkv))
+        finally:
+            buffers.clear()
+            buffers.update(kept)
+
+    heads = qkv[0].shape[2]
+    variant = "causal" if how["causal"] else ""
+    if mask is not None:
+        variant = "mask"
+    elif how["window"] is not None:
+        variant = "window({},{})".format(*how["window"])
+    verifier.check(
+        FEATURE.name,
+        "attention",
+        FEATURE.numerics,
+        ours,
+        megatrons,
+        dict(zip("qkv", qkv, strict=True)),
+        against="Megatron's DotProductAttention",
+        exact=_exact(qkv, how, mask),
+        variant=variant,
+    )
+
+
+def _exact(qkv: Sequence[torch.Tensor], how: Mapping[str, Any], mask: torch.Tensor | None) -> list[Exact]:
+    """The definition for float64: in one piece, or where that is too large each sequence's groups of heads."""
+    (sq, b, n, _), (sk, _, g, dv) = qkv[0].shape, qkv[2].shape
+    if b * n * sq * sk <= _SCORES_AT_ONCE:
+        return [Exact(lambda *qkv: reference.attention(*qkv, **how).flatten(-2))]
+    if sq * sk > _SCORES_OF_A_HEAD:
+        return []
+    every, size = slice(None), n // g
+
+    def part(batch: int, group: int) -> Exact:
+        one, keys = slice(batch, batch + 1), slice(group, group + 1)
+        queries = slice(group * size, (group + 1) * size)
+        output = slice(queries.start * dv, queries.stop * dv)
+        hidden = mask
+        if hidden is not None:
+            hidden = hidden[one if hidden.shape[0] > 1 else every, queries if hidden.shape[1] > 1 else every]
+
+        def of_head(head: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            its = hidden if hidden is None or hidden.shape[1] == 1 else hidden[:, head : head + 1]
+            return reference.attention(q[:, :, head : head + 1], k, v, **{**how, "mask": its})
+
+        def of_group(*qkv: torch.Tensor) -> torch.Tensor:
+            # Recomputed in the backward pass, so that the scores of one head exist at a time.
+            recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+            return torch.cat([recomputed(of_head, head, *qkv) for head in range(size)], 2).flatten(-2)
+
+        return Exact(of_group, (every, one, output), [(every, one, queries), *[(every, one, keys)] * 2])
+
+    return [part(batch, group) for batch in range(b) for group in range(g)]
 
 
 def _why_not(context: Context) -> Sequence[str]:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.rms_norm import rms_norm
+from mindspeed_lite.ops.rms_norm import reference, rms_norm
+from mindspeed_lite.verify import Exact
 
 
 class FusedRMSNorm(torch.nn.RMSNorm):
@@ -30,6 +31,7 @@ class FusedRMSNorm(torch.nn.RMSNorm):
 
     weight: torch.nn.Parameter
     eps: float
+    verifier: Any = None
 
     def __init__(
         self, hidden_size: int, eps: float, zero_centered: bool = False, sequence_parallel: bool = False
@@ -43,7 +45,36 @@ class FusedRMSNorm(torch.nn.RMSNorm):
             self.weight.sequence_parallel = True  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.verifier is not None:
+            self._verify(x)
         return rms_norm(x, self.weight, self.eps, self.zero_centered)
+
+    def _verify(self, x: torch.Tensor) -> None:
+        def ours(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return rms_norm(x, weight, self.eps, self.zero_centered)
+
+        def torchs(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
+
+        def definition(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return reference.rms_norm(x, weight, self.eps, self.zero_centered)
+
+        against = "torch.nn.RMSNorm"
+        if self.zero_centered:
+            against = "the plain definition, since Megatron's local path has no RMSNorm with zero-centred gamma"
+        elif getattr(self.weight, "sequence_parallel", False):
+            against += ", which Megatron's local path refuses under sequence parallelism"
+        self.verifier.check(
+            FEATURE.name,
+            "rms_norm",
+            FEATURE.numerics,
+            ours,
+            definition if self.zero_centered else torchs,
+            {"x": x, "weight": self.weight},
+            against=against,
+            exact=[Exact(definition)],
+            variant="zero-centred" if self.zero_centered else "",
+        )
 
 
 def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -59,7 +90,10 @@ def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         # Megatron's own answer to a memory-efficient norm is a refusal that should stand.
         if config.normalization != "RMSNorm" or config.memory_efficient_layer_norm:
             return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
-        return FusedRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
+        norm = FusedRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
+        if session.verifier is not None:
+            norm.verifier = session.verifier
+        return norm
 
     return __new__
 

@@ -149,8 +149,25 @@ def test_lower_rooms_know_neither_patches_nor_activation(path):
     assert not [
         each
         for each in imports(path)
-        if within(each, "mindspeed_lite.patches", "mindspeed_lite.activation", "patches", "tests", "demo")
+        if within(
+            each,
+            "mindspeed_lite.patches",
+            "mindspeed_lite.activation",
+            "mindspeed_lite.verify",
+            "patches",
+            "tests",
+            "demo",
+        )
     ]
+
+
+def test_the_verifier_knows_torch_and_the_engine():
+    (path,) = files("mindspeed_lite/verify.py")
+    for name in imports(path):
+        top = name.partition(".")[0]
+        known = top in sys.stdlib_module_names or top == "torch"
+        assert known or within(name, "mindspeed_lite.engine"), name
+    assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
 def test_a_feature_has_one_name_everywhere():
@@ -185,11 +202,17 @@ SURFACE = {
         "--mindspeed-lite-auto",
         "--mindspeed-lite-report",
         "--mindspeed-lite-strict",
+        "--mindspeed-lite-verify",
         "--use-flash-attn",
         "--use-fused-rmsnorm",
     ],
-    "environment": ["MINDSPEED_LITE_ALLOCATOR", "MINDSPEED_LITE_DEVICE", "MINDSPEED_LITE_DISABLE"],
-    "commands": ["doctor", "features", "run"],
+    "environment": [
+        "MINDSPEED_LITE_ALLOCATOR",
+        "MINDSPEED_LITE_BENCH",
+        "MINDSPEED_LITE_DEVICE",
+        "MINDSPEED_LITE_DISABLE",
+    ],
+    "commands": ["bench", "bench-ops", "doctor", "features", "run"],
 }
 
 

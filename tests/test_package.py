@@ -31,7 +31,7 @@ def test_a_wheel_imports_from_anywhere(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "demo/", "patches/", "examples/"))]
     for name in tracked:
         folder = name.partition("/")[0]
-        if folder in ("mindspeed_lite", "patches") and name.endswith((".py", ".json", "py.typed")):
+        if folder in ("mindspeed_lite", "patches") and name.endswith((".py", ".json", ".j2", "py.typed")):
             packed = name if folder == "mindspeed_lite" else f"mindspeed_lite/{name}"
             assert packed in names, packed
     code = (

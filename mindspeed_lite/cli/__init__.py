@@ -17,10 +17,12 @@ __all__ = ["main"]
 
 PROGRAM = "mindspeed-lite"
 
-# Name -> what it does; each is a module of this package with `main(arguments) -> exit code`.
+# Name -> what it does; each is a module of this package ("-" is "_" there) with `main(arguments) -> exit code`.
 COMMANDS = {
     "run": "run a training script with mindspeed_lite, without changing a line of it",
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
+    "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
+    "bench-ops": "time every operator against plain PyTorch and installed peers",
     "doctor": "what is there, what is missing and how to get it",
 }
 
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
         return 2
     try:
-        code = int(importlib.import_module(f"{__name__}.{command}").main(rest))
+        code = int(importlib.import_module(f"{__name__}.{command.replace('-', '_')}").main(rest))
         if command != "run":
             sys.stdout.flush()
     except BrokenPipeError:
@@ -66,7 +68,7 @@ def _help() -> str:
         "A non-invasive accelerator for Megatron-LM: one import line, features by flag.",
         "",
         "commands:",
-        *(f"  {name:10}{summary}" for name, summary in COMMANDS.items()),
+        *(f"  {name:11}{summary}" for name, summary in COMMANDS.items()),
         "",
         "options:",
         "  --version   print the version",

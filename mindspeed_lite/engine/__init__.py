@@ -32,12 +32,13 @@ from .errors import (
     RequirementError,
     TargetError,
     UndoError,
+    VerifyError,
 )
 from .feature import Context, Feature, Option, Patch, Provide, Relation, Replace, Settings, Wrap, matches
 from .hooks import ImportHandle, when_imported
 from .options import Collision, add_arguments
 from .plan import Outcome, Plan, Step, make_plan
-from .report import Entry, Fallback, PatchEntry, Report
+from .report import Entry, Fallback, PatchEntry, Report, Verification
 from .session import Session
 from .target import Target, resolve
 from .transaction import Transaction
@@ -80,6 +81,8 @@ __all__ = [
     "TargetError",
     "Transaction",
     "UndoError",
+    "Verification",
+    "VerifyError",
     "Wrap",
     "add_arguments",
     "fingerprint_live",

@@ -45,3 +45,7 @@ class UndoError(EngineError):
 
 class FallbackError(EngineError):
     """A feature fell back although fallbacks are forbidden."""
+
+
+class VerifyError(EngineError):
+    """A replaced operator is further from the original than its class allows, which strict mode forbids."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .plan import Outcome, Plan
     from .transaction import Transaction
 
-_COLORS = {"applied": "32", "skipped": "33", "off": "2", "fallbacks": "33", "notices": "36"}
+_COLORS = {"applied": "32", "skipped": "33", "off": "2", "fallbacks": "33", "verification": "36", "notices": "36"}
 
 
 @dataclass
@@ -49,6 +49,45 @@ class Fallback:
 
 
 @dataclass
+class Verification:
+    """One operator on one kind of call: how far its first calls were from the original run beside them.
+
+    `output_error` and `gradient_error` are the largest relative distances from the original, None where there was
+    none to measure. `worst` is the result that came nearest to its bound, `error` what was held against `bound`
+    there, and `measured_from` says from where: "float64" or "original".
+    """
+
+    feature: str
+    operator: str
+    shape: str
+    numerics: str
+    against: str
+    calls: int = 0
+    output_error: float | None = None
+    gradient_error: float | None = None
+    worst: str = ""
+    error: float | None = None
+    bound: float | None = None
+    measured_from: str = ""
+    verdict: str = "ok"
+    problem: str = ""
+
+    def to_text(self) -> str:
+        """One line: what was compared, how far apart the two are, and the judgement."""
+        calls = f"{self.calls} call{'' if self.calls == 1 else 's'} beside {self.against}"
+        apart = [
+            f"{name} {error:.1e}"
+            for name, error in (("output", self.output_error), ("gradients", self.gradient_error))
+            if error is not None
+        ]
+        judged = self.numerics
+        if self.bound is not None and self.error is not None:
+            judged = f"{self.worst} {self.error:.1e} from {self.measured_from}, bound {self.bound:.1e}"
+        parts = [calls, f"apart by {', '.join(apart)}" if apart else "", judged, self.problem]
+        return f"{self.feature}, {self.operator} {self.shape}: {self.verdict} ({'; '.join(filter(None, parts))})"
+
+
+@dataclass
 class Report:
     """One session's story, growing as it runs."""
 
@@ -57,6 +96,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    verifications: list[Verification] = field(default_factory=list)
     schema_version: int = 1
 
     def record(self, plan: Plan, settings: Mapping[str, Any], transaction: Transaction | None = None) -> None:
@@ -79,7 +119,9 @@ class Report:
             Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]}) for row in data["entries"]
         ]
         fallbacks = [Fallback(**row) for row in data["fallbacks"]]
-        return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]))
+        # Reports of releases that did not verify have no such list.
+        verifications = [Verification(**row) for row in data.get("verifications", ())]
+        return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
 
     def to_text(self, width: int = 100, color: bool = False) -> str:
         """A screenful for a person: applied with targets, skipped with reasons, the rest by name."""
@@ -113,6 +155,7 @@ class Report:
             lines += [heading("off") + off[0][len("off") :], *off[1:]]
         for name, texts in (
             ("fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks]),
+            ("verification", [each.to_text() for each in self.verifications]),
             ("notices", self.notices),
         ):
             if texts:

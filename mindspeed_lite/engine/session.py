@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import FallbackError
 from .feature import Context, Settings
@@ -25,6 +25,8 @@ class Session:
         self.report = report
         self.strict = strict
         self.transaction: Transaction | None = None
+        # Who compares replaced operators with the originals; set before patches are bound, or nobody does.
+        self.verifier: Any = None
         self._said: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 

@@ -14,6 +14,7 @@ from mindspeed_lite.engine import (
     Session,
     Settings,
     Transaction,
+    Verification,
     Wrap,
 )
 
@@ -40,6 +41,10 @@ def test_strict_forbids_fallbacks_every_time():
         with pytest.raises(FallbackError, match=r"`norm`.*odd size"):
             strict.fallback("norm", "odd size")
     assert len(strict.report.fallbacks) == 1
+
+
+def test_nobody_verifies_unless_told(session):
+    assert session.verifier is None and session.report.verifications == []
 
 
 def test_a_notice_is_said_once(session):
@@ -79,6 +84,10 @@ def report(make_host):
     report.entries[1].backends.append("reference")
     session.fallback("norm", "odd size")
     session.notice("something")
+    report.verifications += [
+        Verification("norm", "rms", "float32 x[3]", "ulp", "host", 2, 2e-7, None, "output", 1e-7, 4e-7, "float64"),
+        Verification("norm", "rms", "float32 x[4]", "deviation", "host", 1, 0.1, 0.2, verdict="exceeds", problem="no"),
+    ]
     session.transaction.undo()
     return report
 
@@ -103,6 +112,8 @@ def test_a_report_survives_json(report):
     assert data["schema_version"] == 1
     again = Report.from_dict(data)
     assert again == report and again.as_dict() == report.as_dict() == data
+    earlier = Report.from_dict({key: value for key, value in data.items() if key != "verifications"})
+    assert earlier.verifications == [] and earlier.notices == report.notices
     with pytest.raises(ValueError, match="schema 9"):
         Report.from_dict({**data, "schema_version": 9})
 
@@ -122,6 +133,8 @@ def test_the_text_fits_the_width_and_says_it_all(report):
         "off: adam",
         "norm: odd size",
         "something",
+        "norm, rms float32 x[3]: ok (2 calls beside host; apart by output 2.0e-07;",
+        "norm, rms float32 x[4]: exceeds (1 call beside host; apart by output",
     ):
         assert part in text
     assert "\x1b" not in text and "\x1b[32mapplied\x1b[0m" in report.to_text(color=True)

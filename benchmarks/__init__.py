@@ -1,0 +1,1 @@
+"""The standing benchmarks: `python -m benchmarks` from the repository's root, or `make bench`."""

@@ -1,0 +1,89 @@
+"""What is measured every time: four trainings whose shapes stay the same from release to release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_COMMON = (
+    "--bf16 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights "
+    "--hidden-dropout 0 --attention-dropout 0 --train-iters 1000 --log-interval 1 --eval-iters 1 "
+    "--eval-interval 1000 --split 90,5,5 --seed 1234 --micro-batch-size 1"
+)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """One training.
+
+    Attributes:
+        about: what stands in the table beside the name.
+        processes: how many, each of them a device.
+        flags: Megatron's, on top of the common ones.
+        bench: options of `mindspeed-lite bench`.
+    """
+
+    name: str
+    about: str
+    processes: int
+    flags: str
+    bench: str
+
+    def command(self) -> list[str]:
+        """The training command, from the repository's root."""
+        start = ["python"]
+        if self.processes > 1:
+            start = ["torchrun", "--nproc-per-node", str(self.processes)]
+        return [*start, "examples/pretrain_gpt.py", *_COMMON.split(), *self.flags.split()]
+
+
+def _model(layers: int, hidden: int, ffn: int, heads: int, sequence: int, vocabulary: int, batch: int) -> str:
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --num-attention-heads {heads} "
+        f"--seq-length {sequence} --max-position-embeddings {sequence} --vocab-size {vocabulary - 1} "
+        f"--global-batch-size {batch}"
+    )
+
+
+_TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+_MOE = (
+    "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+)
+
+CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
+    "cpu": (
+        Configuration(
+            "dense-medium", "4 layers, hidden 1024, sequence 1024, vocabulary 32,768", 1,
+            _model(4, 1024, 2816, 16, 1024, 32768, 4), "--each --repeats 3 --warmup 1 --steps 3",
+        ),
+        Configuration(
+            "dense-small-tp2-sp", "4 layers, hidden 512, sequence 512, tensor and sequence parallel over 2", 2,
+            f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}", "--all --repeats 5 --warmup 2 --steps 6",
+        ),
+        Configuration(
+            "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,
+            f"{_model(4, 512, 704, 8, 512, 8192, 4)} {_MOE}", "--all --repeats 5 --warmup 2 --steps 6",
+        ),
+        Configuration(
+            "long", "2 layers, hidden 1024, sequence 4096", 1,
+            _model(2, 1024, 2816, 16, 4096, 32768, 1), "--all --repeats 3 --warmup 1 --steps 3",
+        ),
+    ),
+    "cuda": (
+        Configuration(
+            "dense-medium", "24 layers, hidden 2048, sequence 4096, vocabulary 32,768", 1,
+            _model(24, 2048, 5632, 16, 4096, 32768, 4), "--each --repeats 3 --warmup 5 --steps 15",
+        ),
+        Configuration(
+            "moe-small", "8 layers, hidden 2048, 8 experts, top 2, one device", 1,
+            f"{_model(8, 2048, 1408, 16, 4096, 32768, 4)} "
+            f"{_MOE.replace('--expert-model-parallel-size 2', '--expert-model-parallel-size 1')}",
+            "--all --repeats 3 --warmup 5 --steps 15",
+        ),
+        Configuration(
+            "long", "8 layers, hidden 2048, sequence 16,384", 1,
+            _model(8, 2048, 5632, 16, 16384, 32768, 1), "--all --repeats 3 --warmup 5 --steps 15",
+        ),
+    ),
+}  # fmt: skip

@@ -1,0 +1,169 @@
+"""Run the standing configurations through `mindspeed-lite bench` and write the page that shows them.
+
+    python -m benchmarks [--device cpu|cuda] [--only NAME ...] [--page docs/benchmarks/cpu.md]
+
+Reports and plots go to the folder beside the page, logs to .bench/. A configuration that is not run keeps what the
+folder holds of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.configurations import CONFIGURATIONS, Configuration
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRATCH = ROOT / ".bench"
+OPERATORS = "operators"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run and write; the exit code is that of the worst benchmark."""
+    options = _parser().parse_args(arguments)
+    page = Path(options.page) if options.page else ROOT / "docs" / "benchmarks" / f"{options.device}.md"
+    kept = page.with_suffix("")
+    kept.mkdir(parents=True, exist_ok=True)
+    chosen = CONFIGURATIONS[options.device]
+    code = 0
+    for configuration in chosen:
+        if not options.only or configuration.name in options.only:
+            code = max(code, _measure(configuration, kept / configuration.name))
+    if not options.only or OPERATORS in options.only:
+        code = max(code, _measure_operators(options.device, kept / OPERATORS))
+    page.write_text(_page(chosen, kept, options.device))
+    print(f"wrote {page}")
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
+    parser.add_argument("--device", choices=tuple(CONFIGURATIONS), default="cpu")
+    names = sorted({each.name for row in CONFIGURATIONS.values() for each in row} | {OPERATORS})
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--page", metavar="FILE", help="the page to write (default docs/benchmarks/DEVICE.md)")
+    return parser
+
+
+def bench_arguments(configuration: Configuration) -> list[str]:
+    """Options of `mindspeed-lite bench` for a configuration, without --out and the command."""
+    # What `mindspeed-lite run` does by default; in both arms, so that it is no part of the gain.
+    return [*configuration.bench.split(), "--allocator", "keep", "--title", configuration.name]
+
+
+def _measure(configuration: Configuration, kept: Path) -> int:
+    from mindspeed_lite.cli import main as mindspeed_lite
+
+    scratch = SCRATCH / configuration.name
+    shutil.rmtree(scratch, ignore_errors=True)
+    began = time.monotonic()
+    print(f"== {configuration.name}: {configuration.about}", flush=True)
+    code = mindspeed_lite(
+        ["bench", *bench_arguments(configuration), "--out", str(scratch), "--", *configuration.command()]
+    )
+    print(f"== {configuration.name}: {time.monotonic() - began:.0f} s", flush=True)
+    if (scratch / "report.json").is_file():
+        _keep(scratch, kept)
+    return code
+
+
+def _measure_operators(device: str, kept: Path) -> int:
+    from mindspeed_lite.cli import main as mindspeed_lite
+
+    scratch = SCRATCH / OPERATORS
+    shutil.rmtree(scratch, ignore_errors=True)
+    print(f"== {OPERATORS}", flush=True)
+    code = mindspeed_lite(["bench-ops", "--device", device, "--out", str(scratch)])
+    if (scratch / "report.json").is_file():
+        _keep(scratch, kept)
+    return code
+
+
+def _keep(scratch: Path, kept: Path) -> None:
+    """What belongs beside the page: the report as data, as a page, and its plots."""
+    shutil.rmtree(kept, ignore_errors=True)
+    kept.mkdir(parents=True)
+    for path in scratch.iterdir():
+        if path.name in ("report.json", "report.md") or path.suffix == ".png":
+            shutil.copy(path, kept / path.name)
+
+
+def _page(configurations: Sequence[Configuration], kept: Path, device: str) -> str:
+    reports = {
+        each.name: json.loads(path.read_text())
+        for each in configurations
+        if (path := kept / each.name / "report.json").is_file()
+    }
+    if not reports:
+        return f"# Benchmarks: {device}\n\nNothing has been measured yet.\n"
+    first = next(iter(reports.values()))
+    versions = ", ".join(f"{name} {version}" for name, version in first["environment"]["versions"].items())
+    lines = [
+        f"# Benchmarks: {device}",
+        "",
+        f"Measured with `make bench` on {first['environment']['device']}; {versions}.",
+        "Both arms use the same allocator, threads and data; off is Megatron as it is (on the CPU with the device layer",
+        "alone). A ratio is the mean of pairs measured one after the other, with its 95 % interval. Only ratios within a",
+        "row are comparable: machines differ. Every name leads to the whole report.",
+        "",
+        "| Training | Features | Step off | Step on | Speed | Peak memory | Loss |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for configuration in configurations:
+        if configuration.name in reports:
+            lines += _rows(configuration, reports[configuration.name], kept.name)
+    lines += ["", "Commands, from the repository's root with the environment that `make install` makes:", "", "```sh"]
+    for configuration in configurations:
+        arguments = bench_arguments(configuration)
+        lines += [f"mindspeed-lite bench {shlex.join(arguments)} -- \\", f"  {shlex.join(configuration.command())}"]
+    lines += ["```", ""]
+    for configuration in configurations:
+        if configuration.name in reports:
+            lines += [f"## {configuration.name}", "", f"{configuration.about}.", ""]
+            for plot in ("step-time.png", "breakdown.png"):
+                if (kept / configuration.name / plot).is_file():
+                    lines += [f"![{plot.partition('.')[0]}]({kept.name}/{configuration.name}/{plot})", ""]
+    if (kept / OPERATORS / "report.md").is_file():
+        lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
+    return "\n".join(lines)
+
+
+def _rows(configuration: Configuration, report: Mapping[str, Any], folder: str) -> list[str]:
+    from mindspeed_lite.bench import wording
+
+    arms = {arm["name"]: arm for arm in report["arms"]}
+    off = arms["off"]["summary"]
+    rows = []
+    for row in report["comparisons"]:
+        on = arms[row["arm"]]["summary"]
+        if on is None or off is None:
+            rows.append(f"| {configuration.name} | {row['arm']} | failed | | | | |")
+            continue
+        name = f"[{configuration.name}]({folder}/{configuration.name}/report.md)"
+        cells = [
+            name,
+            ", ".join(arms[row["arm"]]["features"]) or row["arm"],
+            f"{off['step_seconds'] * 1e3:,.0f} ms",
+            f"{on['step_seconds'] * 1e3:,.0f} ms",
+            _interval(row["speed"]),
+            f"{_interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
+            row["loss"]["verdict"],
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def _interval(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    if found["low"] is None:
+        return f"{found['ratio']:.2f}"
+    return f"{found['ratio']:.2f} ({found['low']:.2f} to {found['high']:.2f})"

@@ -1,0 +1,1 @@
+"""Benchmarks: patches on against off in training, and operators against plain PyTorch; nothing imports this."""

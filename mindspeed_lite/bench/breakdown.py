@@ -1,0 +1,335 @@
+"""Where the time of one training step went: torch's profiler over the step, and its events added up by category.
+
+On the host, the time of each operator without what it called goes to a category, so that the categories of the thread
+that trains add up to the step. On an accelerator it is the time of each kernel that goes to the category of the
+operator that launched it, and the time in which no kernel ran is `other`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
+Breakdown = dict[str, Any]
+Interval = tuple[int, int]
+
+CATEGORIES: tuple[str, ...] = (
+    "linear",
+    "attention",
+    "norm",
+    "activation",
+    "rotary",
+    "embedding",
+    "moe",
+    "loss",
+    "optimizer",
+    "gradient accumulation and reduction",
+    "communication exposed",
+    "copies",
+    "other",
+)
+REDUCTION, COMMUNICATION, COPIES, OTHER = CATEGORIES[9:]
+
+# Whoever knows the model opens ranges of these names, PREFIX + category, around its parts.
+PREFIX = "mindspeed_lite::"
+STEP = PREFIX + "step"
+
+_NODE = "autograd::engine::evaluate_function: "
+_COLLECTIVE = re.compile(r"c10d::|_?c10d_functional|gloo:|nccl|hccl|hcom_|record_param_comms", re.IGNORECASE)
+_LAUNCH = re.compile(r"(cuda|cu|hip|acl|aclrt)[A-Z]")
+_PRODUCTS = "linear|matmul|mm|bmm|mv|addmm|addmv|baddbmm|einsum|_grouped_mm|_scaled_mm|mkldnn_linear"
+_COPIES = "copy_|_foreach_copy_|to|clone|contiguous|cat|stack|index_select|gather|repeat|repeat_interleave|.*_copy"
+_BY_NAME: tuple[tuple[str, re.Pattern[str]], ...] = (
+    ("linear", re.compile(rf"aten::({_PRODUCTS})$")),
+    ("attention", re.compile(r"aten::.*(scaled_dot_product|flash_attention|efficient_attention)")),
+    (COPIES, re.compile(rf"aten::({_COPIES})$|Memcpy")),
+    ("optimizer", re.compile(r"Optimizer\.(step|zero_grad)#")),
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the profiler saw, in nanoseconds.
+
+    `sequence`: the number of the autograd node that an operator made, or that a backward operator runs; the node was
+    made on `forward_thread`, which is 0 outside of the backward pass. `is_async`: a span that is on no thread's stack.
+    `id` and `linked`: a kernel names the operator that launched it, and has its `id` in common with the launch.
+    """
+
+    name: str
+    start: int
+    end: int
+    thread: int = 1
+    sequence: int = -1
+    forward_thread: int = 0
+    is_async: bool = False
+    is_device: bool = False
+    id: int = 0
+    linked: int = 0
+
+
+class _Decision(NamedTuple):
+    """A category, and whether a scope stands behind it or only the name of an operator."""
+
+    category: str
+    scoped: bool
+
+
+_UNKNOWN = _Decision(OTHER, False)
+
+
+class _Placed(NamedTuple):
+    event: Event
+    decision: _Decision
+    own: list[int]
+    outer: _Placed | None
+
+
+@functools.cache
+def _of_name(name: str) -> _Decision:
+    """What a name says of itself."""
+    if name.startswith(PREFIX):
+        category = name[len(PREFIX) :]
+        return _Decision(category, True) if category in CATEGORIES else _UNKNOWN
+    if name.startswith(_NODE):
+        return _Decision(REDUCTION, True) if name.endswith("AccumulateGrad") else _UNKNOWN
+    if _COLLECTIVE.match(name):
+        return _Decision(COMMUNICATION, True)
+    return next((_Decision(category, False) for category, names in _BY_NAME if names.match(name)), _UNKNOWN)
+
+
+class _Forward:
+    """Which decision each autograd node was made under, by thread and sequence number.
+
+    An operator is recorded with the number that the next node will get, and a thread's numbers only grow. So the
+    last operator up to a number has made the node of that number, also where the making itself is not recorded.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, list[int]] = {}
+        self._decisions: dict[int, list[_Decision]] = {}
+
+    def add(self, event: Event, decision: _Decision) -> None:
+        self._numbers.setdefault(event.thread, []).append(event.sequence)
+        self._decisions.setdefault(event.thread, []).append(decision)
+
+    def find(self, event: Event) -> _Decision:
+        position = bisect.bisect_right(self._numbers.get(event.forward_thread, ()), event.sequence)
+        return self._decisions[event.forward_thread][position - 1] if position else _UNKNOWN
+
+
+def _decide(event: Event, outer: _Decision, forward: _Forward) -> _Decision:
+    said = _of_name(event.name)
+    if said.scoped:
+        return said
+    if event.forward_thread and event.sequence >= 0:
+        made = forward.find(event)
+        if made.scoped:
+            return made
+    # Without a scope the outermost name that says something counts: the copy in a product is part of the product.
+    return outer if outer.scoped or outer.category != OTHER else said
+
+
+def _place(events: Iterable[Event]) -> list[_Placed]:
+    """Every host event with its decision and its own time, in the order in which they began."""
+    placed: list[_Placed] = []
+    stacks: dict[int, list[_Placed]] = {}
+    forward = _Forward()
+    for event in sorted(events, key=lambda each: (each.start, -each.end, each.id)):
+        stack = stacks.setdefault(event.thread, [])
+        while stack and stack[-1].event.end <= event.start:
+            stack.pop()
+        outer = stack[-1] if stack else None
+        decision = _decide(event, outer.decision if outer else _UNKNOWN, forward)
+        if event.sequence >= 0 and not event.forward_thread and not _COLLECTIVE.match(event.name):
+            forward.add(event, decision)
+        end = min(event.end, outer.event.end) if outer else event.end
+        if outer:
+            outer.own[0] -= end - event.start
+        stack.append(_Placed(event, decision, [end - event.start], outer))
+        placed.append(stack[-1])
+    return placed
+
+
+def _union(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
+    """The intervals within the window, sorted and without overlaps."""
+    found: list[Interval] = []
+    for start, end in sorted((max(start, window[0]), min(end, window[1])) for start, end in intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        elif start < end:
+            found.append((start, end))
+    return found
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(end - start for start, end in intervals)
+
+
+def attribute(events: Sequence[Event]) -> Breakdown:
+    """The breakdown of one process; `events` hold one of the name STEP, which is what is broken down."""
+    step = next((each for each in events if each.name == STEP and not each.is_device), None)
+    if step is None:
+        raise ValueError(f"there is no event `{STEP}` among the {len(events)} events of the profiler")
+    spans = [each for each in events if each.is_async and not each.is_device]
+    launches = [each for each in events if not each.is_async and not each.is_device and _LAUNCH.match(each.name)]
+    beside = {id(each) for each in (*spans, *launches)}
+    placed = _place(each for each in events if not each.is_device and id(each) not in beside)
+    # A range of the host appears a second time on the device, as a span over the kernels launched in it.
+    kernels = [each for each in events if each.is_device and not each.name.startswith((PREFIX, "nccl:", "hccl:"))]
+    if kernels:
+        times, total = _of_kernels(step, kernels, placed, launches)
+    else:
+        times, total = _of_host(step, spans, placed)
+    wall = step.end - step.start
+    times[OTHER] += wall - sum(times.values())
+    exposed = times[COMMUNICATION]
+    return {
+        "wall_seconds": wall / 1e9,
+        "categories": {category: times[category] / 1e9 for category in CATEGORIES},
+        "communication": {
+            "total_seconds": max(total, exposed) / 1e9,
+            "exposed_seconds": exposed / 1e9,
+            "hidden_seconds": max(total - exposed, 0) / 1e9,
+        },
+        "processes": 1,
+    }
+
+
+def _of_host(step: Event, spans: list[Event], placed: list[_Placed]) -> tuple[dict[str, int], int]:
+    """Nanoseconds by category on the step's thread, and those in which a collective ran or was waited for."""
+    times = dict.fromkeys(CATEGORIES, 0)
+    busy = [(each.start, each.end) for each in spans if _COLLECTIVE.match(each.name)]
+    for event, decision, own, outer in placed:
+        if event.thread != step.thread or not step.start <= event.start < step.end:
+            continue
+        times[decision.category] += own[0]
+        if decision.category == COMMUNICATION and (outer is None or outer.decision.category != COMMUNICATION):
+            busy.append((event.start, event.end))
+    return times, _length(_union(busy, (step.start, step.end)))
+
+
+def _of_kernels(
+    step: Event, kernels: list[Event], placed: list[_Placed], launches: list[Event]
+) -> tuple[dict[str, int], int]:
+    """Nanoseconds by category on the device, and those in which a collective's kernel ran.
+
+    Where kernels run side by side, the time is that of the one that began first, and of a collective's only where
+    nothing else runs.
+    """
+    operators = {each.event.id: each.decision for each in placed}
+    launched = {each.id: each.start for each in launches}
+    starts = [each.event.start for each in placed]
+
+    def behind(kernel: Event) -> _Decision:
+        if kernel.linked and kernel.linked in operators:
+            return operators[kernel.linked]
+        # No operator launched it: a scope or an autograd node that was open at the time may know.
+        if kernel.id not in launched:
+            return _UNKNOWN
+        moment = launched[kernel.id]
+        before = reversed(placed[: bisect.bisect_right(starts, moment)])
+        return next((each.decision for each in before if each.event.end >= moment), _UNKNOWN)
+
+    def category(kernel: Event) -> str:
+        said = _of_name(kernel.name).category
+        if said == COMMUNICATION:
+            return said
+        found = behind(kernel).category
+        return found if found != OTHER else said
+
+    times = dict.fromkeys(CATEGORIES, 0)
+    communication: list[Interval] = []
+    computing: list[Interval] = []
+    covered = step.start
+    for kernel in sorted(kernels, key=lambda each: each.start):
+        kind = category(kernel)
+        if kind == COMMUNICATION:
+            communication.append((kernel.start, kernel.end))
+            continue
+        computing.append((kernel.start, kernel.end))
+        start, end = max(kernel.start, covered), min(kernel.end, step.end)
+        if start < end:
+            times[kind] += end - start
+            covered = end
+    window = (step.start, step.end)
+    total = _length(_union(communication, window))
+    either = _length(_union(communication + computing, window))
+    times[COMMUNICATION] = either - _length(_union(computing, window))
+    return times, total
+
+
+def read(results: Any) -> list[Event]:
+    """The events of torch's profiler, of its `kineto_results`: `events()` would take ten times as long."""
+    from torch.autograd import DeviceType  # type: ignore[attr-defined]
+
+    return [
+        Event(
+            name=each.name(),
+            start=each.start_ns(),
+            end=each.end_ns(),
+            thread=each.start_thread_id(),
+            sequence=each.sequence_nr(),
+            forward_thread=each.fwd_thread_id(),
+            is_async=each.is_async() or each.start_thread_id() != each.end_thread_id(),
+            is_device=each.device_type() != DeviceType.CPU,
+            id=each.correlation_id(),
+            linked=each.linked_correlation_id(),
+        )
+        for each in results.events()
+    ]
+
+
+def _accelerator() -> tuple[str | None, Callable[[], Any]]:
+    """The device whose kernels the profiler can record here, and how to wait for it."""
+    import torch
+    from torch.profiler import ProfilerActivity
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return None, lambda: None
+    activity = ProfilerActivity.CUDA if accelerator.type == "cuda" else ProfilerActivity.PrivateUse1
+    known: Any = torch.profiler.supported_activities
+    return accelerator.type if activity in known() else None, torch.accelerator.synchronize
+
+
+def profile(step: Callable[[], T], trace: Path | None) -> tuple[T, Breakdown]:
+    """Run one step under torch's profiler; its result and breakdown. The Chrome trace goes to `trace`, if given."""
+    # The inner of torch's two profilers: the outer one imports the compiler, which takes seconds and memory.
+    from torch.autograd import profiler
+
+    device, synchronize = _accelerator()
+    recording: Any = profiler.profile(use_device=device, use_kineto=True)
+    with recording:
+        synchronize()
+        with profiler.record_function(STEP):
+            result = step()
+            synchronize()
+    if trace is not None:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        recording.export_chrome_trace(str(trace))
+    return result, attribute(read(recording.kineto_results))
+
+
+def merge(breakdowns: Sequence[Breakdown]) -> Breakdown:
+    """The mean over processes."""
+    count = sum(each["processes"] for each in breakdowns)
+
+    def mean(of: Callable[[Breakdown], Any]) -> float:
+        return float(sum(of(each) * each["processes"] for each in breakdowns) / count)
+
+    def means(name: str) -> dict[str, float]:
+        return {key: mean(lambda each: each[name][key]) for key in breakdowns[0][name]}  # noqa: B023
+
+    return {
+        "wall_seconds": mean(lambda each: each["wall_seconds"]),
+        "categories": means("categories"),
+        "communication": means("communication"),
+        "processes": count,
+    }

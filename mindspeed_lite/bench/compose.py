@@ -1,0 +1,277 @@
+"""From finished runs to the report: arms with their figures, comparisons, and what a reader must be told first."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.bench import breakdown, judge
+from mindspeed_lite.bench.harness import Outcome
+from mindspeed_lite.bench.statistics import CONFIDENCE, Ratio, paired_ratio, quantile
+
+SCHEMA_VERSION = 1
+
+_YARDSTICKS = {"float32": "itself in float32", "other order": "itself with sums in another order"}
+
+
+def report(
+    outcomes: Sequence[Outcome],
+    *,
+    title: str,
+    created: str,
+    command: Sequence[str],
+    complete: bool,
+    ceiling: dict[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The report as docs/bench-report.md describes it; runs that failed are in it, with what they left."""
+    arms = [_arm(name, runs, ceiling) for name, runs in _by_arm(outcomes).items()]
+    told = _told(outcomes)
+    comparisons = _comparisons(outcomes, arms)
+    environment = dict(told["environment"]) if told else {}
+    environment["affinity"] = _affinity(outcomes)
+    environment["differences"] = _differences(outcomes)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "bench",
+        "created": created,
+        "title": title,
+        "command": list(command),
+        "complete": complete and all(run["status"] == "ok" for arm in arms for run in arm["runs"]),
+        "settings": {**settings, "confidence": CONFIDENCE},
+        "environment": environment,
+        "model": told["model"] if told else {},
+        "ceiling": ceiling,
+        "arms": arms,
+        "comparisons": comparisons,
+        "findings": _findings(arms, comparisons, environment, complete),
+        "files": {"trace": [], "plots": []},
+    }
+
+
+def needs_yardstick(outcomes: Sequence[Outcome]) -> bool:
+    """Whether some arm promises the same mathematics and gives other losses than off."""
+    arms = [_arm(name, runs, None) for name, runs in _by_arm(outcomes).items()]
+    return any(
+        row["loss"] is not None and row["loss"]["class"] == "ulp" and row["loss"]["verdict"] != "identical"
+        for row in _comparisons(outcomes, arms)
+    )
+
+
+def dtype(outcomes: Sequence[Outcome]) -> str:
+    """The precision of the training."""
+    told = _told(outcomes)
+    return str(told["model"]["dtype"]) if told else "fp32"
+
+
+def _by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    found: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        found.setdefault(outcome.arm.name, []).append(outcome)
+    return found
+
+
+def _told(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """What the first process that trained said of the run."""
+    return next((each.run for outcome in outcomes for each in outcome.processes if each.run), None)
+
+
+def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
+    told = _told(outcomes)
+    entries = (told["report"] or {}).get("entries", []) if told else []
+    features = [entry for entry in entries if entry["status"] == "applied" and entry["flags"]]
+    return {
+        "name": name,
+        "role": outcomes[0].arm.role,
+        "features": [entry["feature"] for entry in features],
+        "skipped": {entry["feature"]: entry["reasons"] for entry in entries if entry["status"] == "skipped"},
+        "fallbacks": [f"{row['feature']}: {row['reason']}" for row in (told["report"] or {}).get("fallbacks", [])]
+        if told
+        else [],
+        "numerics": judge.widest([entry["numerics"] for entry in features]),
+        "runs": [_run(outcome) for outcome in outcomes],
+        "summary": _summary([outcome for outcome in outcomes if outcome.status == "ok"], ceiling),
+        "breakdown": breakdown.merge(found) if (found := _breakdowns(outcomes)) else None,
+    }
+
+
+def _breakdowns(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [each.breakdown for outcome in outcomes for each in outcome.processes if each.breakdown]
+
+
+def _run(outcome: Outcome) -> dict[str, Any]:
+    steps = outcome.steps
+    measured = _measured(outcome)
+    return {
+        "repeat": outcome.repeat,
+        "status": outcome.status,
+        "reason": outcome.reason,
+        "log": outcome.log,
+        "log_tail": outcome.log_tail,
+        "seconds": outcome.seconds,
+        "exit_code": outcome.exit_code,
+        "first_step_seconds": _first_step(outcome),
+        "peak_memory_bytes": _peaks(outcome),
+        "median_step_seconds": statistics.median(measured) if measured else None,
+        "steps": [{key: value for key, value in step.items() if key != "profiled"} for step in steps],
+    }
+
+
+def _measured(outcome: Outcome) -> list[float]:
+    return [step["seconds"] for step in outcome.steps if step["measured"]]
+
+
+def _peaks(outcome: Outcome) -> list[int]:
+    return [process.steps[-1]["peak_memory_bytes"] for process in outcome.processes if process.steps]
+
+
+def _first_step(outcome: Outcome) -> float | None:
+    times = [process.steps[0]["time"] for process in outcome.processes if process.steps]
+    return max(times) - outcome.launched if times else None
+
+
+def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any] | None:
+    told = _told(outcomes)
+    if told is None:
+        return None
+    seconds = [each for outcome in outcomes for each in _measured(outcome)]
+    step = statistics.median(seconds)
+    processes = told["environment"]["world_size"]
+    tokens = told["model"]["tokens_per_step"] / step
+    flops = told["model"]["flops_per_step"] / step / processes
+    peak = (ceiling or {}).get("flops_per_second")
+    return {
+        "step_seconds": step,
+        "step_seconds_p10": quantile(seconds, 0.1),
+        "step_seconds_p90": quantile(seconds, 0.9),
+        "tokens_per_second": tokens,
+        "tokens_per_second_per_process": tokens / processes,
+        "flops_per_second": flops,
+        "utilisation": flops / peak if peak else None,
+        "peak_memory_bytes": statistics.median(max(_peaks(outcome)) for outcome in outcomes),
+        "memory_kind": told["memory_kind"],
+        "first_step_seconds": statistics.median(filter(None, map(_first_step, outcomes))),
+    }
+
+
+def _comparisons(outcomes: Sequence[Outcome], arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    good = [outcome for outcome in outcomes if outcome.status == "ok"]
+    runs = _by_arm(good)
+    off = {outcome.repeat: outcome for outcome in runs.get("off", [])}
+    reference = next(
+        ((_YARDSTICKS[each.arm.arithmetic], each.steps) for each in good if each.arm.role == "yardstick"), None
+    )
+    rows = []
+    for arm in arms:
+        if arm["role"] != "on":
+            continue
+        pairs = [(off[each.repeat], each) for each in runs.get(arm["name"], []) if each.repeat in off]
+        rows.append(_comparison(arm, pairs, reference))
+    return rows
+
+
+def _comparison(
+    arm: Mapping[str, Any],
+    pairs: Sequence[tuple[Outcome, Outcome]],
+    reference: tuple[str, list[dict[str, Any]]] | None,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {"arm": arm["name"], "against": "off"}
+    if not pairs:
+        return row | {"speed": None, "memory": None, "first_step": None, "loss": None, "growth": None}
+    off, on = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+
+    def medians(outcomes: Sequence[Outcome]) -> list[float]:
+        return [statistics.median(_measured(outcome)) for outcome in outcomes]
+
+    def peaks(outcomes: Sequence[Outcome]) -> list[float]:
+        return [float(max(_peaks(outcome))) for outcome in outcomes]
+
+    def firsts(outcomes: Sequence[Outcome]) -> list[float]:
+        return [_first_step(outcome) or 0.0 for outcome in outcomes]
+
+    return row | {
+        "speed": _ratio(paired_ratio(medians(off), medians(on)), "faster", "slower"),
+        "memory": _ratio(paired_ratio(peaks(on), peaks(off)), "larger", "smaller"),
+        "first_step": _ratio(paired_ratio(firsts(off), firsts(on)), "faster", "slower"),
+        "loss": judge.compare_losses(
+            [outcome.steps for outcome in off], [outcome.steps for outcome in on], arm["numerics"], reference
+        ),
+        "growth": judge.compare_growth(
+            [outcome.steps for outcome in off], [outcome.steps for outcome in on], max(peaks(off))
+        ),
+    }
+
+
+def _ratio(found: Ratio | None, above: str, below: str) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "ratio": found.ratio,
+        "low": found.low,
+        "high": found.high,
+        "pairs": list(found.pairs),
+        "verdict": found.verdict(above, below),
+    }
+
+
+def _affinity(outcomes: Sequence[Outcome]) -> list[list[int]]:
+    """The cores of each process of the first run."""
+    return [cores for each in outcomes[0].processes if each.run for cores in each.run["environment"]["affinity"]]
+
+
+def _differences(outcomes: Sequence[Outcome]) -> list[str]:
+    """What was not the same in all runs although it should have been."""
+    found = []
+    seen: dict[str, tuple[Any, str]] = {}
+    for outcome in outcomes:
+        told = _told([outcome])
+        if told is None:
+            continue
+        for name in ("device", "versions", "world_size", "threads", "affinity", "allocator", "variables"):
+            value = told["environment"].get(name)
+            first, whose = seen.setdefault(name, (value, outcome.arm.name))
+            text = f"{name} of {outcome.arm.name} differs from that of {whose}"
+            if value != first and text not in found:
+                found.append(text)
+    return found
+
+
+def _findings(
+    arms: Sequence[Mapping[str, Any]],
+    comparisons: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, Any],
+    complete: bool,
+) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    def say(severity: str, arm: str | None, text: str) -> None:
+        found.append({"severity": severity, "arm": arm, "text": text})
+
+    for arm in arms:
+        for run in arm["runs"]:
+            if run["status"] != "ok":
+                severity = "warning" if arm["role"] == "yardstick" else "failure"
+                say(severity, arm["name"], f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
+        for feature, reasons in arm["skipped"].items():
+            say("warning", arm["name"], f"{feature} was asked for and not applied: {'; '.join(reasons)}")
+        if arm["role"] == "on" and arm["name"] != "off again" and not arm["features"] and arm["summary"]:
+            say("warning", arm["name"], "no feature was applied: this arm is off once more")
+        for text in arm["fallbacks"]:
+            say("warning", arm["name"], f"fallback: {text}")
+    for row in comparisons:
+        loss, speed, growth = row["loss"], row["speed"], row["growth"]
+        if loss and loss["verdict"] == "differs":
+            say("failure", row["arm"], f"the training is not the same: {loss['reason']}")
+        if loss and loss["verdict"] == "not judged":
+            say("warning", row["arm"], f"the losses were not judged: {loss['reason']}")
+        if speed and speed["verdict"] == "slower":
+            say("warning", row["arm"], f"a step is slower: {speed['ratio']:.3f} times the speed of off")
+        if growth and growth["verdict"] == "grows":
+            more = growth["bytes_per_step_on"] / 1e6
+            say("failure", row["arm"], f"memory grows by {more:.1f} MB with every step, and does not with features off")
+    for text in environment.get("differences", ()):
+        say("warning", None, f"the runs were not alike: {text}")
+    if not complete:
+        say("warning", None, "the benchmark was ended early: this is the report of what was finished")
+    return found

@@ -1,0 +1,65 @@
+"""Under which conditions something was measured: the report's `environment`."""
+
+from __future__ import annotations
+
+import os
+import platform as python_platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from mindspeed_lite._version import __version__
+from mindspeed_lite.platform import Device, allocator, megatron
+
+_PACKAGES = ("triton", "torch-npu", "liger-kernel", "flash-attn", "transformer-engine")
+_PREFIXES = (
+    "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
+    "ASCEND_", "MINDSPEED_LITE_",
+)  # fmt: skip
+# These differ by run or by process, or say where things lie, and decide nothing.
+_NOT = (("TORCHELASTIC_", "MINDSPEED_LITE_BENCH"), ("_DIR", "_PATH", "_HOME"))
+
+
+def describe(device: Device) -> dict[str, Any]:
+    """The environment of this process, and of this process alone: `affinity` has one list."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    return {
+        "device": device.describe(),
+        "device_type": device.name,
+        "versions": _versions(device),
+        "world_size": int(os.environ.get("WORLD_SIZE", "1")),
+        "threads": torch.get_num_threads(),
+        "affinity": [cores],
+        "allocator": _allocator(device),
+        "variables": {
+            name: os.environ[name]
+            for name in sorted(os.environ)
+            if name.startswith(_PREFIXES) and not name.startswith(_NOT[0]) and not name.endswith(_NOT[1])
+        },
+        "differences": [],
+    }
+
+
+def _versions(device: Device) -> dict[str, str]:
+    found = {"mindspeed_lite": __version__, "torch": str(torch.__version__)}
+    host = megatron.version()
+    if host is not None:
+        found[megatron.HOST] = host
+    found["python"] = python_platform.python_version()
+    if device.name == "cuda" and torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _allocator(device: Device) -> str:
+    if device.name != "cpu":
+        return "PyTorch's caching allocator"
+    if allocator.keeps():
+        return "glibc, keeping what is freed (as mindspeed-lite run does)"
+    return "the system's"

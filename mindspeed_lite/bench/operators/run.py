@@ -1,0 +1,250 @@
+"""Runs cases and makes the report: agreement first, then the race, then what is to be said about it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from mindspeed_lite.bench import ceiling, environment, timing
+from mindspeed_lite.bench.operators import OURS, Case, Work, agreement, dtype_name, earlier
+from mindspeed_lite.ops import dispatch
+from mindspeed_lite.platform import Device
+
+FORWARD = "forward"
+BOTH = "forward+backward"
+DIRECTIONS = (FORWARD, BOTH)
+
+# Contenders a user has without installing or compiling anything: to be slower than they is worth a warning.
+_PLAIN = ("torch", "torch sdpa")
+_NEGLIGIBLE = 0.03
+_SEVERITIES = ("failure", "warning", "note")
+
+Tell = Callable[[int, int, str], None]
+
+
+def run(
+    cases: Sequence[Case],
+    device: Device,
+    dtype: torch.dtype,
+    effort: timing.Effort,
+    *,
+    quick: bool = False,
+    command: Sequence[str] = (),
+    before: earlier.Earlier | None = None,
+    tell: Tell = lambda done, total, what: None,
+) -> dict[str, Any]:
+    """The report of all cases; after Ctrl-C that of those finished, with `complete` false.
+
+    tell: called before every step with how many are done, how many there are, and what comes.
+    """
+    report: dict[str, Any] = {
+        "schema_version": earlier.SCHEMA_VERSION,
+        "kind": earlier.KIND,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "title": f"Operators on {device.describe()}, {dtype_name(dtype)}",
+        "command": list(command),
+        "complete": False,
+        "settings": _settings(effort, quick, cases),
+        "environment": environment.describe(device),
+        "ceiling": None,
+        "findings": [],
+        "rows": [],
+    }
+    findings: list[dict[str, Any]] = report["findings"]
+    rows: list[dict[str, Any]] = report["rows"]
+    unsubscribe = dispatch.on_fallback(
+        lambda op, backend, reasons: _find(findings, "note", _fallback(op, backend, reasons))
+    )
+    try:
+        tell(0, len(cases) + 1, "ceiling: a large matmul and a large copy")
+        report["ceiling"] = asdict(ceiling.measure(device.name, dtype))
+        for number, case in enumerate(cases, 1):
+            tell(number, len(cases) + 1, f"{case.operator} {case.name}")
+            rows += measure(case, report["ceiling"], effort)
+        report["complete"] = True
+    except KeyboardInterrupt:
+        done = len({(row["operator"], row["case"]) for row in rows})
+        _find(findings, "warning", f"interrupted after {done} of {len(cases)} cases")
+    finally:
+        unsubscribe()
+    for row in rows:
+        if before is not None:
+            row["earlier"] = earlier.judge(row, report["ceiling"], before)
+        _judge(row, findings)
+    if before is not None:
+        _say_how_comparable(report, before)
+    findings.sort(key=lambda finding: _SEVERITIES.index(finding["severity"]))
+    return report
+
+
+def measure(case: Case, reached: Mapping[str, Any], effort: timing.Effort) -> list[dict[str, Any]]:
+    """The rows of one case, a direction each."""
+    errors: dict[str, str] = {}
+    functions: dict[str, agreement.Function] = {}
+    inputs: tuple[torch.Tensor, ...] = ()
+    gradient: torch.Tensor | None = None
+    try:
+        inputs = case.make()
+        functions, gradient = _agreeing(case, inputs, errors)
+    except Exception as error:  # the inputs alone may be too large for the device
+        errors = {contender.name: timing.said(error) for contender in case.contenders}
+    rows = []
+    for direction in DIRECTIONS:
+        steps = {name: _step(function, inputs, gradient, direction) for name, function in functions.items()}
+        with torch.set_grad_enabled(direction == BOTH):
+            timed, failed = timing.race(steps, effort, ceiling.synchronizer(case.device))
+        rows.append(_row(case, direction, timed, errors | failed, reached))
+    del inputs, functions, gradient
+    gc.collect()
+    if case.device != "cpu":
+        getattr(torch, case.device).empty_cache()
+    return rows
+
+
+def _agreeing(
+    case: Case, inputs: Sequence[torch.Tensor], errors: dict[str, str]
+) -> tuple[dict[str, agreement.Function], torch.Tensor | None]:
+    """The contenders that load, run and agree with ours, and a gradient for the output; others go to `errors`."""
+    functions: dict[str, agreement.Function] = {}
+    ours: dict[str, torch.Tensor] | None = None
+    gradient: torch.Tensor | None = None
+    for contender in case.contenders:
+        try:
+            function = contender.load()
+            found = agreement.outcome(function, inputs)
+            wrong = None if ours is None else agreement.disagreement(ours, found, case.dtype)
+        except Exception as error:  # a peer's own, a compiler's, out of memory: the reader is told
+            errors[contender.name] = timing.said(error)
+            continue
+        if contender.name == OURS:
+            ours, gradient = found, agreement.output_gradient(found["output"])
+        if wrong is None:
+            functions[contender.name] = function
+            gradient = agreement.output_gradient(found["output"]) if gradient is None else gradient
+        else:
+            errors[contender.name] = wrong
+    return functions, gradient
+
+
+def _step(
+    function: agreement.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, direction: str
+) -> Callable[[], object]:
+    """One call. Gradients are returned, not accumulated, so that nothing has to be cleared between calls."""
+    if direction == FORWARD:
+        return lambda: function(*inputs)
+    return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
+
+
+def _row(
+    case: Case,
+    direction: str,
+    timed: Mapping[str, timing.Timing],
+    errors: Mapping[str, str],
+    reached: Mapping[str, Any],
+) -> dict[str, Any]:
+    work = case.forward if direction == FORWARD else case.both
+    seconds = {
+        "memory": work.bytes / reached["bytes_per_second"],
+        "compute": work.flops / reached["flops_per_second"],
+    }
+    bound = "memory" if seconds["memory"] >= seconds["compute"] else "compute"
+    return {
+        "operator": case.operator,
+        "case": case.name,
+        "direction": direction,
+        "device": case.device,
+        "dtype": dtype_name(case.dtype),
+        "bytes": work.bytes,
+        "flops": work.flops,
+        "bound": bound,
+        "contenders": [
+            _contender(contender.name, timed, errors, work, seconds[bound]) for contender in case.contenders
+        ],
+        "earlier": None,
+    }
+
+
+def _contender(
+    name: str, timed: Mapping[str, timing.Timing], errors: Mapping[str, str], work: Work, least: float
+) -> dict[str, Any]:
+    found = timed.get(name)
+    ours = timed.get(OURS)
+    ratio = timing.ratio(found, ours) if found is not None and ours is not None else None
+    return {
+        "name": name,
+        "seconds": found and found.seconds,
+        "low": found and found.low,
+        "high": found and found.high,
+        "bytes_per_second": found and work.bytes / found.seconds,
+        "flops_per_second": found and work.flops / found.seconds,
+        "of_ceiling": found and least / found.seconds,
+        "ratio": ratio and ratio.ratio,
+        "ratio_low": ratio and ratio.low,
+        "ratio_high": ratio and ratio.high,
+        "error": errors.get(name),
+    }
+
+
+def _settings(effort: timing.Effort, quick: bool, cases: Sequence[Case]) -> dict[str, Any]:
+    """As in a report of `bench`; what has no meaning here is null."""
+    return {
+        "repeats": effort.rounds[0],
+        "warmup": effort.warmup,
+        "steps": None,
+        "timeout": None,
+        "allocator": None,
+        "mode": None,
+        "yardstick": None,
+        "confidence": timing.CONFIDENCE,
+        "quick": quick,
+        "operators": list(dict.fromkeys(case.operator for case in cases)),
+        "rounds_at_most": effort.rounds[1],
+        "sample_seconds": effort.sample_seconds,
+    }
+
+
+def _judge(row: Mapping[str, Any], findings: list[dict[str, Any]]) -> None:
+    """What a row has to be said about."""
+    where = f"{row['operator']}, {row['case']}, {row['direction']}"
+    for contender in row["contenders"]:
+        name, error, ratio = contender["name"], contender["error"], contender["ratio"]
+        if error is not None:
+            _find(findings, _severity(name, error), f"{name} did not run in {where}: {error}")
+        elif name != OURS and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
+            severity = "warning" if name in _PLAIN else "note"
+            text = f"mindspeed_lite is slower than {name} in {where}: {name} takes {ratio:.2f}x of our time"
+            _find(findings, severity, text)
+    since = row["earlier"]
+    if since is not None and since["verdict"] == "regression":
+        _find(findings, "failure", f"Regression in {where}: {since['ratio']:,.2f}x of the earlier run.")
+
+
+def _severity(name: str, error: str) -> str:
+    if name == OURS:
+        return "failure"
+    return "warning" if name in _PLAIN or error.startswith(agreement.DISAGREES) else "note"
+
+
+def _say_how_comparable(report: Mapping[str, Any], before: earlier.Earlier) -> None:
+    findings, rows = report["findings"], report["rows"]
+    device = report["environment"]["device"]
+    if device != before.device:
+        _find(findings, "warning", f"the earlier run was on another device: {before.device}")
+    unknown = sum(row["earlier"] is None for row in rows)
+    if unknown:
+        _find(findings, "note", f"{unknown} of {len(rows)} rows have no counterpart in the earlier run")
+
+
+def _fallback(op: str, backend: str, reasons: Sequence[str]) -> str:
+    return f"{op}: {backend} falls back to the reference: {'; '.join(reasons)}"
+
+
+def _find(findings: list[dict[str, Any]], severity: str, text: str) -> None:
+    finding = {"severity": severity, "arm": None, "text": text}
+    if finding not in findings:
+        findings.append(finding)

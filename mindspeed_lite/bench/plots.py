@@ -1,0 +1,198 @@
+"""The plots of a report: PNG files for Markdown, SVG in two themes for a page. Needs matplotlib only when called."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .wording import Json, dig, items, plain
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CAPTIONS = {
+    "step-time.png": "Step time of every arm",
+    "loss.png": "Loss of every arm, and its difference from off",
+    "memory.png": "Peak memory of every arm",
+    "breakdown.png": "Where the time of a step goes",
+    "operators.png": "Share of the ceiling that every operator reaches",
+}
+
+# Okabe and Ito's colours first, which colour-blind readers can tell apart; lighter ones of the same hue for the dark.
+_ARMS = (
+    ("#0072b2", "#56a9e0"),
+    ("#d55e00", "#ff8b4a"),
+    ("#009e73", "#2fc79b"),
+    ("#cc79a7", "#e8a3c9"),
+    ("#b8860b", "#e8b93e"),
+    ("#882255", "#d76a9c"),
+    ("#44aa99", "#7fd6c8"),
+    ("#332288", "#9d8ff0"),
+)
+_CATEGORIES = {
+    "linear": ("#0072b2", "#3d92cc"),
+    "attention": ("#d55e00", "#e8773a"),
+    "norm": ("#56b4e9", "#8acdf3"),
+    "activation": ("#009e73", "#23b489"),
+    "rotary": ("#e0cb3c", "#ecdc6e"),
+    "embedding": ("#cc79a7", "#dd97bd"),
+    "moe": ("#882255", "#b04a7f"),
+    "loss": ("#7b5b3a", "#a98258"),
+    "optimizer": ("#e69f00", "#f0b23c"),
+    "gradient accumulation and reduction": ("#332288", "#7a6bd0"),
+    "communication exposed": ("#b22222", "#d95555"),
+    "copies": ("#999933", "#b5b55a"),
+    "other": ("#bbbbbb", "#8a8f98"),
+}
+_CONTENDERS = {"mindspeed_lite": 0, "torch.compile": 1}
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of a light or a dark page."""
+
+    dark: bool
+    background: str
+    text: str
+    muted: str
+    grid: str
+    off: str
+    yardstick: str
+    arms: dict[str, str] = field(default_factory=dict)
+
+    def arm(self, name: str) -> str:
+        return self.arms.get(name, self.off)
+
+    def category(self, name: str) -> str:
+        return _CATEGORIES.get(name, _CATEGORIES["other"])[self.dark]
+
+    def contender(self, name: str, names: list[str]) -> str:
+        """Ours and torch.compile have their own colours, torch is the neutral one, peers take the next."""
+        if name == "torch":
+            return self.off
+        peers = [each for each in names if each != "torch" and each not in _CONTENDERS]
+        place = _CONTENDERS[name] if name in _CONTENDERS else 2 + peers.index(name)
+        return _ARMS[place % len(_ARMS)][self.dark]
+
+
+def theme(report: Json, dark: bool) -> Theme:
+    """The theme with a colour for every arm of this report, the same in every plot."""
+    base = (
+        Theme(True, "#16181d", "#e6e8ec", "#9aa1ac", "#333842", "#a0a6b0", "#c9ced6")
+        if dark
+        else Theme(False, "#ffffff", "#1c1f24", "#667080", "#e3e6ea", "#7d838c", "#4a4f57")
+    )
+    arms: dict[str, str] = {}
+    place = 0
+    for arm in items(report, "arms") or items(report, "comparisons"):
+        name = plain(dig(arm, "name") or dig(arm, "arm")) or "?"
+        role = dig(arm, "role")
+        if role == "yardstick" or name == "yardstick":
+            arms[name] = base.yardstick
+        elif role == "off" or name == "off":
+            arms[name] = base.off
+        else:
+            arms[name] = _ARMS[place % len(_ARMS)][dark]
+            place += 1
+    return Theme(base.dark, base.background, base.text, base.muted, base.grid, base.off, base.yardstick, arms)
+
+
+def draw(report: Json, folder: str | Path) -> list[str]:
+    """Write a PNG for everything there is data for; returns their names."""
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    names = []
+    for name, figure in _figures(report, theme(report, dark=False), "png"):
+        figure.savefig(target / name, dpi=150, facecolor=figure.get_facecolor())
+        names.append(name)
+    return names
+
+
+def svg(report: Json) -> dict[str, tuple[str, str]]:
+    """The same plots by name, for a page: a light and a dark `<svg>`, whose ids no other plot has."""
+    drawn = []
+    for look in (theme(report, dark=False), theme(report, dark=True)):
+        found = {}
+        for name, figure in _figures(report, look, "svg"):
+            stream = io.StringIO()
+            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+            prefix = f"{name.removesuffix('.png')}-{'dark' if look.dark else 'light'}-"
+            found[name] = _embeddable(stream.getvalue(), prefix, CAPTIONS[name])
+        drawn.append(found)
+    return {name: (drawn[0][name], drawn[1][name]) for name in drawn[0]}
+
+
+def _figures(report: Json, look: Theme, form: str) -> Iterator[tuple[str, Figure]]:
+    with _style(look, form):
+        from . import plot_figures
+
+        drawers = {
+            "step-time.png": plot_figures.step_time,
+            "loss.png": plot_figures.loss,
+            "memory.png": plot_figures.memory,
+            "breakdown.png": plot_figures.breakdown,
+            "operators.png": plot_figures.operators,
+        }
+        for name, drawer in drawers.items():
+            figure = drawer(report, look)
+            if figure is not None:
+                yield name, figure
+
+
+@contextmanager
+def _style(look: Theme, form: str) -> Iterator[None]:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("The plots need matplotlib: pip install 'mindspeed-lite[bench]'") from error
+    settings: dict[str, Any] = {
+        "figure.facecolor": look.background,
+        "axes.facecolor": "none" if form == "svg" else look.background,
+        "axes.edgecolor": look.muted,
+        "axes.labelcolor": look.text,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.titlecolor": look.text,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.axisbelow": True,
+        "font.family": ["DejaVu Sans"],
+        "font.size": 10,
+        "grid.color": look.grid,
+        "grid.linewidth": 0.8,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "hatch.linewidth": 0.7,
+        "text.color": look.text,
+        # A dollar in a name is no formula.
+        "text.parse_math": False,
+        "xtick.color": look.muted,
+        "xtick.labelcolor": look.text,
+        "ytick.color": look.muted,
+        "ytick.labelcolor": look.text,
+        # Shapes, not text: the page looks the same wherever it is opened, and equal reports give equal files.
+        "svg.fonttype": "path",
+        "svg.hashsalt": "mindspeed-lite",
+    }
+    with matplotlib.rc_context(settings):  # type: ignore[arg-type, unused-ignore]
+        yield
+
+
+def _embeddable(text: str, prefix: str, caption: str) -> str:
+    """Only the `<svg>` element, scalable, without addresses and page-wide styles, its ids its own."""
+    text = text[text.index("<svg") :].strip()
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'\bid="', f'id="{prefix}', text)
+    text = re.sub(r'(?:xlink:)?href="#', f'href="#{prefix}', text)
+    text = re.sub(r"url\(#", f"url(#{prefix}", text)
+    box = re.search(r'viewBox="[^"]*"', text)
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{caption}" stroke-linejoin="round">'
+    return head + text[text.index(">") + 1 :]

@@ -1,0 +1,72 @@
+"""Ratios of paired measurements, with an interval that says what the noise allows."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+
+# Student's t, 97.5 %, by degrees of freedom: what few pairs are worth. Beyond the table it is close to the normal's.
+_T = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio with its 95 % interval; without one where there is a single pair."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    pairs: tuple[float, ...]
+
+    def verdict(self, above: str, below: str) -> str:
+        """`above` or `below` where the interval leaves 1 out, else that it is noise."""
+        if self.low is None or self.high is None:
+            return "one pair: no interval"
+        if self.low > 1.0:
+            return above
+        if self.high < 1.0:
+            return below
+        return "inside the noise"
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio | None:
+    """The geometric mean of the pairs' ratios, its interval by Student's t on their logarithms; None without pairs.
+
+    What drifts over the whole benchmark is the same in both halves of a pair and cancels.
+    """
+    pairs = tuple(a / b for a, b in zip(numerators, denominators, strict=False) if a > 0 and b > 0)
+    if not pairs:
+        return None
+    logs = [math.log(pair) for pair in pairs]
+    mean = statistics.fmean(logs)
+    if len(logs) == 1:
+        return Ratio(math.exp(mean), None, None, pairs)
+    quantile = _T[len(logs) - 2] if len(logs) - 2 < len(_T) else 1.98
+    half = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
+    return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), pairs)
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """The value below which `fraction` of the values lie, interpolated."""
+    ordered = sorted(values)
+    place = fraction * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def slope(values: Sequence[float]) -> float:
+    """Growth per step: the median of the slopes between all pairs (Theil and Sen), which no outlier moves."""
+    slopes = [
+        (values[later] - values[earlier]) / (later - earlier)
+        for earlier in range(len(values))
+        for later in range(earlier + 1, len(values))
+    ]
+    return statistics.median(slopes) if slopes else 0.0

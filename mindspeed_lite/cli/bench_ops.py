@@ -1,0 +1,193 @@
+"""`mindspeed-lite bench-ops`: time every operator against plain PyTorch and installed peers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_lite.bench.operators import OPERATORS
+
+from . import terminal
+
+if TYPE_CHECKING:
+    from mindspeed_lite.bench.operators import Case
+
+PROGRAM = "mindspeed-lite bench-ops"
+
+DTYPES = ("bf16", "fp16", "fp32", "fp64")
+
+
+class _UsageError(Exception):
+    """What is wrong with the command, and what to do."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and print; 1 after a regression, 2 for bad input, 130 after Ctrl-C."""
+    options = _parser().parse_args(list(arguments))
+    try:
+        _check_operators(options)
+        if importlib.util.find_spec("rich") is None:
+            raise _UsageError("the report needs rich: pip install 'mindspeed-lite[bench]'")
+        # From here on torch is needed, which takes seconds to import.
+        report = _measure(options, [*PROGRAM.split(), *arguments])
+    except _UsageError as error:
+        return terminal.fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        return terminal.fail(PROGRAM, "interrupted before anything was measured", 130)
+    from mindspeed_lite.bench import output, render_text
+
+    if options.json:
+        print(output.dumps(report), end="")
+    else:
+        print(render_text.render(report, terminal.width(), terminal.has_color()), end="")
+    if options.out is not None:
+        output.write(report, options.out)
+        print(f"written: {options.out}/report.html, report.md, report.json", file=sys.stderr)
+    if any((row["earlier"] or {}).get("verdict") == "regression" for row in report["rows"]):
+        return 1
+    return 0 if report["complete"] else 130
+
+
+def _parser() -> terminal.Parser:
+    width = max(map(len, OPERATORS))
+    parser = terminal.Parser(
+        prog=PROGRAM,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Time every operator against plain PyTorch, torch.compile and installed peers\n"
+        "(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.",
+        epilog="shapes:\n"
+        + "\n".join(
+            f"  {name:{width}}  {entry.shapes}\n  {'':{width}}  for example {entry.example}"
+            for name, entry in OPERATORS.items()
+        ),
+    )
+    parser.add_argument(
+        "--op", action="append", metavar="NAME", help=f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        action="extend",
+        metavar="SHAPE",
+        help="cases in place of the default ones; with more than one operator as NAME:SHAPE",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    parser.add_argument("--out", metavar="DIR", help="write report.json, report.md, report.html and plots there")
+    parser.add_argument("--compare", metavar="FILE", help="an earlier report.json; a regression is exit code 1")
+    parser.add_argument("--quick", action="store_true", help="a small case of each, few rounds, no torch.compile")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def _check_operators(options: argparse.Namespace) -> None:
+    """Turn --op and --shapes into `options.chosen`: operator to its texts, None for the default ones."""
+    for name in options.op or ():
+        if name not in OPERATORS:
+            raise _UsageError(f"--op: {_unknown(name)}")
+    names = list(dict.fromkeys(options.op or OPERATORS))
+    chosen: dict[str, list[str] | None] = dict.fromkeys(names)
+    if options.shapes:
+        chosen = {}
+        for given in options.shapes:
+            name, colon, text = given.partition(":")
+            if not colon:
+                if len(names) > 1:
+                    raise _UsageError(f"--shapes: whose is {given!r}? Add --op NAME, or write it as NAME:{given}")
+                name, text = names[0], given
+            if name not in names:
+                reason = f"{name} is not among the --op given" if name in OPERATORS else _unknown(name)
+                raise _UsageError(f"--shapes: {given!r}: {reason}")
+            texts = chosen.setdefault(name, [])
+            assert texts is not None
+            texts.append(text)
+    options.chosen = chosen
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(name, OPERATORS, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"choose among {', '.join(OPERATORS)}"
+    return f"there is no operator {name!r}; {hint}"
+
+
+def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, Any]:
+    """Everything that may be wrong is asked for before anything is measured."""
+    from mindspeed_lite import platform
+    from mindspeed_lite.bench import ceiling, output, timing
+    from mindspeed_lite.bench.operators import earlier, run
+    from mindspeed_lite.platform import allocator
+
+    try:
+        device = platform.choose(options.device)
+    except platform.DeviceError as error:
+        raise _UsageError(f"--device: {error}" if options.device else error) from error
+    dtype = ceiling.DTYPES[options.dtype]
+    cases = _cases(options, device.name, dtype)
+    try:
+        before = None if options.compare is None else earlier.load(options.compare)
+    except earlier.BadReport as error:
+        raise _UsageError(f"--compare: {error}") from error
+    try:
+        if options.out is not None:
+            output.check_writable(options.out)
+    except output.OutputError as error:
+        raise _UsageError(error) from error
+    try:
+        keep = allocator.wanted() == allocator.KEEP
+    except ValueError as error:
+        raise _UsageError(error) from error
+    if keep and device.name == "cpu":
+        allocator.keep_freed_memory()  # all contenders in the memory a training run would give them
+    with _progress() as tell:
+        return run.run(
+            cases,
+            device,
+            dtype,
+            timing.QUICK if options.quick else timing.Effort(),
+            quick=options.quick,
+            command=command,
+            before=before,
+            tell=tell,
+        )
+
+
+def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[Case]:
+    from dataclasses import replace
+
+    from mindspeed_lite.bench import operators
+
+    found: dict[tuple[str, str], Case] = {}
+    for name, texts in options.chosen.items():
+        file = operators.module(name)
+        for text in file.shapes(device, options.quick) if texts is None else texts:
+            try:
+                case: Case = file.case(text, device, dtype)
+            except ValueError as error:
+                raise _UsageError(f"--shapes: {text!r} is no shape of {name}: {error}") from error
+            if options.quick:
+                # Compiling takes longer than everything else together.
+                kept = tuple(each for each in case.contenders if each.name != operators.COMPILED)
+                case = replace(case, contenders=kept)
+            found[name, case.name] = case
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """Shows on stderr how far it is, where that is a terminal."""
+    if not sys.stderr.isatty():
+        yield lambda done, total, what: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)

@@ -1,0 +1,398 @@
+"""Runs the original beside a replaced operator in its first calls, forward and backward, and judges the distance.
+
+A patch hands over both functions and the tensors they take; everything happens on copies of these, with a synthetic
+output gradient and with the random states put back, so that a training run keeps its bits. An error is relative in
+the 2-norm over the whole tensor, summed in float64. What is allowed depends on the feature's numerics:
+
+bitwise     nothing: every value must be equal
+ulp         twice the original's own distance from a float64 evaluation, plus one eps of the coarsest dtype involved;
+            where nobody has such an evaluation, 8 eps between the two
+deviation   anything finite; the figures are recorded
+
+A value that is not finite where the original's is counts as exceeding in every class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_lite.engine import EngineError, Session, Verification, VerifyError
+
+FLAG = "--mindspeed-lite-verify"
+
+# Without a float64 evaluation: room for two roundings of each result and for sums in another order.
+_EPS_APART = 8
+
+_log = logging.getLogger("mindspeed_lite")
+# An operator that is called inside a comparison (another session's, one built on another) is part of it.
+_inside = threading.local()
+
+Function = Callable[..., torch.Tensor]
+
+
+class Exact(NamedTuple):
+    """The operator's definition, for evaluation in float64, or a part of it where the whole is too large.
+
+    A part is closed: what `function` returns depends on nothing but the parts of the inputs, and these parts have
+    no influence elsewhere. `output` and `inputs` are the subscripts of the parts.
+    """
+
+    function: Function
+    output: Any = ...
+    inputs: Sequence[Any] | None = None
+
+
+class _Finding(NamedTuple):
+    """One result of one call: how far it is from the original's, and what was held against which bound."""
+
+    name: str
+    apart: float | None
+    error: float | None
+    bound: float | None
+    measured_from: str
+    problem: str
+
+    @property
+    def exceeds(self) -> bool:
+        return bool(self.problem) or (
+            self.error is not None and self.bound is not None and not self.error <= self.bound
+        )
+
+    @property
+    def share(self) -> float:
+        """The part of the bound that is used up."""
+        if self.problem:
+            return float("inf")
+        if self.error is None or self.bound is None:
+            return self.apart or 0.0
+        return self.error / self.bound if self.bound else (float("inf") if self.error else 0.0)
+
+
+class Verifier:
+    """Compares the first `calls` calls of each kind in one session; `listeners` hear of each kind that is done."""
+
+    def __init__(self, calls: int, session: Session) -> None:
+        self.calls = calls
+        self.listeners: list[Callable[[Verification], None]] = []
+        self._session = session
+        self._seen: dict[Any, int] = {}
+        self._entries: dict[Any, Verification] = {}
+        self._shares: dict[Any, float] = {}
+        self._said: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> Any:
+        # A copy of a model, or one read from a file, belongs to no session and is not verified.
+        return type(None), ()
+
+    def leave_out(self, feature: str, operator: str, reason: str) -> None:
+        """Say once why calls of an operator are not compared."""
+        text = f"{FLAG}: {operator} of `{feature}` is not compared: {reason}"
+        if text not in self._said:
+            self._said.add(text)
+            self._session.notice(text)
+            _log.warning("%s", text)
+
+    def check(
+        self,
+        feature: str,
+        operator: str,
+        numerics: str,
+        ours: Function,
+        original: Function,
+        inputs: Mapping[str, torch.Tensor],
+        *,
+        against: str,
+        exact: Sequence[Exact] = (),
+        variant: str = "",
+    ) -> None:
+        """Compare `ours` with `original`, both functions of the tensors of `inputs`, if this call is among the first.
+
+        Args:
+            feature: name of the feature that replaced the operator.
+            operator: name of the operator.
+            numerics: the feature's class.
+            ours: what replaces, from the inputs in their order to one tensor.
+            original: what is replaced, in the same shape.
+            inputs: activations and parameters by name. With gradients enabled those that want one get one; with
+                gradients disabled all do, since the first pass of a recomputed layer would use up the calls.
+            against: what `original` is, for the report.
+            exact: the definition in one piece, or parts, of which the one where both differ most is evaluated.
+            variant: what sets calls of the same shapes apart.
+
+        Raises:
+            VerifyError: strict, and an error is above its bound or the two could not be run.
+        """
+        if torch.compiler.is_compiling() or getattr(_inside, "active", False) or _cannot_run(inputs):
+            return
+        key = (feature, operator, variant, tuple((t.shape, t.dtype) for t in inputs.values()))
+        with self._lock:
+            number = self._seen.get(key, 0)
+            if number >= self.calls:
+                return
+            self._seen[key] = number + 1
+        _inside.active = True
+        try:
+            findings = _compare(numerics, ours, original, inputs, exact, number)
+        except EngineError:
+            raise
+        except Exception as error:
+            # An observer must not end a run that would go on without it: the original may not fit in memory.
+            reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+            if self._session.strict:
+                raise VerifyError(f"{FLAG}: {operator} of `{feature}` cannot be compared: {reason}") from error
+            self.leave_out(feature, operator, reason)
+            return
+        finally:
+            _inside.active = False
+        entry = Verification(feature, operator, _shape_text(inputs, variant), numerics, against)
+        self._record(key, entry, findings, last=number + 1 == self.calls)
+
+    def _record(self, key: Any, new: Verification, findings: list[_Finding], last: bool) -> None:
+        worst = max(findings, key=lambda each: each.share)
+        with self._lock:
+            entry = self._entries.setdefault(key, new)
+            if entry is new:
+                self._session.report.verifications.append(entry)
+            entry.calls += 1
+            for each in findings:
+                field = "output_error" if each is findings[0] else "gradient_error"
+                if each.apart is not None:
+                    setattr(entry, field, max(each.apart, getattr(entry, field) or 0.0))
+            if key not in self._shares or worst.share > self._shares[key]:
+                self._shares[key] = worst.share
+                entry.worst, entry.error, entry.bound = worst.name, worst.error, worst.bound
+                entry.measured_from, entry.problem = worst.measured_from, worst.problem
+            exceeds = worst.exceeds
+            is_new = exceeds and entry.verdict == "ok"
+            if exceeds:
+                entry.verdict = "exceeds"
+        if is_new:
+            _log.warning("%s: %s", FLAG, entry.to_text())
+        elif last and entry.verdict == "ok":
+            # A host may show INFO on every rank; that all is well is for a listener to say, on one.
+            _log.debug("%s: %s", FLAG, entry.to_text())
+        stops = exceeds and self._session.strict
+        if last or stops:
+            for listener in tuple(self.listeners):
+                listener(entry)
+        if stops:
+            raise VerifyError(_refusal(entry))
+
+
+def _refusal(entry: Verification) -> str:
+    found = entry.problem
+    if not found:
+        rule = {
+            "float64": "twice the original's own distance from float64, plus one eps",
+            "original": "no difference at all" if entry.numerics == "bitwise" else f"{_EPS_APART} eps",
+        }[entry.measured_from]
+        found = (
+            f"{entry.worst} has a relative error of {entry.error:.3g} against {entry.measured_from}; "
+            f"the bound is {entry.bound:.3g} ({rule})"
+        )
+    flag = f"--{entry.feature.replace('_', '-')}"
+    return (
+        f"{FLAG}: feature `{entry.feature}` ({flag}), operator {entry.operator} on {entry.shape}: {found}. "
+        f"Run without {flag} and report this line; without --mindspeed-lite-strict it is a warning and the run goes on."
+    )
+
+
+def _cannot_run(inputs: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these tensors have no values, or are being recorded instead of computed."""
+    kinds = {t.device.type for t in inputs.values()}
+    return "meta" in kinds or ("cuda" in kinds and torch.cuda.is_current_stream_capturing())
+
+
+def _shape_text(inputs: Mapping[str, torch.Tensor], variant: str) -> str:
+    dtypes = {str(t.dtype).removeprefix("torch.") for t in inputs.values()}
+    one = len(dtypes) == 1
+    tensors = [
+        f"{name}[{','.join(map(str, t.shape))}]" + ("" if one else f":{str(t.dtype).removeprefix('torch.')}")
+        for name, t in inputs.items()
+    ]
+    return " ".join(filter(None, (*(dtypes if one else ()), *tensors, variant)))
+
+
+def _compare(
+    numerics: str,
+    ours: Function,
+    original: Function,
+    inputs: Mapping[str, torch.Tensor],
+    exact: Sequence[Exact],
+    number: int,
+) -> list[_Finding]:
+    """The finding for the output, and behind it that for the gradient of each input that has one."""
+    tensors = tuple(inputs.values())
+    everything = not torch.is_grad_enabled()
+    wanted = [t.is_floating_point() and (everything or t.requires_grad) for t in tensors]
+    # What is saved for backward here must not reach the hooks of an outer checkpoint, which counts, or offloader.
+    with (
+        _unchanged_randomness(tensors[0].device) as restore,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        leaves = _copies(tensors, wanted)
+        output = ours(*leaves)
+        dout = _output_gradient(output, number)
+        here = [output.detach(), *_gradients(output, leaves, dout)]
+        restore()
+        leaves = _copies(tensors, wanted)
+        output = original(*leaves)
+        if output.shape != dout.shape:
+            problem = f"output has shape {tuple(dout.shape)}, the original's has {tuple(output.shape)}"
+            return [_Finding("output", None, None, None, "original", problem)]
+        there = [output.detach(), *_gradients(output, leaves, dout)]
+        del output, leaves
+        names = ("output", *(f"gradient of {name}" for name in inputs))
+        # Where only one of the two says that an input has no influence, it says that its gradient is zero.
+        pairs = [
+            None if a is None and b is None else (_or_zero(a, b), _or_zero(b, a))
+            for a, b in zip(here, there, strict=True)
+        ]
+        truth, places = None, [...] * len(pairs)
+        if numerics == "ulp" and exact:
+            part = _where_they_differ_most(exact, pairs)
+            places = [part.output, *(part.inputs or [...] * len(tensors))]
+            truth = _in_float64(part.function, tensors, wanted, dout, places)
+    eps = max((torch.finfo(t.dtype).eps for t in (dout, *tensors) if t.is_floating_point()), default=0.0)
+    return [
+        _judge(name, numerics, pair, eps, place, None if truth is None else truth[index])
+        for index, (name, pair, place) in enumerate(zip(names, pairs, places, strict=True))
+        if pair is not None
+    ]
+
+
+@contextlib.contextmanager
+def _unchanged_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
+    """What is drawn in the block leaves no trace: yields how to go back to its start, and does so at its end."""
+    # The second asks what the device layer answers, where the host's stream is kept apart from the device's.
+    states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (torch.default_generator.set_state, (torch.default_generator.get_state(),)),
+        (torch.set_rng_state, (torch.get_rng_state(),)),
+    ]
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states.append((module.set_rng_state, (module.get_rng_state(device), device)))
+
+    def restore() -> None:
+        for put, state in states:
+            put(*state)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _copies(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
+    """Leaves with these values and, since kernels choose by them, these strides."""
+    copies = []
+    for tensor, wants in zip(tensors, wanted, strict=True):
+        tensor = tensor.detach()
+        if 0 in tensor.stride():  # expanded: elements share memory, which cannot be written one by one
+            copy = tensor.clone()
+        else:
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            copy.copy_(tensor)
+        copies.append(copy.requires_grad_(wants))
+    return copies
+
+
+def _output_gradient(output: torch.Tensor, number: int) -> torch.Tensor:
+    # A generator of its own; the number of the call, so that no two calls test the same one.
+    generator = torch.Generator(output.device).manual_seed(number)
+    return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+
+
+def _gradients(output: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor | None]:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted or not output.requires_grad:
+        return [None] * len(leaves)
+    found = iter(torch.autograd.grad(output, wanted, dout.to(output.dtype), allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _or_zero(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.Tensor:
+    if gradient is not None:
+        return gradient
+    assert like is not None
+    return torch.zeros_like(like)
+
+
+def _in_float64(
+    function: Function,
+    tensors: Sequence[torch.Tensor],
+    wanted: Sequence[bool],
+    dout: torch.Tensor,
+    places: Sequence[Any],
+) -> list[torch.Tensor | None]:
+    """The output and gradients of a definition, in float64, on the host where the device has no such numbers."""
+    leaves = [
+        _wide(t.detach()[place]).clone().requires_grad_(wants)
+        for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
+    ]
+    with torch.autocast(leaves[0].device.type, enabled=False):
+        output = function(*leaves)
+        return [output.detach(), *_gradients(output, leaves, _wide(dout[places[0]]))]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type not in ("cpu", "cuda"):
+        tensor = tensor.cpu()
+    return tensor.to(torch.float64)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def _where_they_differ_most(parts: Sequence[Exact], pairs: Sequence[Pair | None]) -> Exact:
+    if len(parts) == 1:
+        return parts[0]
+
+    def apart(part: Exact) -> float:
+        places = [part.output, *(part.inputs or [...] * (len(pairs) - 1))]
+        return max(_distance(*_finite(pair, place)) for pair, place in zip(pairs, places, strict=True) if pair)
+
+    return max(parts, key=apart)
+
+
+def _finite(pair: Pair, place: Any = ...) -> Pair:
+    """Ours and the original's in float64, both zero where one of the two is not finite."""
+    a, b = (_wide(each[place]) for each in pair)
+    finite = a.isfinite() & b.isfinite()
+    return (a, b) if bool(finite.all()) else (a.where(finite, 0.0), b.where(finite, 0.0))
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Of a from b, relative to b; where b is zero throughout, the root mean square of a."""
+    size = float(b.norm()) or float(max(b.numel(), 1)) ** 0.5
+    return float((a - b).norm()) / size
+
+
+def _judge(name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: torch.Tensor | None) -> _Finding:
+    a, b = pair
+    problem = ""
+    if bool((~a.isfinite() & b.isfinite()).any()):
+        problem = f"{name} is not finite where the original's is"
+    apart = _distance(*_finite(pair))
+    if numerics == "bitwise":
+        # By value, NaN equal to NaN. A difference too small for the norm is one all the same.
+        same = a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        return _Finding(name, apart, 0.0 if same else max(apart, sys.float_info.min), 0.0, "original", problem)
+    if numerics == "deviation":
+        return _Finding(name, apart, None, None, "", problem)
+    if truth is None:
+        return _Finding(name, apart, apart, _EPS_APART * eps, "original", problem)
+    nearer, other = (_distance(each, truth) for each in _finite(pair, place))
+    # A gradient that is zero by cancellation has no scale: what is left of it is rounding of terms of order one.
+    slack = eps if bool(truth.any()) else _EPS_APART * eps
+    return _Finding(name, apart, nearer, 2 * other + slack, "float64", problem)

@@ -1,0 +1,90 @@
+"""What is called the same training, and what is not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mindspeed_lite.bench.judge import compare_growth, compare_losses, widest
+
+BASE = [5.0, 4.5, 4.0, 3.5]
+
+
+def steps(losses, norms=None, memory=None):
+    return [
+        {
+            "iteration": index + 1,
+            "measured": True,
+            "loss": {} if loss is None else {"lm loss": loss},
+            "grad_norm": (norms or [1.0] * len(losses))[index],
+            "memory_bytes": (memory or [0] * len(losses))[index],
+        }
+        for index, loss in enumerate(losses)
+    ]
+
+
+def moved(by):
+    return steps([loss + by * (index + 1) for index, loss in enumerate(BASE)])
+
+
+def judge(on, numerics, yardstick=None, off=None):
+    return compare_losses([steps(BASE)] if off is None else off, [on], numerics, yardstick)
+
+
+def test_the_same_bits_are_identical_in_every_class():
+    for numerics in ("bitwise", "ulp", "deviation"):
+        assert judge(steps(BASE), numerics)["verdict"] == "identical"
+
+
+def test_bitwise_forgives_nothing():
+    found = judge(moved(1e-12), "bitwise")
+    assert found["verdict"] == "differs" and "promise the same bits" in found["reason"]
+    found = judge(steps(BASE, norms=[1.0, 1.0, 1.0 + 1e-7, 1.0]), "bitwise")
+    assert found["verdict"] == "differs" and "gradient norms" in found["reason"]
+
+
+def test_bitwise_cannot_be_asked_of_an_off_that_differs_from_itself():
+    found = judge(moved(1e-3), "bitwise", off=[steps(BASE), moved(1e-4)])
+    assert found["verdict"] == "not judged" and "off differs from itself" in found["reason"]
+
+
+@pytest.mark.parametrize(("by", "verdict"), [(1e-4, "agrees"), (1.9e-3, "agrees"), (2.1e-3, "differs")])
+def test_ulp_is_held_against_the_yardstick(by, verdict):
+    found = judge(moved(by), "ulp", ("itself in float32", moved(1e-3)))
+    assert found["verdict"] == verdict
+    assert found["times_yardstick"] == pytest.approx(by / 1e-3, rel=1e-6)
+    assert found["largest_difference"] == pytest.approx(4 * by) and found["step"] == 4
+
+
+def test_without_a_yardstick_nothing_is_claimed():
+    assert judge(moved(1e-4), "ulp")["verdict"] == "not judged"
+
+
+def test_documented_deviation_is_not_a_failure_but_nan_is():
+    assert judge(moved(1.0), "deviation")["verdict"] == "documented deviation"
+    for losses in ([5.0, math.nan, 4.0, 3.5], [5.0, None, 4.0, 3.5]):
+        found = judge(steps(losses), "deviation")
+        assert found["verdict"] == "differs" and found["step"] == 2
+    both = steps([5.0, math.nan, 4.0, 3.5])
+    assert judge(both, "bitwise", off=[both])["verdict"] == "identical"
+
+
+def test_the_worst_of_all_repeats_counts():
+    found = compare_losses([steps(BASE)] * 2, [steps(BASE), moved(1.0)], "bitwise", None)
+    assert found["verdict"] == "differs" and found["largest_difference"] == 4.0
+
+
+def test_growth_of_on_alone_is_a_leak():
+    flat, leak = steps(BASE, memory=[0, 5 << 20, 0, 5 << 20]), steps(BASE, memory=[0, 4 << 20, 8 << 20, 12 << 20])
+    assert compare_growth([flat], [leak], 1e9)["verdict"] == "grows"
+    assert compare_growth([leak], [leak], 1e9)["verdict"] == "steady"
+    assert compare_growth([flat], [flat], 1e9)["verdict"] == "steady"
+    assert compare_growth([flat], [leak, flat], 1e9)["verdict"] == "steady", "a leak is in every run"
+    assert compare_growth([flat], [leak], 1e11)["verdict"] == "steady"
+
+
+def test_features_together_have_the_widest_class():
+    assert (
+        widest(["ulp", "bitwise"]) == "ulp" and widest([]) == "bitwise" and widest(["deviation", "ulp"]) == "deviation"
+    )

@@ -1,0 +1,82 @@
+"""A report's files: whole or not at all, JSON that every reader takes, an unwritable folder said in time."""
+
+import json
+import sys
+import types
+
+import pytest
+
+from mindspeed_lite.bench import output
+
+
+@pytest.fixture
+def renderers(monkeypatch):
+    """Stand-ins, so that this file tests the writing alone."""
+
+    def module(name, **functions):
+        made = types.ModuleType(name)
+        vars(made).update(functions)
+        monkeypatch.setitem(sys.modules, f"mindspeed_lite.bench.{name}", made)
+        monkeypatch.setattr(f"mindspeed_lite.bench.{name}", made, raising=False)
+        return made
+
+    module("plots", draw=lambda report, folder: ["a.png"])
+    module("render_markdown", render=lambda report: f"# {report['files']['plots']}")
+    return module("render_html", render=lambda report: "<html>")
+
+
+def test_what_is_not_finite_becomes_text():
+    inf = float("inf")
+    text = output.dumps({"a": [float("nan"), inf, (-inf, 1.5)], "b": {"c": inf}, "d": "nan", "e": None, "f": True})
+    assert json.loads(text) == {"a": ["nan", "inf", ["-inf", 1.5]], "b": {"c": "inf"}, "d": "nan", "e": None, "f": True}
+    assert "NaN" not in text and "Infinity" not in text
+
+
+def test_writes_every_file_and_names_the_plots(renderers, tmp_path):
+    report = {"kind": "bench-ops"}
+    names = output.write(report, str(tmp_path))
+    assert names == ["report.json", "report.md", "report.html", "a.png"]
+    assert json.loads((tmp_path / "report.json").read_text())["files"]["plots"] == ["a.png"]
+    assert (tmp_path / "report.md").read_text() == "# ['a.png']"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
+
+
+def test_a_renderer_that_fails_costs_no_measurement(renderers, tmp_path, monkeypatch):
+    def fails(report):
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(renderers, "render", fails)
+    with pytest.raises(RuntimeError):
+        output.write({"kind": "bench-ops"}, str(tmp_path))
+    assert json.loads((tmp_path / "report.json").read_text())["kind"] == "bench-ops"
+
+
+def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path, monkeypatch):
+    file = tmp_path / "report.json"
+    output.write_file(file, "old")
+
+    def fails(source, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(output.os, "replace", fails)
+    with pytest.raises(OSError, match="disk full"):
+        output.write_file(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_files_have_the_permissions_of_any_other(tmp_path):
+    output.write_file(tmp_path / "ours", "x")
+    (tmp_path / "any").write_text("x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "any").stat().st_mode
+
+
+def test_a_folder_is_made_and_left_empty(tmp_path):
+    output.check_writable(str(tmp_path / "a" / "b"))
+    assert not list((tmp_path / "a" / "b").iterdir())
+
+
+@pytest.mark.parametrize("path", ["file", "file/below"])
+def test_what_is_no_folder_is_one_clear_error(tmp_path, path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(output.OutputError, match=r"--out: cannot write into .*; give a folder"):
+        output.check_writable(str(tmp_path / path))

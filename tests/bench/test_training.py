@@ -1,0 +1,215 @@
+"""The harness on a real training: planted faults are caught, and what is measured is what Megatron measures."""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite.bench import compose, harness
+from mindspeed_lite.bench.harness import Job, Outcome
+from mindspeed_lite.bench.plan import Arm
+from tests.training.test_script import MODEL, NO_DROPOUT
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+FEATURE = ("use_fused_rmsnorm",)
+
+
+def job(folder: Path, *, script: str = str(HERE / "planted.py"), timeout: float = 90.0, steps: int = 6,
+        nproc: int = 1, extra: tuple[str, ...] = ()) -> Job:  # fmt: skip
+    start = [sys.executable]
+    if nproc > 1:
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "--master-port", "29611"]
+    arguments = [*MODEL, *NO_DROPOUT, "--train-iters", "100", *extra]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONWARNINGS": "ignore",
+        "OMP_NUM_THREADS": "1",
+    }
+    os.environ["PYTHONPATH"] = environment.pop("PYTHONPATH")
+    return Job((*start, script, *arguments), folder, 2, steps, timeout, environment=environment)
+
+
+def report(outcomes: list[Outcome], complete: bool = True) -> dict:
+    return compose.report(
+        outcomes, title="test", created="", command=["x"], complete=complete, ceiling=None, settings={}
+    )
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
+    """Real runs: off twice, each fault, the yardstick; once for all tests."""
+    folder = tmp_path_factory.mktemp("bench")
+    found: dict[str, list[Outcome]] = {}
+    for repeat in (1, 2):
+        found.setdefault("off", []).append(harness.run(job(folder), Arm("off", "off"), repeat))
+        for name in ("slow",) if repeat == 2 else ("wrong", "slow", "leak"):
+            found.setdefault(name, []).append(harness.run(job(folder), Arm(name, "only", FEATURE), repeat))
+    right = Arm("right", "only", (*FEATURE, "use_flash_attn"))
+    found["right"] = [harness.run(job(folder), right, 1, profile=True)]
+    found["crash"] = [harness.run(job(folder), Arm("crash", "only", FEATURE), 1)]
+    # Longer than a run takes to begin; a step takes a fraction of a second.
+    found["hang"] = [harness.run(job(folder, timeout=20.0), Arm("hang", "only", FEATURE), 1)]
+    found["yardstick"] = [harness.run(job(folder), Arm("yardstick", "off", arithmetic="float32"), 1)]
+    return found
+
+
+def comparison(outcomes: dict[str, list[Outcome]], name: str) -> tuple[dict, dict]:
+    chosen = [*outcomes["off"], *outcomes[name], *outcomes["yardstick"]]
+    found = report(chosen)
+    return found["comparisons"][0], found
+
+
+def failures(found: dict) -> list[str]:
+    return [row["text"] for row in found["findings"] if row["severity"] == "failure"]
+
+
+def test_a_right_feature_agrees_and_off_is_itself(outcomes: dict[str, list[Outcome]]) -> None:
+    row, found = comparison(outcomes, "right")
+    assert not failures(found)
+    assert row["loss"]["verdict"] == "agrees" and 0 < row["loss"]["times_yardstick"] < 2
+    assert row["loss"]["yardstick"]["kind"] == "itself in float32"
+    assert row["loss"]["series"][0]["off"] == pytest.approx(5.3, abs=0.5)
+    first, second = ([step["loss"] for step in run.steps] for run in outcomes["off"])
+    assert first == second and len(first) == 8
+    arms = {arm["name"]: arm for arm in found["arms"]}
+    assert arms["off"]["features"] == [] and arms["right"]["features"] == ["use_flash_attn", "use_fused_rmsnorm"]
+    assert arms["right"]["numerics"] == "ulp"
+    assert found["environment"]["differences"] == []
+    assert found["model"]["tokens_per_step"] == 8 * 64
+    assert arms["off"]["summary"]["peak_memory_bytes"] > 1e6
+
+
+def test_the_profiled_step_is_taken_apart(outcomes: dict[str, list[Outcome]]) -> None:
+    _, found = comparison(outcomes, "right")
+    breakdown = {arm["name"]: arm for arm in found["arms"]}["right"]["breakdown"]
+    categories = breakdown["categories"]
+    assert sum(categories.values()) == pytest.approx(breakdown["wall_seconds"], rel=1e-3)
+    for name in ("linear", "attention", "norm", "loss", "optimizer"):
+        assert categories[name] > 0, name
+    steps = [step for run in outcomes["right"] for step in run.steps]
+    assert [step["measured"] for step in steps[:9]] == [False] * 2 + [True] * 6 + [False]
+
+
+def test_a_wrong_loss_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
+    row, found = comparison(outcomes, "wrong")
+    assert row["loss"]["verdict"] == "differs"
+    assert "the training is not the same" in failures(found)[0]
+
+
+def test_a_slow_step_is_said(outcomes: dict[str, list[Outcome]]) -> None:
+    row, found = comparison(outcomes, "slow")
+    # Five norms a micro-batch, four micro-batches, 20 ms each.
+    on, off = ({arm["name"]: arm for arm in found["arms"]}[name]["summary"]["step_seconds"] for name in ("slow", "off"))
+    assert on - off == pytest.approx(5 * 4 * 0.02, rel=0.5)
+    assert row["speed"]["ratio"] < 0.5
+    assert row["speed"]["verdict"] == "slower", row["speed"]
+    assert any("a step is slower" in each["text"] for each in found["findings"])
+
+
+def test_a_leak_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
+    row, found = comparison(outcomes, "leak")
+    # 5 norms, 4 micro-batches, 4 MiB each.
+    assert row["growth"]["bytes_per_step_on"] == pytest.approx(20 * (4 << 20), rel=0.2)
+    assert row["growth"]["verdict"] == "grows"
+    assert any("memory grows" in text for text in failures(found))
+    assert comparison(outcomes, "right")[0]["growth"]["verdict"] == "steady"
+
+
+def test_a_crash_keeps_the_other_arm_and_shows_its_log(outcomes: dict[str, list[Outcome]]) -> None:
+    row, found = comparison(outcomes, "crash")
+    assert row["speed"] is None and row["loss"] is None
+    run = {arm["name"]: arm for arm in found["arms"]}["crash"]["runs"][0]
+    assert run["status"] == "crashed" and run["exit_code"] == 1
+    assert any("the planted crash" in line for line in run["log_tail"])
+    assert {arm["name"]: arm for arm in found["arms"]}["off"]["summary"] is not None
+    assert any("crashed" in text for text in failures(found))
+    assert found["complete"] is False
+
+
+def test_a_hang_is_ended_and_says_where_it_stood(outcomes: dict[str, list[Outcome]]) -> None:
+    _, found = comparison(outcomes, "hang")
+    run = {arm["name"]: arm for arm in found["arms"]}["hang"]["runs"][0]
+    assert run["status"] == "hung"
+    assert re.search(r"no progress for 20 s after step 1|before its first step", run["reason"]), run["reason"]
+    assert any("planted.py" in line for line in run["log_tail"]), "the stack stands in the log"
+
+
+def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
+    """Step times are Megatron's own to a few per cent; the loss is read from the rank that has it."""
+    extra = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "1")
+    outcome = harness.run(job(tmp_path, nproc=2, extra=extra), Arm("off", "off"), 1)
+    assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
+    assert [process.rank for process in outcome.processes] == [0, 1]
+    log = (tmp_path / outcome.log).read_text()
+    logged = [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
+    measured = [step["seconds"] * 1e3 for step in outcome.steps]
+    assert len(logged) == len(measured) == 8
+    assert statistics.median(measured[2:]) == pytest.approx(statistics.median(logged[2:]), rel=0.1)
+    printed = [float(text) for text in re.findall(r"lm loss: (\S+)", log)]
+    # Megatron's second line is the mean of the first two steps.
+    printed[1] = 2 * printed[1] - printed[0]
+    for line, step in zip(printed, outcome.steps, strict=True):
+        assert step["loss"]["lm loss"] == pytest.approx(line, rel=1e-5)
+    assert "exiting program at iteration 8" in log
+
+
+def test_a_command_that_never_trains(tmp_path: Path) -> None:
+    for command, text in (
+        ([sys.executable, "-c", "print('hello')"], "without a training step of Megatron that could be seen"),
+        ([sys.executable, "-c", "import megatron.core"], "Megatron was imported"),
+    ):
+        outcome = harness.run(Job(tuple(command), tmp_path, 1, 2, 60.0), Arm("off", "off"), 1)
+        assert outcome.status == "no steps" and text in str(outcome.reason)
+
+
+def test_too_few_steps_are_said(tmp_path: Path) -> None:
+    short = job(tmp_path)
+    command = [*short.command, "--train-iters", "3"]
+    outcome = harness.run(
+        Job(tuple(command), tmp_path, 2, 6, 60.0, environment=short.environment), Arm("off", "off"), 1
+    )
+    assert outcome.status == "no steps" and "raise --train-iters" in str(outcome.reason)
+
+
+def cli(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mindspeed_lite", "bench", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "no command to measure"),
+        (["--"], "no command to measure"),
+        (["--features", "use_flash_atn", "--", "python", "x.py"], "did you mean use_flash_attn?"),
+        (["--out", "/proc/nowhere", "--", "python", "x.py"], "/proc/nowhere"),
+        (["--", "no-such-program"], "there is no program 'no-such-program'"),
+        (["--repeats", "0", "--", "python"], "--repeats is at least 1"),
+        (["--steps", "1", "--", "python"], "--steps is at least 2"),
+        (["--each", "--all", "--", "python"], "not allowed with argument"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], text: str, tmp_path: Path) -> None:
+    ran = cli(*arguments, folder=tmp_path)
+    assert ran.returncode == 2
+    assert text in ran.stderr and len(ran.stderr.strip().splitlines()) == 1, ran.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_off_that_fails_ends_the_benchmark_with_its_log(tmp_path: Path) -> None:
+    ran = cli("--out", "o", "--", sys.executable, "-c", "raise SystemExit('no such data')", folder=tmp_path)
+    assert ran.returncode == 1
+    assert "no such data" in ran.stderr and "the command does not run with features off" in ran.stderr
+    assert (tmp_path / "o" / "report.json").is_file()
