@@ -59,15 +59,15 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
         ),
         Configuration(
             "dense-small-tp2-sp", "4 layers, hidden 512, sequence 512, tensor and sequence parallel over 2", 2,
-            f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}", "--all --repeats 4 --warmup 2 --steps 6",
+            f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}", "--all --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
             "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,
-            f"{_model(4, 512, 704, 8, 512, 8192, 4)} {_MOE}", "--all --repeats 4 --warmup 2 --steps 6",
+            f"{_model(4, 512, 704, 8, 512, 8192, 4)} {_MOE}", "--all --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
             "long", "2 layers, hidden 1024, sequence 4096", 1,
-            _model(2, 1024, 2816, 16, 4096, 32768, 1), "--all --repeats 3 --warmup 2 --steps 3",
+            _model(2, 1024, 2816, 16, 4096, 32768, 1), "--all --repeats 3 --warmup 1 --steps 3",
         ),
     ),
     "cuda": (

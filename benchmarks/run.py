@@ -3,13 +3,14 @@
     python -m benchmarks [--device cpu|cuda] [--only NAME ...] [--page docs/benchmarks/cpu.md]
 
 Reports and plots go to the folder beside the page, logs to .bench/. A configuration that is not run keeps what the
-folder holds of it.
+folder holds of it. `--only operators` runs `mindspeed-lite bench-ops` instead.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import time
@@ -27,15 +28,17 @@ OPERATORS = "operators"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and write; the exit code is that of the worst benchmark."""
     options = _parser().parse_args(arguments)
-    page = Path(options.page) if options.page else ROOT / "docs" / "benchmarks" / f"{options.device}.md"
+    page = Path(options.page).absolute() if options.page else ROOT / "docs" / "benchmarks" / f"{options.device}.md"
     kept = page.with_suffix("")
     kept.mkdir(parents=True, exist_ok=True)
     chosen = CONFIGURATIONS[options.device]
+    # Commands and paths in reports are relative to it.
+    os.chdir(ROOT)
     code = 0
     for configuration in chosen:
         if not options.only or configuration.name in options.only:
             code = max(code, _measure(configuration, kept / configuration.name))
-    if not options.only or OPERATORS in options.only:
+    if options.only and OPERATORS in options.only:
         code = max(code, _measure_operators(options.device, kept / OPERATORS))
     page.write_text(_page(chosen, kept, options.device))
     print(f"wrote {page}")
@@ -67,7 +70,7 @@ def _measure(configuration: Configuration, kept: Path) -> int:
     began = time.monotonic()
     print(f"== {configuration.name}: {configuration.about}", flush=True)
     code = mindspeed_lite(
-        ["bench", *bench_arguments(configuration), "--out", str(scratch), "--", *configuration.command()]
+        ["bench", *bench_arguments(configuration), "--out", os.path.relpath(scratch), "--", *configuration.command()]
     )
     print(f"== {configuration.name}: {time.monotonic() - began:.0f} s", flush=True)
     if (scratch / "report.json").is_file():
@@ -81,7 +84,7 @@ def _measure_operators(device: str, kept: Path) -> int:
     scratch = SCRATCH / OPERATORS
     shutil.rmtree(scratch, ignore_errors=True)
     print(f"== {OPERATORS}", flush=True)
-    code = mindspeed_lite(["bench-ops", "--device", device, "--out", str(scratch)])
+    code = mindspeed_lite(["bench-ops", "--device", device, "--out", os.path.relpath(scratch)])
     if (scratch / "report.json").is_file():
         _keep(scratch, kept)
     return code
@@ -121,9 +124,8 @@ def _page(configurations: Sequence[Configuration], kept: Path, device: str) -> s
         if configuration.name in reports:
             lines += _rows(configuration, reports[configuration.name], kept.name)
     lines += ["", "Commands, from the repository's root with the environment that `make install` makes:", "", "```sh"]
-    for configuration in configurations:
-        arguments = bench_arguments(configuration)
-        lines += [f"mindspeed-lite bench {shlex.join(arguments)} -- \\", f"  {shlex.join(configuration.command())}"]
+    for report in reports.values():
+        lines += [f"{_command(report)} -- \\", f"  {shlex.join(report['command'])}"]
     lines += ["```", ""]
     for configuration in configurations:
         if configuration.name in reports:
@@ -134,6 +136,15 @@ def _page(configurations: Sequence[Configuration], kept: Path, device: str) -> s
     if (kept / OPERATORS / "report.md").is_file():
         lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
     return "\n".join(lines)
+
+
+def _command(report: Mapping[str, Any]) -> str:
+    """The command that made a report, without --out: as it was, not as the configuration stands now."""
+    settings = report["settings"]
+    parts = ["mindspeed-lite", "bench", f"--{settings['mode']}"]
+    for name in ("repeats", "warmup", "steps", "allocator"):
+        parts += [f"--{name}", str(settings[name])]
+    return shlex.join([*parts, "--title", report["title"]])
 
 
 def _rows(configuration: Configuration, report: Mapping[str, Any], folder: str) -> list[str]:

@@ -38,7 +38,9 @@ def report(
         "created": created,
         "title": title,
         "command": list(command),
-        "complete": complete and all(run["status"] == "ok" for arm in arms for run in arm["runs"]),
+        # A yardstick that did not run was followed by another, or the losses say that they were not judged.
+        "complete": complete
+        and all(run["status"] == "ok" for arm in arms if arm["role"] != "yardstick" for run in arm["runs"]),
         "settings": {**settings, "confidence": CONFIDENCE},
         "environment": environment,
         "model": told["model"] if told else {},
@@ -86,9 +88,7 @@ def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None)
         "role": outcomes[0].arm.role,
         "features": [entry["feature"] for entry in features],
         "skipped": {entry["feature"]: entry["reasons"] for entry in entries if entry["status"] == "skipped"},
-        "fallbacks": [f"{row['feature']}: {row['reason']}" for row in (told["report"] or {}).get("fallbacks", [])]
-        if told
-        else [],
+        "fallbacks": sorted({text for each in outcomes for process in each.processes for text in process.fallbacks}),
         "numerics": judge.widest([entry["numerics"] for entry in features]),
         "runs": [_run(outcome) for outcome in outcomes],
         "summary": _summary([outcome for outcome in outcomes if outcome.status == "ok"], ceiling),
@@ -180,6 +180,8 @@ def _comparison(
     if not pairs:
         return row | {"speed": None, "memory": None, "first_step": None, "loss": None, "growth": None}
     off, on = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    # The very first run fills caches: compiled code, indices of the data, the disk's.
+    later = slice(1, None) if len(pairs) > 1 else slice(None)
 
     def medians(outcomes: Sequence[Outcome]) -> list[float]:
         return [statistics.median(_measured(outcome)) for outcome in outcomes]
@@ -193,7 +195,7 @@ def _comparison(
     return row | {
         "speed": _ratio(paired_ratio(medians(off), medians(on)), "faster", "slower"),
         "memory": _ratio(paired_ratio(peaks(on), peaks(off)), "larger", "smaller"),
-        "first_step": _ratio(paired_ratio(firsts(off), firsts(on)), "faster", "slower"),
+        "first_step": _ratio(paired_ratio(firsts(off[later]), firsts(on[later])), "faster", "slower"),
         "loss": judge.compare_losses(
             [outcome.steps for outcome in off], [outcome.steps for outcome in on], arm["numerics"], reference
         ),

@@ -133,6 +133,8 @@ def _judge(outcome: Outcome, hung: str | None, job: Job) -> None:
     elif outcome.exit_code and not (hung and done and all(done)):
         code = outcome.exit_code
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code == -signal.SIGKILL:
+            how += " (out of memory?)"
         outcome.status, outcome.reason = "crashed", f"{how} after {len(steps)} steps"
     elif not steps:
         outcome.status = "no steps"

@@ -6,7 +6,7 @@ The file is `rank<R>-<pid>.jsonl` in the plan's folder, and its lines are of the
     run      once, before the first step: what is trained, where, with which features
     step     one for each step: its time, losses, gradient norm and memory
     profile  the breakdown of the profiled step
-    end      after the last step that was asked for
+    end      after the last step that was asked for: calls that features left to Megatron
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Recorder:
                 time=time.time(),
             )
             if number == self._last:
-                self._write("end")
+                self._write("end", fallbacks=_fallbacks())
 
         return result, done
 
@@ -124,6 +124,11 @@ class Recorder:
             remove()
         self._write("profile", breakdown=found)
         return result
+
+
+def _fallbacks() -> list[str]:
+    active = activation.current()
+    return [f"{each.feature}: {each.reason}" for each in active.session.report.fallbacks] if active is not None else []
 
 
 def _is_cpu() -> bool:

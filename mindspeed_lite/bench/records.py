@@ -17,6 +17,7 @@ class Process:
     run: dict[str, Any] | None = None
     steps: list[dict[str, Any]] = field(default_factory=list)
     breakdown: dict[str, Any] | None = None
+    fallbacks: list[str] = field(default_factory=list)
     ended: bool = False
 
 
@@ -60,6 +61,7 @@ def _process(path: Path) -> Process:
             process.breakdown = entry["breakdown"]
         elif kind == "end":
             process.ended = True
+            process.fallbacks = entry["fallbacks"]
     return process
 
 

@@ -162,7 +162,8 @@ def findings(report: Json) -> list[Finding]:
         implied.append(Finding("warning", "", INCOMPLETE))
     ends: dict[tuple[str, str, str], list[str]] = {}
     for arm, run in failed_runs(report):
-        if arm not in failing:
+        status = plain(dig(run, "status"))
+        if arm not in failing and not any(each.arm == arm and status in each.text for each in own):
             severity = "warning" if dig(run, "status") == "interrupted" else "failure"
             ends.setdefault((severity, arm, _end(run)), []).append(_repeat(run))
     for (severity, arm, end), repeats in ends.items():

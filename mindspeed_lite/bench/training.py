@@ -161,7 +161,7 @@ class Benchmark:
             sixteen = compose.dtype(self.outcomes) != "fp32"
             kinds = ["float32", "other order"] if sixteen else ["other order"]
         for kind in kinds:
-            arm = Arm("yardstick", "off", arithmetic=kind)  # type: ignore[arg-type]
+            arm = Arm(f"yardstick, {kind}", "off", arithmetic=kind)  # type: ignore[arg-type]
             if self._run(arm, 1, last=False).status == "ok":
                 break
 

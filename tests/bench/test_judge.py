@@ -82,6 +82,9 @@ def test_growth_of_on_alone_is_a_leak():
     assert compare_growth([flat], [flat], 1e9)["verdict"] == "steady"
     assert compare_growth([flat], [leak, flat], 1e9)["verdict"] == "steady", "a leak is in every run"
     assert compare_growth([flat], [leak], 1e11)["verdict"] == "steady"
+    heap = steps(BASE, memory=[0, 86 << 20, 172 << 20, 258 << 20])
+    more = steps(BASE, memory=[0, 92 << 20, 184 << 20, 276 << 20])
+    assert compare_growth([heap], [more], 1e9)["verdict"] == "steady", "a heap that grows in both arms is no leak"
 
 
 def test_features_together_have_the_widest_class():

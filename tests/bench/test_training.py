@@ -97,6 +97,18 @@ def test_the_profiled_step_is_taken_apart(outcomes: dict[str, list[Outcome]]) ->
     assert [step["measured"] for step in steps[:9]] == [False] * 2 + [True] * 6 + [False]
 
 
+def test_a_yardstick_that_fails_is_a_warning(outcomes: dict[str, list[Outcome]]) -> None:
+    from dataclasses import replace
+
+    from mindspeed_lite.bench import render_summary
+
+    failed = replace(outcomes["yardstick"][0], status="crashed", reason="signal SIGKILL", log_tail=["killed"])
+    found = report([*outcomes["off"], *outcomes["right"], failed])
+    assert found["complete"] is True
+    assert found["comparisons"][0]["loss"]["verdict"] == "not judged"
+    assert {each.severity for each in render_summary.findings(found)} == {"warning"}
+
+
 def test_a_wrong_loss_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
     row, found = comparison(outcomes, "wrong")
     assert row["loss"]["verdict"] == "differs"
