@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench test lint format fingerprints docs clean
+.PHONY: help install demo bench test test-npu lint format fingerprints docs clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make test          lint, types and all tests, on four Megatron-core releases"
+	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
 	@echo "make docs          regenerate docs/support.md and the tables in README.md"
@@ -47,6 +48,11 @@ lint: .releases/.prepared
 test: install lint .releases/.prepared
 	$(BIN)/python -m pytest
 
+# torch_npu and stubs for CANN live in .npu, apart from the environment; made once.
+test-npu: install
+	@$(BIN)/python -m tests.npu_contract.environment
+	NPU_CONTRACT=1 $(BIN)/python -m pytest tests/npu_contract
+
 FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
 DEVICE = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
 RELEASES = --root 0.16.1=.releases/0.16.1 --root 0.17.1=.releases/0.17.1 --root 0.18.2=.releases/0.18.2 \
@@ -64,4 +70,4 @@ format: install
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .venv .demo .bench .releases build dist *.egg-info
+	rm -rf .venv .demo .bench .npu .releases build dist *.egg-info

@@ -23,7 +23,7 @@ STANDING = {
     "reference": "plain PyTorch, the definition; run by the tests",
     "cpu": "run by the tests, forward and every gradient",
     "cuda": "not yet run in this release's tests",
-    "npu": "call sites run against an emulation of the documented operators; not run on a device",
+    "npu": "call sites checked against the real torch_npu wheel and an emulation (docs/npu.md); not run on a device",
 }
 
 

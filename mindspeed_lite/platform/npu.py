@@ -1,17 +1,17 @@
 """Ascend NPU through torch_npu and its own `transfer_to_npu`.
 
-Not run by this project's tests, which have no NPU: only selection and its error messages are covered there.
+Not run on a device by this project's tests, which have none: selection and what it says are covered there.
 """
 
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import sys
 from typing import Any
 
-import torch
-
+from . import npu_trouble
 from .base import DeviceError
+from .npu_trouble import Trouble
 from .redirect import Redirects
 
 name = "npu"
@@ -19,16 +19,30 @@ distributed_backend = "hccl"
 
 
 def available() -> list[str]:
-    """Why the NPU cannot be used here. Imports torch_npu only if it is installed."""
-    if importlib.util.find_spec("torch_npu") is None:
-        return ["torch_npu is not installed (pip install 'mindspeed-lite[npu]', matching your torch and CANN)"]
+    """Why the NPU cannot be used here. Imports torch_npu only if it is installed for this torch."""
+    found = trouble()
+    return [] if found is None else [str(found)]
+
+
+def trouble() -> Trouble | None:
+    """What keeps NPUs from being used in this process, or None. Asks the driver for devices, but opens none."""
+    found = npu_trouble.before_import()
+    if found is not None:
+        return found
     try:
+        # torch first: it may load torch_npu itself, and says so in words of its own.
+        importlib.import_module("torch")
         importlib.import_module("torch_npu")
-    except (ImportError, OSError, RuntimeError) as error:
-        return [f"torch_npu is installed but does not import: {error} (is CANN's set_env.sh sourced?)"]
-    if not _npu().is_available():
-        return ["torch_npu finds no NPU device (driver, or ASCEND_RT_VISIBLE_DEVICES)"]
-    return []
+    except (Exception, SystemExit) as error:  # missing CANN libraries: ImportError, OSError; once torch_npu exited
+        return npu_trouble.of_import(error)
+    found = npu_trouble.pair(str(getattr(sys.modules["torch_npu"], "__version__", "")), npu_trouble.torch_version())
+    if found is not None:
+        return found
+    try:
+        there = bool(_npu().is_available())
+    except Exception as error:
+        return npu_trouble.of_opening(error)
+    return None if there else npu_trouble.of_devices()
 
 
 def describe() -> str:
@@ -37,7 +51,7 @@ def describe() -> str:
 
 
 def _npu() -> Any:
-    return torch.npu  # type: ignore[attr-defined]  # torch_npu adds it
+    return importlib.import_module("torch").npu  # torch_npu adds it
 
 
 def install(redirects: Redirects) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.platform import DeviceError, cuda, npu
+from mindspeed_lite.platform import DeviceError, cuda, npu, npu_trouble
+from tests.platform import stand_in
 from tests.platform.forked import forked
 
 
@@ -73,13 +74,179 @@ def test_a_device_asked_for_by_the_variable_names_the_variable(no_accelerator, m
         platform.choose()
 
 
-def test_a_broken_torch_npu_is_a_reason_and_not_a_silence(tmp_path, monkeypatch):
-    (tmp_path / "torch_npu.py").write_text("raise OSError('libascendcl.so: cannot open shared object file')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
-    importlib.invalidate_caches()
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """`machine(body)`: one with such a torch_npu and no NPU, nothing of CANN's in its environment; its /dev."""
+    for name in ("MINDSPEED_LITE_DEVICE", "ASCEND_HOME_PATH", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(npu_trouble, "_SET_ENV", ())
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    monkeypatch.setattr(npu_trouble, "DEVICE_NODES", devices)
+    monkeypatch.setattr(torch, "npu", None, raising=False)
+    monkeypatch.setattr(torch.distributed, "is_hccl_available", None, raising=False)
+    own = set(sys.modules)
+
+    def make(body, **keywords):
+        monkeypatch.syspath_prepend(stand_in.torch_npu(tmp_path / "site", body, **keywords))
+        importlib.invalidate_caches()
+        return devices
+
+    yield make
+    for name in set(sys.modules) - own:
+        if name.partition(".")[0] == "torch_npu":
+            del sys.modules[name]
+
+
+def nodes(devices, *names):
+    for name in names:
+        (devices / name).touch()
+
+
+SHARED = ("davinci_manager", "devmm_svm", "hisi_hdc")
+
+
+def the_reason(monkeypatch, *words):
+    """The one reason in one line, the same for whoever asks; every word is in it, and a remedy in parentheses."""
     (reason,) = npu.available()
-    assert "libascendcl.so" in reason and "set_env.sh" in reason
+    assert all(word in reason for word in words), reason
+    assert "\n" not in reason and reason.endswith(")") and "(" in reason
+    monkeypatch.setenv("MINDSPEED_LITE_DEVICE", "npu")
+    with pytest.raises(DeviceError) as caught:
+        platform.choose()
+    assert str(caught.value) == f"MINDSPEED_LITE_DEVICE='npu' cannot be used: {reason}"
+    return reason
+
+
+@pytest.mark.parametrize("kind", ["OSError", "ImportError"])
+@pytest.mark.parametrize("library", ["libhccl.so", "libascendcl.so", "libge_runner.so"])
+def test_without_cann_the_library_and_the_script_are_named(machine, monkeypatch, kind, library):
+    machine(stand_in.NO_LIBRARY.format(library=library).replace("OSError", kind))
+    the_reason(monkeypatch, f"CANN's {library} is not found and ASCEND_HOME_PATH is not set", "source its set_env.sh")
+
+
+def test_a_set_env_that_is_there_is_the_one_to_source(machine, monkeypatch, tmp_path):
+    machine(stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    script = tmp_path / "set_env.sh"
+    script.touch()
+    monkeypatch.setattr(npu_trouble, "_SET_ENV", (str(tmp_path / "other.sh"), str(script)))
+    the_reason(monkeypatch, f"(source {script})")
+
+
+def test_a_cann_without_the_library_is_named(machine, monkeypatch, tmp_path):
+    machine(stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    the_reason(monkeypatch, f"nor is it below ASCEND_HOME_PATH={tmp_path}", "whole CANN toolkit")
+    (tmp_path / "lib64").mkdir()
+    (tmp_path / "lib64" / "libhccl.so").touch()
+    (reason,) = npu.available()
+    assert "is there but not found" in reason and "LD_LIBRARY_PATH" in reason
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("libascend_hal.so: cannot open shared object file", ("the Ascend driver's libascend_hal.so", "install the")),
+        ("libatb.so: cannot open shared object file", ("CANN's libatb.so", "NNAL")),
+        ("/x/libtorch_npu.so: undefined symbol: _ZN3c1010SmallVec", ("does not fit torch", "exactly this torch")),
+        ("/x/libtorch_npu.so: undefined symbol: aclrtNewThing", ("libtorch_npu.so lacks aclrtNewThing", "CANN")),
+        ("something else\n[ERROR] 2026-01-01 (PID:1)", ("ImportError: something else (", "reinstall torch_npu")),
+    ],
+)
+def test_what_else_can_be_missing(machine, monkeypatch, message, words):
+    machine(f"raise ImportError({message!r})")
+    assert "PID" not in the_reason(monkeypatch, *words)
+
+
+def test_the_cause_counts_where_torch_hides_it(machine, monkeypatch):
+    machine(
+        "try:\n    raise ImportError('libhccl.so: cannot open shared object file')\n"
+        "except ImportError as error:\n    raise RuntimeError('Failed to load the backend extension') from error"
+    )
+    the_reason(monkeypatch, "libhccl.so", "set_env.sh")
+
+
+def test_one_that_exits_is_a_reason_too(machine, monkeypatch):
+    machine("import sys\ntry:\n    raise ImportError('libhccl.so')\nexcept ImportError:\n    sys.exit()")
+    the_reason(monkeypatch, "libhccl.so", "set_env.sh")
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_wrong_pair_is_told_before_anything_of_it_is_run(machine, monkeypatch, installed):
+    machine("raise SystemError('it was run')", version="2.1.0.post8", installed=installed)
+    series = ".".join(stand_in.TORCH.split(".")[:2])
+    the_reason(monkeypatch, f"torch_npu 2.1.0.post8 is not for torch {stand_in.TORCH}", f"'torch-npu=={series}.*'")
+
+
+def test_a_wrong_pair_that_only_shows_when_it_is_run(machine, monkeypatch):
+    machine("__version__ = '.'.join(['2', '1', '0'])", version="unknown", installed=False)
+    the_reason(monkeypatch, "torch_npu 2.1.0 is not for torch")
+
+
+def test_without_a_device_node(machine, monkeypatch):
+    devices = machine(stand_in.NO_DEVICE)
+    the_reason(monkeypatch, f"there is no {devices}/davinci*", "npu-smi info", "--device /dev/davinci0", *SHARED)
+
+
+def test_in_a_container_with_half_of_the_nodes(machine, monkeypatch):
+    devices = machine(stand_in.NO_DEVICE)
+    nodes(devices, "davinci0", "davinci_manager")
+    the_reason(monkeypatch, f"{devices}/davinci0 is there", f"{devices}/devmm_svm, {devices}/hisi_hdc not", "--device")
+
+
+def test_without_permission(machine, monkeypatch):
+    devices = machine(stand_in.NO_DEVICE)
+    nodes(devices, "davinci0", "davinci1", *SHARED)
+    closed = devices / "davinci1"
+    monkeypatch.setattr(npu_trouble.os, "access", lambda path, mode: path != closed)
+    the_reason(monkeypatch, f"no permission to open {closed}", f"usermod -aG {closed.group()} USER")
+
+
+def test_devices_that_a_variable_hides(machine, monkeypatch):
+    nodes(machine(stand_in.NO_DEVICE), "davinci0", "davinci1", *SHARED)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
+    the_reason(monkeypatch, "ASCEND_RT_VISIBLE_DEVICES='7' leaves none of 2", "0 to 1")
+
+
+def test_devices_that_the_driver_does_not_give(machine, monkeypatch):
+    devices = machine(stand_in.NO_DEVICE)
+    nodes(devices, "davinci0", *SHARED)
+    the_reason(monkeypatch, f"although {devices}/davinci0 can be opened", "driver and CANN do not fit", "npu-smi info")
+
+
+def test_a_driver_that_raises(machine, monkeypatch):
+    machine(stand_in.WORKS.replace("lambda: True, device", "lambda: 1 / 0, device"))
+    the_reason(monkeypatch, "cannot be opened: ZeroDivisionError", "npu-smi info")
+
+
+def test_with_a_device_it_is_chosen_first(machine):
+    machine(stand_in.WORKS)
+    assert npu.available() == [] and npu.trouble() is None
+    chosen = platform.choose()
+    assert chosen.name == "npu" and chosen.describe() == "2 x Ascend910B2"
+
+
+def test_a_mapping_that_does_not_import_is_a_device_error(machine):
+    machine(stand_in.WORKS, transfer="raise ImportError('no such name')")
+    with pytest.raises(DeviceError, match=r"transfer_to_npu does not import \(no such name\); install the torch_npu"):
+        npu.install(platform.Redirects())
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "version"),
+    [
+        ("aarch64-linux/ascend_toolkit_install.info", "package_name=x\nversion=8.5.0\ninnerversion=V100\n", "8.5.0"),
+        ("version.cfg", "runtime_running_version=[7.0.0.1.0:8.0.RC1]\n", "8.0.RC1"),
+        ("x86_64-linux/ascend_toolkit_install.info", "nothing of it", ""),
+    ],
+)
+def test_the_version_of_cann(tmp_path, monkeypatch, file, text, version):
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert npu_trouble.cann_version() == ""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert npu_trouble.cann_version() == version
 
 
 @forked()

@@ -1,0 +1,80 @@
+"""Runs the self-test's checks one after the other, in a process of their own, and writes down how each ends.
+
+    python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]
+
+leaves out the first SKIP checks. FILE gets a line of JSON for the plan, the environment and the ceiling, and one for
+each check when it has ended; the first check of the plan without a line is the one that ended the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from typing import Any
+
+from mindspeed_lite.bench import timing
+from mindspeed_lite.bench.output import finite
+from mindspeed_lite.bench.selftest.check import FAILED, Check, Outcome
+
+
+def plan(device: str, quick: bool) -> list[Check]:
+    """Every check in the order in which it is run: first the device, without which the rest means little."""
+    from mindspeed_lite.bench.selftest import device as device_checks
+    from mindspeed_lite.bench.selftest import numerics, speed
+
+    return [*device_checks.checks(device), *numerics.checks(device, quick), *speed.checks(device, quick)]
+
+
+def run(check: Check) -> dict[str, Any]:
+    """The line of a check."""
+    start = time.perf_counter()
+    try:
+        outcome = check.run()
+    except Exception as error:  # whatever it is, it is what there is to report
+        outcome = Outcome(timing.said(error), FAILED)
+    return {
+        "group": check.group,
+        "name": check.name,
+        "status": outcome.status,
+        "text": outcome.text,
+        "seconds": round(time.perf_counter() - start, 3),
+        "figures": outcome.figures,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what is left of the plan; 0 whatever the checks say."""
+    parser = argparse.ArgumentParser(prog="python -m mindspeed_lite.bench.selftest.worker", description=main.__doc__)
+    parser.add_argument("device", choices=("cpu", "cuda", "npu"))
+    parser.add_argument("skip", type=int)
+    parser.add_argument("--lines", required=True)
+    parser.add_argument("--quick", action="store_true")
+    options = parser.parse_args(arguments)
+    from mindspeed_lite import platform
+    from mindspeed_lite.bench import environment
+    from mindspeed_lite.bench.selftest import speed
+
+    with open(options.lines, "a", encoding="utf-8") as file:
+
+        def tell(**entry: Any) -> None:
+            file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
+            file.flush()
+
+        chosen = platform.choose(options.device)
+        checks = plan(chosen.name, options.quick)
+        tell(plan=[[check.group, check.name] for check in checks], environment=environment.describe(chosen))
+        if options.skip:
+            # The first check does this; if it could not, it has said so.
+            with contextlib.suppress(Exception):
+                platform.activate(chosen.name)
+        for check in checks[options.skip :]:
+            tell(check=run(check))
+        tell(ceiling=speed.reached())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Which features would apply, by the device and the source of Megatron."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import found
+from .row import Row, note, ok
+
+
+def check_features() -> list[Row]:
+    """Which features would apply, as far as that shows before the model's arguments are known."""
+    if found.torch()[0] is None:
+        return [note("features", "cannot be read without torch", "see torch")]
+    from mindspeed_lite import activation
+    from mindspeed_lite.engine import Context, Settings
+
+    host, device = found.host(), found.device_name()
+    options = (*activation.GENERAL, *activation.catalogue().options())
+    versions = {"megatron-core": host.version if host is not None else "not found"}
+    context = Context(Settings.of(options, {}), device, versions)
+    applying, rows = [], []
+    for feature in activation.catalogue():
+        reasons = list(feature.condition(context)) if feature.condition is not None else []
+        reasons += _drift(feature, host)
+        if reasons:
+            rows.append(note(f"feature {feature.name}", f"would not apply: {'; '.join(reasons)}"))
+            continue
+        by = [f"{name}:{_backend(name, device)}" for name in feature.operators]
+        applying.append(feature.name + (f" ({', '.join(by)})" if by else ""))
+    text = f"{len(applying)} of {len(activation.catalogue())} would apply on {device}, by what is known without "
+    text += "the model's arguments"
+    return [ok("features", f"{text}: {', '.join(applying)}" if applying else text), *rows]
+
+
+def _backend(operator: str, device: str) -> str:
+    from mindspeed_lite.ops import dispatch
+
+    if device == "npu":  # asked where torch_npu may be imported
+        return str(found.npu().facts["backends"][operator][0])
+    return dispatch.selected(operator, device).backend
+
+
+def _drift(feature: Any, host: found.Host | None) -> list[str]:
+    """What of the feature's targets is not as it was verified, read from source."""
+    from mindspeed_lite import activation
+    from mindspeed_lite.engine import FingerprintError, Provide, Replace, matches
+    from mindspeed_lite.engine.fingerprints import fingerprint_root, verdict
+
+    if host is None:
+        return []
+    # As a plan has it: patches of one target are variants for different releases, and one must fit.
+    variants: dict[str, list[Any]] = {}
+    for patch in feature.patches:
+        variants.setdefault(patch.variant_of or patch.target, []).append(patch)
+    reasons = []
+    for target, group in variants.items():
+        fitting = [patch for patch in group if matches(patch.versions, host.version)]
+        if not fitting:
+            reasons.append(f"no variant of {target} for megatron-core {host.version}")
+        for patch in fitting:
+            if isinstance(patch, Provide):
+                continue
+            try:
+                live = fingerprint_root(host.core.parent.parent, patch.target)
+            except (FingerprintError, SyntaxError, OSError):
+                reasons.append(f"{patch.target} is not found")
+                continue
+            judged = verdict(activation.fingerprints(), patch.target, host.version, live)
+            if judged != "verified" and (judged != "same_signature" or isinstance(patch, Replace)):
+                reasons.append(f"{patch.target} is not as in the verified releases")
+    return reasons

@@ -1,0 +1,212 @@
+"""What keeps Ascend NPUs from being used here, in one line each: what is wrong, and what to do about it.
+
+Nothing is imported to find out: packages are read from their metadata, errors from what they say, devices from the
+folder of device nodes. `npu.trouble` asks in the order in which one meets them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+DEVICE_NODES = Path("/dev")
+VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+CANN_HOME = "ASCEND_HOME_PATH"
+
+# Where CANN's installers put their environment script, for root and for a user.
+_SET_ENV = (
+    "/usr/local/Ascend/ascend-toolkit/set_env.sh",
+    "/usr/local/Ascend/cann/set_env.sh",
+    "~/Ascend/ascend-toolkit/set_env.sh",
+    "~/Ascend/cann/set_env.sh",
+)
+# Without these three, opening a device fails whatever its own node says.
+_SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
+_LENGTH = 300
+
+
+class Trouble(NamedTuple):
+    """`what` is wrong, and what to do: `fix`."""
+
+    what: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.fix})"
+
+
+def before_import() -> Trouble | None:
+    """What can be told before torch_npu is imported: that it is absent, or built for another torch."""
+    try:
+        found = importlib.util.find_spec("torch_npu")
+    except ValueError:  # already imported, and a module without a spec
+        found = None
+    if found is None and "torch_npu" not in sys.modules:
+        return Trouble("torch_npu is not installed", "pip install 'mindspeed-lite[npu]', matching your torch and CANN")
+    return pair(torch_npu_version(), torch_version())
+
+
+def pair(npu: str, torch: str) -> Trouble | None:
+    """torch_npu is built for one series of torch: major and minor must be the same. Unknown versions pass."""
+    if not series(npu) or not series(torch) or series(npu) == series(torch):
+        return None
+    want, have = (".".join(map(str, series(each))) for each in (torch, npu))
+    return Trouble(
+        f"torch_npu {npu} is not for torch {torch}",
+        f"pip install 'torch-npu=={want}.*' (and the CANN it names), or 'torch=={have}.*'",
+    )
+
+
+def of_import(error: BaseException) -> Trouble:
+    """Why `import torch_npu`, or an `import torch` that loads it, failed."""
+    text = _chain(error)
+    symbol = re.search(r"(\S*\.so[\w.]*): undefined symbol: (\w+)", text)
+    if symbol is not None:
+        return _of_symbol(Path(symbol[1]).name, symbol[2])
+    library = re.search(r"(lib[\w+-]+\.so[\w.]*): cannot open", text)
+    if library is None and "version `" not in text:  # glibc's is another matter
+        library = re.search(r"(lib(?:hccl|ascend)\w*\.so)", text)
+    if library is not None and not re.match(r"lib(torch|c10)", library[1]):
+        return _of_library(library[1])
+    fix = "reinstall torch_npu for this torch and CANN; if set_env.sh is sourced and they match, report this line"
+    return Trouble(f"torch_npu is installed but does not import: {text}", fix)
+
+
+def of_devices() -> Trouble:
+    """Why torch_npu, which imports, sees no device."""
+    visible = os.environ.get(VISIBLE)
+    nodes = sorted(DEVICE_NODES.glob("davinci[0-9]*"))
+    if not nodes:
+        fix = (
+            "`npu-smi info` must list one: load the Ascend driver; in a container, pass "
+            "--device /dev/davinci0 (and the others), " + ", ".join(f"/dev/{name}" for name in _SHARED_NODES)
+        )
+        return Trouble(f"torch_npu finds no NPU device: there is no {DEVICE_NODES}/davinci*", fix)
+    missing = [name for name in _SHARED_NODES if not (DEVICE_NODES / name).exists()]
+    if missing:
+        there = f"{nodes[0]} is there, {', '.join(str(DEVICE_NODES / name) for name in missing)} not"
+        fix = "pass the missing nodes to the container with --device, or reload the Ascend driver"
+        return Trouble(f"torch_npu finds no NPU device: {there}", fix)
+    every = [*nodes, *(DEVICE_NODES / name for name in _SHARED_NODES)]
+    closed = next((each for each in every if not os.access(each, os.R_OK | os.W_OK)), None)
+    if closed is not None:
+        fix = f"add this user to the group that owns it (`usermod -aG {_group(closed)} USER`), then log in again"
+        return Trouble(f"torch_npu finds no NPU device: no permission to open {closed}", fix)
+    if visible is not None:
+        fix = f"unset {VISIBLE}, or name devices of 0 to {len(nodes) - 1} (numbers restart at 0 in some containers)"
+        return Trouble(f"torch_npu finds no NPU device: {VISIBLE}={visible!r} leaves none of {len(nodes)}", fix)
+    fix = "`npu-smi info` must show it healthy; install the driver and firmware that this CANN names"
+    return Trouble(f"torch_npu finds no NPU device although {nodes[0]} can be opened: driver and CANN do not fit", fix)
+
+
+def of_opening(error: BaseException) -> Trouble:
+    """Why a device that is counted could not be opened or asked."""
+    fix = f"look at `npu-smi info`: it may be busy, unhealthy or without memory; {VISIBLE} leaves devices out"
+    return Trouble(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
+
+
+def series(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(each) for each in re.findall(r"\d+", version)[:2])
+
+
+def torch_npu_version() -> str:
+    """The version of torch_npu as installed, else as its files say; empty where neither does."""
+    found = _metadata_version("torch_npu")
+    if found:
+        return found
+    module = sys.modules.get("torch_npu")
+    if module is not None:
+        return str(getattr(module, "__version__", ""))
+    spec = importlib.util.find_spec("torch_npu")
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for name in ("version.py", "__init__.py"):
+            try:
+                text = Path(folder, name).read_text(encoding="utf-8")
+            except OSError:
+                continue
+            match = re.search(r"^__version__\s*=\s*['\"]([^'\"]+)", text, re.MULTILINE)
+            if match is not None:
+                return match[1]
+    return ""
+
+
+def torch_version() -> str:
+    """The version of torch that is loaded, else installed; empty where there is none."""
+    return str(getattr(sys.modules.get("torch"), "__version__", "")) or _metadata_version("torch")
+
+
+def cann_version() -> str:
+    """The version of the CANN whose set_env.sh is sourced, from the files it leaves; empty where they do not say."""
+    home = os.environ.get(CANN_HOME)
+    if not home:
+        return ""
+    folder = Path(home)
+    for path in (*sorted(folder.glob("*-linux/ascend_*_install.info")), folder / "version.cfg"):
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        match = re.search(r"version=\[?(?:[^\n\]:]*:)?([\w.]+)", text)
+        if match is not None:
+            return match[1]
+    return ""
+
+
+def _of_symbol(library: str, symbol: str) -> Trouble:
+    # Mangled names of torch's own namespaces: c10, at, torch.
+    if re.match(r"_ZNK?(3c10|2at|5torch)", symbol):
+        fix = "install the torch_npu that is built for exactly this torch, and a torch from the same place"
+        return Trouble(f"torch_npu {torch_npu_version()} does not fit torch {torch_version()}: no {symbol}", fix)
+    fix = "install the CANN that this torch_npu's release notes name, and source its set_env.sh"
+    return Trouble(f"torch_npu {torch_npu_version()} does not fit this CANN: {library} lacks {symbol}", fix)
+
+
+def _of_library(library: str) -> Trouble:
+    if re.match(r"lib(ascend_hal|drv)", library):
+        fix = "install the Ascend driver; in a container, mount /usr/local/Ascend/driver and put its lib64 on "
+        return Trouble(f"the Ascend driver's {library} is not found", fix + "LD_LIBRARY_PATH")
+    if library.startswith("libatb"):
+        return Trouble(f"CANN's {library} is not found", "install CANN's NNAL package and source its set_env.sh")
+    home = os.environ.get(CANN_HOME)
+    script = next((each for each in map(os.path.expanduser, _SET_ENV) if os.path.isfile(each)), None)
+    folders = ("lib64", "runtime/lib64", "compiler/lib64")
+    if home and any((Path(home) / folder / library).exists() for folder in folders):
+        fix = f"source CANN's set_env.sh again in this shell: LD_LIBRARY_PATH lacks its folder below {home}"
+        return Trouble(f"CANN's {library} is there but not found", fix)
+    if home:
+        fix = "install the whole CANN toolkit that this torch_npu names, and source its set_env.sh"
+        return Trouble(f"CANN's {library} is not found, nor is it below {CANN_HOME}={home}", fix)
+    fix = f"source {script}" if script else "install the CANN that this torch_npu names, and source its set_env.sh"
+    return Trouble(f"CANN's {library} is not found and {CANN_HOME} is not set: no set_env.sh is sourced", fix)
+
+
+def _chain(error: BaseException) -> str:
+    """The innermost cause in one line, since torch hides it behind a sentence of its own."""
+    inner, cause = error, error.__cause__
+    while cause is not None:
+        inner, cause = cause, cause.__cause__
+    if isinstance(inner, SystemExit) and inner.__context__ is not None:
+        inner = inner.__context__
+    # torch_npu puts an error code with date and process on lines of their own.
+    text = next((line for line in str(inner).splitlines() if line.strip()), "")
+    return f"{type(inner).__name__}: {' '.join(text.split())}"[:_LENGTH].rstrip(": ")
+
+
+def _group(path: Path) -> str:
+    try:
+        return path.group()
+    except (KeyError, OSError):
+        return "HwHiAiUser"
+
+
+def _metadata_version(package: str) -> str:
+    try:
+        return metadata.version(package) or ""
+    except metadata.PackageNotFoundError:
+        return ""

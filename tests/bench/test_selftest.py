@@ -1,0 +1,336 @@
+"""The self-test: that it passes here, that it notices what is wrong, and that nothing takes its report away."""
+
+import json
+import math
+import sys
+import textwrap
+import types
+
+import pytest
+import torch
+
+from mindspeed_lite import platform
+from mindspeed_lite.bench import selftest
+from mindspeed_lite.bench.selftest import device, numerics, speed, worker
+from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, SLOWER, Check, Outcome
+from mindspeed_lite.ops import dispatch
+from mindspeed_lite.platform import streams
+from tests.cli.support import command, fails_in_one_line
+
+
+def test_it_passes_here(tmp_path):
+    out = tmp_path / "selftest.json"
+    run = command("doctor", "--selftest", "--quick", "--out", out, MINDSPEED_LITE_DEVICE="cpu")
+    assert run.returncode == 0, run.stdout + run.stderr
+    report = json.loads(out.read_text())
+    assert (report["schema_version"], report["kind"], report["device"]) == (1, "selftest", "cpu")
+    assert report["passed"] and report["environment"]["device_type"] == "cpu"
+    assert f"All {len(report['checks'])} checks passed on cpu" in run.stdout and f"written: {out}" in run.stdout
+    by_group = {group: [check for check in report["checks"] if check["group"] == group] for group in selftest.GROUPS}
+    assert [check["name"] for check in by_group["device"]] == [
+        "device layer", "copies and arithmetic", "process group (gloo)",
+    ]  # fmt: skip
+    for name in dispatch.OPERATORS:
+        numbers = [check for check in by_group["numerics"] if check["name"].startswith(f"{name} ")]
+        assert {check["name"].rsplit(" ", 1)[1] for check in numbers} == {"fp32", "bf16"}
+        for check in numbers:
+            assert [figure["result"] for figure in check["figures"]][:2] == ["output", "gradient of input 1"]
+            assert all(figure["ours"] <= figure["bound"] and figure["plain"] > 0 for figure in check["figures"])
+        (timed,) = [check for check in by_group["speed"] if check["name"].startswith(f"{name} ")]
+        assert [row["direction"] for row in timed["figures"]] == ["forward", "forward+backward"]
+        assert all(each["seconds"] > 0 for row in timed["figures"] for each in row["contenders"])
+
+
+def test_a_report_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    run = command("doctor", "--selftest", "--out", tmp_path / "none" / "x.json", MINDSPEED_LITE_DEVICE="cpu")
+    fails_in_one_line(run, "--out", "no file in a folder that exists")
+
+
+# Numbers
+
+
+def problem(ours, plain=lambda x, weight: x * weight):
+    def make():
+        generator = torch.Generator().manual_seed(5)
+        return tuple(torch.randn(8, 16, generator=generator).requires_grad_() for _ in range(2))
+
+    return numerics.Problem("rms_norm", "8x16 fp32", torch.float32, make, lambda: ours, lambda: plain)
+
+
+def only_in_float32(function):
+    """`function`, but a plain product in the float64 evaluation."""
+    return lambda x, weight: x * weight if x.dtype == torch.float64 else function(x, weight)
+
+
+def test_right_numbers_pass():
+    outcome = numerics.judge(problem(lambda x, weight: weight * x), "cpu")
+    assert outcome.status == OK, outcome.text
+    assert [each["result"] for each in outcome.figures] == ["output", "gradient of input 1", "gradient of input 2"]
+
+
+@pytest.mark.parametrize(
+    ("planted", "where"),
+    [
+        (lambda x, weight: x * weight * (1 + 1e-5), "output"),
+        (lambda x, weight: x * weight.detach() + 0 * weight, "gradient of input 2"),
+        (lambda x, weight: x * weight / 0, "output"),
+    ],
+)
+def test_wrong_numbers_fail_and_say_where(planted, where):
+    outcome = numerics.judge(problem(only_in_float32(planted)), "cpu")
+    assert outcome.status == FAILED and where in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "status"),
+    [(6, 3, OK), (6, 1, FAILED), (10, 10**5, FAILED)],
+    ids=["twice as far off", "far beyond twice", "where plain is nonsense"],
+)
+def test_how_far_off_ours_may_be(ours, plain, status):
+    def off(ulps):
+        return lambda x, weight: x * weight * (1 + ulps * 2.0**-23)
+
+    assert numerics.judge(problem(only_in_float32(off(ours)), off(plain)), "cpu").status == status
+
+
+@pytest.mark.parametrize("plain", [lambda x, weight: x / [], lambda x, weight: x * weight * math.nan])
+def test_without_a_plain_path_ours_is_judged_alone(plain):
+    assert numerics.judge(problem(lambda x, weight: x * weight, plain), "cpu").status == OK
+    wrong = numerics.judge(problem(only_in_float32(lambda x, weight: x * weight * 1.0001), plain), "cpu")
+    assert wrong.status == FAILED
+
+
+@pytest.mark.parametrize(("name", "status"), [("cpu", FALLBACK), ("npu", FAILED)])
+def test_what_the_backend_refuses_is_said(monkeypatch, name, status):
+    def refuses(*args):
+        if dispatch.operator("rms_norm")._forced == name:
+            raise RuntimeError(f"rms_norm: {name} is forced and cannot serve this call: too wide")
+        return args[0] * args[1]
+
+    operator = dispatch.operator("rms_norm")
+    monkeypatch.setattr(operator, "unusable", lambda backend: [])
+    outcome = numerics.judge(problem(refuses), name)
+    assert outcome.status == status and "computed by the reference" in outcome.text and "too wide" in outcome.text
+
+
+def test_an_error_of_the_device_is_no_refusal():
+    def breaks(x, weight):
+        raise RuntimeError("aicore exception")
+
+    line = worker.run(Check("numerics", "it", lambda: numerics.judge(problem(breaks), "cpu")))
+    assert (line["status"], line["text"]) == (FAILED, "RuntimeError: aicore exception")
+
+
+def test_a_backend_that_does_not_load_fails(monkeypatch):
+    monkeypatch.setattr(dispatch, "selected", lambda name, device: dispatch.Selection("reference", ("no CANN",)))
+    first = numerics.checks("cpu", quick=True)[0]
+    assert worker.run(first)["status"] == FAILED and "no CANN" in worker.run(first)["text"]
+
+
+def test_every_operator_and_every_dtype_is_looked_at():
+    for quick, dtypes in ((True, {"fp32", "bf16"}), (False, {"fp32", "bf16", "fp16"})):
+        problems = numerics.problems("cpu", quick)
+        assert {each.operator for each in problems} == set(dispatch.OPERATORS)
+        assert {each.name.rsplit(" ", 1)[1] for each in problems} == dtypes
+        assert len({(each.operator, each.name) for each in problems}) == len(problems)
+
+
+# Speed
+
+
+def measured(monkeypatch, **plain):
+    contender = {"name": "torch", "seconds": 2e-3, "ratio": 2.0, "ratio_high": 2.1, "error": None, "of_ceiling": 0.2}
+    ours = {**contender, "name": "mindspeed_lite", "seconds": 1e-3}
+    row = {"direction": "forward", "contenders": [ours, {**contender, **plain}]}
+    monkeypatch.setattr(speed.run, "measure", lambda *args: [row])
+    monkeypatch.setattr(speed.ceiling, "measure", lambda *args: speed.ceiling.Ceiling(1.0, 1.0, "not at all"))
+    monkeypatch.setattr(speed, "_measured", {})
+    case = types.SimpleNamespace(device="cpu", dtype=torch.bfloat16)
+    return speed.judge(case, quick=False)
+
+
+@pytest.mark.parametrize(
+    ("plain", "status", "text"),
+    [
+        ({}, OK, "forward 1.00 ms, 20% of the ceiling, 2.00x as fast as plain"),
+        ({"ratio": 0.5, "ratio_high": 0.6}, SLOWER, "0.50x as fast"),
+        ({"ratio": 0.5, "ratio_high": 1.2}, OK, "0.50x as fast"),
+        ({"error": "MemoryError: no room", "ratio": None}, OK, "plain did not run: MemoryError"),
+        ({"error": "does not agree with ours: output", "ratio": None}, FAILED, "does not agree"),
+    ],
+)
+def test_what_is_said_of_speed(monkeypatch, plain, status, text):
+    outcome = measured(monkeypatch, **plain)
+    assert outcome.status == status and text in outcome.text
+
+
+# The device
+
+
+class Module:
+    """A device's module over the CPU, right in everything."""
+
+    Event, Stream = streams.Event, streams.Stream
+    current_stream, stream = staticmethod(streams.current_stream), staticmethod(streams.stream)
+    manual_seed = staticmethod(torch.manual_seed)
+    get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
+    held = (0, 64 << 20, 0)
+
+    def __init__(self):
+        self._held = iter(self.held)
+
+    def synchronize(self):
+        pass
+
+    def reset_peak_memory_stats(self):
+        pass
+
+    def memory_allocated(self):
+        return next(self._held)
+
+    def max_memory_allocated(self):
+        return 64 << 20
+
+
+CHECKS = {"streams": device.streams, "random state": device.random_state, "memory": device.memory}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_device_that_does_it_right_passes(name):
+    assert CHECKS[name](Module(), "cpu").status == OK
+
+
+class SameTime(streams.Event):
+    def elapsed_time(self, end_event):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "said"),
+    [
+        ("streams", {"Event": SameTime}, "took 0.0 ms"),
+        ("random state", {"set_rng_state": lambda self, state: None}, "put back gives other numbers"),
+        ("random state", {"manual_seed": lambda self, seed: None}, "same seed"),
+        ("memory", {"held": (0, 0, 0)}, "memory_allocated moves by 0 MB"),
+        ("memory", {"max_memory_allocated": lambda self: 0}, "max_memory_allocated moves by 0 MB"),
+        ("memory", {"held": (0, 64 << 20, 64 << 20)}, "there stay 64 MB"),
+    ],
+)
+def test_a_device_that_does_it_wrong_fails(name, planted, said):
+    wrong = type("Wrong", (Module,), planted)
+    line = worker.run(Check("device", name, lambda: CHECKS[name](wrong(), "cpu")))
+    assert line["status"] == FAILED and said in line["text"]
+
+
+def test_arithmetic_that_is_off_fails(monkeypatch):
+    assert device.arithmetic("cpu").status == OK
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a, b) + (a.dtype == torch.bfloat16) * 99)
+    with pytest.raises(device.Wrong, match="bfloat16 product of whole numbers is off by"):
+        device.arithmetic("cpu")
+
+
+def test_on_an_npu_all_of_it_is_asked(monkeypatch):
+    monkeypatch.setattr(torch, "npu", Module(), raising=False)
+    names = [check.name for check in device.checks("npu")]
+    assert names == [
+        "device layer", "copies and arithmetic", "streams and events", "random state", "memory statistics",
+        "process group (hccl)",
+    ]  # fmt: skip
+
+
+def test_a_mapping_that_is_not_active_fails(monkeypatch):
+    chosen = types.SimpleNamespace(describe=lambda: "1 x it")
+    monkeypatch.setattr(platform, "activate", lambda name: chosen)
+    monkeypatch.setattr(torch, "ones", lambda *args, device, own=torch.ones: own(*args))
+    with pytest.raises(device.Wrong, match="transfer_to_npu is not active"):
+        device.layer("npu")
+
+
+# Workers that crash and hang
+
+WORKER = """
+import json, os, sys, time
+device, skip = sys.argv[1], int(sys.argv[2])
+with open(sys.argv[sys.argv.index("--lines") + 1], "a") as file:
+    def tell(**entry):
+        file.write(json.dumps(entry) + "\\n")
+        file.flush()
+    {before}
+    plan = [["numerics", name] for name in ("one", "two", "three")]
+    tell(plan=plan, environment={{"device": device}})
+    for group, name in plan[skip:]:
+        if name == "two":
+            {two}
+        tell(check=dict(group=group, name=name, status="ok", text="fine", seconds=1.0, figures=[]))
+    tell(ceiling={{"source": "none"}})
+"""
+
+
+def with_worker(folder, two="pass", before="pass", seconds=20.0):
+    script = folder / "worker.py"
+    script.write_text(textwrap.dedent(WORKER.format(two=two, before=before)))
+    told = []
+    report = selftest.run("cpu", seconds=seconds, worker=[str(script)], tell=lambda *entry: told.append(entry))
+    return report, told
+
+
+def test_all_checks_of_a_worker_are_in_the_report(tmp_path):
+    report, told = with_worker(tmp_path)
+    assert [check["status"] for check in report["checks"]] == ["ok"] * 3 and report["passed"]
+    assert report["environment"] == {"device": "cpu"} and report["ceiling"] == {"source": "none"}
+    assert report["to_report"] == [] and told[-1] == (3, 3, "")
+
+
+@pytest.mark.parametrize(
+    ("two", "said"),
+    [
+        ("print('bad kernel', file=sys.stderr, flush=True); os.abort()", "SIGABRT: bad kernel"),
+        ("os._exit(3)", "exit code 3"),
+        ("time.sleep(60)", "did not end within 3 s"),
+    ],
+)
+def test_a_check_that_takes_the_process_down_is_one_failure(tmp_path, two, said):
+    report, _ = with_worker(tmp_path, two, seconds=3.0)
+    assert [(check["name"], check["status"]) for check in report["checks"]] == [
+        ("one", "ok"), ("two", "failed"), ("three", "ok"),
+    ]  # fmt: skip
+    assert said in report["checks"][1]["text"] and not report["passed"]
+    (line,) = report["to_report"]
+    assert line.startswith("numerics, two, on cpu: failed: ") and said in line
+
+
+def test_a_worker_that_never_starts_is_a_failure(tmp_path):
+    report, _ = with_worker(tmp_path, before="sys.exit('no device today')")
+    (check,) = report["checks"]
+    assert check["status"] == "failed" and "exit code 1: no device today" in check["text"]
+
+
+def test_a_worker_that_does_not_start_again_is_the_end(tmp_path):
+    report, _ = with_worker(tmp_path, "os.abort()", before="skip and sys.exit('no device any more')")
+    assert [check["status"] for check in report["checks"]] == ["ok", "failed", "failed"]
+    assert "no device any more" in report["checks"][2]["text"]
+
+
+def test_the_table_has_a_line_for_what_is_right_and_one_for_each_failure():
+    figure = {"result": "output", "ours": 1.0, "plain": 1.0, "bound": 4.0}
+
+    def check(name, status, group="numerics"):
+        text = f"text of {name}"
+        return {"group": group, "name": name, "status": status, "text": text, "seconds": 1.0, "figures": [figure]}
+
+    checks = [check("norm a", OK), check("norm b", OK), check("norm c", FAILED), check("a layer", OK, "device")]
+    assert selftest.lines({"checks": checks}) == [
+        ("ok", "device: a layer", "text of a layer"),
+        ("ok", "numerics: norm", "2 problems, nearest to its bound: a, output at 25%"),
+        ("failed", "numerics: norm", "c: text of norm c"),
+    ]
+
+
+def test_the_worker_writes_down_what_raises():
+    def breaks():
+        raise ZeroDivisionError("of all things")
+
+    line = worker.run(Check("device", "it", breaks))
+    assert (line["status"], line["text"]) == (FAILED, "ZeroDivisionError: of all things")
+    assert worker.run(Check("device", "it", lambda: Outcome("fine")))["status"] == OK
+    assert sys.modules.get("torch_npu") is None

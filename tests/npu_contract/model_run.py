@@ -1,0 +1,133 @@
+"""A whole Megatron GPT on fake NPU tensors: which torch_npu operators run, in which order, forward and backward.
+
+    python -m tests.npu_contract.model_run             compares every configuration with its list in golden/
+    python -m tests.npu_contract.model_run --update    writes the lists anew
+
+Every feature that applies is on. How the model comes to run without a device: model_inside.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.npu_contract.environment import FOLDER, Environment, prepare
+
+GOLDEN = Path(__file__).with_name("golden")
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS = 256, 32, 2, 64, 4
+MARK = "model_run: "
+
+# Options of `model_inside`, by the name of the golden list.
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "gqa": {"query_groups": 2},
+    "qk_norm": {"query_groups": 2, "qk_layernorm": True},
+    "dropout": {"dropout": 0.1},
+    "mask": {"mask": True},
+    "window": {"config": {"window_size": (8, 0)}},
+    "zero_centered": {"config": {"layernorm_zero_centered_gamma": True}},
+    "tensor_parallel": {"tp": 2, "query_groups": 2, "qk_layernorm": True},
+    "sequence_parallel": {"tp": 2, "sp": True},
+    "recompute": {
+        "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    },
+}
+
+
+def job(name: str, *, features: Sequence[str] | None = None, reference: Sequence[str] = ()) -> dict[str, Any]:
+    """One run: a configuration, the features by keyword (None: all that apply), operators forced on the reference."""
+    return {"name": name, "features": features, "reference": list(reference), "options": CONFIGURATIONS[name]}
+
+
+def run(environment: Environment, jobs: Sequence[Mapping[str, Any]], mode: str = "fake") -> list[dict[str, Any]]:
+    """The results of `jobs` in mode fake or host, one process for all of them."""
+    code = "import json, sys; from tests.npu_contract import model_inside; model_inside.run(json.loads(sys.argv[1]))"
+    done = environment.run(code, mode, json.dumps(jobs))
+    lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
+    if done.returncode or len(lines) != 1:
+        raise RuntimeError(f"the run in mode {mode} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    results: list[dict[str, Any]] = json.loads(lines[0])
+    return results
+
+
+def differences(stored: Mapping[str, Any], seen: Mapping[str, Any]) -> list[str]:
+    """What was lost, added or changed between a golden list and a run, in the order of the run."""
+    found = []
+    for part in ("forward", "backward"):
+        before, now = stored[part], seen[part]
+        i = j = 0
+        for i_next, j_next in [*_common(before, now), (len(before), len(now))]:
+            found += [f"{part} {number + 1}: lost: {before[number]}" for number in range(i, i_next)]
+            found += [f"{part} {number + 1}: added: {now[number]}" for number in range(j, j_next)]
+            if i_next < len(before) and before[i_next] != now[j_next]:
+                found.append(f"{part} {j_next + 1}: changed: {before[i_next]}\n    is now {now[j_next]}")
+            i, j = i_next + 1, j_next + 1
+    return found
+
+
+def _common(before: Sequence[str], now: Sequence[str]) -> list[tuple[int, int]]:
+    """Positions of a longest sequence of operators that both lists have in this order."""
+    one, other = ([call.partition("(")[0] for call in calls] for calls in (before, now))
+    longest = [[0] * (len(other) + 1) for _ in range(len(one) + 1)]
+    for i in reversed(range(len(one))):
+        for j in reversed(range(len(other))):
+            same = one[i] == other[j]
+            longest[i][j] = longest[i + 1][j + 1] + 1 if same else max(longest[i + 1][j], longest[i][j + 1])
+    pairs, i, j = [], 0, 0
+    while i < len(one) and j < len(other):
+        if one[i] == other[j]:
+            pairs.append((i, j))
+            i, j = i + 1, j + 1
+        elif longest[i + 1][j] >= longest[i][j + 1]:
+            i += 1
+        else:
+            j += 1
+    return pairs
+
+
+def faults(result: Mapping[str, Any]) -> list[str]:
+    """What no golden list may excuse: calls on the reference, unfused operators, gradients that are not there."""
+    found = [f"{operator} ran on the reference" for operator in result["on_reference"]]
+    found += [f"fell back: {text}" for text in result["fallbacks"]]
+    found += [f"in place of {operator} ran {', '.join(ran)}" for operator, ran in result["unfused"].items() if ran]
+    found += [f"contract: {text}" for text in result["violations"]]
+    return found + result["left_off"] + [f"gradient of {text}" for text in result["wrong_gradients"]]
+
+
+def golden(name: str) -> dict[str, Any]:
+    """The stored list of a configuration."""
+    stored: dict[str, Any] = json.loads((GOLDEN / f"{name}.json").read_text(encoding="utf-8"))
+    return stored
+
+
+def write(result: Mapping[str, Any]) -> None:
+    """Store a run as its configuration's golden list."""
+    GOLDEN.mkdir(exist_ok=True)
+    kept = {key: result[key] for key in ("applied", "forward", "backward")}
+    (GOLDEN / f"{result['name']}.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--update", action="store_true", help="write the lists in golden/ anew")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="where torch_npu and the stubs are kept")
+    chosen = parser.parse_args(given)
+    failed = False
+    for result in run(prepare(chosen.folder), [job(name) for name in CONFIGURATIONS]):
+        found = faults(result)
+        if chosen.update and not found:
+            write(result)
+        elif not chosen.update:
+            found += differences(golden(result["name"]), result)
+        failed = failed or bool(found)
+        print(f"{result['name']}: {len(result['forward'])} calls forward, {len(result['backward'])} backward")
+        print("".join(f"  {text}\n" for text in found), end="")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

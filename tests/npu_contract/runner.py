@@ -1,0 +1,155 @@
+"""What a subprocess does: runs cases, mutated call sites or probes, and writes what it recorded as JSON.
+
+    python -m tests.npu_contract.runner OUT records fake|content|host ...
+    python -m tests.npu_contract.runner OUT mutations
+
+Passes: `fake` runs forward and backward on fake NPU tensors; `content` the forward on CPU tensors, whose masks
+have a content, with every torch_npu operator answered by its meta kernel; `host` both on eager tensors of the stub
+device, through the C++ code of the wheel, with a trace of the kernels it would launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import json
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mindspeed_lite.ops import dispatch
+from tests.npu_contract.cases import CASES, Case
+from tests.npu_contract.checks import problems
+from tests.npu_contract.mutations import MUTATIONS
+from tests.npu_contract.probes import PROBES
+from tests.npu_contract.recorder import Recorder, describe, from_json, to_json
+
+DEVICES = {"fake": "npu", "content": "cpu", "host": "npu"}
+
+
+def run_cases(which: str) -> dict[str, Any]:
+    """The record of every case in one pass, by case name."""
+    return {case.name: _run(case, which) for case in CASES.values()}
+
+
+def _run(case: Case, which: str) -> dict[str, Any]:
+    record: dict[str, Any] = {"pass": which, "error": None, "why_not": []}
+    try:
+        with contextlib.ExitStack() as stack:
+            if which == "fake":
+                stack.enter_context(FakeTensorMode())
+            if which == "content":
+                stack.enter_context(dispatch.force(case.operator, "npu"))
+            leaves = case.leaves(DEVICES[which])
+            record["why_not"] = case.why_not(leaves)
+            _forward_and_backward(case, leaves, which, record)
+    except Exception as error:  # whatever goes wrong is the case's result
+        record["error"] = _said(error)
+    return to_json(record)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def _forward_and_backward(case: Case, leaves: Any, which: str, record: dict[str, Any]) -> None:
+    record["leaves"] = {name: describe(leaf) for name, leaf in leaves.items()}
+    with Recorder(on_meta=which == "content") as recorder:
+        # What was called before an error is part of the record.
+        record["forward"] = recorder.calls
+        with torch.set_grad_enabled(which != "content"):
+            trace(which)
+            out = case.run(leaves)
+        record["trace_forward"] = trace(which)
+        record["out"] = describe(out)
+        if which == "content":
+            return
+        record["backward"] = recorder.calls = []
+        out.backward(torch.zeros_like(out))
+        record["trace_backward"] = trace(which)
+        record["gradients"] = {
+            name: None if leaf.grad is None else describe(leaf.grad) for name, leaf in leaves.items()
+        }
+
+
+def trace(which: str) -> list[str]:
+    """The lines that the stub libraries noted since the last call; empty outside pass `host`."""
+    if which != "host":
+        return []
+    library = ctypes.CDLL(str(Path(os.environ["CANN_STUB_FOLDER"]) / "libcann_stub.so"))
+    library.cann_stub_trace.restype = ctypes.c_char_p
+    lines = library.cann_stub_trace().decode().splitlines()
+    library.cann_stub_trace_reset()
+    return lines
+
+
+@contextlib.contextmanager
+def _broken(operator: str, source: str) -> Iterator[None]:
+    """Within the block the operator's NPU backend is what `source` says."""
+    name = f"mindspeed_lite.ops.{operator}.npu"
+    own = importlib.import_module(name)
+    module = types.ModuleType(name)
+    exec(compile(source, f"<broken {name}>", "exec"), module.__dict__)
+    chosen = dispatch.operator(operator)
+    sys.modules[name] = module
+    chosen.forget()
+    try:
+        yield
+    finally:
+        sys.modules[name] = own
+        chosen.forget()
+
+
+def run_mutations() -> dict[str, list[str]]:
+    """For each mutation, the problems of its operator's cases, up to the first that says what it should."""
+    found: dict[str, list[str]] = {}
+    for name, mutation in MUTATIONS.items():
+        said = found[name] = []
+        with _broken(mutation.operator, mutation.source()):
+            for case, which in itertools.product(CASES.values(), ("fake", "content")):
+                if case.operator == mutation.operator:
+                    said += problems(case, from_json(_run(case, which)))
+                if any(mutation.noticed in problem for problem in said):
+                    break
+    return found
+
+
+def run_probes(which: str) -> dict[str, Any]:
+    """For each wrong call, the error of the wheel if it has one, and the call as far as it was recorded."""
+    found: dict[str, Any] = {}
+    for name, probe in PROBES.items():
+        with contextlib.ExitStack() as stack:
+            if which == "fake":
+                stack.enter_context(FakeTensorMode())
+            recorder = stack.enter_context(Recorder(on_meta=which == "content"))
+            record: dict[str, Any] = {"error": None}
+            try:
+                probe.call(DEVICES[which])
+            except Exception as error:
+                record["error"] = _said(error)
+            record["calls"] = recorder.calls
+        found[name] = to_json(record)
+    return found
+
+
+def main() -> None:
+    out, what, *passes = sys.argv[1:]
+    result: Any
+    if what == "mutations":
+        result = run_mutations()
+    else:
+        runs = {"cases": run_cases, "probes": run_probes}
+        result = {kind: {which: run(which) for which in passes} for kind, run in runs.items()}
+    Path(out).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Preparing the environment: what is said where it cannot be done, and what a subprocess finds."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.npu_contract import environment as made
+from tests.npu_contract import stubs
+from tests.npu_contract.environment import MODES, Environment, NotPreparedError
+
+
+def test_a_torch_without_a_known_wheel_is_named() -> None:
+    with pytest.raises(NotPreparedError, match=r"torch 1\.2\.3 .* add it to WHEELS"):
+        made.wheel_for("1.2.3")
+
+
+def test_a_wheel_is_of_the_release_of_its_torch() -> None:
+    for torch, wheel in made.WHEELS.items():
+        assert made.wheel_for(torch) == wheel and wheel.partition(".post")[0] == torch
+
+
+def test_a_missing_wheel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fails(*args: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, "", "ERROR: a\nERROR: No matching distribution found\n")
+
+    monkeypatch.setattr(made.subprocess, "run", fails)
+    monkeypatch.setattr(made, "torch_version", lambda: "2.11.0")
+    with pytest.raises(NotPreparedError) as caught:
+        made.prepare(tmp_path)
+    assert "torch-npu==" in str(caught.value) and "No matching distribution found" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "site").exists()
+
+
+def test_a_missing_compiler_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("gcc", "nm") else f"/bin/{tool}")
+    with pytest.raises(stubs.ToolError, match=r"^gcc, nm not found: .*apt-get install") as caught:
+        stubs.build(tmp_path, tmp_path, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_without_the_wheel_is_named(tmp_path: Path) -> None:
+    (tmp_path / "torch_npu").mkdir()
+    with pytest.raises(stubs.ToolError, match="there is no torch_npu"):
+        stubs.survey(tmp_path, tmp_path)
+
+
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="mode must be one of no_cann"):
+        Environment("0", tmp_path, tmp_path).run("pass", "real")
+
+
+def test_our_settings_do_not_reach_a_subprocess(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("MINDSPEED_LITE_DEVICE", "CANN_STUB_MODE", "ASCEND_RT_VISIBLE_DEVICES"):
+        monkeypatch.setenv(name, "mine")
+    for mode in MODES:
+        variables = Environment("0", tmp_path, tmp_path).variables(mode)
+        assert "mine" not in variables.values()
+        assert variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "0"
+        assert variables.get("CANN_STUB_MODE", "no_cann") == mode
+
+
+def test_this_process_has_nothing_of_it() -> None:
+    assert str(made.FOLDER / "site") not in sys.path
+    assert all(str(made.FOLDER) not in (getattr(module, "__file__", None) or "") for module in [*sys.modules.values()])
+
+
+def test_preparing_again_changes_nothing(environment: Environment) -> None:
+    before = environment.stubs.stat().st_mtime_ns, environment.site.stat().st_mtime_ns
+    assert made.prepare() == environment
+    assert (environment.stubs.stat().st_mtime_ns, environment.site.stat().st_mtime_ns) == before
+
+
+def test_nothing_but_libraries_is_left_of_the_build(environment: Environment) -> None:
+    left = {path.suffix for path in environment.stubs.iterdir() if path.name != ".stamp"}
+    assert left == {".so"}
+    assert {"libcann_stub.so", "libopapi.so", "libascendcl.so", "libhccl.so"} <= {
+        path.name for path in environment.stubs.iterdir()
+    }
+
+
+SAYS = """
+import torch
+
+def tried(made):
+    try:
+        return made()
+    except Exception as error:
+        return type(error).__name__
+
+print(torch.npu.is_available(), torch.npu.device_count())
+moved = tried(lambda: torch.ones(2).to("npu"))
+print(moved if isinstance(moved, str) else [moved.cpu().tolist(), (moved * 3).cpu().tolist()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "devices", "variables", "said"),
+    [
+        ("no_device", 1, {}, ["False 0", "RuntimeError"]),
+        ("fake", 1, {}, ["True 1", "RuntimeError"]),
+        ("host", 8, {}, ["True 8", "[[1.0, 1.0], [0.0, 0.0]]"]),
+        ("host", 1, {"TASK_QUEUE_ENABLE": "1"}, ["True 1", "RuntimeError"]),
+    ],
+    ids=["no_device", "fake", "host", "host with a queue"],
+)
+def test_the_device_of_a_mode(
+    environment: Environment, mode: str, devices: int, variables: dict[str, str], said: list[str]
+) -> None:
+    """Only the host's memory can be used, and what it computes cannot be taken for a result."""
+    ran = environment.run(SAYS, mode, devices=devices, **variables)
+    assert ran.stdout.splitlines()[-2:] == said, ran.stderr
+
+
+def test_without_cann_the_wheel_does_not_import(environment: Environment) -> None:
+    ran = environment.run("import torch_npu", "no_cann")
+    assert ran.returncode != 0 and "ImportError: libhccl.so: cannot open" in ran.stderr, ran.stderr
+
+
+def test_a_module_gets_its_arguments(environment: Environment, tmp_path: Path) -> None:
+    (tmp_path / "told.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "told.py").write_text("import sys; print(__name__, sys.argv[1:])\n")
+    ran = environment.run("import sys; print(sys.argv[1:])", "no_cann", "a", "b")
+    assert ran.stdout == "['a', 'b']\n", ran.stderr
+    path = f"{made.ROOT}:{tmp_path}"
+    ran = environment.run("own.told", "no_cann", "c", PYTHONPATH=path)
+    assert ran.stdout == "__main__ ['c']\n", ran.stderr

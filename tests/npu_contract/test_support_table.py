@@ -1,0 +1,122 @@
+"""The support table: read rightly from wheels and from our source, and current in docs/npu.md."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.npu_contract import support_table
+from tests.npu_contract.environment import Environment
+from tests.npu_contract.support_table import Call, arguments, calls, our_calls, read, table, verdict
+
+SCHEMA = 'npu_thing(Tensor x, int[2] size=[1, 1], *, str how="a", Tensor(a!)? out=None) -> (Tensor, Tensor)'
+
+
+def test_the_page_is_current() -> None:
+    assert support_table.main(["--check"]) == 0
+
+
+def test_our_calls_are_found_with_their_names() -> None:
+    found = our_calls()
+    assert set(found) >= {"npu_fusion_attention", "npu_rms_norm"}
+    assert found["npu_rms_norm"].keywords == {"epsilon"} and found["npu_rms_norm"].positional == 2
+    # Some of these stand in dictionaries that the call takes as **rest.
+    named = {"head_num", "input_layout", "scale", "atten_mask", "sparse_mode", "pre_tockens", "next_tockens"}
+    assert found["npu_fusion_attention"].keywords >= named
+
+
+def test_names_that_cannot_be_read_are_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "npu.py"
+    path.write_text("def f(x, **rest):\n    torch_npu.npu_thing(x, **rest)\n")
+    with pytest.raises(ValueError, match=r"\*\*rest"):
+        calls([path])
+
+
+def test_arguments_of_a_schema() -> None:
+    assert arguments(SCHEMA) == (["x", "size"], ["how", "out"])
+    assert arguments("npu_thing() -> Tensor") == ([], [])
+
+
+def _wheel(tmp_path: Path, library: bytes, fakes: str = "") -> Path:
+    path = tmp_path / "torch_npu-9.9.0-cp311-cp311-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("torch_npu/lib/libtorch_npu.so", library)
+        archive.writestr("torch_npu/op_plugin/meta/_meta_registrations.py", fakes)
+        archive.writestr("torch_npu-9.9.0.dist-info/METADATA", "Name: torch_npu\nRequires-Dist: torch==9.9.0+cpu\n")
+    return path
+
+
+def test_a_wheel_is_read_as_data(tmp_path: Path) -> None:
+    library = b"\0junk\0" + SCHEMA.encode() + b"\0N2at20NpuThingBackward0E\0npu_other(Tensor x) -> Tensor\0"
+    found = read(_wheel(tmp_path, library, '@impl(m, "npu_thing")\ndef f(): ...'))
+    assert found["requires"] == ["torch==9.9.0+cpu"] and found["cann"] == []
+    assert found["operators"] == {
+        "npu_thing": {"schema": SCHEMA, "autograd": True, "fake": True},
+        "npu_other": {"schema": "npu_other(Tensor x) -> Tensor", "autograd": False, "fake": False},
+    }
+
+
+def test_a_wheel_without_schemas_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no operator schemas"):
+        read(_wheel(tmp_path, b"nothing"))
+
+
+def test_verdicts() -> None:
+    operators = {"npu_thing": {"schema": SCHEMA, "autograd": True, "fake": True}}
+    assert verdict(Call("npu_thing", 1, {"how", "size"}), operators) == "yes"
+    assert verdict(Call("npu_thing", 1, {"why"}), operators) == "no argument `why`"
+    assert "takes 2 arguments by position, we pass 3" in verdict(Call("npu_thing", 3), operators)
+    assert verdict(Call("npu_gone", 1), operators) == "absent"
+    operators["npu_thing"] |= {"autograd": False, "fake": False}
+    assert verdict(Call("npu_thing", 1), operators) == "no autograd formula; no fake kernel"
+
+
+def test_what_was_not_read_is_said() -> None:
+    ours = {"npu_new": Call("npu_new", 1)}
+    data = {
+        "asked": [],
+        "wheels": {
+            "1": {"why": "no such release"},
+            "2": {"wheel": "w.whl", "count": 3, "requires": [], "cann": [], "operators": {}},
+        },
+    }
+    row = next(line for line in table(data, ours).splitlines() if line.startswith("| `npu_new`"))
+    assert row.endswith("| not read | not read |")
+    assert "- 1: not read: no such release" in table(data, ours)
+
+
+ASK = """
+import json, sys, torch
+
+def has(name, key):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"npu::{name}", key)
+
+print(json.dumps({
+    name: {
+        "names": [each.name for each in getattr(torch.ops.npu, name).default._schema.arguments],
+        "autograd": has(name, "AutogradPrivateUse1"),
+        "fake": has(name, "Meta"),
+    }
+    for name in sys.argv[1:]
+}))
+"""
+
+
+def test_the_reader_agrees_with_the_dispatcher(environment: Environment) -> None:
+    """For the installed wheel there are two ways to know: its files read as data, and torch's own registry."""
+    operators = sorted(our_calls())
+    done = environment.run(ASK, "fake", *operators)
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    in_files = read(environment.site)["operators"]
+    for name in operators:
+        found = in_files[name]
+        positional, keyword_only = arguments(found["schema"])
+        assert told[name] == {
+            "names": positional + keyword_only,
+            "autograd": found["autograd"],
+            "fake": found["fake"],
+        }, name
