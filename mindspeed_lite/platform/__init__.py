@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from typing import cast
 
@@ -17,6 +18,8 @@ from .redirect import Redirects
 __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate", "device_names"]
 
 DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
+
+_log = logging.getLogger("mindspeed_lite")
 
 _active: tuple[Device, Redirects] | None = None
 
@@ -39,14 +42,21 @@ def choose(requested: str | None = None) -> Device:
     """
     wanted = requested or os.environ.get(DEVICE_VARIABLE) or "auto"
     asked = f"Device {wanted!r}" if requested else f"{DEVICE_VARIABLE}={wanted!r}"
+    passed_over: list[str] = []
     if wanted == "auto":
         for name in device_names():
             # Do not pay for importing a device that is plainly absent.
             if name == "npu" and importlib.util.find_spec("torch_npu") is None:
                 continue
             candidate = device(name)
-            if not candidate.available():
+            reasons = candidate.available()
+            if not reasons:
+                if passed_over:
+                    # Installed and unusable is hardly what the user wants; one who does says so by the variable.
+                    _log.warning("%s is used, because %s", name, "; ".join(passed_over))
                 return candidate
+            if name == "npu":
+                passed_over += reasons
     if wanted not in device_names():
         known = ", ".join(("auto", *device_names()))
         raise DeviceError(f"{asked} does not name a device; choose one of {known}")

@@ -226,6 +226,18 @@ def test_with_a_device_it_is_chosen_first(machine):
     assert chosen.name == "npu" and chosen.describe() == "2 x Ascend910B2"
 
 
+def test_another_device_is_never_taken_silently_beside_an_unusable_npu(machine, monkeypatch, caplog):
+    machine(stand_in.NO_DEVICE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    (reason,) = npu.available()
+    assert platform.choose().name == "cpu"
+    (said,) = caplog.records
+    assert said.levelname == "WARNING" and said.getMessage() == f"cpu is used, because {reason}"
+    caplog.clear()
+    monkeypatch.setenv("MINDSPEED_LITE_DEVICE", "cpu")
+    assert platform.choose().name == "cpu" and not caplog.records, "who asks for it need not be told"
+
+
 def test_a_mapping_that_does_not_import_is_a_device_error(machine):
     machine(stand_in.WORKS, transfer="raise ImportError('no such name')")
     with pytest.raises(DeviceError, match=r"transfer_to_npu does not import \(no such name\); install the torch_npu"):
