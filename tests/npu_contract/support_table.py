@@ -88,7 +88,7 @@ def _keys(value: ast.expr, function: ast.AST, path: Path) -> set[str]:
             for target in targets:
                 if isinstance(target, ast.Name) and target.id == value.id:
                     given = getattr(node, "value", None)
-                    keys |= {key.value for key in given.keys} if isinstance(given, ast.Dict) else set()  # type: ignore
+                    keys |= {key.value for key in given.keys} if isinstance(given, ast.Dict) else set()
                 elif (
                     isinstance(target, ast.Subscript)
                     and isinstance(target.value, ast.Name)
