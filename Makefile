@@ -1,5 +1,7 @@
 # `make demo` and `make test` work on a bare machine with Python 3.12: they make .venv and install what they need.
 
+# Processes that run tests side by side; a file's tests stay together.
+WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.12 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -11,7 +13,7 @@ PINS := torch==2.11.0 megatron-core==0.19.2
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
-	@echo "make test          lint, types and all tests, on four Megatron-core releases"
+	@echo "make test          lint, types and all tests, on four Megatron-core releases; with test-npu where it can run"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
@@ -45,8 +47,9 @@ lint: .releases/.prepared
 	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(FEATURES) $(RELEASES) --check
 	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES) --check
 
+# Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 test: install lint .releases/.prepared
-	$(BIN)/python -m pytest
+	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
 
 # torch_npu and stubs for CANN live in .npu, apart from the environment; made once.
 test-npu: install

@@ -8,7 +8,16 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 
 BENCH = ["rich>=13", "matplotlib>=3.7", "jinja2>=3"]
-TEST = ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.11", "numpy", "setuptools>=68", "wheel"]
+TEST = [
+    "pytest>=8",
+    "pytest-xdist>=3.6",
+    "hypothesis>=6",
+    "ruff>=0.6",
+    "mypy>=1.11",
+    "numpy",
+    "setuptools>=68",
+    "wheel",
+]
 # What Megatron's training script imports beyond megatron-core's own requirements.
 TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 
@@ -25,6 +34,7 @@ setup(
     package_data={
         "mindspeed_lite.patches": ["fingerprints.json"],
         "mindspeed_lite": ["py.typed"],
+        "mindspeed_lite.ops": ["*/cpu.cpp", "native/*.h"],
         "mindspeed_lite.platform": ["fingerprints.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },

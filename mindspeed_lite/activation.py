@@ -12,7 +12,7 @@ import functools
 import os
 import platform as python_platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +129,13 @@ def activate(
     *,
     host_args: Any = None,
     collisions: Sequence[Collision] = (),
-    notices: Sequence[str] = (),
+    notices: Mapping[str, str] | None = None,
+    explicit: Collection[str] = (),
 ) -> Active:
     """Choose features from `given` (a namespace or mapping of dests) and swap them in, all or none.
+
+    `notices` are texts for the report, each with the host argument it is about: a text about an argument that a
+    feature sets is not true any more, and is left out.
 
     Raises:
         EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there;
@@ -143,7 +147,7 @@ def activate(
         raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     had_device = platform.current() is not None
     try:
-        return _activate(settings, host_args, collisions, notices)
+        return _activate(settings, host_args, collisions, notices or {}, explicit)
     except BaseException:
         if not had_device:
             platform.deactivate()
@@ -163,7 +167,13 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision], notices: Sequence[str]) -> Active:
+def _activate(
+    settings: Settings,
+    host_args: Any,
+    collisions: Sequence[Collision],
+    notices: Mapping[str, str],
+    explicit: Collection[str],
+) -> Active:
     from mindspeed_lite.platform import megatron
 
     device = platform.activate()
@@ -173,11 +183,11 @@ def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision
             "megatron.core cannot be found: install it (pip install megatron-core) or put a Megatron-LM checkout "
             "first on PYTHONPATH."
         )
-    context = Context(settings, device.name, found, host_args)
+    context = Context(settings, device.name, found, host_args, explicit)
     left_off: dict[str, list[str]] = {}
     if settings[AUTO.dest]:
         settings, left_off = _choose_all(context)
-        context = Context(settings, device.name, found, host_args)
+        context = Context(settings, device.name, found, host_args, explicit)
     strict = bool(settings[STRICT.dest])
     report = Report(found, f"{device.name} ({device.describe()})")
     session = Session(settings, context, report, strict=strict)
@@ -199,8 +209,9 @@ def _activate(settings: Settings, host_args: Any, collisions: Sequence[Collision
     session.transaction = transaction
     report.record(plan, settings, transaction)
     _describe_backends(report, plan, device.name)
-    for notice in notices:
-        session.notice(notice)
+    for notice, argument in notices.items():
+        if argument not in plan.adjustments:
+            session.notice(notice)
     for name, reasons in left_off.items():
         session.notice(f"auto leaves {name} off: {'; '.join(reasons)}")
     active = Active(session, plan, transaction)
@@ -278,7 +289,9 @@ def _describe_backends(report: Report, plan: Plan, device: str) -> None:
             entry.backends = [f"{name}:{dispatch.selected(name, device).backend}" for name in operators]
 
 
-def activate_for_training(args: Any, notices: Sequence[str], collisions: Sequence[Collision]) -> None:
+def activate_for_training(
+    args: Any, notices: Mapping[str, str], collisions: Sequence[Collision], explicit: Collection[str] = ()
+) -> None:
     """Activate from Megatron's validated arguments; a second call in one process replaces the first.
 
     Sets the arguments that the applied features ask for, prints the report on rank 0 and writes the report file.
@@ -288,7 +301,7 @@ def activate_for_training(args: Any, notices: Sequence[str], collisions: Sequenc
     if earlier is not None:
         deactivate(earlier)
     try:
-        active = activate(args, host_args=args, collisions=collisions, notices=notices)
+        active = activate(args, host_args=args, collisions=collisions, notices=notices, explicit=explicit)
     except BaseException:
         if earlier is not None:
             earlier.transaction.apply()

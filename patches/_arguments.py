@@ -110,8 +110,11 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
         def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's signature)
             device = platform.activate().name
             notices = _defaults.switch(args, device, parsed.explicit)
-            validated = wrapped(args, defaults)
-            activation.activate_for_training(args if validated is None else validated, notices, parsed.collisions)
+            with _defaults.unseen(args):
+                validated = wrapped(args, defaults)
+            activation.activate_for_training(
+                args if validated is None else validated, notices, parsed.collisions, parsed.explicit
+            )
             return validated
 
         return validate_args

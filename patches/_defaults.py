@@ -7,11 +7,12 @@ is never switched: that is an error which says what is missing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,7 @@ class Default:
         flag: how a user writes `instead`.
         asking: how a user writes `demanding`; empty if it can only be the default.
         missing: given the device, what is missing (a phrase), or None if it is there.
+        stand_in: dest of our flag that supplies what is missing; empty if there is none.
     """
 
     dest: str
@@ -37,10 +39,13 @@ class Default:
     flag: str
     asking: str
     missing: Callable[[str], str | None]
+    stand_in: str = ""
 
 
 def _absent(module: str) -> bool:
-    return importlib.util.find_spec(module) is None
+    # What we have put there ourselves, for features of an earlier session, has no loader.
+    found = importlib.util.find_spec(module)
+    return getattr(found, "loader", found) is None
 
 
 def _transformer_engine(device: str) -> str | None:
@@ -87,7 +92,15 @@ DEFAULTS: tuple[Default, ...] = (
         _transformer_engine,
     ),
     Default("apply_rope_fusion", True, False, "--no-rope-fusion", "", _rope_kernel),
-    Default("gradient_accumulation_fusion", True, False, "--no-gradient-accumulation-fusion", "", _wgrad_kernel),
+    Default(
+        "gradient_accumulation_fusion",
+        True,
+        False,
+        "--no-gradient-accumulation-fusion",
+        "",
+        _wgrad_kernel,
+        "use_gradient_accumulation_fusion",
+    ),
     Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex),
     # The same in a YAML file.
     Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "", _apex),
@@ -95,9 +108,26 @@ DEFAULTS: tuple[Default, ...] = (
     Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "", _compiler),
 )
 
+# Switches that Megatron's validation refuses for the local implementation and that a feature of ours makes work there.
+REFUSED = ("delay_wgrad_compute",)
 
-def switch(args: Any, device: str, explicit: Collection[str]) -> list[str]:
-    """Set every default that demands something absent to what is there; returns one notice for each.
+
+@contextlib.contextmanager
+def unseen(args: Any) -> Iterator[None]:
+    """Within the block Megatron does not see what it refuses and we have."""
+    local = getattr(args, "transformer_impl", "") == "local"
+    hidden = [dest for dest in REFUSED if local and getattr(args, dest, False)]
+    for dest in hidden:
+        setattr(args, dest, False)
+    try:
+        yield
+    finally:
+        for dest in hidden:
+            setattr(args, dest, True)
+
+
+def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
+    """Set every default that demands something absent to what is there; returns notices, each with its dest.
 
     Args:
         args: Megatron's arguments before validation; changed in place.
@@ -113,6 +143,8 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> list[str]:
     for holder, default in itertools.product(holders, DEFAULTS):
         if getattr(holder, default.dest, default.instead) != default.demanding:
             continue
+        if default.stand_in and getattr(args, default.stand_in, False):
+            continue
         missing = default.missing(device)
         if missing is None:
             continue
@@ -122,8 +154,8 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> list[str]:
                 "missing."
             )
         switches.append((holder, default, missing))
-    notices = []
+    notices = {}
     for holder, default, missing in switches:
         setattr(holder, default.dest, default.instead)
-        notices.append(f"{default.flag} set: Megatron's default needs {missing}")
-    return list(dict.fromkeys(notices))
+        notices[f"{default.flag} set: Megatron's default needs {missing}"] = default.dest
+    return notices

@@ -1,33 +1,41 @@
-"""`--use-flash-attn`: attention without the matrix of scores.
+"""`--use-flash-attn`: attention without the matrix of scores; also `--attention-backend flash` and `fused`.
 
 Reaches the core attention of the local implementation. `DotProductAttention.forward` is the whole of it, its
-signature and body are the same in every supported release, and the module around it (heads per rank, scale, masks)
-stays Megatron's. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent
-up-projections alone. Steps aside, with a reason, for what the operator's backend cannot do: a softmax offset
-anywhere, dropout on the CPU, where no kernel has it.
+signature and body are the same in every supported release, and the module around it (heads per rank, scale, masks,
+softmax offset) stays Megatron's. Serves packed sequences, which the original refuses. Its constructor takes the head
+sizes that multi-latent attention names, and for which it has no parameters in any release; the operator reads them off
+the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
+alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias.
 
 A causal mask is not built: when the data has no document resets, the data loader is told not to make one
 (`--no-create-attention-mask-in-dataloader`), and the kernel masks by position.
+
+`--attention-backend flash` and `fused` ask for the same in Megatron's words, which mean Transformer Engine there;
+`unfused` asks for Megatron's own and contradicts `--use-flash-attn`; `auto`, its default, and `local` ask for neither.
+What Megatron does besides on those words (environment variables for Transformer Engine) stays.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch.utils.checkpoint import checkpoint
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
+from mindspeed_lite.ops.attention import attention, packed, why_not
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.attention import attention, reference, why_not
-from mindspeed_lite.verify import Exact
+from ._attention_check import check
 
-# Scores (b * n * sq * sk) up to which a verification evaluates all of them in float64 at once, and those of one
-# head up to which it does so at all: 1 GiB a matrix.
-_SCORES_AT_ONCE = 1 << 26
-_SCORES_OF_A_HEAD = 1 << 27
+_BACKENDS = ("flash", "fused", "unfused", "local", "auto")
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
+        for size in ("k_channels", "v_channels"):
+            keywords.pop(size, None)
+        wrapped(self, *arguments, **keywords)
+
+    return __init__
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -35,6 +43,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     from megatron.core.transformer.enums import AttnMaskType
 
     verifier = session.verifier
+    positions = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
     def forward(
         self: Any,
@@ -49,38 +58,47 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         softmax = self.scale_mask_softmax
         window = softmax.window_size
         dropout = self.attention_dropout.p if self.training else 0.0
+        sink = self.softmax_offset
         how: dict[str, Any] = {
-            # Megatron's local path looks at the module's own mask type and ignores the argument.
-            "causal": self.attn_mask_type == AttnMaskType.causal
-            and attention_mask is None
-            and window is None
-            and query.size(0) > 1,
-            "mask": attention_mask if window is None else None,
-            "window": window,
             # Layer-wise query-key scaling divides here and multiplies before the softmax.
             "scale": self.softmax_scale * (softmax.scale or 1.0),
+            "window": window,
             "dropout_p": dropout,
+            "sink": None if sink is None else sink.to(query.device),
         }
-        reasons = [
-            f"{name} needs another kernel"
-            for name, given in (
-                ("the softmax offset of --softmax-type", self.softmax_offset),
-                ("a packed sequence", packed_seq_params),
-                ("an attention bias", attention_bias),
+        if packed_seq_params is None:
+            # Megatron's local path looks at the module's own mask type and ignores the argument.
+            how["causal"] = (
+                self.attn_mask_type == AttnMaskType.causal
+                and attention_mask is None
+                and window is None
+                and query.size(0) > 1
             )
-            if given is not None
-        ] or why_not(query, key, value, **how)
+            how["mask"] = attention_mask if window is None else None
+            reasons = _why_not_bias(attention_bias) or why_not(query, key, value, **how)
+        else:
+            # As Transformer Engine: a pack's masks are its lengths and the module's kind.
+            how["causal"] = self.attn_mask_type in positions
+            reasons = _why_not_packed(self, query, attention_bias, packed_seq_params, AttnMaskType)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        if verifier is not None and dropout > 0.0:
-            verifier.leave_out(FEATURE.name, "attention", "dropout is on, and each draws in its own way")
-        elif verifier is not None:
-            _verify(
+        packing = None if packed_seq_params is None else _packing(packed_seq_params)
+
+        def compute(q: Any, k: Any, v: Any) -> Any:
+            """[s, b, n, d] -> [s, b, n, dv], or for a pack [t, n, d] -> [t, n, dv]"""
+            return attention(q, k, v, **how) if packing is None else packed.attention(q, k, v, packing, **how)
+
+        if verifier is not None:
+            check(
                 verifier,
-                lambda *qkv: wrapped(self, *qkv, attention_mask, attn_mask_type, attention_bias, packed_seq_params),
+                FEATURE,
+                compute,
+                lambda *qkv: wrapped(self, *qkv, attention_mask),
                 (query, key, value),
                 how,
+                packing,
+                same_size=value.size(-1) == self.hidden_size_per_attention_head,
             )
         # Under sequence parallelism Megatron has forked the generator already.
         fork = (
@@ -89,93 +107,56 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             else contextlib.nullcontext()
         )
         with fork:
-            # [s, b, n, d] -> [s, b, n, dv]
-            context = attention(query, key, value, **how)
-        return context.flatten(-2)
+            return compute(query, key, value).flatten(-2)
 
     return forward
 
 
-def _verify(verifier: Any, original: Callable[..., Any], qkv: Sequence[torch.Tensor], how: Mapping[str, Any]) -> None:
-    """Hand both ways to compute this call to the verifier."""
-    from megatron.core import parallel_state
+def _why_not_bias(bias: Any) -> list[str]:
+    return [] if bias is None else ["an attention bias needs another kernel"]
 
-    mask = how["mask"]
-    if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # [b or 1, n or 1, sq, sk]
 
-    def without_padding(context: torch.Tensor) -> torch.Tensor:
-        """Zero in rows that see no key: ours are zero, Megatron's an average, and nothing may depend on either."""
-        if mask is None:
-            return context
-        empty = mask.all(-1).permute(2, 0, 1).unsqueeze(-1)  # [sq, b or 1, n or 1, 1]
-        return context.reshape(*context.shape[:2], heads, -1).masked_fill(empty, 0.0).flatten(-2)
+def _why_not_packed(module: Any, query: Any, bias: Any, params: Any, kinds: Any) -> list[str]:
+    reasons = _why_not_bias(bias)
+    if params.qkv_format != "thd" or query.dim() != 3:
+        reasons.append(f"a packed sequence in format {params.qkv_format}, {query.dim()} dimensions, is none of thd")
+    elif params.cu_seqlens_q is None or params.cu_seqlens_kv is None:
+        reasons.append("a packed sequence without cu_seqlens_q and cu_seqlens_kv")
+    if module.attn_mask_type == kinds.arbitrary:
+        reasons.append("an arbitrary mask over a packed sequence")
+    return reasons
 
-    def ours(*qkv: torch.Tensor) -> torch.Tensor:
-        return without_padding(attention(*qkv, **how).flatten(-2))
 
-    def megatrons(*qkv: torch.Tensor) -> torch.Tensor:
-        # Megatron keeps the memory of its scores for the next call, which there will not be.
-        buffers = parallel_state.get_global_memory_buffer().buffer
-        kept = dict(buffers)
-        try:
-            return without_padding(original(*qkv))
-        finally:
-            buffers.clear()
-            buffers.update(kept)
-
-    heads = qkv[0].shape[2]
-    variant = "causal" if how["causal"] else ""
-    if mask is not None:
-        variant = "mask"
-    elif how["window"] is not None:
-        variant = "window({},{})".format(*how["window"])
-    verifier.check(
-        FEATURE.name,
-        "attention",
-        FEATURE.numerics,
-        ours,
-        megatrons,
-        dict(zip("qkv", qkv, strict=True)),
-        against="Megatron's DotProductAttention",
-        exact=_exact(qkv, how, mask),
-        variant=variant,
+def _packing(params: Any) -> packed.Packing:
+    return packed.Packing.of(
+        params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
     )
 
 
-def _exact(qkv: Sequence[torch.Tensor], how: Mapping[str, Any], mask: torch.Tensor | None) -> list[Exact]:
-    """The definition for float64: in one piece, or where that is too large each sequence's groups of heads."""
-    (sq, b, n, _), (sk, _, g, dv) = qkv[0].shape, qkv[2].shape
-    if b * n * sq * sk <= _SCORES_AT_ONCE:
-        return [Exact(lambda *qkv: reference.attention(*qkv, **how).flatten(-2))]
-    if sq * sk > _SCORES_OF_A_HEAD:
-        return []
-    every, size = slice(None), n // g
+def _backend(text: str) -> str:
+    if text not in _BACKENDS:
+        raise ValueError(f"one of {', '.join(_BACKENDS)}")
+    return text
 
-    def part(batch: int, group: int) -> Exact:
-        one, keys = slice(batch, batch + 1), slice(group, group + 1)
-        queries = slice(group * size, (group + 1) * size)
-        output = slice(queries.start * dv, queries.stop * dv)
-        hidden = mask
-        if hidden is not None:
-            hidden = hidden[one if hidden.shape[0] > 1 else every, queries if hidden.shape[1] > 1 else every]
 
-        def of_head(head: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            its = hidden if hidden is None or hidden.shape[1] == 1 else hidden[:, head : head + 1]
-            return reference.attention(q[:, :, head : head + 1], k, v, **{**how, "mask": its})
+def _asked_backend(settings: Mapping[str, Any]) -> str:
+    """The word, which Megatron's parser turns into a member of an enumeration."""
+    value = settings.get("attention_backend", "auto")
+    return str(getattr(value, "name", value))
 
-        def of_group(*qkv: torch.Tensor) -> torch.Tensor:
-            # Recomputed in the backward pass, so that the scores of one head exist at a time.
-            recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            return torch.cat([recomputed(of_head, head, *qkv) for head in range(size)], 2).flatten(-2)
 
-        return Exact(of_group, (every, one, output), [(every, one, queries), *[(every, one, keys)] * 2])
-
-    return [part(batch, group) for batch in range(b) for group in range(g)]
+def _enabled(settings: Settings) -> bool:
+    return bool(settings.get("use_flash_attn", False)) or _asked_backend(settings) in ("flash", "fused")
 
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = []
+    if _asked_backend(context.settings) == "unfused":
+        if context.settings.get("use_flash_attn", False):
+            raise OptionError(
+                "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
+            )
+        reasons.append("--attention-backend unfused asks for Megatron's own attention")
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own attention")
     if context.arg("context_parallel_size", 1) > 1:
@@ -198,10 +179,21 @@ FEATURE = Feature(
             help="Compute attention with a fused operator that never stores the scores.",
             upstream=">=0.16,<0.20",
         ),
+        Option(
+            "--attention-backend",
+            help="flash and fused: as --use-flash-attn, with the local implementation.",
+            default="auto",
+            type=_backend,
+            upstream=">=0.16,<0.20",
+        ),
     ),
     numerics="ulp",
     condition=_why_not,
+    enabled=_enabled,
     adjust=_adjust,
     operators=("attention",),
-    patches=(Wrap("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _forward),),
+    patches=(
+        Wrap("megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", _init),
+        Wrap("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _forward),
+    ),
 )

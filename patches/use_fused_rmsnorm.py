@@ -57,7 +57,8 @@ class FusedRMSNorm(torch.nn.RMSNorm):
             return torch.nn.functional.rms_norm(x, self.normalized_shape, weight, self.eps)
 
         def definition(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            return reference.rms_norm(x, weight, self.eps, self.zero_centered)
+            out: torch.Tensor = reference.rms_norm(x, weight, self.eps, self.zero_centered)
+            return out
 
         against = "torch.nn.RMSNorm"
         if self.zero_centered:

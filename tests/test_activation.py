@@ -169,11 +169,11 @@ def test_without_megatron_the_error_says_how_to_get_it():
 def test_auto_takes_what_applies_and_notes_the_rest():
     report = mindspeed_lite.enable(auto=True)
     assert status("use_fused_rmsnorm", report) == status("use_flash_attn", report) == "applied"
-    assert report.notices == []
+    assert all("use_fused_linear_cross_entropy" in each or "delay" in each for each in report.notices)
     mindspeed_lite.disable()
     report = mindspeed_lite.enable(auto=True, host_args={"context_parallel_size": 2}, strict=True)
     assert status("use_fused_rmsnorm", report) == "applied" and status("use_flash_attn", report) == "off"
-    (notice,) = report.notices
+    (notice,) = (each for each in report.notices if "use_flash_attn" in each)
     assert notice.startswith("auto leaves use_flash_attn off: --context-parallel-size is above 1")
 
 
@@ -217,6 +217,7 @@ def test_a_thousand_times_on_and_off_leaves_megatron_and_the_memory_as_they_were
                 assert [depth(each) for each in targets()] == [2, 1], "device layer and feature; feature"
                 assert changed(with_device, places()) == {
                     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+                    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
                     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
                 }
         if report:

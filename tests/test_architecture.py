@@ -122,6 +122,14 @@ def test_operators_know_torch_and_at_most_the_platform(path):
     assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
+@pytest.mark.parametrize("path", files("mindspeed_lite/parallel"), ids=module_name)
+def test_parallel_mechanisms_know_torch_operators_and_the_platform(path):
+    for name in ours(path):
+        assert within(name, "mindspeed_lite.parallel", "mindspeed_lite.ops", "mindspeed_lite.platform"), name
+    assert not [name for name in imports(path) if within(name, "megatron")]
+    assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
+
+
 @pytest.mark.parametrize("path", files("mindspeed_lite/platform"), ids=module_name)
 def test_the_platform_knows_the_engine_and_one_file_of_it_megatron(path):
     for name in imports(path):
@@ -198,17 +206,28 @@ def test_every_operator_a_feature_names_exists():
 SURFACE = {
     "names": ["__version__", "disable", "enable", "enabled", "report"],
     "flags": [
+        "--attention-backend",
+        "--delay-wgrad-compute",
+        "--gradient-accumulation-fusion",
         "--mindspeed-lite-allow-unverified",
         "--mindspeed-lite-auto",
         "--mindspeed-lite-report",
         "--mindspeed-lite-strict",
         "--mindspeed-lite-verify",
         "--use-flash-attn",
+        "--use-fused-adamw",
+        "--use-fused-cross-entropy",
+        "--use-fused-embedding",
+        "--use-fused-layernorm",
+        "--use-fused-linear-cross-entropy",
         "--use-fused-rmsnorm",
+        "--use-fused-rotary-pos-emb",
+        "--use-fused-swiglu",
     ],
     "environment": [
         "MINDSPEED_LITE_ALLOCATOR",
         "MINDSPEED_LITE_BENCH",
+        "MINDSPEED_LITE_CACHE",
         "MINDSPEED_LITE_DEVICE",
         "MINDSPEED_LITE_DISABLE",
     ],

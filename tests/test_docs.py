@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_lite import activation, platform
 from mindspeed_lite.cli import COMMANDS
+from mindspeed_lite.ops.native import CACHE_VARIABLE
 from mindspeed_lite.patches._defaults import DEFAULTS
 from mindspeed_lite.platform import allocator
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
@@ -87,7 +88,7 @@ def test_flags_in_the_readme_exist() -> None:
 
 def test_variables_in_the_readme_exist() -> None:
     # The first stands in megatron_adaptor.py, which acts when it is imported.
-    known = {"MINDSPEED_LITE_DISABLE", platform.DEVICE_VARIABLE, allocator.ALLOCATOR_VARIABLE}
+    known = {"MINDSPEED_LITE_DISABLE", platform.DEVICE_VARIABLE, allocator.ALLOCATOR_VARIABLE, CACHE_VARIABLE}
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
     assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(README))) == known
 
@@ -187,3 +188,32 @@ def test_the_example_patch_works_in_megatron(tmp_path: Path) -> None:
         [sys.executable, "-W", "ignore", "-c", TRY, str(tmp_path)], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
+
+
+def quotations(page: str) -> list[tuple[Path, str]]:
+    """Each Python example that stands below the name of the file it is from."""
+    found = re.findall(r"^`([\w./-]+\.py)`\n\n```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [(ROOT / file, block) for file, block in found]
+
+
+def missing(source: str, block: str) -> list[str]:
+    """The pieces of a quotation, between its `# ...`, that do not follow each other in the source."""
+    # Blank lines aside, which a formatter sets in its own way.
+    source, block = (re.sub(r"\n(?:[ ]*\n)+", "\n", each) for each in (source, block))
+    lost, at = [], 0
+    for piece in re.split(r"^ *# \.\.\.\n", block, flags=re.MULTILINE):
+        start = source.find(piece, at)
+        if start < 0:
+            lost.append(piece)
+        else:
+            at = start + len(piece)
+    return lost
+
+
+def test_the_operator_on_the_page_is_the_one_in_the_repository() -> None:
+    page = DOCS / "add_an_op.md"
+    quoted = quotations(text(page))
+    assert len(quoted) == len(blocks(page, "python")) >= 7, "an example without the name of its file"
+    for file, block in quoted:
+        assert missing(text(file), block) == [], file
+    assert missing("a\nb\nc\n", "a\n# ...\nc\n") == [] and missing("c\na\n", "a\n# ...\nc\n") == ["c\n"]

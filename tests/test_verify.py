@@ -334,7 +334,7 @@ def test_a_row_without_keys_is_padding_on_both_sides():
 @pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
 @forked("megatron")
 def test_large_attention_is_judged_by_one_group_of_heads(case):
-    from mindspeed_lite.patches import use_flash_attn as patch
+    from mindspeed_lite.patches import _attention_check as patch
 
     patch._SCORES_AT_ONCE = 0
     mindspeed_lite.enable(use_flash_attn=True, verify=2, strict=True)

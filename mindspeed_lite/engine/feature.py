@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
@@ -31,7 +31,10 @@ def _check_range(owner: str, specifier: str) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One flag; False without a type is a switch. `upstream`: host releases that have it."""
+    """One flag; False without a type is a switch. `upstream`: host releases that have it.
+
+    `name`: what it is stored as, where the host stores something else under the flag's own name.
+    """
 
     flag: str
     help: str
@@ -41,6 +44,7 @@ class Option:
     nargs: int | str | None = None
     metavar: str | None = None
     upstream: str = ""
+    name: str = ""
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"--[A-Za-z][\w-]*", self.flag):
@@ -53,7 +57,7 @@ class Option:
 
     @property
     def dest(self) -> str:
-        return self.flag[2:].replace("-", "_")
+        return self.name or self.flag[2:].replace("-", "_")
 
     @property
     def is_switch(self) -> bool:
@@ -145,12 +149,16 @@ class Settings(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Context:
-    """What a condition may look at: settings, device name, versions by package, arguments of the host."""
+    """What a condition may look at: settings, device name, versions by package, arguments of the host.
+
+    `explicit`: the arguments that the user gave by flag, as far as is known.
+    """
 
     settings: Settings
     device: str
     versions: Mapping[str, str]
     host_args: Any = None
+    explicit: Collection[str] = frozenset()
 
     def arg(self, name: str, default: Any = None) -> Any:
         """One argument of the host, whatever it keeps them in."""

@@ -37,8 +37,17 @@ REFERENCE = "reference"
 
 # Operator name -> package that defines OPERATOR. A literal: no import order decides what a table shows.
 OPERATORS: Mapping[str, str] = {
+    "accumulate_wgrad": "mindspeed_lite.ops.accumulate_wgrad",
+    "activation": "mindspeed_lite.ops.activation",
+    "adamw": "mindspeed_lite.ops.adamw",
     "attention": "mindspeed_lite.ops.attention",
+    "cross_entropy": "mindspeed_lite.ops.cross_entropy",
+    "l2norm": "mindspeed_lite.ops.l2norm",
+    "layer_norm": "mindspeed_lite.ops.layer_norm",
+    "linear_cross_entropy": "mindspeed_lite.ops.linear_cross_entropy",
     "rms_norm": "mindspeed_lite.ops.rms_norm",
+    "rope": "mindspeed_lite.ops.rope",
+    "vocab_embedding": "mindspeed_lite.ops.vocab_embedding",
 }
 
 _log = logging.getLogger("mindspeed_lite")
@@ -113,7 +122,7 @@ class Operator:
             raise RuntimeError(f"{self.name}: {backend} is forced and cannot serve this call: {'; '.join(reasons)}")
         if reasons:
             # Before remembering: a subscriber that raises (strict mode) must be asked again by the next call.
-            _report(self.name, backend, tuple(reasons))
+            report_fallback(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
         chosen: Implementation = getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
         self._chosen[case] = chosen
@@ -223,12 +232,16 @@ def force(op: str, backend: str) -> Iterator[None]:
             found._chosen.clear()
 
 
-def _report(op: str, backend: str, reasons: tuple[str, ...]) -> None:
+def report_fallback(op: str, backend: str, reasons: tuple[str, ...], to: str = "the reference") -> None:
+    """Says once that `op` on `backend` is not served as it should be, by what instead, and why.
+
+    A backend calls it when it serves a case itself but by a lesser way, such as without a compiler for its kernel.
+    """
     said = (op, backend, reasons)
     with _lock:
         if said in _reported:
             return
-        _log.warning("%s: %s falls back to the reference: %s", op, backend, "; ".join(reasons))
+        _log.warning("%s: %s falls back to %s: %s", op, backend, to, "; ".join(reasons))
         for callback in tuple(_subscribers):
             callback(op, backend, reasons)
         _reported.add(said)

@@ -182,6 +182,26 @@ def _step_count_of_checkpoint(wrapped: Callable[..., Any], session: Session) -> 
     return load_state_dict
 
 
+def _state_without_step_count(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A parameter's state is loaded although the checkpoint has no step count for it.
+
+    Without Apex and Transformer Engine the distributed optimizer asks every state of a parameter of its checkpoint,
+    but the formats that can be resharded leave the count out, which is in the parameter groups. Leaves the count
+    that is there.
+    """
+
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        if "step" not in tensors and isinstance(self.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            group, place = self.model_param_group_index_map[model_param]
+            parameter = self.optimizer.param_groups[group]["params"][place]
+            step = self.optimizer.state[parameter].get("step")
+            if isinstance(step, torch.Tensor):
+                tensors = {**tensors, "step": step}
+        return wrapped(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
 def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A wheel's compiled dataset helpers are used as they are.
 
@@ -229,6 +249,10 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ),
         Wrap(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict", _step_count_of_checkpoint
+        ),
+        Wrap(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+            _state_without_step_count,
         ),
     ),
     _assumption(

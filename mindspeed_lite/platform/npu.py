@@ -55,9 +55,9 @@ def _npu() -> Any:
 
 
 def install(redirects: Redirects) -> None:
-    """Load torch_npu's own mapping from `torch.cuda` to `torch.npu`.
+    """Load torch_npu's own mapping from `torch.cuda` to `torch.npu`, and complete it where Megatron needs more.
 
-    It has no way back: after `deactivate` the mapping stays until the process ends.
+    The mapping has no way back: after `deactivate` it stays until the process ends.
     """
     try:
         importlib.import_module("torch_npu.contrib.transfer_to_npu")
@@ -66,3 +66,5 @@ def install(redirects: Redirects) -> None:
             f"Device npu: torch_npu.contrib.transfer_to_npu does not import ({error}); install the torch_npu "
             "release that matches your torch"
         ) from error
+    # Imports torch, which this file must not: torch may load torch_npu itself.
+    importlib.import_module(f"{__package__}.npu_unmapped").install(redirects)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mindspeed_lite.bench import operators
-from mindspeed_lite.bench.operators import OPERATORS, Work, agreement, attention, rms_norm
+from mindspeed_lite.bench.operators import OPERATORS, Work, agreement, attention, rms_norm, rope
 from mindspeed_lite.ops import dispatch
 
 
@@ -33,12 +33,20 @@ def test_default_and_documented_shapes_can_be_read(name, device):
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("adamw", "3x40"),
+        ("l2norm", "3x40"),
         ("rms_norm", "24x48"),
+        ("activation", "24x48"),
+        ("activation", "24x48,kind=gelu,bias=1"),
+        ("activation", "24x48,kind=squared_relu,weights=1"),
         ("attention", "s=12,n=4,d=8"),
         ("attention", "s=12,b=2,n=4,g=2,d=8"),
         ("attention", "s=12,n=2,d=8,w=3"),
         ("attention", "s=12,n=2,d=8,w=3,causal=0"),
         ("attention", "s=12,n=2,d=8,causal=0"),
+        ("rope", "s=12,n=2,d=8"),
+        ("rope", "s=12,b=2,n=2,d=8,r=4,pairs=interleaved"),
+        ("rope", "s=12,n=2,d=8,r=6,pairs=regrouped"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -65,6 +73,8 @@ def test_bytes_and_operations():
     full = attention.case("s=8,b=2,n=4,g=2,d=16,causal=0", "cpu", torch.float32)
     assert full.forward.flops == 2 * 2 * 2 * 4 * 16 * 64 and full.both.flops == 3 * full.forward.flops
     assert full.forward.bytes == 4 * (2 * 8 * 2 * 4 * 16 + 2 * 8 * 2 * 2 * 16)
+    turned = rope.case("s=8,b=2,n=4,d=16,r=6", "cpu", torch.bfloat16)
+    assert turned.forward == Work(2 * 2 * 8 * 2 * 4 * 16 + 2 * 8 * 6 * 4, 3 * 8 * 2 * 4 * 6)
 
 
 @pytest.mark.parametrize("text", ["s=9,n=1,d=1", "s=9,n=1,d=1,w=3", "s=9,n=1,d=1,w=0", "s=9,n=1,d=1,w=50",
@@ -89,6 +99,11 @@ def test_visible_pairs_are_those_of_the_mask(text):
         ("attention", "s=a,n=3,d=8", "whole number"),
         ("attention", "s=4,n=3,d=8,causal=2", "0 or 1"),
         ("attention", "", "is none of"),
+        ("rope", "s=4", "n and d missing"),
+        ("rope", "s=4,n=3,d=8,r=3", "even number within"),
+        ("rope", "s=4,n=3,d=8,pairs=thirds", "pairs is one of"),
+        ("rope", "s=4,s=5,n=3,d=8", "twice"),
+        ("rope", "s=0,n=3,d=8", "at least 1"),
     ],
 )
 def test_a_shape_that_cannot_be_read(name, text, word):

@@ -17,6 +17,8 @@ from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import streams
 from tests.cli.support import command, fails_in_one_line
 
+WITHOUT_GRADIENT = ("adamw", "l2norm")
+
 
 def test_it_passes_here(tmp_path):
     out = tmp_path / "selftest.json"
@@ -31,13 +33,17 @@ def test_it_passes_here(tmp_path):
         "device layer", "copies and arithmetic", "process group (gloo)",
     ]  # fmt: skip
     for name in dispatch.OPERATORS:
+        has_gradient = name not in WITHOUT_GRADIENT
         numbers = [check for check in by_group["numerics"] if check["name"].startswith(f"{name} ")]
         assert {check["name"].rsplit(" ", 1)[1] for check in numbers} == {"fp32", "bf16"}
         for check in numbers:
-            assert [figure["result"] for figure in check["figures"]][:2] == ["output", "gradient of input 1"]
-            assert all(figure["ours"] <= figure["bound"] and figure["plain"] > 0 for figure in check["figures"])
+            results = [figure["result"] for figure in check["figures"]]
+            assert results[:2] == ["output", "gradient of input 1"][: 1 + has_gradient]
+            # A norm is one number, which may be exact; a row of an embedding is copied.
+            assert all(figure["ours"] <= figure["bound"] for figure in check["figures"])
+            assert all(figure["plain"] > 0 or name in ("l2norm", "vocab_embedding") for figure in check["figures"])
         (timed,) = [check for check in by_group["speed"] if check["name"].startswith(f"{name} ")]
-        assert [row["direction"] for row in timed["figures"]] == ["forward", "forward+backward"]
+        assert [row["direction"] for row in timed["figures"]] == ["forward", "forward+backward"][: 1 + has_gradient]
         assert all(each["seconds"] > 0 for row in timed["figures"] for each in row["contenders"])
 
 

@@ -65,8 +65,9 @@ def test_every_feature_is_verified_somewhere(capsys):
 def test_a_release_counts_only_if_every_target_is_known():
     feature = activation.catalogue()["use_flash_attn"]
     known = Fingerprint("()", "0")
-    target = feature.patches[0].target
-    table = Table({"0.17.0": {target: known}, "0.18.0": {}, "0.16.0": {target: known}})
+    every = {patch.target: known for patch in feature.patches}
+    some = {feature.patches[0].target: known}
+    table = Table({"0.17.0": every, "0.18.0": {}, "0.16.0": every, "0.19.0": some})
     assert features.verified_releases(feature, table) == ["0.16.0", "0.17.0"]
 
 

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from mindspeed_lite.engine import Collision, Option, add_arguments
+from mindspeed_lite.engine import Collision, Option, Settings, add_arguments
 
 from .support import feature
 
@@ -52,6 +52,16 @@ def test_a_flag_or_dest_the_host_uses_otherwise_is_a_collision(option, host):
     _, collisions = parser_of([feature("x", options=[option])], host=[host])
     assert collisions == [Collision("--fuse", "x")]
     assert parser_of([], [option], host=[host])[1] == [Collision("--fuse", "")]
+
+
+def test_a_flag_may_be_stored_under_another_name_than_the_hosts():
+    option = Option("--fuse", "h", name="use_fuse")
+    host = [("--no-fuse", {"dest": "fuse", "action": "store_false"})]
+    parser, collisions = parser_of([feature("x", options=[option])], host=host)
+    assert collisions == []
+    assert vars(parser.parse_args([])) == {"fuse": True, "use_fuse": False}
+    assert vars(parser.parse_args(["--fuse", "--no-fuse"])) == {"fuse": False, "use_fuse": True}
+    assert Settings.of([option], parser.parse_args(["--fuse"])).use_fuse is True
 
 
 def test_a_shared_flag_is_added_once_and_a_second_call_adds_nothing():

@@ -6,21 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.npu_contract.cases import Case
-from tests.npu_contract.contracts import violations
+from tests.npu_contract.definitions import Case
+from tests.npu_contract.operators import violations
 from tests.npu_contract.recorder import Call, Tensor
 
 Record = Mapping[str, Any]
-
-# Forward argument -> the backward operator's name for it, where the two differ.
-RENAMED = {"scale": "scale_value"}
-# Argument of the backward -> the result of the forward that it must be; nothing for an operator that saves inputs only.
-SAVED = {
-    "npu_fusion_attention": {
-        "attention_in": 0, "softmax_max": 1, "softmax_sum": 2, "softmax_in": 3, "seed": 4, "offset": 5, "numels": 6,
-    },
-    "npu_rms_norm": {"rstd": 1},
-}  # fmt: skip
 
 
 def problems(case: Case, record: Record) -> list[str]:
@@ -33,23 +23,35 @@ def _problems(case: Case, record: Record) -> Iterator[str]:
     if record["error"]:
         yield record["error"]
     called = [call.operator for call in record.get("forward", ())]
-    if called != [case.forward]:
-        yield f"forward called {called}: want {[case.forward]}"
+    if called != [case.forward] * case.calls:
+        yield f"forward called {called}: want {[case.forward] * case.calls}"
         return
-    forward = record["forward"][0]
-    if forward.named is None:
-        yield f"{case.forward}: how the arguments were passed was not seen"
-    yield from violations(forward)
-    yield from _arguments(case, forward)
+    for forward in record["forward"]:
+        if forward.named is None:
+            yield f"{case.forward}: how the arguments were passed was not seen"
+        yield from violations(forward)
+    yield from _arguments(case, record["forward"][0])
     if record["error"]:
         return
-    want = case.result()
-    if not _alike(record["out"], want) or (want.contiguous and not record["out"].contiguous):
-        yield f"the output is {record['out']}: want {want}{', contiguous' if want.contiguous else ''}"
+    yield from _outputs(record["out"], case.result())
     if record["pass"] == "content":
-        yield from case.effect(forward)
+        for forward in record["forward"]:
+            yield from case.effect(forward)
+    elif case.backward:
+        yield from _backward(case, record)
+
+
+def _outputs(have: Any, want: Any) -> Iterator[str]:
+    if isinstance(want, (tuple, list)):
+        if not isinstance(have, (tuple, list)) or len(have) != len(want):
+            yield f"the output is {have}: want {len(want)} of them"
+            return
+        for one, wanted in zip(have, want, strict=True):
+            yield from _outputs(one, wanted)
         return
-    yield from _backward(case, record, forward)
+    contiguous = isinstance(want, Tensor) and want.contiguous
+    if not _alike(have, want) or (contiguous and not have.contiguous):
+        yield f"the output is {have}: want {want}{', contiguous' if contiguous else ''}"
 
 
 def _arguments(case: Case, forward: Call) -> Iterator[str]:
@@ -61,28 +63,38 @@ def _arguments(case: Case, forward: Call) -> Iterator[str]:
             yield f"{name} is {have}: want {want}"
 
 
-def _backward(case: Case, record: Record, forward: Call) -> Iterator[str]:
-    if [call.operator for call in record["backward"]] != [case.backward]:
-        yield f"backward called {[call.operator for call in record['backward']]}: want {[case.backward]}"
+def _backward(case: Case, record: Record) -> Iterator[str]:
+    called = [call.operator for call in record["backward"]]
+    if called != [case.backward] * case.calls:
+        yield f"backward called {called}: want {[case.backward] * case.calls}"
         return
-    backward = record["backward"][0]
-    yield from violations(backward)
-    given = {RENAMED.get(name, name): value for name, value in forward.arguments.items()}
-    results = forward.results or ()
-    given.update({name: results[position] for name, position in SAVED.get(case.forward, {}).items()})
-    for name, value in given.items():
-        if name in backward.arguments and not _alike(backward.arguments[name], value):
-            yield f"{name} is {backward.arguments[name]} in the backward, {value} in the forward"
+    # Autograd goes through several calls from the last to the first.
+    for forward, backward in zip(record["forward"], reversed(record["backward"]), strict=True):
+        yield from violations(backward)
+        yield from _carried(case, forward, backward)
     for name, leaf in record["leaves"].items():
+        if not leaf.dtype.startswith(("float", "bfloat")):
+            continue
         gradient = record["gradients"][name]
         if not isinstance(gradient, Tensor) or (gradient.dtype, gradient.shape) != (leaf.dtype, leaf.shape):
             yield f"the gradient of {name} is {gradient}: want {leaf}"
 
 
+def _carried(case: Case, forward: Call, backward: Call) -> Iterator[str]:
+    given = {case.renamed.get(name, name): value for name, value in forward.arguments.items()}
+    results = forward.results or ()
+    given.update({name: results[position] for name, position in case.saved.items()})
+    for name, value in given.items():
+        if name in backward.arguments and not _alike(backward.arguments[name], value):
+            yield f"{name} is {backward.arguments[name]} in the backward, {value} in the forward"
+
+
 def _alike(have: Any, want: Any) -> bool:
-    """Equal; tensors by dtype and shape."""
+    """Equal; tensors, also those in lists, by dtype and shape."""
     if isinstance(have, Tensor) and isinstance(want, Tensor):
         return (have.dtype, have.shape) == (want.dtype, want.shape)
+    if isinstance(have, (list, tuple)) and isinstance(want, (list, tuple)):
+        return len(have) == len(want) and all(map(_alike, have, want))
     return bool(have == want)
 
 

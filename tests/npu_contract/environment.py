@@ -27,10 +27,13 @@ from tests.npu_contract import stubs
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".npu"
 
-# torch -> the torch_npu wheel for it. A post release fits the same torch as the release it follows, and from
-# 2.7.1.post11 on all of these carry the same operators.
+# torch -> the newest torch_npu wheel for it. A post release fits the same torch as the release it follows.
 WHEELS = {
     "2.7.1": "2.7.1.post11",
+    "2.8.0": "2.8.0.post5",
+    "2.9.0": "2.9.0.post9",
+    "2.9.1": "2.9.1",
+    "2.10.0": "2.10.0.post7",
     "2.11.0": "2.11.0.post3",
     "2.12.0": "2.12.0.post3",
     "2.13.0": "2.13.0",
@@ -151,7 +154,9 @@ def wheel_for(torch: str) -> str:
 def _install(wheel: str, site: Path) -> None:
     fresh = site.with_name("site.new")
     shutil.rmtree(fresh, ignore_errors=True)
-    command = "-m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --target".split()
+    # One more try and no long wait: without an index the tests go on without it.
+    command = "-m pip install --quiet --disable-pip-version-check --retries 1 --timeout 20".split()
+    command += "--no-deps --only-binary :all: --target".split()
     ran = subprocess.run([sys.executable, *command, str(fresh), f"torch-npu=={wheel}"], capture_output=True, text=True)
     if ran.returncode or not (fresh / "torch_npu").is_dir():
         shutil.rmtree(fresh, ignore_errors=True)

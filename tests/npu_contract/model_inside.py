@@ -21,15 +21,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.npu_contract.contracts import violations
-from tests.npu_contract.model_run import BATCH, HEADS, HIDDEN, MARK, SEQUENCE, VOCABULARY
+from tests.npu_contract.model_run import BATCH, HEADS, HIDDEN, LAYERS, MARK, SEQUENCE, VOCABULARY
+from tests.npu_contract.operators import UNFUSED, violations
 from tests.npu_contract.recorder import Recorder, describe
-
-# Operators of torch by which one sees that an operator of ours did not take a call over.
-UNFUSED = {
-    "attention": ("aten::_softmax", "aten::baddbmm", "aten::bmm"),
-    "rms_norm": ("aten::_fused_rms_norm", "aten::rsqrt"),
-}
 
 
 def run(jobs: Sequence[Mapping[str, Any]]) -> None:
@@ -43,7 +37,10 @@ def _one(given: Mapping[str, Any]) -> dict[str, Any]:
     from mindspeed_lite import activation
     from mindspeed_lite.ops import dispatch
 
-    features = {"auto": True} if given["features"] is None else dict.fromkeys(given["features"], True)
+    features = {"auto": True}
+    if given["features"] is not None:
+        flags = {feature.name: feature.options[0].dest for feature in activation.catalogue()}
+        features = {flags[name]: True for name in given["features"]}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mindspeed_lite.enabled(**features))
         for operator in given["reference"]:
@@ -156,7 +153,7 @@ def _model(options: Mapping[str, Any]) -> Any:
 
     qk_layernorm = options.get("qk_layernorm", False)
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=LAYERS,
         hidden_size=HIDDEN,
         ffn_hidden_size=128,
         num_attention_heads=HEADS,

@@ -18,7 +18,7 @@ from typing import Any
 from tests.npu_contract.environment import FOLDER, Environment, prepare
 
 GOLDEN = Path(__file__).with_name("golden")
-VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS = 256, 32, 2, 64, 4
+VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 256, 32, 2, 64, 4, 2
 MARK = "model_run: "
 
 # Options of `model_inside`, by the name of the golden list.
@@ -39,7 +39,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def job(name: str, *, features: Sequence[str] | None = None, reference: Sequence[str] = ()) -> dict[str, Any]:
-    """One run: a configuration, the features by keyword (None: all that apply), operators forced on the reference."""
+    """One run: a configuration, the features by name (None: all that apply), operators forced on the reference."""
     return {"name": name, "features": features, "reference": list(reference), "options": CONFIGURATIONS[name]}
 
 
@@ -89,13 +89,23 @@ def _common(before: Sequence[str], now: Sequence[str]) -> list[tuple[int, int]]:
     return pairs
 
 
+# Operators for which the reference serves on an NPU, and why that is right.
+ON_REFERENCE = {
+    "cross_entropy": "torch_npu's losses know no vocabulary split over ranks, and fall short of the statistics we keep",
+    "vocab_embedding": "plain arithmetic in place of an index assignment is all there is to it",
+}
+# Features that `auto` leaves off for every model.
+LEFT_OFF = {"use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name"}
+
+
 def faults(result: Mapping[str, Any]) -> list[str]:
     """What no golden list may excuse: calls on the reference, unfused operators, gradients that are not there."""
-    found = [f"{operator} ran on the reference" for operator in result["on_reference"]]
+    found = [f"{operator} ran on the reference" for operator in result["on_reference"] if operator not in ON_REFERENCE]
     found += [f"fell back: {text}" for text in result["fallbacks"]]
     found += [f"in place of {operator} ran {', '.join(ran)}" for operator, ran in result["unfused"].items() if ran]
     found += [f"contract: {text}" for text in result["violations"]]
-    return found + result["left_off"] + [f"gradient of {text}" for text in result["wrong_gradients"]]
+    found += [text for text in result["left_off"] if text.split()[2] not in LEFT_OFF]
+    return found + [f"gradient of {text}" for text in result["wrong_gradients"]]
 
 
 def golden(name: str) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
 NAMESPACE = "npu"
+# Operators of torch's own that a backend of ours calls because torch_npu brings a kernel for them.
+OF_TORCH = ("_fused_adamw_",)
 TRIANGLE = (2048, 2048)
 # Masks and lists larger than this are recorded without their content, except for the triangle.
 _CONTENT = 20_000
@@ -95,9 +97,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace != NAMESPACE:
-            return func(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
+        if func.namespace != NAMESPACE and name not in OF_TORCH:
+            return func(*args, **kwargs)
         named = self._spelling.last.pop(name, None)
         self.calls.append(Call(name, bind(func._schema, args, kwargs), named))
         position = len(self.calls) - 1
@@ -116,7 +118,7 @@ class _Spelling(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name.partition(".")[0].startswith(("npu_", "_npu_")):
+        if name.partition(".")[0].startswith(("npu_", "_npu_", *OF_TORCH)):
             self.last[name.partition(".")[0]] = tuple(kwargs or {})
         return func(*args, **(kwargs or {}))
 

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from mindspeed_lite.ops import dispatch
-from tests.npu_contract.cases import CASES, Case
 from tests.npu_contract.checks import problems
-from tests.npu_contract.mutations import MUTATIONS
-from tests.npu_contract.probes import PROBES
+from tests.npu_contract.definitions import Case, source
+from tests.npu_contract.operators import CASES, MUTATIONS, PROBES
 from tests.npu_contract.recorder import Recorder, describe, from_json, to_json
 
 DEVICES = {"fake": "npu", "content": "cpu", "host": "npu"}
@@ -37,7 +37,7 @@ DEVICES = {"fake": "npu", "content": "cpu", "host": "npu"}
 
 def run_cases(which: str) -> dict[str, Any]:
     """The record of every case in one pass, by case name."""
-    return {case.name: _run(case, which) for case in CASES.values()}
+    return {name: _run(case, which) for name, case in CASES.items()}
 
 
 def _run(case: Case, which: str) -> dict[str, Any]:
@@ -69,11 +69,14 @@ def _forward_and_backward(case: Case, leaves: Any, which: str, record: dict[str,
             trace(which)
             out = case.run(leaves)
         record["trace_forward"] = trace(which)
-        record["out"] = describe(out)
-        if which == "content":
+        record["out"] = tree_map(describe, out)
+        if which == "content" or not case.backward:
             return
         record["backward"] = recorder.calls = []
-        out.backward(torch.zeros_like(out))
+        outputs = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor) and each.requires_grad]
+        if not outputs:
+            raise RuntimeError("the output does not require grad")
+        torch.autograd.backward(outputs, [torch.zeros_like(each) for each in outputs])
         record["trace_backward"] = trace(which)
         record["gradients"] = {
             name: None if leaf.grad is None else describe(leaf.grad) for name, leaf in leaves.items()
@@ -109,13 +112,23 @@ def _broken(operator: str, source: str) -> Iterator[None]:
 
 
 def run_mutations() -> dict[str, list[str]]:
-    """For each mutation, the problems of its operator's cases, up to the first that says what it should."""
+    """For each mutation, the problems of its operator's cases, up to the first that says what it should.
+
+    "<operator>/unchanged" has those of a first case whose source was executed in the same way, but as it stands.
+    """
     found: dict[str, list[str]] = {}
+    for operator in {name.partition("/")[0] for name in MUTATIONS}:
+        case = next(case for case in CASES.values() if case.operator == operator)
+        with _broken(operator, source(operator)):
+            found[f"{operator}/unchanged"] = [
+                problem for which in ("fake", "content") for problem in problems(case, from_json(_run(case, which)))
+            ]
     for name, mutation in MUTATIONS.items():
         said = found[name] = []
-        with _broken(mutation.operator, mutation.source()):
+        operator = name.partition("/")[0]
+        with _broken(operator, mutation.source(operator)):
             for case, which in itertools.product(CASES.values(), ("fake", "content")):
-                if case.operator == mutation.operator:
+                if case.operator == operator:
                     said += problems(case, from_json(_run(case, which)))
                 if any(mutation.noticed in problem for problem in said):
                     break

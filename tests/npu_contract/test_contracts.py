@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.npu_contract.contracts import UNLIMITED, violations
+from tests.npu_contract.attention_calls import UNLIMITED, visible_to
+from tests.npu_contract.operators import violations
 from tests.npu_contract.recorder import Call, Tensor, from_json, to_json
-from tests.npu_contract.visibility import visible_to
 
 T, B, S, N, G, D = 24, 2, 12, 4, 2, 16
 
@@ -89,6 +89,12 @@ def test_right_calls_pass(call: Call) -> None:
         (attention_grad(softmax_sum=tensor(B, S, N, 8, dtype="float32")), "softmax_sum"),
         (attention_grad(softmax_max=tensor(B, N, S, 8)), "want float32"),
         (attention_grad(attention_in=tensor(S, B, D)), "attention_in"),
+        (attention_grad(attention_in=tensor(S, B, D), dy=tensor(S, B, D)), "dy is bfloat16[12, 2, 16]"),
+        (attention_grad(dy=tensor(S, B, N * D, dtype="float32")), "dy is float32"),
+        (attention_grad(keep_prob=0.0), "probability to keep"),
+        (attention_grad(query=tensor(S, B, 6 * D), head_num=6, key=tensor(S, B, 4 * D), value=tensor(S, B, 4 * D)),
+         "4 key heads do not divide 6"),
+        (attention(sparse_mode=1, atten_mask=tensor(T, T, dtype="bool")), "no contract yet in layout TND"),
         (attention_grad(actual_seq_qlen=[S]), "belongs to layout TND"),
         (norm_backward(rstd=tensor(S, B, dtype="float32")), "rstd"),
         (norm_backward(rstd=tensor(S, B, 1)), "want float32"),
@@ -99,7 +105,7 @@ def test_right_calls_pass(call: Call) -> None:
         (grouped_matmul(weight=[tensor(3, 7, 5)]), "do not fit"),
         (grouped_matmul(weight=[tensor(3, 8, 5, dtype="float16")]), "want one dtype"),
         (grouped_matmul(split_item=0), "split_item is 0"),
-        (Call("npu_swiglu", {}), "npu_swiglu has no contract"),
+        (Call("npu_nothing", {}), "npu_nothing has no contract"),
     ],
 )  # fmt: skip
 def test_wrong_calls_do_not(call: Call, words: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.npu_contract import environment as made
-from tests.npu_contract import stubs
+from tests.npu_contract import stubs, support_table
 from tests.npu_contract.environment import MODES, Environment, NotPreparedError
 
 
@@ -20,8 +22,13 @@ def test_a_torch_without_a_known_wheel_is_named() -> None:
 
 
 def test_a_wheel_is_of_the_release_of_its_torch() -> None:
+    """By its name, and by what those that were read for the support table ask for."""
+    read = json.loads(support_table.DATA.read_text())["wheels"].values()
+    wants = {each["wheel"].split("-")[1]: each["requires"] for each in read if "wheel" in each}
     for torch, wheel in made.WHEELS.items():
         assert made.wheel_for(torch) == wheel and wheel.partition(".post")[0] == torch
+        assert all(re.match(rf"torch ?=={re.escape(torch)}\b", each) for each in wants.get(wheel, ()))
+    assert len(set(made.WHEELS.values()) & set(wants)) > 5
 
 
 def test_a_missing_wheel_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.npu_contract.cases import CASES, Attention
 from tests.npu_contract.checks import problems, same_call
-from tests.npu_contract.contracts import violations
 from tests.npu_contract.kernels import Launch, launches
-from tests.npu_contract.probes import PROBES
+from tests.npu_contract.operators import CASES, PROBES, violations
 from tests.npu_contract.recorder import Tensor
 
 Records = dict[str, Any]
@@ -21,23 +19,27 @@ def test_the_wheels_own_checks_pass_and_the_contract_holds(on_npu: Records, on_h
     record = on_host["cases"]["host"][name]
     assert problems(CASES[name], record) == []
     fake = on_npu["cases"]["fake"][name]
-    assert same_call(record["forward"][0], fake["forward"][0]) == []
+    for own, other in zip(record["forward"], fake["forward"], strict=True):
+        assert same_call(own, other) == []
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernel_is_handed_what_the_call_says(on_host: Records, name: str) -> None:
     case, record = CASES[name], on_host["cases"]["host"][name]
-    (launch,) = [each for each in launches(record["trace_forward"]) if each.kernel.startswith(case.kernel)]
+    launched = [each for each in launches(record["trace_forward"]) if each.kernel.startswith(case.kernel)]
+    assert len(launched) == case.calls
+    launch = launched[0]
     call = record["forward"][0]
     given = [call.arguments[name] for name, value in case.arguments().items() if isinstance(value, Tensor)]
     assert launch.tensors[: len(given)] == tuple((tensor.dtype, tensor.shape) for tensor in given)
     results = {(result.dtype, result.shape) for result in call.results if hasattr(result, "shape")}
     assert results <= set(launch.tensors)
-    if isinstance(case, Attention) and call.arguments["atten_mask"] is not None:
-        mask = call.arguments["atten_mask"]
+    if mask := call.arguments.get("atten_mask"):
         assert (mask.dtype, mask.shape) in launch.tensors[len(given) :]
-    backward = [each.kernel for each in launches(record["trace_backward"])]
-    assert [kernel for kernel in backward if kernel.startswith(f"{case.kernel}Grad")], backward
+    if case.backward:
+        backward = [each.kernel for each in launches(record["trace_backward"])]
+        wanted = case.backward_kernel or f"{case.kernel}Grad"
+        assert [kernel for kernel in backward if kernel.startswith(wanted)], backward
 
 
 @pytest.mark.parametrize("name", PROBES)

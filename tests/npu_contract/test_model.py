@@ -3,31 +3,54 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from mindspeed_lite.activation import catalogue
 from tests.npu_contract import model_run
-from tests.npu_contract.environment import Environment
-from tests.npu_contract.model_run import CONFIGURATIONS, differences, faults, golden, job
+from tests.npu_contract.environment import Environment, torch_version
+from tests.npu_contract.model_run import CONFIGURATIONS, LAYERS, differences, faults, golden, job
+from tests.npu_contract.operators import CASES, IN_MODEL
 
 NORM, ATTENTION = "npu_rms_norm", "npu_fusion_attention"
-BACKWARD = {NORM: "npu_rms_norm_backward", ATTENTION: "npu_fusion_attention_grad"}
+# Operator of ours -> that of torch_npu and that of its gradient.
+# An operator's first case is the call that models make.
+NAMES = {case.operator: (case.forward, case.backward) for case in reversed(CASES.values())}
+
+
+def without(operator: str) -> list[str]:
+    """The features of the plain model that do without `operator`."""
+    users = {feature.name for feature in catalogue() if operator in feature.operators}
+    return [feature for feature in golden("plain")["applied"] if feature not in users]
+
+
+def count(operator: str, options: Mapping[str, Any]) -> int:
+    """How often the operator runs in one forward of a model."""
+    in_layer, outside = IN_MODEL[operator](options)
+    return LAYERS * in_layer + outside
+
 
 # Runs that differ from a golden list on purpose.
 MUTATED: dict[str, dict[str, Any]] = {
-    "no attention": job("plain", features=["use_fused_rmsnorm"]),
-    "no norm": job("plain", features=["use_flash_attn"]),
-    "attention on the reference": job("plain", reference=["attention"]),
-    "norm on the reference": job("plain", reference=["rms_norm"]),
+    **{f"no {operator}": job("plain", features=without(operator)) for operator in IN_MODEL},
+    **{f"{operator} on the reference": job("plain", reference=[operator]) for operator in IN_MODEL},
     "another epsilon": {**job("plain"), "options": {"config": {"layernorm_epsilon": 1e-3}}},
     "heads not divided": {**job("tensor_parallel"), "options": {**CONFIGURATIONS["tensor_parallel"], "tp": 1}},
 }
 
 
+def needs_torch(release: tuple[int, int], why: str) -> None:
+    """The calls of operators are proven on every wheel there is; of whole models only what runs there."""
+    if tuple(map(int, torch_version().split(".")[:2])) < release:
+        pytest.skip(f"needs torch {release[0]}.{release[1]}: {why}")
+
+
 @pytest.fixture(scope="module")
 def results(environment: Environment) -> dict[str, dict[str, Any]]:
     """Every configuration and every mutated run, by name; one process."""
+    needs_torch((2, 11), "before it fake tensors cannot be all-reduced")
     named = {name: job(name) for name in CONFIGURATIONS} | MUTATED
     return dict(zip(named, model_run.run(environment, list(named.values())), strict=True))
 
@@ -49,15 +72,18 @@ def test_nothing_runs_unfused_and_every_parameter_has_its_gradient(
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_the_counts_are_those_of_the_model(results: dict[str, dict[str, Any]], name: str) -> None:
-    """From the configuration, not from a stored list: two layers, two norms in each and one at the end."""
-    layers, options = 2, CONFIGURATIONS[name]
-    norms = layers * (4 if options.get("qk_layernorm") else 2) + 1
+    """From the configuration, not from a stored list."""
+    options = CONFIGURATIONS[name]
     again = "recompute_granularity" in options.get("config", {})
     forward, backward = ([text.partition("(")[0] for text in results[name][part]] for part in ("forward", "backward"))
-    for operator, count, in_layers in ((NORM, norms, norms - 1), (ATTENTION, layers, layers)):
-        assert forward.count(operator) == count
-        assert backward.count(BACKWARD[operator]) == count
-        assert backward.count(operator) == (in_layers if again else 0)
+    for operator in IN_MODEL:
+        own, gradient = NAMES[operator]
+        wanted = count(operator, options)
+        assert forward.count(own) == wanted
+        recomputed = LAYERS * IN_MODEL[operator](options)[0] if again else 0
+        # An operator may be its own gradient.
+        assert backward.count(gradient) == wanted + (recomputed if own == gradient else 0)
+        assert backward.count(own) == recomputed + (wanted if own == gradient else 0)
     heads = model_run.HEADS // options.get("tp", 1)
     calls = [text for text in results[name]["forward"] if text.startswith(ATTENTION)]
     assert all(f"head_num={heads}," in text for text in calls)
@@ -66,6 +92,7 @@ def test_the_counts_are_those_of_the_model(results: dict[str, dict[str, Any]], n
 @pytest.fixture(scope="module")
 def on_host(environment: Environment) -> dict[str, dict[str, Any]]:
     """Every configuration on tensors of the stub device."""
+    needs_torch((2, 10), "torch_npu's index_put before it asks CANN for what the stubs lack")
     results = model_run.run(environment, [job(name) for name in CONFIGURATIONS], "host")
     return {result["name"]: result for result in results}
 
@@ -91,7 +118,7 @@ def test_the_backward_drops_what_the_forward_dropped(on_host: dict[str, dict[str
     repeated = [
         re.search(r"seed=(\d+), offset=(\d+), numels=(\d+)", text)
         for text in result["backward"]
-        if BACKWARD[ATTENTION] in text
+        if NAMES["attention"][1] in text
     ]
     forward, backward = ([found.groups() if found else None for found in each] for each in (drawn, repeated))
     assert None not in forward and forward == backward[::-1] and len(set(forward)) == 2
@@ -99,18 +126,17 @@ def test_the_backward_drops_what_the_forward_dropped(on_host: dict[str, dict[str
     assert {found[0] for found in forward if found} == {str(model_parallel_seed)}
 
 
-@pytest.mark.parametrize("operator", [NORM, ATTENTION])
+@pytest.mark.parametrize("operator", IN_MODEL)
 @pytest.mark.parametrize("how", ["no {}", "{} on the reference"])
 def test_a_lost_operator_is_named(results: dict[str, dict[str, Any]], operator: str, how: str) -> None:
-    short = {NORM: "norm", ATTENTION: "attention"}[operator]
-    result = results[how.format(short)]
-    found = differences(golden("plain"), result)
-    lost = [text for text in found if f": lost: {operator}(" in text or f": lost: {BACKWARD[operator]}(" in text]
-    assert len(lost) == len(found) == 2 * (5 if operator == NORM else 2), "\n".join(found)
-    ours = {NORM: "rms_norm", ATTENTION: "attention"}[operator]
+    result = results[how.format(operator)]
+    found = [text for text in differences(golden("plain"), result) if ": lost: " in text]
+    own, gradient = NAMES[operator]
+    lost = [text for text in found if f": lost: {own}(" in text or f": lost: {gradient}(" in text]
+    assert len(lost) == len(found) == 2 * count(operator, CONFIGURATIONS["plain"]), "\n".join(found)
     said = faults(result)
-    assert any(text.startswith(f"in place of {ours} ran aten::") for text in said), said
-    assert (f"{ours} ran on the reference" in said) == ("reference" in how)
+    assert any(text.startswith(f"in place of {operator} ran aten::") for text in said), said
+    assert (f"{operator} ran on the reference" in said) == ("reference" in how)
 
 
 def test_a_changed_argument_is_named(results: dict[str, dict[str, Any]]) -> None:
@@ -123,6 +149,21 @@ def test_a_changed_argument_is_named(results: dict[str, dict[str, Any]]) -> None
 def test_heads_that_are_not_divided_are_named(results: dict[str, dict[str, Any]]) -> None:
     found = differences(golden("tensor_parallel"), results["heads not divided"])
     assert any("changed: npu_fusion_attention(" in text and "head_num=4" in text for text in found), found
+
+
+def test_each_kind_of_fault_is_named() -> None:
+    kinds = ("on_reference", "fallbacks", "violations", "left_off", "wrong_gradients")
+    right: dict[str, Any] = {kind: [] for kind in kinds} | {"unfused": {"rms_norm": []}}
+    assert faults(right) == []
+    for changed, said in (
+        ({"on_reference": ["rms_norm"]}, "rms_norm ran on the reference"),
+        ({"fallbacks": ["f: why"]}, "fell back: f: why"),
+        ({"unfused": {"rms_norm": ["aten::rsqrt"]}}, "in place of rms_norm ran aten::rsqrt"),
+        ({"violations": ["broken"]}, "contract: broken"),
+        ({"left_off": ["auto leaves f off"]}, "auto leaves f off"),
+        ({"wrong_gradients": ["weight: None"]}, "gradient of weight: None"),
+    ):
+        assert faults({**right, **changed}) == [said]
 
 
 def test_every_list_has_its_configuration() -> None:

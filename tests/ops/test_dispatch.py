@@ -109,11 +109,11 @@ def test_a_backend_that_fails_to_import_is_a_reason(op: Operator) -> None:
     assert "no_such_module_anywhere failed to import: ModuleNotFoundError" in reason
 
 
-def test_real_reasons_are_complete() -> None:
-    q, k = torch.zeros(4, 1, 1, 8), torch.zeros(2, 1, 1, 8)
-    reasons = attention_why_not(q, k, k, causal=True, dropout_p=0.5)
-    assert len(reasons) == 2
-    assert "dropout" in reasons[0] and "rows without keys" in reasons[1]
+def test_real_reasons() -> None:
+    q = torch.zeros(4, 1, 1, 8)
+    assert attention_why_not(q, q, q, causal=True, dropout_p=0.5) == []
+    q = q.to(torch.int32)
+    assert attention_why_not(q, q, q, causal=True, dropout_p=0.5) == ["dtype torch.int32"]
 
 
 def test_force_holds_inside_the_block_only() -> None:
@@ -128,9 +128,9 @@ def test_force_holds_inside_the_block_only() -> None:
 
 
 def test_a_forced_backend_never_falls_back() -> None:
-    q = torch.randn(4, 1, 1, 8)
-    with force("attention", "cpu"), pytest.raises(RuntimeError, match="dropout"):
-        attention(q, q, q, dropout_p=0.5)
+    q = torch.zeros(4, 1, 1, 8, dtype=torch.int32)
+    with force("attention", "cpu"), pytest.raises(RuntimeError, match="int32"):
+        attention(q, q, q)
     with pytest.raises(RuntimeError, match="no backend of that name"), force("attention", "abacus"):
         pass
 
@@ -143,16 +143,19 @@ def test_an_unknown_operator_is_named() -> None:
 @pytest.mark.parametrize("op_name", sorted(dispatch.OPERATORS))
 def test_the_table_names_unusable_backends(op_name: str) -> None:
     table = backends(op_name)
-    assert list(table) == ["reference", "cpu", "cuda", "npu"]
-    assert table["reference"] == table["cpu"] == []
-    assert selected(op_name, "cpu") == ("cpu", ())
+    ours = list(dispatch.operator(op_name).backends)
+    assert list(table) == ["reference", *ours] and ours == [name for name in ("cpu", "cuda", "npu") if name in ours]
+    assert table["reference"] == table.get("cpu", []) == []
+    assert selected(op_name, "cpu") == ("cpu" if "cpu" in ours else "reference", ())
     assert selected(op_name, "meta") == ("reference", ())
-    if not torch.cuda.is_available():
+    if "cuda" in ours and not torch.cuda.is_available():
         assert table["cuda"] == ["no CUDA device"]
         assert selected(op_name, "cuda") == ("reference", ("cuda: no CUDA device",))
 
 
-@pytest.mark.parametrize("op_name", sorted(dispatch.OPERATORS))
+@pytest.mark.parametrize(
+    "op_name", [name for name in sorted(dispatch.OPERATORS) if "npu" in dispatch.operator(name).backends]
+)
 def test_a_missing_torch_npu_is_named(op_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import enum
 import math
 from types import SimpleNamespace
 
@@ -11,7 +11,8 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
+from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.patches import use_flash_attn as patch
 from tests.ops.compare import assert_not_worse, forward_backward
 from tests.platform.forked import forked
@@ -119,50 +120,96 @@ def test_on_is_at_least_as_near_to_the_truth_as_off(case, dtype):
     assert_not_worse(on, off, exact, slack, ("output", "dq", "dk", "dv"))
 
 
-def both_ways(module, *arguments, **keywords):
-    """The original's answer, and that of a call which must step aside, from the same random state."""
+@forked("megatron")
+def test_dropout_draws_from_megatrons_tracker_and_only_in_training():
     from megatron.core import tensor_parallel
 
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    states = {name: state.clone() for name, state in tracker.get_states().items()}
-    answers = []
-    for call in (type(module).forward.__wrapped__, type(module).forward):
-        tracker.set_states({name: state.clone() for name, state in states.items()})
-        torch.cuda.manual_seed(3)
-        answers.append(call(module, *arguments, **keywords))
-    return answers
-
-
-@forked("megatron")
-def test_dropout_on_the_cpu_steps_aside_with_one_reason_and_only_in_training():
-    heard = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
-    logging.getLogger("mindspeed_lite").addHandler(handler)
     module = module_of(attention_dropout=0.5)
-    (q, k, v), _ = inputs_of()
+    (q, k, v), dout = inputs_of()
     mindspeed_lite.enable(use_flash_attn=True)
     module.eval()
-    module(q, k, v, None)
-    assert mindspeed_lite.report().fallbacks == []
+    whole = module(q, k, v, None)
+    assert torch.equal(module(q, k, v, None), whole)
     module.train()
-    original, here = both_ways(module, q, k, v, None)
-    assert torch.equal(original, here)
-    module(q, k, v, None)
-    (fallback,) = mindspeed_lite.report().fallbacks
-    assert fallback.feature == "use_flash_attn" and "dropout" in fallback.reason
-    assert sum("dropout" in text for text in heard) == 1
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    start = {name: state.clone() for name, state in tracker.get_states().items()}
+    outside = torch.get_rng_state()
+    first = forward_backward(lambda *qkv: module(*qkv, None), [q, k, v], dout)
+    assert torch.equal(torch.get_rng_state(), outside), "drawn from the tracker's own generator"
+    second = module(q, k, v, None)
+    tracker.set_states(start)
+    again = forward_backward(lambda *qkv: module(*qkv, None), [q, k, v], dout)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
+    assert not torch.equal(first[0], second) and not torch.equal(first[0], whole)
+    assert mindspeed_lite.report().fallbacks == []
 
 
+@pytest.mark.parametrize("kind", ["off-by-one", "learnable"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @forked("megatron")
-def test_a_softmax_offset_steps_aside():
+def test_a_softmax_offset_is_served_with_its_gradient(dtype, kind):
+    def offset_of(module):
+        if kind == "learnable":
+            module.softmax_offset.data = torch.linspace(-2, 2, HEADS).to(module.softmax_offset)
+            return module.softmax_offset
+        return None
+
+    def run(module, precise=None):
+        offset = offset_of(module)
+        results = forward_backward(lambda *qkv: module(*qkv, None), inputs, dout, precise)
+        return results + ([offset.grad] if offset is not None else [])
+
+    def fresh(dtype):
+        return module_of(dtype, softmax_type=kind, num_query_groups=2)
+
+    inputs, dout = inputs_of(dtype, groups=2)
+    exact, off = run(fresh(torch.float64), torch.float64), run(fresh(dtype))
+    with mindspeed_lite.enabled(use_flash_attn=True):
+        on = run(fresh(dtype))
+        assert mindspeed_lite.report().fallbacks == []
+    assert not torch.equal(on[0], off[0]), "another path computed this"
+    # As above, and the output is rounded once more when the offset has been put to it.
+    slack = torch.finfo(dtype).eps + math.sqrt(SEQUENCE) * torch.finfo(torch.float32).eps / 2
+    assert_not_worse(on, off, exact, slack, ("output", "dq", "dk", "dv", "doffset")[: len(on)])
+
+
+def pack_of(*lengths, padded=None, **fields):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    def ends(lengths):
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    if padded is not None:
+        fields |= {"cu_seqlens_q_padded": ends(padded), "cu_seqlens_kv_padded": ends(padded)}
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends(lengths), cu_seqlens_kv=ends(lengths), **fields)
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "padding_causal", "padding"])
+@pytest.mark.parametrize("padded", [None, [10, 8, 6]], ids=["", "padded"])
+@forked("megatron")
+def test_a_packed_sequence_is_its_sequences(mask_type, padded):
+    """Megatron's own answer to each sequence is the truth here."""
+    lengths = [9, 8, 5]
+    params = pack_of(*lengths, padded=padded)
+    kind = "causal" if "causal" in mask_type else "no_mask"
+    whole, alone = module_of(mask_type=mask_type, num_query_groups=2), module_of(mask_type=kind, num_query_groups=2)
+    inputs, dout = inputs_of(groups=2)
+    inputs, dout = [t[:, 0] for t in inputs], dout[:, 0]  # [t, heads, size]
+
+    def one_by_one(*qkv):
+        out = sum(t.sum() for t in qkv) * torch.zeros_like(dout, dtype=qkv[0].dtype)
+        starts = [0, *torch.tensor(padded or lengths).cumsum(0).tolist()]
+        for start, length in zip(starts, lengths, strict=False):
+            rows = slice(start, start + length)
+            out[rows] = alone(*(t[rows].unsqueeze(1) for t in qkv), None).squeeze(1)
+        return out
+
+    want = forward_backward(one_by_one, inputs, dout, torch.float64)
     mindspeed_lite.enable(use_flash_attn=True)
-    (q, k, v), _ = inputs_of()
-    for kind in ("off-by-one", "learnable"):
-        original, here = both_ways(module_of(softmax_type=kind, perform_initialization=True), q, k, v, None)
-        assert torch.equal(original, here)
-    (fallback,) = mindspeed_lite.report().fallbacks
-    assert "--softmax-type" in fallback.reason
+    got = forward_backward(lambda *qkv: whole(*qkv, None, packed_seq_params=params), inputs, dout)
+    assert mindspeed_lite.report().fallbacks == []
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-5)
 
 
 @forked("megatron")
@@ -171,7 +218,7 @@ def test_what_megatron_refuses_is_refused_by_megatron():
     module = module_of()
     (q, k, v), _ = inputs_of()
     with pytest.raises(AssertionError, match="Packed sequence"):
-        module(q, k, v, None, packed_seq_params=object())
+        module(q, k, v, None, packed_seq_params=SimpleNamespace(qkv_format="sbhd"))
     with pytest.raises(AssertionError, match="Attention bias"):
         module(q, k, v, None, attention_bias=torch.zeros(1))
     reasons = [each.reason for each in mindspeed_lite.report().fallbacks]
@@ -184,8 +231,8 @@ def test_strict_raises_where_it_would_step_aside_and_every_time():
     (q, k, v), _ = inputs_of()
     assert module_of()(q, k, v, None).shape == (SEQUENCE, BATCH, HEADS * SIZE)
     for _ in range(2):
-        with pytest.raises(FallbackError, match=r"use_flash_attn.*dropout"):
-            module_of(attention_dropout=0.1)(q, k, v, None)
+        with pytest.raises(FallbackError, match=r"use_flash_attn.*bias"):
+            module_of()(q, k, v, None, attention_bias=torch.zeros(1))
 
 
 @forked("megatron")
@@ -219,6 +266,45 @@ def test_a_module_from_before_and_one_from_after_are_the_same():
     assert torch.equal(before(q, k, v, None), off)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@forked("megatron")
+def test_multi_latent_attention_is_built_and_computes_what_is_defined(packed):
+    """Megatron's local attention has no parameters for its head sizes: without the feature there is no such model."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig
+
+    platform.activate()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = MLATransformerConfig(
+        num_layers=1, hidden_size=64, num_attention_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_head_dim=24,
+        qk_pos_emb_head_dim=8, v_head_dim=16, multi_latent_attention=True, normalization="RMSNorm", rope_type="rope",
+        masked_softmax_fusion=False, attention_dropout=0.0, hidden_dropout=0.0,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
+
+    def build():
+        return GPTModel(config, spec, vocab_size=64, max_sequence_length=32, position_embedding_type="rope")
+
+    with pytest.raises(TypeError, match="k_channels"):
+        build()
+    mindspeed_lite.enable(use_flash_attn=True)
+    model = build()
+    tokens = torch.randint(0, 64, (1, 16))
+    positions = torch.arange(16).unsqueeze(0)
+    params = pack_of(7, 9, max_seqlen_q=9, max_seqlen_kv=9) if packed else None
+    got = model(tokens, positions, None, labels=tokens, packed_seq_params=params)
+    got.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with force("attention", "reference"), torch.no_grad():
+        want = model(tokens, positions, None, labels=tokens, packed_seq_params=params)
+    torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
+
+
 def reasons(**host_args):
     return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
 
@@ -230,6 +316,55 @@ def test_conditions_name_the_flag_that_is_in_the_way():
     (context,) = reasons(context_parallel_size=2)
     assert "--context-parallel-size" in context
     assert len(reasons(context_parallel_size=2, transformer_impl="transformer_engine")) == 2
+
+
+class Backend(enum.Enum):
+    """As Megatron's AttnBackend."""
+
+    flash = 1
+    fused = 2
+    unfused = 3
+    local = 4
+    auto = 5
+
+
+def settings_of(**values):
+    return Settings.of(FEATURE.options, values)
+
+
+def test_attention_backend_asks_in_megatrons_words():
+    on = {each for each in Backend if FEATURE.is_enabled(settings_of(attention_backend=each))}
+    assert on == {Backend.flash, Backend.fused}
+    assert FEATURE.is_enabled(settings_of(attention_backend="flash")) and not FEATURE.is_enabled(settings_of())
+    for each in Backend:
+        assert FEATURE.is_enabled(settings_of(use_flash_attn=True, attention_backend=each))
+    with pytest.raises(OptionError, match="attention-backend takes"):
+        settings_of(attention_backend="swift")
+
+
+def test_unfused_contradicts_the_flag_and_keeps_auto_away():
+    unfused = settings_of(attention_backend=Backend.unfused)
+    (reason,) = FEATURE.condition(Context(unfused, "cpu", {}, {}))
+    assert "--attention-backend unfused" in reason
+    both = settings_of(use_flash_attn=True, attention_backend=Backend.unfused)
+    with pytest.raises(OptionError, match=r"--use-flash-attn and --attention-backend unfused contradict"):
+        FEATURE.condition(Context(both, "cpu", {}, {}))
+    for backend in (Backend.local, Backend.auto, Backend.flash):
+        settings = settings_of(use_flash_attn=True, attention_backend=backend)
+        assert list(FEATURE.condition(Context(settings, "cpu", {}, {}))) == []
+
+
+@forked("megatron")
+def test_attention_backend_alone_turns_it_on():
+    module = module_of()
+    (q, k, v), _ = inputs_of()
+    with mindspeed_lite.enabled(use_flash_attn=True):
+        want = module(q, k, v, None)
+    for backend in ("flash", "fused"):
+        with mindspeed_lite.enabled(attention_backend=backend):
+            assert torch.equal(module(q, k, v, None), want)
+    with mindspeed_lite.enabled(attention_backend="auto"):
+        assert not torch.equal(module(q, k, v, None), want)
 
 
 def test_the_mask_is_dropped_only_where_position_says_it_all():

@@ -19,7 +19,8 @@ WORKS = """
 import types
 import torch
 npu = torch.npu = types.SimpleNamespace(
-    is_available=lambda: True, device_count=lambda: 2, get_device_name=lambda device=None: "Ascend910B2"
+    is_available=lambda: True, device_count=lambda: 2, get_device_name=lambda device=None: "Ascend910B2",
+    default_generators=("of npu 0", "of npu 1"), _lazy_call=lambda call: call(),
 )
 torch.distributed.is_hccl_available = lambda: True
 """

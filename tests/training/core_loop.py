@@ -39,6 +39,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         pp,
         virtual_pipeline_model_parallel_size=vpp,
         expert_model_parallel_size=options.get("ep", 1),
+        expert_tensor_parallel_size=options.get("etp"),
     )
     model_parallel_cuda_manual_seed(options.get("seed", 1))
     experts = options.get("experts")
@@ -51,6 +52,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             "moe_router_load_balancing_type": "aux_loss",
             "moe_aux_loss_coeff": 1e-2,
             "expert_model_parallel_size": options.get("ep", 1),
+            "expert_tensor_parallel_size": options.get("etp"),
         }
     config = TransformerConfig(
         num_layers=options.get("layers", 2),
@@ -73,7 +75,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
         sequence_parallel=options.get("sp", False),
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=options.get("wgrad_fusion", False),
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         qk_layernorm=options.get("qk_layernorm", False),
@@ -95,7 +97,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             max_sequence_length=SEQUENCE,
             pre_process=first,
             post_process=last,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=options.get("tied", False),
             position_embedding_type="rope",
             **stage,
         )
@@ -120,7 +122,10 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     chunks, config = build(options)
     distributed_optimizer = options.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+        grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),
+        use_distributed_optimizer=distributed_optimizer,
+        overlap_grad_reduce=options.get("overlap_grad_reduce", False),
+        delay_wgrad_compute=options.get("ddp_delay_wgrad_compute", False),
     )
     models = [DistributedDataParallel(config, ddp_config, Float16Module(config, chunk.cuda())) for chunk in chunks]
     config.finalize_model_grads_func = finalize_model_grads
@@ -138,12 +143,14 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank()) for _ in models]
     state: dict[str, list[torch.Tensor]] = {"losses": []}
 
-    def forward_step(iterator: Any, model: Any) -> Any:
+    def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
         batch = next(iterator)
         mask = None
         if options.get("mask_tensor"):
             mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), diagonal=1).bool()
-        output = model(batch["tokens"].cuda(), batch["position_ids"].cuda(), mask, labels=batch["labels"].cuda())
+        # The combined schedule of --overlap-moe-expert-parallel-comm asks for a plan instead of an output.
+        call = model.build_schedule_plan if return_schedule_plan else model
+        output = call(batch["tokens"].cuda(), batch["position_ids"].cuda(), mask, labels=batch["labels"].cuda())
 
         def loss_of(losses: torch.Tensor) -> Any:
             loss = losses.float().mean()

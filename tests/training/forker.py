@@ -121,6 +121,7 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
         pid = os.fork()
         if pid == 0:
             code = 1
+            os.setpgid(0, 0)
             try:
                 _rank(job, rank, port)
                 code = 0
@@ -133,28 +134,36 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
                     sys.stdout.flush()
                     sys.stderr.flush()
                 os._exit(code)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)  # whoever of the two is first
         ranks[pid] = rank
     codes: dict[int, int] = {}
     deadline = started + job.get("timeout", 120)
     kill_when = job.get("kill_when")
-    while len(codes) < len(ranks):
-        running = [pid for pid in ranks if ranks[pid] not in codes]
-        for pid in running:
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
-        if any(codes.values()):
-            # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
-            deadline = min(deadline, time.monotonic() + 3)
-        if time.monotonic() > deadline or (
-            kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
-        ):
+    try:
+        while len(codes) < len(ranks):
+            running = [pid for pid in ranks if ranks[pid] not in codes]
             for pid in running:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            deadline = float("inf")
-            kill_when = None
-        time.sleep(0.002 if kill_when else 0.02)
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
+            if any(codes.values()):
+                # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
+                deadline = min(deadline, time.monotonic() + 3)
+            if time.monotonic() > deadline or (
+                kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
+            ):
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                deadline = float("inf")
+                kill_when = None
+            time.sleep(0.002 if kill_when else 0.02)
+    finally:
+        # Megatron writes checkpoints in processes that outlive a rank which is killed, or ends without a farewell.
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
     return {"codes": [codes[rank] for rank in sorted(codes)], "seconds": round(time.monotonic() - started, 2)}
 
 

@@ -35,12 +35,32 @@ class Entry(NamedTuple):
 
 # A literal, as in mindspeed_lite.ops.dispatch: no import order decides what is measured.
 OPERATORS: Mapping[str, Entry] = {
+    "accumulate_wgrad": Entry("mindspeed_lite.bench.operators.accumulate_wgrad", "ROWSxINPUTxOUTPUT", "1024x1024x3072"),
+    "activation": Entry(
+        "mindspeed_lite.bench.operators.activation",
+        "ROWSxWIDTH and, if wanted in this order, kind=KIND (swiglu), bias=1, weights=1",
+        "1024x5632",
+    ),
+    "adamw": Entry("mindspeed_lite.bench.operators.adamw", "TENSORSxELEMENTS", "8x1048576"),
     "attention": Entry(
         "mindspeed_lite.bench.operators.attention",
         "s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), g=KEY HEADS (n), w=WINDOW (none), causal=0|1 (1)",
         "s=1024,b=1,n=16,g=16,d=64",
     ),
+    "cross_entropy": Entry("mindspeed_lite.bench.operators.cross_entropy", "ROWSxVOCABULARY", "1024x32768"),
+    "l2norm": Entry("mindspeed_lite.bench.operators.l2norm", "TENSORSxELEMENTS", "8x1048576"),
+    "layer_norm": Entry("mindspeed_lite.bench.operators.layer_norm", "ROWSxHIDDEN", "1024x4096"),
+    "linear_cross_entropy": Entry(
+        "mindspeed_lite.bench.operators.linear_cross_entropy", "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
+    ),
     "rms_norm": Entry("mindspeed_lite.bench.operators.rms_norm", "ROWSxHIDDEN", "1024x4096"),
+    "rope": Entry(
+        "mindspeed_lite.bench.operators.rope",
+        "s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), r=ROTARY ELEMENTS (d), "
+        "pairs=half|interleaved|regrouped (half)",
+        "s=1024,b=1,n=16,d=64",
+    ),
+    "vocab_embedding": Entry("mindspeed_lite.bench.operators.vocab_embedding", "IDSxHIDDENxROWS", "1024x1024x8192"),
 }
 
 
@@ -70,6 +90,8 @@ class Case:
 
     name: shapes, dtype and options, unique within the operator. make: the inputs, all of which get a gradient, the
     same at every call. forward, both: the work of the direction. contenders: `OURS` first, then `TORCH`.
+
+    An operator without gradients has None for `both`, and inputs that want none; it may write them.
     """
 
     operator: str
@@ -78,7 +100,7 @@ class Case:
     dtype: torch.dtype
     make: Callable[[], tuple[torch.Tensor, ...]]
     forward: Work
-    both: Work
+    both: Work | None
     contenders: tuple[Contender, ...]
 
 

@@ -20,13 +20,20 @@ DISAGREES = "does not agree with ours"
 
 
 def outcome(function: Function, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Everything a call gives: its output with and without gradients, and the gradient of every input."""
+    """Everything a call gives: its output with and without gradients, and each input's gradient, if it has any."""
     with torch.no_grad():
-        alone = function(*inputs)
+        alone = function(*own(inputs))
+    if not any(each.requires_grad for each in inputs):
+        return {"output": alone}
     out = function(*inputs)
     gradients = torch.autograd.grad(out, inputs, output_gradient(out))
     found = {"output without gradients": alone, "output": out.detach()}
     return found | {f"gradient of input {number}": each for number, each in enumerate(gradients, 1)}
+
+
+def own(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs, copies in place of those without a gradient: an operator may write them."""
+    return [each if each.requires_grad else each.clone() for each in inputs]
 
 
 def output_gradient(out: torch.Tensor) -> torch.Tensor:

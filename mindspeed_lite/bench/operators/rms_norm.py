@@ -22,10 +22,10 @@ EPS = 1e-5
 
 
 def shapes(device: str, quick: bool) -> list[str]:
-    """A small model of this project's CPU runs, and Llama's hidden sizes 4096 (8B) and 8192 (70B)."""
+    """A small model of this project's CPU runs, Llama's hidden sizes 4096 (8B) and 8192 (70B), and heads (QK-norm)."""
     if quick:
         return ["1024x1024"]
-    return ["1024x1024", "4096x4096", "4096x8192"] + ([] if device == "cpu" else ["16384x8192"])
+    return ["1024x1024", "4096x4096", "4096x8192", "65536x64"] + ([] if device == "cpu" else ["16384x8192"])
 
 
 def case(text: str, device: str, dtype: torch.dtype) -> Case:

@@ -94,7 +94,7 @@ def measure(case: Case, reached: Mapping[str, Any], effort: timing.Effort) -> li
     except Exception as error:  # the inputs alone may be too large for the device
         errors = {contender.name: timing.said(error) for contender in case.contenders}
     rows = []
-    for direction in DIRECTIONS:
+    for direction in DIRECTIONS if case.both is not None else (FORWARD,):
         steps = {name: _step(function, inputs, gradient, direction) for name, function in functions.items()}
         with torch.set_grad_enabled(direction == BOTH):
             timed, failed = timing.race(steps, effort, ceiling.synchronizer(case.device))
@@ -147,7 +147,7 @@ def _row(
     errors: Mapping[str, str],
     reached: Mapping[str, Any],
 ) -> dict[str, Any]:
-    work = case.forward if direction == FORWARD else case.both
+    work = case.forward if direction == FORWARD or case.both is None else case.both
     seconds = {
         "memory": work.bytes / reached["bytes_per_second"],
         "compute": work.flops / reached["flops_per_second"],

@@ -23,6 +23,7 @@ from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, Check, Out
 from mindspeed_lite.ops import attention as attention_op
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops import rms_norm as rms_norm_op
+from mindspeed_lite.ops.attention import packed
 
 Function = agreement.Function
 
@@ -33,6 +34,13 @@ _MOST_EPS = 8
 # one side and on both, one key head for several heads and for all, lengths that are no power of two. An operator that
 # is not here is asked for its own quick shapes.
 _SHAPES = {
+    "activation": (
+        "64x1024",
+        "37x1000,kind=geglu",
+        "64x1024,kind=gelu,bias=1",
+        "129x250,kind=swiglu,bias=1,weights=1",
+    ),
+    "adamw": ("3x1000", "2x65537"),
     "attention": (
         "s=128,n=4,d=64",
         "s=100,b=2,n=8,g=2,d=80",
@@ -40,7 +48,16 @@ _SHAPES = {
         "s=130,n=4,g=1,d=128,causal=0",
         "s=130,n=2,d=64,w=20,causal=0",
     ),
-    "rms_norm": ("64x1024", "37x1000", "512x4096"),
+    "layer_norm": ("64x1024", "37x1000", "300x64"),
+    "rms_norm": ("64x1024", "37x1000", "512x4096", "300x64"),
+    "rope": (
+        "s=128,n=4,d=64",
+        "s=100,b=2,n=3,d=80,r=40",
+        "s=96,n=4,d=64,pairs=interleaved",
+        "s=96,n=4,d=64,pairs=regrouped",
+    ),
+    "l2norm": ("3x1000", "2x65537"),
+    "accumulate_wgrad": ("128x64x192", "37x100x65", "1100x130x97"),
 }
 # Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU; in one dtype, for it takes a while.
 _LONG = {"attention": "s=2304,n=2,d=64"}
@@ -75,7 +92,7 @@ def problems(device: str, quick: bool) -> list[Problem]:
         for dtype in _DTYPES[: 2 if quick else 3]:
             found += [_of_case(file.case(text, device, dtype)) for text in texts[: 2 if quick else None]]
             if name in _EXTRA:
-                found.append(_EXTRA[name](device, dtype))
+                found += [extra(device, dtype) for extra in _EXTRA[name]]
         if name in _LONG and not quick:
             found.append(_of_case(file.case(_LONG[name], device, torch.bfloat16)))
     return found
@@ -93,7 +110,7 @@ def judge(problem: Problem, device: str) -> Outcome:
         without = ""
     except Exception as error:  # too large, or without a kernel: ours is judged alone
         plain, without = {}, f"; the plain path did not run: {timing.said(error)}"
-    wide = [each.detach().cpu().double().requires_grad_() for each in inputs]
+    wide = [each.detach().cpu().double().requires_grad_(each.requires_grad) for each in inputs]
     with dispatch.force(problem.operator, dispatch.REFERENCE):
         exact, _ = _outcome(function, wide, gradient.cpu().double())
     figures = [_figure(name, ours[name], plain.get(name), exact[name], problem.dtype) for name in exact]
@@ -131,7 +148,7 @@ def _refusal(name: str, device: str, function: Function, inputs: Sequence[torch.
     """Why the device's backend does not take this problem, or nothing."""
     try:
         with _on_own_backend(name, device), torch.no_grad():
-            function(*inputs)
+            function(*agreement.own(inputs))
     except RuntimeError as error:
         # The device's own errors are of this type too, and are for the caller.
         if "is forced and cannot serve" not in str(error):
@@ -144,6 +161,8 @@ def _outcome(
     function: Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Output and gradients by name, and the gradient that was sent back: `gradient`, or one made for the output."""
+    if not any(each.requires_grad for each in inputs):
+        return {"output": function(*agreement.own(inputs))}, torch.empty(0)
     out = function(*inputs)
     sent = agreement.output_gradient(out) if gradient is None else gradient
     found = torch.autograd.grad(out, inputs, sent)
@@ -213,6 +232,59 @@ def _masked(device: str, dtype: torch.dtype) -> Problem:
     )
 
 
+def _offset(device: str, dtype: torch.dtype) -> Problem:
+    """attention whose softmax has one more logit per head: our own call of a backend's backward."""
+    s, b, n, d = 96, 2, 4, 64
+    hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
+
+    def make() -> Sequence[torch.Tensor]:
+        sink = torch.linspace(-2, 2, n).to(device, dtype).requires_grad_()
+        return *attention.case(f"s={s},b={b},n={n},d={d}", device, dtype).make(), sink
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n, s, d]
+        scores = (q @ k.transpose(2, 3) * d**-0.5).masked_fill(hidden.to(q.device), -10000.0)
+        logits = torch.cat([scores, sink.reshape(1, n, 1, 1).expand(b, n, s, 1)], -1)
+        out: torch.Tensor = logits.softmax(-1)[..., :-1] @ v
+        return out.permute(2, 0, 1, 3).contiguous()
+
+    return Problem(
+        "attention",
+        f"softmax offset s={s} b={b} n={n} d={d} {dtype_name(dtype)}",
+        dtype,
+        make,
+        lambda: lambda q, k, v, sink: attention_op.attention(q, k, v, causal=True, sink=sink),
+        lambda: plain,
+    )
+
+
+def _packed(device: str, dtype: torch.dtype) -> Problem:
+    """attention over three sequences behind one another."""
+    ends, n, d = (0, 40, 45, 128), 4, 64
+    packing = packed.Packing.of(ends)
+    document = torch.arange(ends[-1]).unsqueeze(-1).ge(torch.tensor(ends[1:])).sum(-1)
+    hidden = (document.unsqueeze(-1) != document) | torch.ones(ends[-1], ends[-1], dtype=torch.bool).triu(1)
+
+    def make() -> Sequence[torch.Tensor]:
+        batched = attention.case(f"s={ends[-1]},n={n},d={d}", device, dtype).make()
+        return [t.detach().squeeze(1).requires_grad_() for t in batched]
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [n, s, d]
+        scores = (q @ k.transpose(1, 2) * d**-0.5).masked_fill(hidden.to(q.device), -10000.0)
+        out: torch.Tensor = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out.contiguous()
+
+    return Problem(
+        "attention",
+        f"pack of {ends[-1]} n={n} d={d} {dtype_name(dtype)}",
+        dtype,
+        make,
+        lambda: lambda q, k, v: packed.attention(q, k, v, packing, causal=True),
+        lambda: plain,
+    )
+
+
 def _zero_centred(device: str, dtype: torch.dtype) -> Problem:
     """rms_norm whose weight stands for 1 + weight."""
 
@@ -233,4 +305,7 @@ def _zero_centred(device: str, dtype: torch.dtype) -> Problem:
     )
 
 
-_EXTRA: dict[str, Callable[[str, torch.dtype], Problem]] = {"attention": _masked, "rms_norm": _zero_centred}
+_EXTRA: dict[str, Sequence[Callable[[str, torch.dtype], Problem]]] = {
+    "attention": (_masked, _offset, _packed),
+    "rms_norm": (_zero_centred,),
+}

@@ -22,7 +22,12 @@ _EFFORT = timing.Effort(sample_seconds=0.005, rounds=(7, 20), seconds=0.5, warmu
 _ONCE = timing.Effort(sample_seconds=0.0, rounds=(3, 3), seconds=0.0, warmup=1)
 _NEGLIGIBLE = 0.03
 # For --quick: what no machine is slow at.
-_TINY = {"attention": "s=64,n=2,d=32", "rms_norm": "32x64"}
+_TINY = {
+    "activation": "32x64",
+    "attention": "s=64,n=2,d=32",
+    "rms_norm": "32x64",
+    "rope": "s=64,n=2,d=32",
+}
 
 _measured: dict[str, Any] = {}
 

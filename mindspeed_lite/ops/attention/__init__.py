@@ -1,42 +1,55 @@
-"""Softmax attention in the layout [sequence, batch, head, head size], for a transformer's attention core."""
+"""Softmax attention in the layout [sequence, batch, head, head size], for a transformer's attention core.
+
+`attention` is the operator. `forward` and `backward` are its two halves without autograd, for callers that split
+the keys among calls and put the results together themselves (context parallelism); `packed.attention` serves
+sequences of several lengths behind one another.
+
+A backend module holds `supported(case)` and these three functions, with the arguments of the public ones; masks
+by position arrive in canonical form (see `band`), `scale` as a number, and no row is empty by position.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Literal, overload
 
 import torch
 
 from mindspeed_lite.ops.attention import band, reference
-from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.attention.case import OPERATOR, Case, module, prepare
 
-__all__ = ["OPERATOR", "Case", "attention", "why_not"]
-
-
-class Case(NamedTuple):
-    """What decides which backend can serve a call."""
-
-    device: str
-    dtype: torch.dtype
-    heads: int
-    groups: int
-    head_size: int
-    value_size: int
-    causal: bool
-    window: bool
-    mask: bool
-    dropout: bool
-    empty_rows: bool
+__all__ = ["OPERATOR", "Case", "attention", "backward", "forward", "why_not"]
 
 
-OPERATOR = Operator(
-    "attention",
-    reference.attention,
-    {
-        "cpu": "mindspeed_lite.ops.attention.cpu",
-        "cuda": "mindspeed_lite.ops.attention.cuda",
-        "npu": "mindspeed_lite.ops.attention.npu",
-    },
-)
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: band.Window | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: band.Window | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def attention(
@@ -49,11 +62,17 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
-) -> torch.Tensor:
-    """out[s, b, i] = sum_t dropout(softmax_t(scale * q[s, b, i] . k[t, b, j])) * v[t, b, j], j = i * g // n
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """out[s, b, i] = sum_t dropout(p[s, t]) * v[t, b, j], p[s, t] = exp(scale * q[s, b, i] . k[t, b, j] - lse)
+
+    where j = i * g // n and lse is the log of the sum, over the visible keys t, of exp(scale * q . k), plus
+    exp(sink[i]) if there is a sink.
 
     q: [sq, b, n, d], k: [sk, b, g, d], v: [sk, b, g, dv], one dtype, any strides; g divides n, so that each
-    key head serves n / g consecutive query heads. Returns [sq, b, n, dv], contiguous, in q's dtype.
+    key head serves n / g consecutive query heads. Returns out [sq, b, n, dv], contiguous, in q's dtype; with
+    `return_lse` also lse [b, n, sq] in fp32 (float64 for float64), natural logarithm, without gradient.
 
     causal: a query sees no later key. With sq != sk the last query stands at the last key (bottom right
         corner), as in Megatron's sliding-window mask and as a key cache needs it; Megatron's own causal mask
@@ -63,20 +82,107 @@ def attention(
     mask: bool, True hides the key (Megatron's convention), broadcastable to [b, n or 1, sq, sk]; combined
         with the other two.
     scale: 1 / sqrt(d) unless given.
-    dropout_p: drawn from the device's current default generator; fork it outside if ranks must differ.
+    dropout_p: drawn from the device's current default generator; fork it outside if ranks must differ. The
+        backward pass drops what the forward pass dropped. Which bits it drops is each backend's own business.
+    sink: [n], any floating dtype, one logit per head that takes weight and gives no value (Megatron's softmax
+        offset: zeros are "off by one"). It gets its gradient.
 
     A row with at least one visible key agrees with Megatron's local path (which adds -10000 instead of -inf
-    to hidden scores, the same once rounded). A row with none returns 0 and gives no gradient; Megatron
-    averages all values there. Such rows are padding, and nothing may depend on them.
+    to hidden scores, the same once rounded). A row with none returns 0, has the lse -inf (the sink's value if
+    there is one) and gives no gradient; Megatron averages all values there. Such rows are padding, and nothing
+    may depend on them.
 
-    Fast backends keep q, k, v, the output and one number per row and head for the backward pass, and build
-    nothing of size sq x sk except for a window (one mask, shared by all calls) or a mask given by the caller.
-    Scores and softmax are fp32 there; the reference is fp32 throughout (float64 for float64).
+    Fast backends keep q, k, v, the output and one number per row and head for the backward pass. What they build
+    of size sq x sk, if anything, stands in their files; no backend keeps it per head. Scores and softmax are fp32
+    there; the reference is fp32 throughout (float64 for float64).
     """
-    case, causal, window = _prepare(q, k, v, causal, mask, dropout_p, window)
+    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, dropout_p, window, sink)
+    empty = _empty_rows(causal, window, q, k)
+    if empty:
+        result = attention(
+            q[empty:],
+            k,
+            v,
+            causal=causal,
+            mask=_below(mask, empty),
+            scale=scale,
+            dropout_p=dropout_p,
+            window=window,
+            sink=sink,
+            return_lse=return_lse,  # type: ignore[call-overload]
+        )
+        return _behind(result, empty, sink) if return_lse else _behind((result, None), empty, sink)[0]
     # Kernels differ on what they accept of empty tensors, and there is nothing to win.
     implementation = reference.attention if 0 in q.shape or 0 in v.shape else OPERATOR.choose(case)
-    return implementation(q, k, v, causal=causal, mask=mask, scale=scale, dropout_p=dropout_p, window=window)
+    return implementation(
+        q,
+        k,
+        v,
+        causal=causal,
+        mask=mask,
+        scale=scale,
+        dropout_p=dropout_p,
+        window=window,
+        sink=sink,
+        return_lse=return_lse,
+    )
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: band.Window | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of `attention` over these keys, without autograd.
+
+    Two results over disjoint sets of keys make one: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
+    out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
+    """
+    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, 0.0, window, None)
+    empty = _empty_rows(causal, window, q, k)
+    if empty:
+        result = forward(q[empty:], k, v, causal=causal, mask=_below(mask, empty), scale=scale, window=window)
+        return _behind(result, empty, None)
+    pair: tuple[torch.Tensor, torch.Tensor]
+    pair = module(q, v, case).forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+    return pair
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: band.Window | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients (dq, dk, dv) that these keys contribute, without autograd, in the dtypes of q, k and v.
+
+    dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, that
+    is, of `forward` or of several results put together (a sink included); p = exp(score - lse). With lse -inf a
+    row gives no gradient.
+    """
+    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, 0.0, window, None)
+    empty = _empty_rows(causal, window, q, k)
+    if empty:
+        rows = (dout[empty:], q[empty:], k, v, out[empty:], lse[..., empty:])
+        dq, dk, dv = backward(*rows, causal=causal, mask=_below(mask, empty), scale=scale, window=window)
+        return torch.nn.functional.pad(dq, (0, 0) * 3 + (empty, 0)), dk, dv
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    gradients = module(q, v, case).backward(
+        dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale, window=window
+    )
+    return gradients
 
 
 def why_not(
@@ -89,61 +195,34 @@ def why_not(
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
+    sink: torch.Tensor | None = None,
 ) -> list[str]:
     """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_prepare(q, k, v, causal, mask, dropout_p, window)[0])
+    return OPERATOR.why_not(prepare(q, k, v, causal, mask, scale, dropout_p, window, sink)[0])
 
 
-def _prepare(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    dropout_p: float,
-    window: band.Window | None,
-) -> tuple[Case, bool, band.Window | None]:
-    """The case of a call whose arguments fit each other, and its band in the only spelling backends know."""
-    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
-        raise ValueError("attention: q, k and v must be [sequence, batch, head, head size]")
-    sq, b, n, d = q.shape
-    sk, kb, g, kd = k.shape
-    vk, vb, vg, dv = v.shape
-    if kb != b or vb != b or kd != d or vk != sk or vg != g or g == 0 or n % g:
-        raise ValueError(
-            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together: "
-            "want [sq, b, n, d], [sk, b, g, d] and [sk, b, g, dv] with g dividing n"
-        )
-    dtype = q.dtype
-    if k.dtype != dtype or v.dtype != dtype:
-        raise ValueError(f"attention: q, k and v must have one dtype, not {dtype}, {k.dtype} and {v.dtype}")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"attention: dropout_p must be in [0, 1), not {dropout_p}")
-    if mask is not None:
-        _check_mask(mask, (b, n, sq, sk))
-    empty_rows = False
-    if causal or window is not None:
-        causal, window = band.canonical(causal, window, sq, sk)
-        empty_rows = sq > sk and band.leaves_rows_without_keys(causal, window, sq, sk)
-    case = Case(
-        q.device.type,
-        dtype,
-        n,
-        g,
-        d,
-        dv,
-        causal,
-        window is not None,
-        mask is not None,
-        dropout_p > 0,
-        empty_rows,
-    )
-    return case, causal, window
+def _empty_rows(causal: bool, window: band.Window | None, q: torch.Tensor, k: torch.Tensor) -> int:
+    """How many leading queries see no key by position: they are cut off, and no kernel has to know of them."""
+    sq, sk = q.shape[0], k.shape[0]
+    if sq <= sk or not (causal or window is not None) or 0 in q.shape or 0 in k.shape:
+        return 0
+    return band.rows_without_keys(causal, window, sq, sk)
 
 
-def _check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> None:
-    if mask.dtype != torch.bool:
-        raise ValueError(f"attention: mask must be bool (True hides the key), not {mask.dtype}")
-    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-    if len(sizes) != 4 or any(have not in (1, want) for have, want in zip(sizes, wanted, strict=True)):
-        raise ValueError(f"attention: mask {tuple(mask.shape)} does not broadcast to {wanted}")
+def _below(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """The mask of the rows after the first `rows`."""
+    return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows:, :]
+
+
+def _behind(result: tuple[torch.Tensor, Any], empty: int, sink: torch.Tensor | None) -> tuple[torch.Tensor, Any]:
+    """A result with `empty` rows that see nothing put before its rows."""
+    out, lse = result
+    out = torch.nn.functional.pad(out, (0, 0) * 3 + (empty, 0))
+    if lse is not None:
+        b, n, _ = lse.shape
+        if sink is None:
+            before = lse.new_full((b, n, empty), float("-inf"))
+        else:
+            before = sink.detach().to(lse.dtype).reshape(1, n, 1).expand(b, n, empty)
+        lse = torch.cat([before, lse], -1)
+    return out, lse

@@ -41,10 +41,10 @@ def limits(causal: bool, window: Window | None) -> Window | None:
     return CAUSAL if causal else window
 
 
-def leaves_rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> bool:
-    """Whether the first queries of a canonical band stand before the first key they may see."""
+def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> int:
+    """How many queries of a canonical band stand before the first key they may see; these are the first ones."""
     band = limits(causal, window)
-    return band is not None and band[1] >= 0 and sk - sq + band[1] < 0
+    return 0 if band is None or band[1] < 0 else max(0, sq - sk - band[1])
 
 
 def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tensor:

@@ -1,25 +1,42 @@
 """attention on Ascend NPUs through torch_npu.npu_fusion_attention, which brings its own backward.
 
-Layout "SBH" (heads flattened into the last dimension) is Megatron's own. The operator names what a mask means
-by sparse_mode: 1 a full mask, 2 causal from the upper left corner, 3 causal to the lower right corner, 4 a
-band measured from the lower right corner; 2 to 4 take one 2048 x 2048 triangle whatever the lengths are.
-True hides the key, as in Megatron.
+Layout "SBH" (heads flattened into the last dimension) is Megatron's own, "TND" that of a pack. The operator names what
+a mask means by sparse_mode: 1 a full mask, 2 causal from the upper left corner, 3 causal to the lower right corner, 4 a
+band measured from the lower right corner; 2 to 4 take one 2048 x 2048 triangle whatever the lengths are. True hides
+the key, as in Megatron.
+
+It returns each row's maximum and sum instead of their log-sum-exp, on eight lanes. The backward operator takes the
+log-sum-exp as a maximum whose sum is 1. A sink is put to the result outside the operator; together with dropout it is
+computed by `blocked`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mindspeed_lite.ops.attention import band
+from mindspeed_lite.ops.attention import autograd, band, blocked
+from mindspeed_lite.ops.attention.layout import pad
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention import Case
 
 _FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 1, 2, 3, 4
 _UNLIMITED = 2147483647
+_LANES = 8
+
+
+class _Masking(NamedTuple):
+    """What the operator's documentation calls atten_mask, sparse_mode, pre_tockens and next_tockens."""
+
+    mask: torch.Tensor | None = None
+    mode: int = 0
+    before: int = _UNLIMITED
+    after: int = _UNLIMITED
+
 
 _triangles: dict[torch.device, torch.Tensor] = {}
 
@@ -33,8 +50,6 @@ def supported(case: Case) -> list[str]:
         reasons.append(f"head size {width}: npu_fusion_attention takes at most 768")
     if case.heads > 256:
         reasons.append(f"{case.heads} heads: npu_fusion_attention takes at most 256")
-    if case.empty_rows:
-        reasons.append("a causal band with more queries than keys leaves rows without keys")
     return reasons
 
 
@@ -43,65 +58,233 @@ def attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+    dropout_p: float,
+    window: band.Window | None,
+    sink: torch.Tensor | None,
+    return_lse: bool,
+) -> Any:
+    how: dict[str, Any] = dict(causal=causal, mask=mask, scale=scale, window=window)
+    if sink is None:
+        pair = _call(q, k, v, **how, dropout_p=dropout_p, want_lse=return_lse)
+    elif dropout_p > 0.0:
+        return blocked.attention(q, k, v, **how, sink=sink, dropout_p=dropout_p, return_lse=return_lse)
+    else:
+        pair = autograd.attention(autograd.Kernels(forward, backward), q, k, v, **how, sink=sink)
+    return pair if return_lse else pair[0]
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+    window: band.Window | None,
+) -> autograd.Pair:
+    with torch.no_grad():
+        pair: autograd.Pair = _call(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+    return pair
+
+
+def _call(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+    window: band.Window | None,
     dropout_p: float = 0.0,
-    window: band.Window | None = None,
-) -> torch.Tensor:
-    sq, b, n, d = q.shape
-    sk, dv = v.shape[0], v.shape[3]
+    want_lse: bool = True,
+) -> Any:
+    """(out, lse [b, n, sq] without gradient, or None unless wanted), differentiable in q, k and v."""
+    (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
-    rest: dict[str, object] = {}
-    empty = None
+    masking, empty = _masking(q, k, causal, mask, window)
+    flat = _flatten(q, width), _flatten(k, width), _flatten(v, width)
+    out, most, total = _fused(*flat, n, "SBH", scale, dropout_p, masking)
+    out = out.view(sq, b, n, width)
+    if width != dv:
+        out = out[..., :dv]
+    if empty is not None:
+        out = out.masked_fill(empty.permute(2, 0, 1, 3), 0.0)
+    lse = None
+    if want_lse:
+        lse = _lse(most, total)
+        lse = lse if empty is None else lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    return out.contiguous(), lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+    window: band.Window | None,
+) -> autograd.Triple:
+    n, width = q.shape[2], max(q.shape[3], v.shape[3])
+    masking, empty = _masking(q, k, causal, mask, window)
+    if empty is not None:
+        # exp(score - maximum) is then 0, without arithmetic on infinities.
+        lse = lse.masked_fill(empty.squeeze(-1), torch.finfo(torch.float32).max)
+    query, key, value, grad, result = (_flatten(t, width) for t in (q, k, v, dout, out))
+    gradients = torch_npu.npu_fusion_attention_grad(
+        query,
+        key,
+        value,
+        grad,
+        head_num=n,
+        input_layout="SBH",
+        softmax_max=_lanes(lse),
+        softmax_sum=_lanes(torch.ones_like(lse)),
+        attention_in=result,
+        scale_value=scale,
+        keep_prob=1.0,
+        atten_mask=masking.mask,
+        sparse_mode=masking.mode,
+        pre_tockens=masking.before,
+        next_tockens=masking.after,
+    )
+    dq, dk, dv = (
+        gradient.view(*t.shape[:3], width)[..., : t.shape[3]]
+        for gradient, t in zip(gradients[:3], (q, k, v), strict=True)
+    )
+    return dq, dk, dv
+
+
+def _fused(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: int,
+    layout: str,
+    scale: float,
+    dropout_p: float,
+    masking: _Masking,
+    ends_q: list[int] | None = None,
+    ends_k: list[int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, maxima, sums) of tensors in `layout`."""
+    out, most, total, *_ = torch_npu.npu_fusion_attention(
+        q,
+        k,
+        v,
+        head_num=heads,
+        input_layout=layout,
+        scale=scale,
+        keep_prob=1.0 - dropout_p,
+        atten_mask=masking.mask,
+        sparse_mode=masking.mode,
+        pre_tockens=masking.before,
+        next_tockens=masking.after,
+        actual_seq_qlen=ends_q,
+        actual_seq_kvlen=ends_k,
+    )
+    return out, most, total
+
+
+def _masking(
+    q: torch.Tensor, k: torch.Tensor, causal: bool, mask: torch.Tensor | None, window: band.Window | None
+) -> tuple[_Masking, torch.Tensor | None]:
+    """What tells the operator which keys are hidden, and which rows [b | 1, n | 1, sq, 1] see none.
+
+    What the operator returns for a row without keys is not documented: such rows see every key, and the caller clears
+    them.
+    """
+    (sq, b, _, _), sk = q.shape, k.shape[0]
     if mask is not None:
         hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
         positions = band.limits(causal, window)
         if positions is not None:
             hidden = hidden | band.hidden(sq, sk, positions, q.device)
-        # What the operator returns for a row without keys is not documented: such rows see every key, and
-        # are cleared below.
         empty = hidden.all(-1, keepdim=True)
         hidden = hidden & ~empty
         # Documented mask shapes are [b, n, sq, sk], [b, 1, sq, sk], [1, 1, sq, sk] and [sq, sk].
         batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1
-        rest = {
-            "atten_mask": hidden.expand(batches, hidden.shape[1], sq, sk).contiguous(),
-            "sparse_mode": _FULL_MASK,
-        }
-    elif causal:
-        rest = {
-            "atten_mask": _triangle(q.device),
-            "sparse_mode": _UPPER_LEFT if sq == sk else _LOWER_RIGHT,
-        }
-    elif window is not None:
+        written_out = hidden.expand(batches, hidden.shape[1], sq, sk).contiguous()
+        return _Masking(written_out, _FULL_MASK), empty.expand(-1, -1, sq, -1)
+    if causal:
+        return _Masking(_triangle(q.device), _UPPER_LEFT if sq == sk else _LOWER_RIGHT), None
+    if window is not None:
         left, right = window
-        rest = {
-            "atten_mask": _triangle(q.device),
-            "sparse_mode": _BAND,
-            "pre_tockens": left if left >= 0 else _UNLIMITED,
-            "next_tockens": right if right >= 0 else _UNLIMITED,
-        }
-    out: torch.Tensor = torch_npu.npu_fusion_attention(
-        *(_flatten(t, width) for t in (q, k, v)),
-        head_num=n,
-        input_layout="SBH",
-        scale=d**-0.5 if scale is None else scale,
-        keep_prob=1.0 - dropout_p,
-        **rest,
-    )[0]
-    out = out.view(sq, b, n, width)
-    if width != dv:
-        out = out[..., :dv]
-    if empty is not None:
-        out = out.masked_fill(empty.expand(-1, -1, sq, -1).permute(2, 0, 1, 3), 0.0)
-    return out.contiguous()
+        before = left if left >= 0 else _UNLIMITED
+        after = right if right >= 0 else _UNLIMITED
+        return _Masking(_triangle(q.device), _BAND, before, after), None
+    return _Masking(), None
+
+
+def why_not_packed(case: Case) -> list[str]:
+    """Why the sequences of a pack go one after the other."""
+    reasons = []
+    if case.window:
+        reasons.append("a window in layout TND is not documented")
+    if case.sink:
+        reasons.append("a sink")
+    return reasons
+
+
+def packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    queries: tuple[int, ...],
+    keys: tuple[int, ...],
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    window: None,
+    sink: None,
+    return_lse: bool,
+) -> Any:
+    """q [t, n, d], k [u, g, d], v [u, g, dv], sequences of these lengths; (out [t, n, dv], lse [n, t]) on request."""
+    (_, n, d), dv = q.shape, v.shape[2]
+    size = max(d, dv)
+    out, most, total = _fused(
+        pad(q, size).contiguous(),
+        pad(k, size).contiguous(),
+        pad(v, size).contiguous(),
+        n,
+        "TND",
+        scale,
+        dropout_p,
+        _Masking(_triangle(q.device), _LOWER_RIGHT) if causal else _Masking(),
+        _ends(queries),
+        _ends(keys),
+    )
+    out = out[..., :dv].contiguous()
+    return (out, _lse(most, total).transpose(0, 1)) if return_lse else out
+
+
+def _ends(lengths: tuple[int, ...]) -> list[int]:
+    """Cumulative, without a leading zero, as numbers of the host."""
+    return list(itertools.accumulate(lengths))
+
+
+def _lse(most: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """From maximum and sum [..., 8], one number eight times."""
+    return most.detach()[..., 0] + total.detach()[..., 0].log()
+
+
+def _lanes(t: torch.Tensor) -> torch.Tensor:
+    return t.unsqueeze(-1).expand(*t.shape, _LANES).contiguous()
 
 
 def _flatten(t: torch.Tensor, width: int) -> torch.Tensor:
     """[s, b, heads, size] -> [s, b, heads * width]; zeros behind a head change no score and no value."""
-    if t.shape[3] < width:
-        t = torch.nn.functional.pad(t, (0, width - t.shape[3]))
+    t = pad(t, width)
     return t.reshape(t.shape[0], t.shape[1], -1).contiguous()
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from mindspeed_lite.ops.attention import band
+from mindspeed_lite.ops.attention.packing import Packing
 
 
 def attention(
@@ -17,15 +20,119 @@ def attention(
     scale: float | None = None,
     dropout_p: float = 0.0,
     window: band.Window | None = None,
-) -> torch.Tensor:
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """softmax(scale * q k^T, masked) v, every [sq, sk] matrix written out, in fp32 (float64 for float64)."""
-    sq, b, n, d = q.shape
+    sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scale = d**-0.5 if scale is None else scale
-    queries = q.to(dtype).reshape(sq, b, g, n // g, d)
-    scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk) * scale
+    scores, empty = _scores(q, k, causal, mask, scale, window)
+    if sink is not None:
+        # One more logit of each head in the denominator, whose value is nothing.
+        logit = sink.to(dtype).reshape(1, n, 1, 1).expand(b, n, sq, 1)
+        probs = torch.cat([scores, logit], -1).softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    if empty is not None:
+        probs = probs.masked_fill(empty, 0.0)
+    probs = torch.nn.functional.dropout(probs, dropout_p, training=dropout_p > 0)  # [b, n, sq, sk]
+    context = torch.einsum("bgrst,tbgd->sbgrd", probs.reshape(b, g, n // g, sq, sk), v.to(dtype))
+    out = context.reshape(sq, b, n, dv).to(q.dtype).contiguous()
+    if not return_lse:
+        return out
+    lse = scores.detach().logsumexp(-1)  # [b, n, sq]
+    if empty is not None:
+        lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.detach().to(dtype).reshape(1, n, 1))
+    return out, lse
 
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: band.Window | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and log-sum-exp, without gradients."""
+    with torch.no_grad():
+        out, lse = attention(q, k, v, causal=causal, mask=mask, scale=scale, window=window, return_lse=True)
+    return out, lse
+
+
+@torch.no_grad()
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    window: band.Window | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v, where p = exp(score - lse), whatever further keys `lse` and `out` hold."""
+    sq, b, n, d = q.shape
+    sk, _, g, _dv = v.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores, empty = _scores(q, k, causal, mask, scale, window)
+    probs = (scores - lse.to(dtype).unsqueeze(-1)).exp()  # [b, n, sq, sk]
+    if empty is not None:
+        probs = probs.masked_fill(empty, 0.0)
+    probs = probs.reshape(b, g, n // g, sq, sk)
+    queries, dout, out = (t.to(dtype).reshape(sq, b, g, n // g, t.shape[3]) for t in (q, dout, out))
+    keys, values = k.to(dtype), v.to(dtype)
+    delta = (dout * out).sum(-1).permute(1, 2, 3, 0).unsqueeze(-1)  # [b, g, n / g, sq, 1]
+    dprobs = torch.einsum("sbgrd,tbgd->bgrst", dout, values)
+    dscores = probs * (dprobs - delta) * (d**-0.5 if scale is None else scale)
+    dq = torch.einsum("bgrst,tbgd->sbgrd", dscores, keys).reshape(q.shape)
+    dk = torch.einsum("bgrst,sbgrd->tbgd", dscores, queries)
+    dv_ = torch.einsum("bgrst,sbgrd->tbgd", probs, dout)
+    return dq.to(q.dtype), dk.to(k.dtype), dv_.to(v.dtype)
+
+
+def packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, **how: Any
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`packed.attention`: each sequence of q [t, n, d], k [u, g, d] and v [u, g, dv] by itself, zeros elsewhere."""
+    rows, n = q.shape[:2]
+    # Of no sequence, but a function of all three.
+    out = (q.sum() + k.sum() + v.sum()) * q.new_zeros(rows, n, v.shape[2])
+    lse = q.new_full((n, rows), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    for (first, last), (low, high) in zip(packing.q, packing.k, strict=True):
+        one = [t.unsqueeze(1) for t in (q[first:last], k[low:high], v[low:high])]
+        result = attention(*one, **{**how, "return_lse": True})
+        out = torch.cat([out[:first], result[0].squeeze(1), out[last:]])
+        lse[:, first:last] = result[1].squeeze(0)
+    return (out, lse) if how.get("return_lse") else out
+
+
+def _scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float | None,
+    window: band.Window | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[b, n, sq, sk], -inf where the key is hidden; and which rows [b | 1, n | 1, sq, 1] see no key.
+
+    Those rows are left unmasked here and cleared by the caller: no NaN either way.
+    """
+    sq, b, n, d = q.shape
+    sk, _, g, _ = k.shape
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries = q.to(dtype).reshape(sq, b, g, n // g, d)
+    scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk)
+    scores = scores * (d**-0.5 if scale is None else scale)
     causal, window = band.canonical(causal, window, sq, sk)
     positions = band.limits(causal, window)
     hidden = mask
@@ -33,11 +140,7 @@ def attention(
         by_position = band.hidden(sq, sk, positions, q.device)
         hidden = by_position if mask is None else mask | by_position
     if hidden is None:
-        probs = scores.softmax(-1)
-    else:
-        # A row without keys is left unmasked for the softmax and cleared behind it: no NaN either way.
-        empty = hidden.all(-1, keepdim=True)
-        probs = scores.masked_fill(hidden & ~empty, float("-inf")).softmax(-1).masked_fill(empty, 0.0)
-    probs = torch.nn.functional.dropout(probs, dropout_p, training=dropout_p > 0)  # [b, n, sq, sk]
-    context = torch.einsum("bgrst,tbgd->sbgrd", probs.reshape(b, g, n // g, sq, sk), v.to(dtype))
-    return context.reshape(sq, b, n, dv).to(q.dtype).contiguous()
+        return scores, None
+    hidden = hidden.reshape((1,) * (4 - hidden.dim()) + tuple(hidden.shape))
+    empty = hidden.all(-1, keepdim=True)
+    return scores.masked_fill(hidden & ~empty, float("-inf")), empty

@@ -1,32 +1,40 @@
-"""rms_norm on CPU as passes over blocks of rows that stay in cache.
+"""rms_norm on CPU: a compiled kernel for bf16 and fp32, blocks of rows where there is none.
 
-PyTorch composes its CPU rms_norm from about ten whole-tensor operations forward and twenty backward, each of
-them a trip to memory. Here a block of rows is widened to fp32 once and every pass runs over that block; both
-sums of the backward pass come out of one product p = dy * x, the one over H as a matrix-vector product:
-
-    dw[h]  = sum_r rstd[r] * p[r, h]            c[r] = sum_h p[r, h] * w[h]
-    dx     = rstd * w * dy - x * rstd^3 * c / H
+The kernel (`cpu.cpp`) brings a row from memory once forward and once backward. It takes rows at any regular distance,
+so that heads cut out of one projection (QK-norm) are not copied. Results do not depend on which thread is faster: each
+has a fixed share of the rows, and the shares of the weight's gradient are added in order.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops.rms_norm import reference
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.rms_norm import blocks, reference
+from mindspeed_lite.ops.rows import as_rows
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rms_norm import Case
 
-# Elements in a block: three fp32 buffers of it (6 MiB) stay in a last-level cache, and a pass over it is long
-# enough to hide the fixed cost of an operator call and of waking the threads.
-_BLOCK = 1 << 19
+# Fake tensors and others of a type of their own have no address.
+_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 
-# Below this many elements everything is in cache anyway and the number of operator calls decides: the plain
-# formula makes fewer of them.
-_SMALL = 1 << 17
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_PAIRS = {(x, weight): f"{_NAMES[x]}_{_NAMES[weight]}" for x in _NAMES for weight in _NAMES}
+
+_lib = native.Library(
+    Path(__file__).with_name("cpu.cpp"),
+    {
+        f"rms_norm_{direction}_{pair}": letters
+        for pair in _PAIRS.values()
+        for direction, letters in (("forward", "ppppppllllfii"), ("backward", "ppppppplllllii"))
+    },
+)
 
 
 def supported(case: Case) -> list[str]:
@@ -35,105 +43,92 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    if x.numel() < _SMALL or torch.compiler.is_compiling():
-        # A compiler fuses the plain formula itself and gains nothing from blocks.
-        return reference.rms_norm(x, weight, eps, zero_centered)
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        y: torch.Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
-        return y
-    return _forward(x, weight, eps, zero_centered)[0]
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> Any:
+    if torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY or x.numel() == 0:
+        return reference.rms_norm(x, weight, eps, zero_centered, residual)
+    pair = _PAIRS.get((x.dtype, weight.dtype))
+    if pair is None:
+        return blocks.rms_norm(x, weight, eps, zero_centered, residual)
+    reason = _lib.unusable()
+    if reason is not None:
+        report_fallback("rms_norm", "cpu", (reason,), "blocks of rows, by PyTorch")
+        return blocks.rms_norm(x, weight, eps, zero_centered, residual)
+    return _RMSNorm.apply(x, weight, eps, zero_centered, residual, pair)  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
-        y, rstd = _forward(x, weight, eps, zero_centered)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.zero_centered = zero_centered
-        return y
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centered: bool,
+        residual: torch.Tensor | None,
+        pair: str,
+    ) -> Any:
+        rows, stride = as_rows(x)
+        width, size = weight.shape[0], x.numel()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        rstd = x.new_empty(size // width, dtype=torch.float32)
+        weight = weight.contiguous()
+        total, others, other_stride = x, None, 0
+        if residual is not None:
+            others, other_stride = as_rows(residual)
+            total = torch.empty_like(y)
+            ctx.set_materialize_grads(False)
+        getattr(_lib, "rms_norm_forward_" + pair)(
+            rows.data_ptr(),
+            0 if others is None else others.data_ptr(),
+            weight.data_ptr(),
+            y.data_ptr(),
+            0 if others is None else total.data_ptr(),
+            rstd.data_ptr(),
+            size // width,
+            width,
+            stride,
+            other_stride,
+            eps,
+            zero_centered,
+            native.threads(size),
+        )
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.zero_centered, ctx.pair = zero_centered, pair
+        return y if residual is None else (y, total)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x, weight, rstd = ctx.saved_tensors
-        wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        dx, dw = _backward(dy, x, weight, rstd, ctx.zero_centered, wants_dx, wants_dw)
-        return dx, dw, None, None
-
-
-def _wide(weight: torch.Tensor, zero_centered: bool, dtype: torch.dtype) -> torch.Tensor:
-    scale = weight.to(dtype)  # [H]
-    return scale + 1 if zero_centered else scale
-
-
-def _forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    width = x.shape[-1]
-    rows = x.reshape(-1, width)  # [R, H]
-    scale = _wide(weight, zero_centered, dtype)  # [H]
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    out = y.view(-1, width)  # [R, H]
-    rstd = torch.empty(rows.shape[0], 1, dtype=dtype, device=x.device)
-    step = max(1, _BLOCK // width)
-    narrow = x.dtype != dtype
-    wide = torch.empty(min(step, rows.shape[0]), width, dtype=dtype, device=x.device) if narrow else out
-    for start in range(0, rows.shape[0], step):
-        x_block, y_block, r = (t[start : start + step] for t in (rows, out, rstd))
-        work = wide[: x_block.shape[0]] if narrow else y_block
-        if narrow:
-            # One pass for the sum of squares; its rounding disappears under that of the 16-bit result.
-            x_block = work.copy_(x_block)
-            torch.linalg.vector_norm(x_block, dim=-1, keepdim=True, out=r).square_()
-        else:
-            # torch.sum adds pairwise; the running sums of vector_norm would show in an fp32 result.
-            torch.sum(torch.mul(x_block, x_block, out=work), dim=-1, keepdim=True, out=r)
-        r.div_(width).add_(eps).rsqrt_()
-        torch.mul(x_block, r, out=work).mul_(scale)
-        if narrow:
-            y_block.copy_(work)
-    return y, rstd
-
-
-def _backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    rstd: torch.Tensor,
-    zero_centered: bool,
-    wants_dx: bool,
-    wants_dw: bool,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    dtype = rstd.dtype
-    width = x.shape[-1]
-    rows, grads = x.reshape(-1, width), dy.reshape(-1, width)  # [R, H]
-    scale = _wide(weight, zero_centered, dtype)  # [H]
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device) if wants_dx else None
-    step = max(1, _BLOCK // width)
-    count = -(-rows.shape[0] // step)
-    dw = torch.empty(count, width, dtype=dtype, device=x.device) if wants_dw else None  # a row per block
-    narrow = x.dtype != dtype
-    shape = (min(step, rows.shape[0]), width)
-    product = torch.empty(shape, dtype=dtype, device=x.device)
-    wide_x = torch.empty(shape, dtype=dtype, device=x.device) if narrow else product
-    wide_dy = torch.empty(shape, dtype=dtype, device=x.device) if narrow else product
-    for block, start in enumerate(range(0, rows.shape[0], step)):
-        x_block, dy_block, r = (t[start : start + step] for t in (rows, grads, rstd))
-        size = x_block.shape[0]
-        if narrow:
-            x_block = wide_x[:size].copy_(x_block)
-            dy_block = wide_dy[:size].copy_(dy_block)
-        p = torch.mul(x_block, dy_block, out=product[:size])
-        if dx is not None:
-            c = torch.mv(p, scale)[:, None].mul_(r).mul_(r).mul_(r).div_(width)  # [size, 1]
-            dx_block = dx.view(-1, width)[start : start + step]
-            work = dy_block if narrow else dx_block
-            torch.mul(dy_block, scale, out=work).mul_(r).addcmul_(x_block, c, value=-1)
-            if narrow:
-                dx_block.copy_(work)
-        if dw is not None:
-            # Not as a matrix-vector product: that runs down the rows with one sum, torch.sum adds pairwise.
-            torch.sum(p.mul_(r), dim=0, out=dw[block])
-    return dx, None if dw is None else dw.sum(0).to(weight.dtype)
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None = None) -> Any:
+        if dy is None:
+            return dsum, None, None, None, dsum, None
+        total, weight, rstd = ctx.saved_tensors
+        rows, stride = as_rows(total)
+        grads, grad_stride = as_rows(dy)
+        others, other_stride = (None, 0) if dsum is None else as_rows(dsum)
+        width, size = weight.shape[0], total.numel()
+        dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+        dw = torch.empty_like(weight)
+        getattr(_lib, "rms_norm_backward_" + ctx.pair)(
+            grads.data_ptr(),
+            rows.data_ptr(),
+            weight.data_ptr(),
+            rstd.data_ptr(),
+            0 if others is None else others.data_ptr(),
+            dx.data_ptr(),
+            dw.data_ptr(),
+            size // width,
+            width,
+            grad_stride,
+            stride,
+            other_stride,
+            ctx.zero_centered,
+            native.threads(size),
+        )
+        wants_dx, wants_dw, _, _, wants_residual, _ = ctx.needs_input_grad
+        return dx if wants_dx else None, dw if wants_dw else None, None, None, dx if wants_residual else None, None

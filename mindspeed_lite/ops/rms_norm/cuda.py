@@ -1,27 +1,74 @@
-"""rms_norm on CUDA through the kernel that PyTorch fuses itself (forward and backward one launch each)."""
+"""rms_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
+
+PyTorch has one launch forward and two backward, for a weight of x's dtype. It gives each row a block of threads, so
+rows as short as a head are left to Triton (`kernels.py`), as are mixed dtypes, a residual, and zero-centred weights in
+16 bit, where 1 + weight would be rounded before it is multiplied.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.rms_norm import reference
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rms_norm import Case
 
+# Numbers in a row that are too few for a block of threads.
+_SHORT = 256
+
+_NARROW = (torch.float16, torch.bfloat16)
+_FUSED = hasattr(torch.ops.aten, "_fused_rms_norm")
+_TRITON = importlib.util.find_spec("triton") is not None
+
 
 def supported(case: Case) -> list[str]:
     reasons = []
-    if not hasattr(torch.ops.aten, "_fused_rms_norm"):
-        reasons.append(f"torch {torch.__version__} has no fused rms_norm kernel")
-    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+    if case.dtype not in (*_NARROW, torch.float32, torch.float64):
         reasons.append(f"dtype {case.dtype}")
-    if case.weight_dtype != case.dtype:
-        reasons.append(f"weight is {case.weight_dtype} and x {case.dtype}: the fused kernel takes one dtype")
-    if case.zero_centered and case.weight_dtype in (torch.float16, torch.bfloat16):
-        reasons.append(f"1 + weight would be rounded to {case.weight_dtype} before the multiplication")
+    if not _TRITON or torch.float64 in (case.dtype, case.weight_dtype):
+        because = "without Triton" if not _TRITON else "in float64"
+        if case.weight_dtype != case.dtype:
+            reasons.append(f"weight is {case.weight_dtype} and x {case.dtype}: {because} they must have one dtype")
+        if case.zero_centered and case.weight_dtype in _NARROW:
+            reasons.append(f"{because} 1 + weight would be rounded to {case.weight_dtype} before the multiplication")
+        if case.residual:
+            reasons.append(f"{because} there is no kernel with a residual")
+        if not _FUSED:
+            reasons.append(f"torch {torch.__version__} has no fused rms_norm kernel")
     return reasons
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    return torch.nn.functional.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> Any:
+    if _torch_serves(x, weight, zero_centered, residual):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        # A compiler fuses the plain formula itself.
+        return reference.rms_norm(x, weight, eps, zero_centered, residual)
+    from mindspeed_lite.ops import row_kernels
+    from mindspeed_lite.ops.rms_norm import kernels
+
+    if x.shape[-1] > row_kernels.WIDEST:
+        report_fallback("rms_norm", "cuda", (f"rows of more than {row_kernels.WIDEST}",))
+        return reference.rms_norm(x, weight, eps, zero_centered, residual)
+    return kernels.RMSNorm.apply(x, weight, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
+
+
+def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool, residual: torch.Tensor | None) -> bool:
+    return (
+        residual is None
+        and x.dtype == weight.dtype
+        and not (zero_centered and weight.dtype in _NARROW)
+        and _FUSED
+        and (x.shape[-1] > _SHORT or not _TRITON or x.dtype == torch.float64)
+    )

@@ -1,0 +1,49 @@
+"""accumulate_wgrad on CUDA: one cuBLAS call whose fp32 result is main_grad itself (beta = 1)."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops.accumulate_wgrad import reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.accumulate_wgrad import Case
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def supported(case: Case) -> list[str]:
+    if case.main_dtype == case.dtype:
+        return []
+    if case.dtype not in _HALF or case.main_dtype != torch.float32:
+        return [f"main_grad is {case.main_dtype} and x {case.dtype}: cuBLAS takes 16-bit inputs into float32"]
+    reason = _refusal()
+    return [reason] if reason else []
+
+
+def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    if main_grad.dtype == x.dtype:
+        return main_grad.addmm_(dy.t(), x)
+    if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor:
+        # PyTorch's decomposition of the operator takes the dtype for beta.
+        return reference.accumulate_wgrad(main_grad, dy, x)
+    return _add_product(main_grad, dy, x)
+
+
+def _add_product(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor = torch.ops.aten.addmm.dtype_out(main_grad, dy.t(), x, torch.float32, out=main_grad)
+    return out
+
+
+@functools.cache
+def _refusal() -> str | None:
+    """Why this PyTorch does not add a product of 16-bit matrices to an fp32 one; older ones lack it or want 16 bits."""
+    try:
+        one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
+        _add_product(torch.ones(8, 8, device="cuda"), one, one)
+    except (AttributeError, RuntimeError) as error:
+        return f"torch {torch.__version__} does not add a 16-bit product to an fp32 matrix: {error}"
+    return None

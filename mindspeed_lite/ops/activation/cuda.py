@@ -1,0 +1,245 @@
+"""activation on CUDA: one Triton kernel in each direction, which reads its input once and writes its result once."""
+
+# Triton's decorator and the arguments of its kernels have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mindspeed_lite.ops.activation import autograd, recompute, reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.activation import Case
+
+# Columns of a program at a time: 16 bytes of a 16-bit tensor for every thread of four warps.
+_BLOCK = 1024
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: the kernel takes float16, bfloat16 and float32")
+    if torch.float64 in (case.bias_dtype, case.weights_dtype):
+        reasons.append("bias or weights in float64, which the kernel would round to float32")
+    return reasons
+
+
+def activation(
+    x: torch.Tensor,
+    kind: str,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    linear_offset: float = 0.0,
+    clamp: float | None = None,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        # A compiler fuses the definition itself, and more around it.
+        return recompute.activation(x, kind, bias, weights, linear_offset, clamp)
+    return autograd.run(_PASS, x, bias, weights, autograd.Form(kind, linear_offset, clamp))
+
+
+def _forward(
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, form: autograd.Form
+) -> torch.Tensor:
+    rows = autograd.rows(x)
+    gated = form.kind in reference.GATED
+    half = rows.width // 2 if gated else rows.width
+    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid, block, warps = _launch(rows.number, half, whole_rows=False)
+        with _on(x):
+            forward_kernel[grid](
+                rows.data, bias, _packed(weights), y, rows.stride, form.linear_offset, _clamp(form),
+                HALF=half, KIND=form.kind, GATED=gated, BENT=_bent(form),
+                HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+                PIECES=grid[1], BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    return y
+
+
+def _backward(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    form: autograd.Form,
+    wanted: tuple[bool, bool, bool],
+) -> autograd.Gradients:
+    rows = autograd.rows(x)
+    gated = form.kind in reference.GATED
+    half = rows.width // 2 if gated else rows.width
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweights = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if wanted[2] else None
+    if dx.numel():
+        grid, block, warps = _launch(rows.number, half, whole_rows=wanted[2])
+        with _on(x):
+            backward_kernel[grid](
+                dy.contiguous(), rows.data, bias, _packed(weights), dx, dweights, rows.stride, form.linear_offset,
+                _clamp(form), HALF=half, KIND=form.kind, GATED=gated, BENT=_bent(form),
+                HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, WANTS_DWEIGHTS=wanted[2],
+                PIECES=grid[1], BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    elif dweights is not None:
+        dweights.zero_()  # rows without columns
+    dbias = None
+    if bias is not None and wanted[1]:
+        # Of the rounded gradient, as autograd would sum it; the order of the sum is torch's, and always the same.
+        dbias = dx.view(rows.number, rows.width).sum(0, dtype=torch.float32).to(bias.dtype)
+    return (
+        dx if wanted[0] else None,
+        dbias,
+        None if dweights is None or weights is None else dweights.to(weights.dtype),
+    )
+
+
+_PASS = autograd.Pass(_forward, _backward)
+
+
+def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def _clamp(form: autograd.Form) -> float:
+    return 0.0 if form.clamp is None else form.clamp
+
+
+def _bent(form: autograd.Form) -> int:
+    """Bit 0: the halves are clamped; bit 1: the linear one is offset."""
+    return (form.clamp is not None) + 2 * (form.linear_offset != 0.0)
+
+
+def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], int, int]:
+    """The grid (rows, pieces of a row), the columns of a piece, and the warps that work on one."""
+    block = min(_BLOCK, triton.next_power_of_2(half))
+    # Whoever sums over a row sees all of it.
+    pieces = 1 if whole_rows else min(triton.cdiv(half, block), 65535)
+    return (rows, pieces), block, max(1, block // 256)
+
+
+def _on(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+# ---- kernels ----
+
+
+@triton.jit
+def _swish(x, t, dt):
+    """x * s with s = sigmoid(t(x)), and its derivative; of s and 1 - s the smaller is computed, not subtracted."""
+    e = tl.exp(-tl.abs(t))
+    larger = 1.0 / (1.0 + e)
+    smaller = e * larger
+    s = tl.where(t < 0.0, smaller, larger)
+    return x * s, s + x * (larger * smaller) * dt
+
+
+@triton.jit
+def _point(x, KIND: tl.constexpr):
+    """f(x) and f'(x)."""
+    if KIND == "swiglu":
+        value, slope = _swish(x, x, 1.0)
+    elif KIND == "quick_geglu":
+        value, slope = _swish(x, 1.702 * x, 1.702)
+    elif KIND == "squared_relu":
+        positive = tl.where(x < 0.0, 0.0, x)  # NaN stays NaN
+        value, slope = positive * positive, 2.0 * positive
+    else:
+        # (1 + tanh(u)) / 2 is sigmoid(2u), which does not cancel where x is large and negative.
+        c = 1.5957691216057308  # 2 sqrt(2 / pi)
+        square = x * x
+        value, slope = _swish(x, c * x * (1.0 + 0.044715 * square), c * (1.0 + 0.134145 * square))
+    return value, slope
+
+
+@triton.jit
+def _read(x, bias, columns, mask, HAS_BIAS: tl.constexpr):
+    wide = tl.load(x + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        wide += tl.load(bias + columns, mask=mask, other=0.0).to(tl.float32)
+    return wide
+
+
+@triton.jit
+def _linear(up, linear_offset, clamp, BENT: tl.constexpr):
+    if BENT % 2 == 1:
+        up = tl.where(up > clamp, clamp, tl.where(up < -clamp, -clamp, up))
+    if BENT >= 2:
+        up += linear_offset
+    return up
+
+
+@triton.jit
+def forward_kernel(
+    x, bias, weights, y, stride, linear_offset, clamp,
+    HALF: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, BENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    y += row * HALF
+    weight = 1.0
+    if HAS_WEIGHTS:
+        weight = tl.load(weights + row).to(tl.float32)
+    for start in range(0, HALF, BLOCK * PIECES):
+        columns = tl.program_id(1) * BLOCK + start + tl.arange(0, BLOCK)
+        mask = columns < HALF
+        gate = _read(x, bias, columns, mask, HAS_BIAS)
+        if BENT % 2 == 1:
+            gate = tl.where(gate > clamp, clamp, gate)
+        out, _ = _point(gate, KIND)
+        if GATED:
+            out *= _linear(_read(x, bias, HALF + columns, mask, HAS_BIAS), linear_offset, clamp, BENT)
+        tl.store(y + columns, (out * weight).to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def backward_kernel(
+    dy, x, bias, weights, dx, dweights, stride, linear_offset, clamp,
+    HALF: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, BENT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, WANTS_DWEIGHTS: tl.constexpr,
+    PIECES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x += row * stride
+    dy += row * HALF
+    dx += row * HALF * (2 if GATED else 1)
+    weight = 1.0
+    if HAS_WEIGHTS:
+        weight = tl.load(weights + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, HALF, BLOCK * PIECES):
+        columns = tl.program_id(1) * BLOCK + start + tl.arange(0, BLOCK)
+        mask = columns < HALF
+        gradient = tl.load(dy + columns, mask=mask, other=0.0).to(tl.float32)
+        raw_gate = _read(x, bias, columns, mask, HAS_BIAS)
+        gate = raw_gate
+        if BENT % 2 == 1:
+            gate = tl.where(raw_gate > clamp, clamp, raw_gate)
+        value, slope = _point(gate, KIND)
+        if GATED:
+            raw_up = _read(x, bias, HALF + columns, mask, HAS_BIAS)
+            up = _linear(raw_up, linear_offset, clamp, BENT)
+            dgate = gradient * slope * up
+            dup = gradient * value
+            total += dup * up
+            if BENT % 2 == 1:
+                # No gradient where a limit holds.
+                dgate = tl.where(raw_gate > clamp, 0.0, dgate)
+                dup = tl.where(tl.abs(raw_up) > clamp, 0.0, dup)
+            tl.store(dx + HALF + columns, (dup * weight).to(dx.dtype.element_ty), mask=mask)
+        else:
+            dgate = gradient * slope
+            total += gradient * value
+        tl.store(dx + columns, (dgate * weight).to(dx.dtype.element_ty), mask=mask)
+    if WANTS_DWEIGHTS:
+        tl.store(dweights + row, tl.sum(total))

@@ -1,0 +1,59 @@
+"""activation on Ascend NPUs through torch_npu's fused operators, which bring their own backward.
+
+The operators have no bias and no weights: the bias is added before, and rounded to x's dtype; the weights are
+multiplied after, in fp32, with a result that is rounded to x's dtype already. These are two roundings more than the
+definition has. GeGLU is npu_gelu and a product, which rounds gelu(gate) too and keeps it for the backward pass;
+npu_geglu would keep as much, and its backward pass fails on fake tensors.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.activation import Case
+
+_KINDS = ("swiglu", "geglu", "gelu")
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.kind not in _KINDS:
+        reasons.append(f"{case.kind}: torch_npu has an operator for {', '.join(_KINDS)}")
+    if case.bent:
+        reasons.append("a limit or an offset of the halves, which torch_npu's operators do not have")
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
+    return reasons
+
+
+def activation(
+    x: torch.Tensor,
+    kind: str,
+    bias: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+    linear_offset: float = 0.0,
+    clamp: float | None = None,
+) -> torch.Tensor:
+    # The operators document up to 8 dimensions.
+    rows = x if x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., W]
+    if bias is not None:
+        rows = rows + bias.to(x.dtype)
+    if kind == "swiglu":
+        y: torch.Tensor = torch_npu.npu_swiglu(rows, dim=-1)
+    elif kind == "geglu":
+        gate, up = rows.chunk(2, dim=-1)  # [..., W / 2] each
+        y = _gelu(gate) * up
+    else:
+        y = _gelu(rows)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    return y if weights is None else (y * weights.float()).to(x.dtype)
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    # Not torch's own gelu, which is documented to ignore `approximate` on an NPU.
+    y: torch.Tensor = torch_npu.npu_gelu(x, approximate="tanh")
+    return y

@@ -1,0 +1,130 @@
+"""One step of AdamW over a list of tensors, in place, for the optimizer of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.adamw import reference
+from mindspeed_lite.ops.dispatch import Operator
+
+__all__ = ["OPERATOR", "Case", "adamw", "why_not"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    out_dtype: torch.dtype | None
+    decoupled: bool
+    contiguous: bool
+
+
+OPERATOR = Operator(
+    "adamw",
+    reference.adamw,  # type: ignore[arg-type]  # it writes in place and returns nothing
+    {
+        "cpu": "mindspeed_lite.ops.adamw.cpu",
+        "cuda": "mindspeed_lite.ops.adamw.cuda",
+        "npu": "mindspeed_lite.ops.adamw.npu",
+    },
+)
+
+
+@torch.no_grad()
+def adamw(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    grad_scale: float | torch.Tensor | None = None,
+    decoupled: bool = True,
+    outs: Tensors | None = None,
+) -> None:
+    """For every p, g, m, v of the lists, with t = `step` counted from 1 and (b1, b2) = `betas`:
+
+        g'  = g * grad_scale                      g is not written
+        p   = p * (1 - lr * weight_decay)         or, not `decoupled` (L2): g' = g' + weight_decay * p
+        m   = m + (1 - b1) * (g' - m)
+        v   = b2 * v + (1 - b2) * g'^2
+        p   = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+        out = p                                   rounded to out's dtype
+
+    params, exp_avgs, exp_avg_sqs: fp32 (all three float64 for tests), one dtype; grads: fp32, bf16 or fp16, one
+    dtype; outs: as many, one dtype. Shapes of one place in the lists agree, or at least their sizes. grad_scale: a
+    number or a tensor of one element on the device, into which an inverse loss scale and a clip coefficient go.
+    Everything is computed in fp32. There is no gradient, and nothing is kept.
+    """
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0)
+    if case is None:
+        return
+    OPERATOR.choose(case)(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        decoupled=case.decoupled,
+        outs=outs,
+    )
+
+
+def why_not(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    decoupled: bool = True,
+    outs: Tensors | None = None,
+) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled)
+    return [] if case is None else OPERATOR.why_not(case)
+
+
+def _case(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, outs: Tensors | None, decoupled: bool
+) -> Case | None:
+    lists = (params, grads, exp_avgs, exp_avg_sqs) if outs is None else (params, grads, exp_avgs, exp_avg_sqs, outs)
+    count = len(params)
+    if any(len(each) != count for each in lists):
+        raise ValueError(f"adamw: lists of different lengths: {', '.join(str(len(each)) for each in lists)}")
+    if not count:
+        return None
+    first, contiguous = params[0], True
+    index = first.get_device()  # a number, where `device` would be made anew for every comparison
+    sizes = [param.numel() for param in params]
+    dtypes = [each[0].dtype for each in lists]
+    for each, dtype in zip(lists, dtypes, strict=True):
+        for tensor, size in zip(each, sizes, strict=True):
+            if tensor.dtype is not dtype or tensor.get_device() != index:
+                raise ValueError(
+                    f"adamw: a list holds {tensor.dtype} on {tensor.device} beside {dtype} on {first.device}"
+                )
+            if tensor.numel() != size:
+                shapes = [", ".join(str(tuple(t.shape)) for t in place) for place in zip(*lists, strict=True)]
+                raise ValueError(f"adamw: shapes do not fit: {'; '.join(shapes)}")
+            contiguous = contiguous and tensor.is_contiguous()
+    dtype = dtypes[0]
+    if dtype not in (torch.float32, torch.float64) or dtypes[2] != dtype or dtypes[3] != dtype:
+        raise ValueError(
+            f"adamw: want parameters and both moments in float32, not {dtypes[0]}, {dtypes[2]}, {dtypes[3]}"
+        )
+    return Case(first.device.type, dtype, dtypes[1], None if outs is None else dtypes[4], decoupled, contiguous)

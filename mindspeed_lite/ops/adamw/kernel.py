@@ -1,0 +1,89 @@
+"""The Triton kernel of adamw on CUDA: a program for every block of every tensor."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def step(
+    addresses,  # int64 [T, 6]
+    pieces,  # int32 [gridDim, 2]
+    scale_tensor,  # fp32 [1] or None
+    scale,
+    keep,
+    l2,
+    beta1_rest,
+    beta2,
+    beta2_rest,
+    rate,
+    root,
+    eps,
+    GRAD: tl.constexpr,
+    OUT: tl.constexpr,
+    L2: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    piece = tl.program_id(0)
+    row = addresses + tl.load(pieces + 2 * piece) * 6
+    start = tl.load(pieces + 2 * piece + 1).to(tl.int64) * BLOCK
+    left = tl.load(row + 5) - start
+    if scale_tensor is not None:
+        scale = scale * tl.load(scale_tensor).to(tl.float32)
+    rule = (scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps)
+    # Only the last block of a tensor has a mask: of a size that the compiler cannot know, it would make every
+    # access one number wide.
+    if left >= BLOCK:
+        _update(row, start, left, rule, GRAD, OUT, L2, False, ALIGNED, BLOCK)
+    else:
+        _update(row, start, left, rule, GRAD, OUT, L2, True, ALIGNED, BLOCK)
+
+
+@triton.jit
+def _update(
+    row,
+    start,
+    left,
+    rule,
+    GRAD: tl.constexpr,
+    OUT: tl.constexpr,
+    L2: tl.constexpr,
+    MASKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps = rule
+    at = tl.arange(0, BLOCK)
+    mask = at < left if MASKED else None
+    param_at = _pointer(row, 0, "fp32", start, ALIGNED) + at
+    grad_at = _pointer(row, 1, GRAD, start, ALIGNED) + at
+    exp_avg_at = _pointer(row, 2, "fp32", start, ALIGNED) + at
+    exp_avg_sq_at = _pointer(row, 3, "fp32", start, ALIGNED) + at
+    g = tl.load(grad_at, mask=mask).to(tl.float32) * scale
+    p = tl.load(param_at, mask=mask)
+    m = tl.load(exp_avg_at, mask=mask)
+    v = tl.load(exp_avg_sq_at, mask=mask)
+    if L2:
+        g = g + l2 * p
+    else:
+        p = p * keep
+    m = m + beta1_rest * (g - m)
+    v = beta2 * v + beta2_rest * g * g
+    # Divisions and root rounded to nearest: memory is the bound, and an error in the parameters stays.
+    p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+    tl.store(exp_avg_at, m, mask=mask)
+    tl.store(exp_avg_sq_at, v, mask=mask)
+    tl.store(param_at, p, mask=mask)
+    if OUT is not None:
+        tl.store(_pointer(row, 4, OUT, start, ALIGNED) + at, p.to(tl.dtype(OUT)), mask=mask)
+
+
+@triton.jit
+def _pointer(row, column: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    pointer = tl.load(row + column).to(tl.pointer_type(tl.dtype(TYPE))) + start
+    # What the compiler cannot know of an address that it loads, and needs for wide accesses.
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer

@@ -1,0 +1,68 @@
+"""adamw on Ascend NPUs through torch_npu's kernel for PyTorch's own `_fused_adamw_`, tensor by tensor.
+
+Of the two operators that torch_npu has, this one runs on aclnnApplyAdamWV2; `npu_apply_adam_w` goes through the older
+aclop interface. torch_npu takes `grad_scale` and `found_inf` and ignores them, so the scaled gradient is made here; and
+it computes `_fused_adam_`, which is L2 regularisation, on the host, so that is left to the reference. The copies are
+made last. The count of steps must be a tensor on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.adamw import Case
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype != torch.float32:
+        reasons.append(f"parameters in {case.dtype}: wanted in float32")
+    if not case.decoupled:
+        reasons.append("L2 regularisation: torch_npu computes _fused_adam_ on the host")
+    if not case.contiguous:
+        reasons.append("a tensor is not contiguous")
+    return reasons
+
+
+def adamw(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    grad_scale: float | torch.Tensor | None = None,
+    decoupled: bool = True,
+    outs: Sequence[torch.Tensor] | None = None,
+) -> None:
+    count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        if not param.numel():
+            continue
+        g = grad.to(param.dtype)
+        torch._fused_adamw_(
+            [param],
+            [g if grad_scale is None else g * grad_scale],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            [count],
+            lr=lr,
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )
+    if outs is not None:
+        torch._foreach_copy_(list(outs), [p.view_as(o) for p, o in zip(params, outs, strict=True)])

@@ -1,0 +1,165 @@
+"""torch's Adam and AdamW with the step of `adamw`: same groups, same state, same checkpoints.
+
+`adopt` turns an optimizer that exists into one of these. Three attributes let the code around a step hand over what
+would otherwise be passes of its own over all parameters; a step uses them up:
+
+grad_scales   parameter -> factor of its gradient, such as a clip coefficient
+copies        parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter
+copied        after a step: whether all of `copies` have been written
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.adamw import adamw
+
+_NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
+_UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
+
+
+class _Fused(torch.optim.Optimizer):
+    """The step; everything else is the class of torch that stands behind this one."""
+
+    # Of the class, since a pickled optimizer and an adopted one come without a call of __init__.
+    grad_scales: Mapping[torch.Tensor, float] = _NOTHING
+    copies: Mapping[torch.Tensor, torch.Tensor] = _NOTHING
+    copied = False
+    decoupled: bool
+    #: Called with the reasons when a step is torch's own.
+    on_step_aside: Callable[[list[str]], None] | None = None
+    #: Called with the arguments of `adamw` before it is.
+    before_update: Callable[..., None] | None = None
+
+    @torch.optim.Optimizer.profile_hook_step
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One step, or torch's own where `reasons` has any."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scales, self.grad_scales = self.grad_scales, _NOTHING
+        copies, self.copies = self.copies, _NOTHING
+        self.copied = False
+        reasons = self.reasons()
+        if reasons:
+            if self.on_step_aside is not None:
+                self.on_step_aside(reasons)
+            scale_gradients(scales)
+            # Without the profiler's hooks, which are around this call already.
+            inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
+            return loss
+        updated = self._update(scales, copies)
+        if copies:
+            for parameter in copies.keys() - updated:
+                copies[parameter].copy_(parameter.view_as(copies[parameter]))
+            self.copied = True
+        return loss
+
+    step.hooked = True  # type: ignore[attr-defined]  # by the decorator; torch asks when the class is instantiated
+
+    def reasons(self) -> list[str]:
+        """Why the next step must be torch's own; empty if it need not."""
+        found = []
+        for group in self.param_groups:
+            found += [f"{name} is set" for name in _UNSUPPORTED if group.get(name)]
+            if isinstance(group["lr"], torch.Tensor) or any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
+                found.append("the learning rate or a beta is a tensor")
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or type(grad) is not torch.Tensor:
+                    found.append(f"a parameter is a {type(parameter).__name__} with a {type(grad).__name__}")
+                elif parameter.dtype != torch.float32 or grad.layout != torch.strided:
+                    found.append(f"a parameter is {parameter.dtype}, its gradient {grad.layout}")
+        return list(dict.fromkeys(found))
+
+    def _update(
+        self, scales: Mapping[torch.Tensor, float], copies: Mapping[torch.Tensor, torch.Tensor]
+    ) -> set[torch.Tensor]:
+        """Update every parameter that has a gradient, with as few calls as there are different rules."""
+        updated: set[torch.Tensor] = set()
+        seen_steps: set[int] = set()
+        for group in self.param_groups:
+            batches: dict[Any, list[list[torch.Tensor]]] = {}
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                updated.add(parameter)
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                step = state["step"]
+                if id(step) in seen_steps:
+                    # A loader may give one tensor to all; a step would then count once for each of them.
+                    step = state["step"] = step - 1
+                seen_steps.add(id(step))
+                step += 1
+                out = copies.get(parameter)
+                key = (
+                    parameter.device,
+                    grad.dtype,
+                    None if out is None else out.dtype,
+                    float(step),
+                    scales.get(parameter),
+                )
+                lists = batches.setdefault(key, [[], [], [], [], []])
+                row = (parameter, grad, state["exp_avg"], state["exp_avg_sq"], out)
+                for each, tensor in zip(lists, row, strict=True):
+                    each.append(tensor)
+            for (_, _, out_dtype, count, scale), lists in batches.items():
+                arguments = {
+                    "lr": group["lr"],
+                    "betas": group["betas"],
+                    "eps": group["eps"],
+                    "weight_decay": group["weight_decay"],
+                    "step": count,
+                    "grad_scale": scale,
+                    "decoupled": self.decoupled,
+                }
+                if self.before_update is not None:
+                    self.before_update(*lists[:4], **arguments)
+                adamw(*lists[:4], **arguments, outs=None if out_dtype is None else lists[4])
+        return updated
+
+
+class FusedAdamW(_Fused, torch.optim.AdamW):
+    """`torch.optim.AdamW` with the fused step."""
+
+    decoupled = True
+
+
+class FusedAdam(_Fused, torch.optim.Adam):
+    """`torch.optim.Adam` with the fused step."""
+
+    decoupled = False
+
+
+def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
+    """The same optimizer with the fused step, or None if it is not exactly torch's Adam or AdamW."""
+    fused = {torch.optim.AdamW: FusedAdamW, torch.optim.Adam: FusedAdam}.get(type(optimizer))  # type: ignore[call-overload]
+    if fused is None:
+        return None
+    # Whoever holds it goes on holding it, and it stays an instance of what it was.
+    optimizer.__class__ = fused
+    return optimizer  # type: ignore[return-value]
+
+
+def scale_gradients(scales: Mapping[torch.Tensor, float]) -> None:
+    """Multiply gradients in place, as the step would have done on the way."""
+    by_factor: dict[float, list[torch.Tensor]] = {}
+    for parameter, factor in scales.items():
+        if parameter.grad is not None:
+            by_factor.setdefault(factor, []).append(parameter.grad)
+    for factor, grads in by_factor.items():
+        torch._foreach_mul_(grads, factor)

@@ -1,0 +1,84 @@
+// cross_entropy on CPU: each pass reads the logits once. A row belongs to one thread, whose blocks come in order: the
+// result does not depend on the number of threads.
+#include "numbers.h"
+
+// A block of the row as fp32 stays in the first-level cache for the second look at it.
+static constexpr int64_t BLOCK = 2048;
+
+template <typename T>
+static void statistics(const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
+                       int total, int whole, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* x = logits + row * width;
+        const float lowest = -std::numeric_limits<float>::infinity();
+        float top = lowest, sum = 0.0f, plain = 0.0f;
+        float block[BLOCK];
+        for (int64_t first = 0; first < width; first += BLOCK) {
+            const int64_t size = std::min(BLOCK, width - first);
+            float highest = lowest;
+#pragma omp simd reduction(max : highest)
+            for (int64_t i = 0; i < size; i++) {
+                const float value = load(x + first + i);
+                block[i] = value;
+                highest = value > highest ? value : highest;
+            }
+            const float now = std::max(top, highest);
+            const float base = now == lowest ? 0.0f : now;
+            float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+            for (int64_t i = 0; i < size; i++) part += exp_(block[i] - base);
+            sum = sum * exp_(top - base) + part;
+            top = now;
+            if (total) {
+                float block_sum = 0.0f;
+#pragma omp simd reduction(+ : block_sum)
+                for (int64_t i = 0; i < size; i++) block_sum += block[i];
+                plain += block_sum;
+            }
+        }
+        const int64_t column = target[row] - start;
+        out[row] = top;
+        out[rows + row] = sum;
+        const bool here = column >= 0 && column < width;
+        if (whole) {
+            out[2 * rows + row] = std::log(sum) - (here ? load(x + column) - top : 0.0f);
+        } else {
+            out[2 * rows + row] = here ? load(x + column) : 0.0f;
+        }
+        if (total) out[3 * rows + row] = plain;
+    }
+}
+
+template <typename T>
+static void gradient(const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
+                     T* out, int64_t rows, int64_t width, int64_t start, float on, float off, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t row = 0; row < rows; row++) {
+        const T* x = logits + row * width;
+        T* dx = out + row * width;
+        const float base = top[row], scale = 1.0f / sums[row], outer = dloss[row];
+        const int64_t column = target[row] - start;
+        const bool here = column >= 0 && column < width;
+        // Before the row is written over.
+        const float hit = here ? (exp_(load(x + column) - base) * scale - off - on) * outer : 0.0f;
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) store(dx + i, (exp_(load(x + i) - base) * scale - off) * outer);
+        if (here) store(dx + column, hit);
+    }
+}
+
+#define EXPORT(NAME, T)                                                                                               \
+    extern "C" void cross_entropy_statistics_##NAME(const T* logits, const int64_t* target, float* out, int64_t rows, \
+                                                    int64_t width, int64_t start, int total, int whole,               \
+                                                    int threads) {                                                    \
+        statistics<T>(logits, target, out, rows, width, start, total, whole, threads);                                \
+    }                                                                                                                 \
+    extern "C" void cross_entropy_gradient_##NAME(const T* logits, const int64_t* target, const float* top,           \
+                                                  const float* sums, const float* dloss, T* out, int64_t rows,        \
+                                                  int64_t width, int64_t start, float on, float off, int threads) {   \
+        gradient<T>(logits, target, top, sums, dloss, out, rows, width, start, on, off, threads);                     \
+    }
+
+EXPORT(bf16, bf16)
+EXPORT(fp32, float)

@@ -1,0 +1,71 @@
+"""cross_entropy on CPU: two small C++ kernels for bf16 and fp32 logits, each one pass over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.cross_entropy import loss, reference
+from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.cross_entropy import Case
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+library = native.Library(
+    Path(__file__).with_name("cpu.cpp"),
+    {f"cross_entropy_statistics_{name}": "pppllliii" for name in _NAMES.values()}
+    | {f"cross_entropy_gradient_{name}": "pppppplllffi" for name in _NAMES.values()},
+)
+
+
+def supported(case: Case) -> list[str]:
+    reason = library.unusable() if case.dtype in _NAMES else None
+    return [] if reason is None else [reason]
+
+
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+    count, width = rows.shape
+    out = torch.empty(4 if total else 3, count, dtype=torch.float32)
+    kernel = getattr(library, f"cross_entropy_statistics_{_NAMES[rows.dtype]}")
+    threads = native.threads(rows.numel())
+    kernel(rows.data_ptr(), target.data_ptr(), out.data_ptr(), count, width, start, total, whole, threads)
+    return out
+
+
+def gradient(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    start: int,
+    top: torch.Tensor,
+    sums: torch.Tensor,
+    dloss: torch.Tensor,
+    on: float,
+    off: float,
+    out: torch.Tensor,
+) -> None:
+    count, width = rows.shape
+    kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
+    given = (rows, target, top, sums, dloss, out)
+    kernel(*(t.data_ptr() for t in given), count, width, start, on, off, native.threads(rows.numel()))
+
+
+def kernels(dtype: torch.dtype, compiling: bool) -> Kernels:
+    """Those for logits of this dtype: the other dtypes, and a compiler that fuses by itself, get plain PyTorch."""
+    return reference.KERNELS if compiling or dtype not in _NAMES else Kernels(statistics, gradient)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float,
+    gather: Gather | None,
+) -> torch.Tensor:
+    passes = kernels(logits.dtype, torch.compiler.is_compiling())
+    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, label_smoothing, gather)

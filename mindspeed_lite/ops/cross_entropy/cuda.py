@@ -1,0 +1,140 @@
+"""cross_entropy on CUDA: Triton kernels; forward a program per row with an online softmax, backward one per block."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from mindspeed_lite.ops.cross_entropy import loss, reference
+from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.cross_entropy import Case
+
+# Columns of a step: 8 KiB of bf16, which 8 warps load as vectors of 16 bytes, two for each thread.
+BLOCK = 4096
+WARPS = 8
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supported(case: Case) -> list[str]:
+    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: the kernels compute in fp32"]
+
+
+@triton.jit
+def statistics_kernel(
+    logits_ptr,
+    target_ptr,
+    out_ptr,
+    rows,
+    start,
+    WIDTH: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)  # rows times columns passes 2^31
+    row_ptr = logits_ptr + row * WIDTH
+    columns = tl.arange(0, BLOCK)
+    # A maximum and a sum for each lane; they meet once, behind the loop.
+    top = tl.full((BLOCK,), float("-inf"), tl.float32)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    plain = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, WIDTH, BLOCK):
+        inside = first + columns < WIDTH
+        x = tl.load(row_ptr + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(top - base) + tl.exp(x - base)
+        top = higher
+        if TOTAL:
+            plain += tl.where(inside, x, 0.0)
+    highest = tl.max(top, axis=0)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    tl.store(out_ptr + row, highest)
+    total = tl.sum(sums * tl.exp(top - base), axis=0)
+    tl.store(out_ptr + rows + row, total)
+    column = tl.load(target_ptr + row) - start
+    here = (column >= 0) & (column < WIDTH)
+    picked = tl.load(row_ptr + column, mask=here, other=0.0).to(tl.float32)
+    if WHOLE:
+        picked = tl.log(total) - tl.where(here, picked - highest, 0.0)
+    tl.store(out_ptr + 2 * rows + row, picked)
+    if TOTAL:
+        tl.store(out_ptr + 3 * rows + row, tl.sum(plain, axis=0))
+
+
+@triton.jit
+def gradient_kernel(
+    logits_ptr, target_ptr, top_ptr, sums_ptr, dloss_ptr, out_ptr, width, start, on, off, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    column = tl.load(target_ptr + row) - start
+    x = tl.load(logits_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    dx = tl.exp(x - tl.load(top_ptr + row)) * (1.0 / tl.load(sums_ptr + row)) - off
+    dx = (dx - tl.where(columns == column, on, 0.0)) * tl.load(dloss_ptr + row)
+    tl.store(out_ptr + row * width + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+    count, width = rows.shape
+    out = torch.empty(4 if total else 3, count, dtype=torch.float32, device=rows.device)
+    if count:
+        with _on(rows):
+            given = (rows, target, out, count, start, width, total, whole, _block(width))
+            statistics_kernel[(count,)](*given, num_warps=WARPS)
+    return out
+
+
+def gradient(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    start: int,
+    top: torch.Tensor,
+    sums: torch.Tensor,
+    dloss: torch.Tensor,
+    on: float,
+    off: float,
+    out: torch.Tensor,
+) -> None:
+    count, width = rows.shape
+    if count:
+        block = _block(width)
+        given = (rows, target, top, sums, dloss, out)
+        with _on(rows):
+            gradient_kernel[(count, triton.cdiv(width, block))](*given, width, start, on, off, block, num_warps=WARPS)
+
+
+def _block(width: int) -> int:
+    return min(BLOCK, 1 << (width - 1).bit_length())
+
+
+def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+KERNELS = Kernels(statistics, gradient)
+
+
+def kernels(dtype: torch.dtype, compiling: bool) -> Kernels:
+    return reference.KERNELS if compiling else KERNELS
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float,
+    gather: Gather | None,
+) -> torch.Tensor:
+    passes = kernels(logits.dtype, torch.compiler.is_compiling())
+    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, label_smoothing, gather)

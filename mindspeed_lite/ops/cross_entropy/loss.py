@@ -1,0 +1,180 @@
+"""From statistics of slices to the loss and its gradient: what all backends of cross_entropy share.
+
+A backend brings two passes over the logits, and this file all that happens on one number per row:
+
+    statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 if it is not in this slice
+    merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
+    loss         log S - (P - M)
+    gradient     dx_v = (exp(x_v - M) / S - off - on [v = target]) dloss
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Gather = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Kernels(NamedTuple):
+    """The two passes over a slice of the logits.
+
+    statistics(rows [T, V], target [T], start, total, whole) -> [3, T], or [4, T] with the row's sum if `total`. If
+    the slice is the `whole` vocabulary, the loss stands in the place of the target's logit.
+    gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], on, off, out [T, V]); `out` may be `rows`.
+
+    Rows and out are contiguous; target is int64; a target that is not in the slice is in none of its columns. A row
+    of minus infinities has the sum 0.
+    """
+
+    statistics: Callable[[torch.Tensor, torch.Tensor, int, bool, bool], torch.Tensor]
+    gradient: Callable[..., None]
+
+
+class Weights(NamedTuple):
+    """Label smoothing as what a target and what every entry of the vocabulary is worth."""
+
+    on: float
+    off: float
+    smoothing: float
+
+    @classmethod
+    def of(cls, label_smoothing: float, vocab_size: int) -> Weights:
+        if not label_smoothing:
+            return cls(1.0, 0.0, 0.0)
+        smoothing = label_smoothing * vocab_size / (vocab_size - 1)
+        return cls(1.0 - smoothing, smoothing / vocab_size, smoothing)
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and loss."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge(parts: torch.Tensor) -> torch.Tensor:
+    """Statistics [slices, R, T] as those of the union, [R, T]."""
+    if parts.shape[0] == 1:
+        return parts[0]
+    top = parts[:, 0].amax(0)  # [T]
+    merged: torch.Tensor = parts.sum(0)
+    merged[0] = top
+    torch.sum(parts[:, 1] * (parts[:, 0] - top).exp_(), dim=0, out=merged[1])
+    return merged
+
+
+def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int, weights: Weights) -> torch.Tensor:
+    """The loss of every row, [T], from statistics of the whole vocabulary, [R, T]."""
+    top, sums, predicted = merged[:3]
+    log_sums = sums.log()
+    known = (target >= 0) & (target < vocab_size)
+    loss: torch.Tensor = log_sums - torch.where(known, predicted - top, 0.0)
+    if weights.smoothing:
+        mean = merged[3] / vocab_size - top - log_sums
+        loss = (1.0 - weights.smoothing) * loss - weights.smoothing * mean
+    return loss
+
+
+def cross_entropy(
+    kernels: Kernels,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float,
+    gather: Gather | None,
+) -> torch.Tensor:
+    """The operator on these kernels; see `mindspeed_lite.ops.cross_entropy.cross_entropy`."""
+    weights = Weights.of(label_smoothing, vocab_size)
+    loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, target, kernels, vocab_start, vocab_size, weights, gather
+    )
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        kernels: Kernels,
+        vocab_start: int,
+        vocab_size: int,
+        weights: Weights,
+        gather: Gather | None,
+    ) -> torch.Tensor:
+        ctx.shape = logits.shape
+        if not logits.is_contiguous():
+            logits = logits.contiguous()
+        rows = logits.view(-1, logits.shape[-1])  # [T, V]
+        flat = target.reshape(-1).to(torch.int64)  # [T]
+        smooths, whole = weights.smoothing != 0.0, gather is None
+        statistics = kernels.statistics(rows, flat, vocab_start, smooths, whole and not smooths)  # [R, T]
+        if gather is not None:
+            statistics = merge(gather(statistics))
+        # Most often a kernel has done it: on one number per row, what PyTorch's operators cost is their calls.
+        loss = statistics[2] if whole and not smooths else losses(statistics, flat, vocab_size, weights)
+        ctx.save_for_backward(logits, flat, statistics[:2])
+        ctx.kernels, ctx.vocab_start, ctx.weights = kernels, vocab_start, weights
+        return loss.view(target.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits, target, (top, sums) = ctx.saved_tensors
+        ours = only_the_graph_has(references(logits))
+        out = logits.detach() if ours else torch.empty_like(logits)
+        rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
+        dloss = dloss.reshape(-1).to(top.dtype).contiguous()
+        on, off, _ = ctx.weights
+        ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, on, off, gradient)
+        if ours:
+            # A kernel that writes through a pointer is not seen by autograd.
+            torch.autograd.graph.increment_version(logits)
+        return out.view(ctx.shape), None, None, None, None, None, None
+
+
+def only_the_graph_has(references: tuple[int, ...]) -> bool:
+    """Whether what a backward pass found in ctx.saved_tensors is known to nobody else; `references` counted there."""
+    return bool(references) and references == _of_nobody_else()
+
+
+def references(tensor: torch.Tensor) -> tuple[int, ...]:
+    """How many refer to this tensor and to its memory, from Python and below; empty if there is no telling."""
+    if torch.compiler.is_compiling() or not hasattr(torch._C, "_storage_Use_Count"):
+        return ()
+    memory = tensor.untyped_storage()
+    below = torch._C._storage_Use_Count(memory._cdata)
+    own: int = tensor._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(tensor), own, sys.getrefcount(memory), below
+
+
+@functools.cache
+def _of_nobody_else() -> tuple[int, ...]:
+    """What `references` counts for a tensor that only a graph has: a matter of PyTorch's and Python's bookkeeping."""
+    _Probe.found = ()
+    with torch.enable_grad():
+        loss = _Probe.apply(torch.ones(2, requires_grad=True) * 2)  # type: ignore[no-untyped-call]
+    loss.backward()
+    return _Probe.found
+
+
+class _Probe(torch.autograd.Function):
+    found: tuple[int, ...] = ()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, torch.ones(1))
+        return x.sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: torch.Tensor) -> torch.Tensor:
+        x, _ = ctx.saved_tensors
+        _Probe.found = references(x)
+        return dloss.expand(2)

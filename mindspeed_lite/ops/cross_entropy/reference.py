@@ -1,0 +1,91 @@
+"""The definition of cross_entropy in plain PyTorch, and both passes over the logits without an index assignment.
+
+The passes run over blocks of rows, so that what is widened to fp32 is never the whole of the logits. They serve
+every device without kernels of its own; the target's column is found by comparing, which neither scatters nor waits.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_lite.ops.cross_entropy import loss
+from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
+
+# Elements of a block: an fp32 copy of it takes 16 MiB.
+_BLOCK = 1 << 22
+
+
+def definition(
+    logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, vocab_size: int | None = None
+) -> torch.Tensor:
+    """The loss [...] of logits [..., K] over a whole vocabulary, differentiable by PyTorch itself."""
+    wide = logits.to(loss.precision(logits.dtype))
+    log_probs = wide.log_softmax(-1)  # [..., K]
+    known = (target >= 0) & (target < logits.shape[-1])
+    column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
+    # A row without a target: the loss as if its target were as likely as the likeliest token.
+    picked = torch.where(known, log_probs.gather(-1, column)[..., 0], wide.detach().amax(-1) - wide.logsumexp(-1))
+    smoothing = loss.Weights.of(label_smoothing, logits.shape[-1]).smoothing
+    if not smoothing:  # excluded tokens have no mean
+        return -picked
+    return -(1.0 - smoothing) * picked - smoothing * log_probs.mean(-1)
+
+
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+    count, width = rows.shape
+    out = rows.new_empty((4 if total else 3, count), dtype=loss.precision(rows.dtype))
+    for block in _blocks(count, width):
+        wide = rows[block].to(out.dtype)  # [t, V]
+        top = torch.amax(wide, dim=-1, out=out[0, block])
+        if total:
+            torch.sum(wide, dim=-1, out=out[3, block])
+        column = target[block] - start
+        here = (column >= 0) & (column < width)
+        picked = wide.gather(1, column.clamp(0, width - 1)[:, None])[:, 0]
+        out[2, block] = torch.where(here, picked, 0.0)
+        # Minus its own infinity a row of them would not be one of zeros.
+        base = torch.where(top == -torch.inf, 0.0, top)
+        torch.sum((wide - base[:, None]).exp_(), dim=-1, out=out[1, block])
+    if whole:
+        out[2] = loss.losses(out, target - start, width, loss.Weights.of(0.0, width))
+    return out
+
+
+def gradient(
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    start: int,
+    top: torch.Tensor,
+    sums: torch.Tensor,
+    dloss: torch.Tensor,
+    on: float,
+    off: float,
+    out: torch.Tensor,
+) -> None:
+    count, width = rows.shape
+    columns = torch.arange(start, start + width, device=rows.device)
+    for block in _blocks(count, width):
+        wide = (rows[block].to(top.dtype) - top[block, None]).exp_().div_(sums[block, None])  # [t, V]
+        if off:
+            wide.sub_(off)
+        wide.sub_((columns == target[block, None]).to(wide.dtype), alpha=on)
+        out[block] = wide.mul_(dloss[block, None])
+
+
+KERNELS = Kernels(statistics, gradient)
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float,
+    gather: Gather | None,
+) -> torch.Tensor:
+    return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, label_smoothing, gather)
+
+
+def _blocks(count: int, width: int) -> list[slice]:
+    step = max(1, _BLOCK // width)
+    return [slice(first, min(first + step, count)) for first in range(0, count, step)]

@@ -1,0 +1,56 @@
+"""The 2-norm of a list of tensors as if they were one, for gradient clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.l2norm import reference
+
+__all__ = ["OPERATOR", "Case", "l2norm", "why_not"]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call; dtype is None where the tensors' differ."""
+
+    device: str
+    dtype: torch.dtype | None
+    contiguous: bool
+
+
+OPERATOR = Operator(
+    "l2norm",
+    reference.l2norm,
+    {"cpu": "mindspeed_lite.ops.l2norm.cpu", "cuda": "mindspeed_lite.ops.l2norm.cuda"},
+)
+
+
+@torch.no_grad()
+def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """sqrt(sum of the squares of all elements of all tensors), a tensor without dimensions, in fp32.
+
+    tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32 or finer
+    (the result is float64 where all tensors are) and in an order that does not depend on the number of threads, so
+    that the same values give the same bits. Nothing is read back to the host. There is no gradient.
+    """
+    if not tensors:
+        raise ValueError("l2norm: want at least one tensor")
+    return OPERATOR.choose(_case(tensors))(tensors)
+
+
+def why_not(tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(_case(tensors))
+
+
+def _case(tensors: Sequence[torch.Tensor]) -> Case:
+    dtype: torch.dtype | None = tensors[0].dtype
+    contiguous = True
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            dtype = None
+        contiguous = contiguous and tensor.is_contiguous()
+    return Case(tensors[0].device.type, dtype, contiguous)

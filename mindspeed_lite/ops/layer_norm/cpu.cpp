@@ -1,0 +1,223 @@
+// layer_norm over rows: a row stays in the nearest cache between its passes, so memory is read and written once.
+//
+// R rows of H numbers, each row at its own distance from the next, the numbers of a row side by side. Sums are
+// pairwise in effect: short runs are added in fp32, runs in double. The variance is that of x - mean, never the
+// difference of two large sums.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int64_t kRun = 512;        // terms of a row's sum that are added in fp32
+constexpr int64_t kElements = 4096;  // in forward, short rows share the latency of their square roots:
+constexpr int64_t kMostRows = 16;    // as many rows together as make so many elements, and at most so many
+constexpr int64_t kGroup = 4;        // rows that share one read and one write of the parameters' gradients
+constexpr int64_t kChunk = 32;       // rows whose share of the parameters' gradients is added in fp32
+
+template <typename T>
+float run_of_values(const T* x, int64_t length) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t h = 0; h < length; ++h) sum += load(x + h);
+    return sum;
+}
+
+template <typename T>
+float run_of_squares(const T* x, float mean, int64_t length) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t h = 0; h < length; ++h) sum += (load(x + h) - mean) * (load(x + h) - mean);
+    return sum;
+}
+
+template <typename T>
+void run_of_gradients(const T* dy, const T* x, float mean, const float* scale, int64_t length, float* plain,
+                      float* centred) {
+    float a = 0, b = 0;
+#pragma omp simd reduction(+ : a, b)
+    for (int64_t h = 0; h < length; ++h) {
+        const float g = load(dy + h) * scale[h];
+        a += g;
+        b += g * (load(x + h) - mean);
+    }
+    *plain = a;
+    *centred = b;
+}
+
+template <typename T>
+double sum_of_values(const T* x, int64_t width) {
+    double sum = 0;
+    for (int64_t h = 0; h < width; h += kRun) sum += run_of_values(x + h, std::min(kRun, width - h));
+    return sum;
+}
+
+template <typename T>
+double sum_of_squares(const T* x, float mean, int64_t width) {
+    double sum = 0;
+    for (int64_t h = 0; h < width; h += kRun) sum += run_of_squares(x + h, mean, std::min(kRun, width - h));
+    return sum;
+}
+
+template <typename T>
+const T* added(const T* x, const T* residual, T* sum, int64_t width) {
+#pragma omp simd
+    for (int64_t h = 0; h < width; ++h) store(sum + h, load(x + h) + load(residual + h));
+    return sum;
+}
+
+template <typename T>
+void scaled(const T* x, float mean, float inverse, const float* scale, const float* shift, T* y, int64_t width) {
+#pragma omp simd
+    for (int64_t h = 0; h < width; ++h) store(y + h, (load(x + h) - mean) * inverse * scale[h] + shift[h]);
+}
+
+template <typename W>
+std::unique_ptr<float[]> widened(const W* parameter, int64_t width, float plus) {
+    std::unique_ptr<float[]> wide(new float[width]);
+    for (int64_t h = 0; h < width; ++h) wide[h] = load(parameter + h) + plus;
+    return wide;
+}
+
+// With a residual, what is normalised is sum = x + residual, as rounded to T.
+template <typename T, typename W>
+void forward(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, float* mean, float* rstd,
+             int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, float eps, int zero_centered,
+             int threads) {
+    const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f), shifts = widened(bias, width, 0.0f);
+    const float *scale = scales.get(), *shift = shifts.get();
+    const int64_t together = std::clamp(kElements / width, int64_t{1}, kMostRows);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < rows; first += together) {
+        const int64_t count = std::min(together, rows - first);
+        double squares[kMostRows] = {};
+        float middle[kMostRows], inverse[kMostRows];
+        for (int64_t k = 0; k < count; ++k) {
+            const T* row = x + (first + k) * x_stride;
+            if (residual)
+                row = added(row, residual + (first + k) * residual_stride, sum + (first + k) * width, width);
+            middle[k] = static_cast<float>(sum_of_values(row, width) / width);
+            squares[k] = sum_of_squares(row, middle[k], width);
+        }
+        for (int64_t k = 0; k < kMostRows; ++k)
+            inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));
+        for (int64_t k = 0; k < count; ++k) {
+            const int64_t r = first + k;
+            const T* row = residual ? sum + r * width : x + r * x_stride;
+            scaled(row, middle[k], inverse[k], scale, shift, y + r * width, width);
+            mean[r] = middle[k];
+            rstd[r] = inverse[k];
+        }
+    }
+}
+
+// dx of `count` rows, and their share of the parameters' gradients, added to dw and db.
+template <typename T, int64_t count, bool with_dsum>
+void backward_rows(const T* dy, const T* x, const T* dsum, T* dx, const float* mean, const float* rstd,
+                   const float* scale, float* dw, float* db, int64_t width, int64_t dy_stride, int64_t x_stride,
+                   int64_t dsum_stride) {
+    float middle[count], inverse[count], offset[count], slope[count];
+    for (int64_t k = 0; k < count; ++k) {
+        const T *g = dy + k * dy_stride, *v = x + k * x_stride;
+        double a = 0, b = 0;
+        for (int64_t h = 0; h < width; h += kRun) {
+            float plain, centred;
+            run_of_gradients(g + h, v + h, mean[k], scale + h, std::min(kRun, width - h), &plain, &centred);
+            a += plain;
+            b += centred;
+        }
+        const double r = rstd[k];
+        middle[k] = mean[k];
+        inverse[k] = rstd[k];
+        offset[k] = static_cast<float>(a * r / width);
+        slope[k] = static_cast<float>(b * r * r * r / width);
+    }
+#pragma omp simd
+    for (int64_t h = 0; h < width; ++h) {
+        float share = 0, plain = 0;
+        for (int64_t k = 0; k < count; ++k) {
+            const float g = load(dy + k * dy_stride + h), v = load(x + k * x_stride + h) - middle[k];
+            plain += g;
+            share += g * inverse[k] * v;
+            float d = g * inverse[k] * scale[h] - offset[k] - v * slope[k];
+            if (with_dsum) d += load(dsum + k * dsum_stride + h);
+            store(dx + k * width + h, d);
+        }
+        dw[h] += share;
+        db[h] += plain;
+    }
+}
+
+template <typename W>
+void total(const double* parts, W* sum, int64_t width, int threads) {
+    for (int64_t h = 0; h < width; ++h) {
+        double value = 0;
+        for (int64_t t = 0; t < threads; ++t) value += parts[t * 2 * width + h];
+        store(sum + h, static_cast<float>(value));
+    }
+}
+
+template <typename T, typename W, bool with_dsum>
+void backward(const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, const T* dsum, T* dx,
+              W* dw, W* db, int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride,
+              int zero_centered, int threads) {
+    const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
+    const float* scale = scales.get();
+    // Two sums for each thread, of the rows of a chunk and of its chunks; in each dw and then db.
+    std::unique_ptr<float[]> of_chunk(new float[threads * 2 * width]());
+    std::unique_ptr<double[]> of_thread(new double[threads * 2 * width]());
+    const int64_t chunks = (rows + kChunk - 1) / kChunk;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t t = 0; t < threads; ++t) {
+        float* part = of_chunk.get() + t * 2 * width;
+        double* sum = of_thread.get() + t * 2 * width;
+        for (int64_t chunk = chunks * t / threads; chunk < chunks * (t + 1) / threads; ++chunk) {
+            const int64_t end = std::min((chunk + 1) * kChunk, rows);
+            int64_t r = chunk * kChunk;
+            const auto each = [&](auto count) {
+                backward_rows<T, count(), with_dsum>(dy + r * dy_stride, x + r * x_stride, dsum + r * dsum_stride,
+                                                     dx + r * width, mean + r, rstd + r, scale, part, part + width,
+                                                     width, dy_stride, x_stride, dsum_stride);
+                r += count();
+            };
+            while (r + kGroup <= end) each(std::integral_constant<int64_t, kGroup>());
+            while (r < end) each(std::integral_constant<int64_t, 1>());
+#pragma omp simd
+            for (int64_t h = 0; h < 2 * width; ++h) {
+                sum[h] += part[h];
+                part[h] = 0;
+            }
+        }
+    }
+    total(of_thread.get(), dw, width, threads);
+    total(of_thread.get() + width, db, width, threads);
+}
+
+}  // namespace
+
+#define EXPORT(suffix, T, W)                                                                                         \
+    extern "C" void layer_norm_forward_##suffix(const T* x, const T* residual, const W* weight, const W* bias, T* y, \
+                                                T* sum, float* mean, float* rstd, int64_t rows, int64_t width,       \
+                                                int64_t x_stride, int64_t residual_stride, float eps,                \
+                                                int zero_centered, int threads) {                                    \
+        forward(x, residual, weight, bias, y, sum, mean, rstd, rows, width, x_stride, residual_stride, eps,          \
+                zero_centered, threads);                                                                             \
+    }                                                                                                                \
+    extern "C" void layer_norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* mean,        \
+                                                 const float* rstd, const T* dsum, T* dx, W* dw, W* db,              \
+                                                 int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride,   \
+                                                 int64_t dsum_stride, int zero_centered, int threads) {              \
+        (dsum ? backward<T, W, true> : backward<T, W, false>)(dy, x, weight, mean, rstd, dsum, dx, dw, db, rows,     \
+                                                              width, dy_stride, x_stride, dsum_stride,               \
+                                                              zero_centered, threads);                               \
+    }
+
+EXPORT(bf16_bf16, bf16, bf16)
+EXPORT(bf16_fp32, bf16, float)
+EXPORT(fp32_bf16, float, bf16)
+EXPORT(fp32_fp32, float, float)

@@ -1,0 +1,71 @@
+"""layer_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
+
+PyTorch takes weights of x's dtype and gives each row a block of threads, so rows as short as a head are left to Triton
+(`kernels.py`), as are mixed dtypes, a residual, and zero-centred weights in 16 bit, where 1 + weight would be rounded
+before it is multiplied.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.layer_norm import reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.layer_norm import Case
+
+# Numbers in a row that are too few for a block of threads.
+_SHORT = 256
+
+_NARROW = (torch.float16, torch.bfloat16)
+_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (*_NARROW, torch.float32, torch.float64):
+        reasons.append(f"dtype {case.dtype}")
+    if not _TRITON or torch.float64 in (case.dtype, case.weight_dtype):
+        because = "without Triton" if not _TRITON else "in float64"
+        if case.weight_dtype != case.dtype:
+            reasons.append(f"weight is {case.weight_dtype} and x {case.dtype}: {because} they must have one dtype")
+        if case.zero_centered and case.weight_dtype in _NARROW:
+            reasons.append(f"{because} 1 + weight would be rounded to {case.weight_dtype} before the multiplication")
+        if case.residual:
+            reasons.append(f"{because} there is no kernel with a residual")
+    return reasons
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> Any:
+    if _torch_serves(x, weight, zero_centered, residual):
+        return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+    if torch.compiler.is_compiling() or x.numel() == 0:
+        # A compiler fuses the plain formula itself.
+        return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
+    from mindspeed_lite.ops import row_kernels
+    from mindspeed_lite.ops.layer_norm import kernels
+
+    if x.shape[-1] > row_kernels.WIDEST:
+        report_fallback("layer_norm", "cuda", (f"rows of more than {row_kernels.WIDEST}",))
+        return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
+    return kernels.LayerNorm.apply(x, weight, bias, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
+
+
+def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool, residual: torch.Tensor | None) -> bool:
+    return (
+        residual is None
+        and x.dtype == weight.dtype
+        and not (zero_centered and weight.dtype in _NARROW)
+        and (x.shape[-1] > _SHORT or not _TRITON or x.dtype == torch.float64)
+    )

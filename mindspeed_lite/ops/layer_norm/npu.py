@@ -1,0 +1,37 @@
+"""layer_norm on Ascend NPUs through PyTorch's own operator, which torch_npu serves with one kernel and a backward.
+
+A residual is added before: the fused operator that takes one has no fake kernel for its backward. With `zero_centered`
+and a 16-bit weight, 1 + weight is rounded to the weight's dtype before it is multiplied: one rounding more than the
+definition has.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.layer_norm import Case
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: the kernel takes float16, bfloat16 and float32")
+    if case.weight_dtype != case.dtype:
+        reasons.append(f"weight is {case.weight_dtype} and x {case.dtype}: the kernel takes one dtype")
+    return reasons
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+    residual: torch.Tensor | None = None,
+) -> Any:
+    total = x if residual is None else x + residual
+    y = torch.nn.functional.layer_norm(total, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
+    return y if residual is None else (y, total)

@@ -1,0 +1,80 @@
+"""The output layer of a language model and its cross-entropy in one, without the logits in memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.cross_entropy import Gather
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.linear_cross_entropy import reference
+from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
+
+__all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy", "why_not"]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+
+
+OPERATOR = Operator(
+    "linear_cross_entropy",
+    reference.linear_cross_entropy,
+    {"cpu": "mindspeed_lite.ops.linear_cross_entropy.cpu", "cuda": "mindspeed_lite.ops.linear_cross_entropy.cuda"},
+)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    label_smoothing: float = 0.0,
+    gather: Gather | None = None,
+    accumulate: Accumulate | None = None,
+) -> torch.Tensor:
+    """cross_entropy(hidden @ weight^T, target), a part of the vocabulary at a time.
+
+    hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; the loss: [...] in fp32 (float64
+    for float64). `vocab_start`, `vocab_size`, `label_smoothing` and `gather` are those of
+    `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one slice, and
+    the gradient of hidden is what this slice contributes to it.
+
+    Logits exist for one chunk of the vocabulary, in hidden's dtype as a linear layer would give them, and twice: the
+    backward pass computes them again, which is one matrix product more than a linear layer and a loss take. Kept for
+    it are hidden, weight, target and two fp32 numbers per row. The gradient of weight is one product per chunk; that of
+    hidden is summed over the chunks in fp32. Both are rounded once, as those of a linear layer are. (For 16-bit
+    products in fp32 a device other than CUDA takes one product more.)
+
+    accumulate: where weight's gradient is to go instead of to autograd.
+    """
+    fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
+    if not fits or hidden.shape[:-1] != target.shape or hidden.dtype != weight.dtype:
+        raise ValueError(
+            f"linear_cross_entropy: want hidden [..., H], weight [V, H] in one dtype and target [...], not "
+            f"{tuple(hidden.shape)} in {hidden.dtype}, {tuple(weight.shape)} in {weight.dtype} and "
+            f"{tuple(target.shape)}"
+        )
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"linear_cross_entropy: target is {target.dtype}, and it counts tokens")
+    width = weight.shape[0]
+    size = vocab_start + width if vocab_size is None else vocab_size
+    if width == 0 or vocab_start < 0 or vocab_start + width > size or (gather is None and width != size):
+        raise ValueError(
+            f"linear_cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or "
+            f"it is not the whole and nothing gathers the others"
+        )
+    if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and size < 2):
+        raise ValueError(f"linear_cross_entropy: no label smoothing {label_smoothing} over a vocabulary of {size}")
+    implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype))
+    return implementation(hidden, weight, target, vocab_start, size, label_smoothing, gather, accumulate)
+
+
+def why_not(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(Case(hidden.device.type, hidden.dtype))

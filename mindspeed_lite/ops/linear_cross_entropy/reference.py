@@ -1,0 +1,34 @@
+"""The definition of linear_cross_entropy in plain PyTorch, and the chunks on plain passes over the logits."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_lite.ops.cross_entropy import Gather
+from mindspeed_lite.ops.cross_entropy import reference as cross_entropy
+from mindspeed_lite.ops.linear_cross_entropy import chunks
+from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
+
+# Elements of a chunk of logits: 8 MiB of bf16.
+CHUNK = 1 << 22
+
+
+def definition(
+    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """The loss [...] of hidden [..., H] with weight [K, H] over a whole vocabulary, differentiable by PyTorch."""
+    return cross_entropy.definition(hidden @ weight.t(), target, label_smoothing)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    label_smoothing: float,
+    gather: Gather | None,
+    accumulate: Accumulate | None,
+) -> torch.Tensor:
+    given = (hidden, weight, target, vocab_start, vocab_size, label_smoothing, gather, accumulate)
+    return chunks.linear_cross_entropy(cross_entropy.KERNELS, CHUNK, *given)

@@ -1,0 +1,229 @@
+"""Small C++ kernels for the CPU: compiled for this machine at first use, kept for the next process, called by address.
+
+A kernel is one plain C++17 file beside the operator that it serves: no headers but `numbers.h` and the standard
+library's, OpenMP for threads, loops that a compiler vectorises, functions that take pointers and sizes. That
+compiles in a second or two, where a PyTorch extension takes a minute, and asks nothing of the machine but a
+compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
+
+Compiled libraries lie in `$MINDSPEED_LITE_CACHE`, else in `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`, under
+a name that stands for sources, compiler, flags and processor; a folder shared by different machines is safe. Many
+processes may ask at once: one compiles, the others wait for it.
+
+OpenMP is that of PyTorch, which is loaded already: the library is linked without one of its own, so that both share
+one pool of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["CACHE_VARIABLE", "Library", "threads"]
+
+CACHE_VARIABLE = "MINDSPEED_LITE_CACHE"
+
+_HEADERS = Path(__file__).parent
+_TYPES: Mapping[str, Any] = {
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "d": ctypes.c_double,
+}
+# No flag that changes what arithmetic means: sums are reordered where the source says so (`omp simd reduction`).
+_FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
+_TIMEOUT = 300.0
+# Elements of a pass over memory below which waking the threads costs more than they bring.
+_SERIAL = 1 << 15
+
+_log = logging.getLogger("mindspeed_lite")
+
+
+class Library:
+    """The functions of one C++ source.
+
+    Args:
+        source: the C++ file.
+        functions: name -> one letter for each argument: p pointer (an address: `tensor.data_ptr()`), l int64,
+            i int32, f float, d double. All of them return nothing. They are attributes of the object once
+            `unusable` has answered None.
+        uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
+            reason, and no crash.
+    """
+
+    def __init__(self, source: Path, functions: Mapping[str, str], uses_torch: bool = False) -> None:
+        self.source = source
+        self.uses_torch = uses_torch
+        self.functions = dict(functions)
+        self._state: str | None = "not asked yet"
+        self._loaded: ctypes.CDLL | None = None
+
+    def unusable(self) -> str | None:
+        """Why the library cannot be used here, or None; compiles it if nobody has."""
+        if self._state == "not asked yet":
+            self._state = self._load()
+        return self._state
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not set yet.
+        if name not in self.functions:
+            raise AttributeError(f"{self.source.name} is not known to have {name!r}")
+        reason = self.unusable()
+        if reason is not None:
+            raise RuntimeError(reason)
+        return self.__dict__[name]
+
+    def _load(self) -> str | None:
+        try:
+            path = _compiled(self.source, self.uses_torch)
+            # All symbols now: what PyTorch may no longer have is a reason here, not a crash at the first call.
+            self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+        except _Unusable as error:
+            return str(error)
+        except OSError as error:
+            return f"the compiled CPU kernel of {self.source.parent.name} does not load: {error}"
+        for name, letters in self.functions.items():
+            function = getattr(self._loaded, name)
+            function.argtypes = [_TYPES[letter] for letter in letters]
+            function.restype = None
+            setattr(self, name, function)
+        return None
+
+
+class _Unusable(Exception):
+    """The reason why there is no library."""
+
+
+def threads(work: int) -> int:
+    """How many threads a pass over `work` elements is worth."""
+    return 1 if work < _SERIAL else torch.get_num_threads()
+
+
+def _compiled(source: Path, uses_torch: bool) -> Path:
+    """The compiled library of `source`, made if it is not there yet."""
+    text = source.read_bytes()
+    parts = [text, *(header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))), _processor().encode()]
+    compiler = _compiler()
+    # It is loaded already, so that its name alone is looked up when ours is.
+    links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"] if uses_torch else []
+    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *_FLAGS, *links)]
+    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    folder = _folder()
+    path = folder / f"{source.parent.name}-{digest}.so"
+    if not path.exists():
+        with _alone(folder / f"{path.name}.lock"):
+            if not path.exists():
+                _compile(compiler, source, links, path)
+    return path
+
+
+def _compile(compiler: list[str], source: Path, links: list[str], path: Path) -> None:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
+        # In two steps: with -fopenmp the second would bring an OpenMP of its own.
+        for command in (
+            [*compiler, *_FLAGS, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
+            [*compiler, "-shared", str(unlinked), *links, "-o", str(linked)],
+        ):
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise _Unusable(f"{shlex.join(compiler)} does not run: {error}") from None
+            if done.returncode:
+                said = (done.stderr or done.stdout).strip().splitlines()
+                first = next((line for line in said if "error" in line), said[0] if said else "no message")
+                raise _Unusable(f"{shlex.join(compiler)} does not compile {source.parent.name}/{source.name}: {first}")
+        os.replace(linked, path)
+    took = time.monotonic() - start
+    _log.info("%s: compiled for this CPU in %.1f s, kept in %s", source.parent.name, took, path.parent)
+
+
+@functools.cache
+def _compiler() -> list[str]:
+    """The C++ compiler's command."""
+    chosen = os.environ.get("CXX")
+    if chosen:
+        command = shlex.split(chosen)
+        if shutil.which(command[0]) is None:
+            raise _Unusable(f"no C++ compiler: the variable CXX names {command[0]}, which is not there")
+        return command
+    for name in ("g++", "clang++", "c++"):
+        if shutil.which(name):
+            return [name]
+    raise _Unusable("no C++ compiler (looked for g++, clang++ and c++; the variable CXX may name another)")
+
+
+@functools.cache
+def _version(compiler: tuple[str, ...]) -> str:
+    try:
+        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _Unusable(f"{shlex.join(compiler)} does not run: {error}") from None
+    return done.stdout
+
+
+@functools.cache
+def _processor() -> str:
+    """What `-march=native` depends on."""
+    found = [platform.machine()]
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        for line in lines:
+            if line.startswith(("model name", "flags", "Features", "CPU part")):
+                found.append(line.strip())
+            elif not line.strip() and len(found) > 1:
+                break  # the processors of a machine are alike
+    return "\n".join(found)
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where compiled libraries are kept: the first place that can be written to."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    places = [Path(chosen)] if chosen else [Path(home) / "mindspeed_lite"]
+    if not chosen and hasattr(os, "getuid"):
+        places.append(Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}")
+    problems = []
+    for place in places:
+        try:
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=place):
+                pass
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror or error}")
+            continue
+        # Code is loaded from here: a folder that another user made in a shared place is not ours to trust.
+        if hasattr(os, "getuid") and not chosen and place.stat().st_uid != os.getuid():
+            problems.append(f"{place}: it belongs to another user")
+            continue
+        return place
+    raise _Unusable(f"no folder to keep compiled kernels in ({'; '.join(problems)}; {CACHE_VARIABLE} may name one)")
+
+
+@contextlib.contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Within the block no other process holds `lock`; the system lets go of it when its holder dies."""
+    try:
+        import fcntl
+    except ImportError:  # not a POSIX system: the worst case is that two processes compile the same
+        yield
+        return
+    with open(lock, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,114 @@
+"""Rotary position embedding: pairs of elements of a head turned by an angle that grows with the position."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.rope import reference
+
+__all__ = ["OPERATOR", "Case", "Pairs", "rope", "why_not"]
+
+Pairs = Literal["half", "interleaved", "regrouped"]
+PAIRS: tuple[Pairs, ...] = ("half", "interleaved", "regrouped")
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call.
+
+    batch_angles: sequences of a batch have angles of their own. learned: cos or sin want a gradient.
+    """
+
+    device: str
+    dtype: torch.dtype
+    pairs: Pairs
+    width: int
+    batch: int
+    heads: int
+    batch_angles: bool
+    learned: bool
+
+
+OPERATOR = Operator(
+    "rope",
+    reference.rope,
+    {
+        "cpu": "mindspeed_lite.ops.rope.cpu",
+        "cuda": "mindspeed_lite.ops.rope.cuda",
+        "npu": "mindspeed_lite.ops.rope.npu",
+    },
+)
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairs: Pairs = "half",
+    start: int = 0,
+    scale: float = 1.0,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """y1 = x1 * cos1 - x2 * sin1, y2 = x2 * cos2 + x1 * sin2, where x1 and x2 are the pairs of x[start : start + R].
+
+    x: [s, b, n, d], or [t, n, d] for packed sequences; any strides. y: contiguous, in x's shape and dtype.
+    cos, sin: [rows, 1 or b, 1, R], R even; `angles.cos_sin` makes them, once for all layers. Both are multiplied
+    by `scale`. Row p belongs to position p; x[i] is at position i, or at positions[i] (int64 [s]; -1 where there is
+    none). What lies outside start .. start + R is copied.
+
+    pairs, and with them the halves 1 and 2 of cos and sin:
+        half         x1 = x[: R/2], x2 = x[R/2 :], and y alike
+        interleaved  x1 = x[0::2], x2 = x[1::2], and y, cos and sin alike
+        regrouped    x1 = x[0::2], x2 = x[1::2]; y, cos and sin in halves (multi-latent attention)
+
+    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. For the backward pass
+    only cos, sin and positions are kept: it is the same operator with the signs of sin turned and halves swapped.
+    Raises ValueError for shapes that do not fit. A position without a row is an error of the reference and NaN
+    elsewhere, where nobody waits to look.
+    """
+    case = _case(x, cos, sin, pairs, start, positions)
+    chosen = OPERATOR.choose(case)
+    if x.dim() == 4:
+        return chosen(x, cos, sin, pairs, start, scale, positions)
+    return chosen(x.unsqueeze(1), cos, sin, pairs, start, scale, positions).squeeze(1)
+
+
+def why_not(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairs: Pairs = "half",
+    start: int = 0,
+    scale: float = 1.0,
+    positions: torch.Tensor | None = None,
+) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(_case(x, cos, sin, pairs, start, positions))
+
+
+def _case(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: Pairs, start: int, positions: torch.Tensor | None
+) -> Case:
+    shape = x.shape if x.dim() != 3 else (x.shape[0], 1, *x.shape[1:])
+    if len(shape) != 4 or cos.dim() != 4 or cos.shape != sin.shape:
+        raise ValueError(
+            "rope: want x [s, b, n, d] or [t, n, d] and cos and sin [rows, 1 or b, 1, R], not "
+            f"{tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    s, b, n, d = shape
+    rows, batch, heads, width = cos.shape
+    if pairs not in PAIRS:
+        raise ValueError(f"rope: pairs is one of {', '.join(PAIRS)}, not {pairs!r}")
+    if batch not in (1, b) or heads != 1 or width % 2 or start < 0 or start + width > d:
+        raise ValueError(
+            f"rope: cos and sin {tuple(cos.shape)} do not fit x {tuple(x.shape)} from element {start} on: want "
+            "[rows, 1 or b, 1, R] with R even and within the head"
+        )
+    if rows < s if positions is None else positions.shape != (s,):
+        what = f"{rows} rows" if positions is None else f"positions {tuple(positions.shape)}"
+        raise ValueError(f"rope: {what} for x {tuple(x.shape)}: want one for each of its {s} tokens")
+    return Case(x.device.type, x.dtype, pairs, width, b, n, batch > 1, cos.requires_grad or sin.requires_grad)

@@ -1,0 +1,53 @@
+"""cos and sin of rotary angles, and positions in packed sequences: computed once for all the layers that ask."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_lite.ops.rope.kept import Kept
+
+__all__ = ["cos_sin", "packed_positions"]
+
+_kept = Kept()
+
+
+def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of `angles` in fp32 (float64 for float64), contiguous; the same tensors while angles stand."""
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        wide = angles if angles.dtype == torch.float64 else angles.float()
+        return wide.cos().contiguous(), wide.sin().contiguous()
+
+    return make() if angles.requires_grad else _kept.get(angles, "cos and sin", make)
+
+
+def packed_positions(
+    cu_seqlens: torch.Tensor, tokens: int, rows: int = -1, *, cp_size: int = 1, cp_rank: int = 0
+) -> torch.Tensor:
+    """Position of each of this rank's `tokens` in its sequence, int64 [tokens]; nothing waits for the device.
+
+    cu_seqlens: [sequences + 1], cumulative lengths over all ranks. Under context parallelism each sequence is cut
+    into 2 * cp_size pieces, of which rank r has piece r and piece 2 * cp_size - 1 - r. Where `rows` of angles are
+    as many as all tokens together, they belong to tokens rather than to positions, and do not start again.
+    On the CPU tokens that are in no sequence are a ValueError; elsewhere their position is -1.
+    """
+
+    def make() -> torch.Tensor:
+        edges = cu_seqlens.long()
+        lengths = (edges[1:] - edges[:-1]) // cp_size  # [sequences], of this rank's parts
+        ends = lengths.cumsum(0)
+        if cu_seqlens.device.type == "cpu" and int(lengths.sum()) != tokens:
+            raise ValueError(f"rope: {tokens} tokens, but the sequences of cu_seqlens have {int(lengths.sum())}")
+        token = torch.arange(tokens, device=cu_seqlens.device)
+        index = torch.searchsorted(ends, token, right=True)  # the first sequence that ends behind the token
+        known = index < lengths.shape[0]
+        index = index.clamp(max=lengths.shape[0] - 1)
+        length = lengths[index]
+        at = token - ends[index] + length
+        if cp_size > 1:
+            piece = length // 2
+            at = at + torch.where(at < piece, cp_rank * piece, cp_size * length - (cp_rank + 2) * piece)
+        at = at + torch.where(edges[-1] == rows, edges[index], 0)
+        return torch.where(known, at, -1)
+
+    return _kept.get(cu_seqlens, (tokens, rows, cp_size, cp_rank), make)

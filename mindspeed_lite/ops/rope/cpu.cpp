@@ -1,0 +1,71 @@
+// rope on the CPU: one pass over x that turns pairs and copies the rest, for any strides of x but the last.
+//
+// The factors of a token are laid out once, as four contiguous rows, and serve all of its heads:
+//     y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2
+// The transposed rotation has y1 = x1 * cos1 + x2 * sin2 and y2 = x2 * cos2 - x1 * sin1: other rows, the same loop.
+#include "numbers.h"
+
+#include <vector>
+
+template <bool IN, bool OUT, class T>
+static inline void turn(const T* x, T* y, const float* cos1, const float* sin1, const float* cos2, const float* sin2,
+                        int64_t half) {
+#pragma omp simd
+    for (int64_t j = 0; j < half; ++j) {
+        const float a = load(x + (IN ? 2 * j : j)), b = load(x + (IN ? 2 * j + 1 : j + half));
+        store(y + (OUT ? 2 * j : j), a * cos1[j] - b * sin1[j]);
+        store(y + (OUT ? 2 * j + 1 : j + half), b * cos2[j] + a * sin2[j]);
+    }
+}
+
+template <class T>
+static void rotate(const T* x, const float* cos, const float* sin, const int64_t* positions, T* y, int64_t s,
+                   int64_t b, int64_t n, int64_t d, int64_t width, int64_t start, int64_t rows, int64_t stride_s,
+                   int64_t stride_b, int64_t stride_n, int64_t row, int64_t batch, float scale, int in, int out,
+                   int transposed, int threads) {
+    const int64_t half = width / 2, after = start + width;
+    // The table is interleaved where x and y both are.
+    const int64_t step = in && out ? 2 : 1, second = in && out ? 1 : half;
+    const auto pairs = in ? (out ? turn<true, true, T> : turn<true, false, T>)
+                          : (out ? turn<false, true, T> : turn<false, false, T>);
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> factors(2 * width);
+        float *cos1 = factors.data(), *sin1 = cos1 + half, *cos2 = sin1 + half, *sin2 = cos2 + half;
+#pragma omp for
+        for (int64_t token = 0; token < s * b; ++token) {
+            const int64_t at = token / b, sequence = token % b;
+            const int64_t position = positions ? positions[at] : at;
+            const bool known = position >= 0 && position < rows;
+            const float* c = cos + (known ? position * row + sequence * batch : 0);
+            const float* z = sin + (c - cos);
+            const float factor = known ? scale : std::numeric_limits<float>::quiet_NaN();
+            for (int64_t j = 0; j < half; ++j) {
+                const float z1 = z[j * step] * factor, z2 = z[j * step + second] * factor;
+                cos1[j] = c[j * step] * factor;
+                cos2[j] = c[j * step + second] * factor;
+                sin1[j] = transposed ? -z2 : z1;
+                sin2[j] = transposed ? -z1 : z2;
+            }
+            for (int64_t head = 0; head < n; ++head) {
+                const T* from = x + at * stride_s + sequence * stride_b + head * stride_n;
+                T* to = y + (token * n + head) * d;
+                if (start) std::memcpy(to, from, start * sizeof(T));
+                pairs(from + start, to + start, cos1, sin1, cos2, sin2, half);
+                if (after < d) std::memcpy(to + after, from + after, (d - after) * sizeof(T));
+            }
+        }
+    }
+}
+
+#define ROPE(name, T)                                                                                              \
+    extern "C" void name(const T* x, const float* cos, const float* sin, const int64_t* positions, T* y, int64_t s, \
+                         int64_t b, int64_t n, int64_t d, int64_t width, int64_t start, int64_t rows,               \
+                         int64_t stride_s, int64_t stride_b, int64_t stride_n, int64_t row, int64_t batch,          \
+                         float scale, int in, int out, int transposed, int threads) {                               \
+        rotate(x, cos, sin, positions, y, s, b, n, d, width, start, rows, stride_s, stride_b, stride_n, row, batch, \
+               scale, in, out, transposed, threads);                                                                \
+    }
+
+ROPE(rope_bf16, bf16)
+ROPE(rope_fp32, float)

@@ -1,0 +1,76 @@
+"""rope on CPU through a C++ kernel that reads x once, however it lies in a fused projection, and writes y once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.rope import reference
+from mindspeed_lite.ops.rope.kept import Kept
+from mindspeed_lite.ops.rope.rotation import How, rotate
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.rope import Case, Pairs
+
+_ARGUMENTS = "ppppp" + "l" * 12 + "fiiii"
+# fp32 forms of the cos and sin that callers have in 16 bit.
+_kept = Kept()
+_lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"rope_bf16": _ARGUMENTS, "rope_fp32": _ARGUMENTS})
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.learned:
+        reasons.append("cos and sin want a gradient")
+    unusable = _lib.unusable() if case.dtype in (torch.bfloat16, torch.float32) else None
+    if unusable is not None:
+        reasons.append(unusable)
+    return reasons
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: Pairs = "half",
+    start: int = 0,
+    scale: float = 1.0,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    # A compiler fuses the plain formula itself; a tensor without memory of its own (a fake one) has no address.
+    plain = torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter)
+    if plain or x.dtype not in (torch.bfloat16, torch.float32):
+        return reference.rope(x, cos, sin, pairs, start, scale, positions)
+    return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))
+
+
+def _turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+) -> torch.Tensor:
+    stride_s, stride_b, stride_n, stride_d = x.stride()
+    if stride_d != 1:
+        return _turn(x.contiguous(), cos, sin, positions, how)
+    cos, sin = _plain(cos), _plain(sin)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    s, b, n, d = x.shape
+    rows, batch, _, width = cos.shape
+    where = None if positions is None else positions.data_ptr()
+    into, out = how.sides
+    kernel = _lib.rope_bf16 if x.dtype is torch.bfloat16 else _lib.rope_fp32
+    kernel(
+        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), where, y.data_ptr()),
+        *(s, b, n, d, width, how.start, rows),
+        *(stride_s, stride_b, stride_n, batch * width, width if batch > 1 else 0),
+        *(how.scale, into, out, how.transposed),
+        native.threads(s * b * n * d),
+    )
+    return y
+
+
+def _plain(table: torch.Tensor) -> torch.Tensor:
+    if table.dtype is torch.float32 and table.is_contiguous():
+        return table
+    return _kept.get(table, "fp32", lambda: table.float().contiguous())

@@ -1,0 +1,89 @@
+"""rope on Ascend NPUs through torch_npu's fused operator.
+
+The wheel's own backward keeps x, to have gradients of cos and sin that nobody wants; here the backward is the same
+operator with other factors, and x is not kept. Factors come in x's dtype, so cos and sin are rounded to it, as in
+PyTorch's composition in 16 bit. They are documented for values from -1 to 1, so `scale` is multiplied in afterwards;
+tables that a caller has scaled beforehand are handed on as they are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from mindspeed_lite.ops.rope.kept import Kept
+from mindspeed_lite.ops.rope.rotation import How, rotate
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.rope import Case, Pairs
+
+# Documented limits: elements of a head, sequences and heads, each below.
+_WIDTH, _COUNT = 896, 1000
+
+_kept = Kept()
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: npu_rotary_mul takes float16, bfloat16 and float32")
+    if case.learned:
+        reasons.append("cos and sin want a gradient")
+    if not 0 < case.width < _WIDTH:
+        reasons.append(f"{case.width} elements to turn: npu_rotary_mul takes fewer than {_WIDTH}, and at least 2")
+    if case.batch >= _COUNT or case.heads >= _COUNT:
+        reasons.append(
+            f"{case.batch} sequences of {case.heads} heads: npu_rotary_mul takes fewer than {_COUNT} of each"
+        )
+    elif case.pairs == "interleaved" and case.batch * case.heads >= _COUNT:
+        reasons.append(f"{case.batch} x {case.heads} interleaved heads: npu_rotary_mul takes fewer than {_COUNT}")
+    if case.pairs == "interleaved" and case.batch_angles:
+        reasons.append("interleaved pairs with angles of each sequence's own: npu_rotary_mul takes one for all")
+    return reasons
+
+
+def rope(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pairs: Pairs = "half",
+    start: int = 0,
+    scale: float = 1.0,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))
+
+
+def _turn(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+) -> torch.Tensor:
+    width = cos.shape[-1]
+    into, out = how.sides
+    factors = _factors(cos, sin, x.dtype, into and out, how.transposed)
+    r1, r2 = (t[: x.shape[0]] if positions is None else t.index_select(0, positions) for t in factors)
+    before, turned, after = torch.split(x, [how.start, width, x.shape[-1] - how.start - width], -1)
+    if into and not out:
+        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
+    y: torch.Tensor = torch_npu.npu_rotary_mul(turned, r1, r2, rotary_mode="interleave" if into and out else "half")
+    if how.scale != 1.0:
+        y = y * how.scale
+    if out and not into:
+        y = torch.stack(y.chunk(2, -1), -1).flatten(-2)
+    return y if y.shape == x.shape else torch.cat((before, y, after), -1)
+
+
+def _factors(
+    cos: torch.Tensor, sin: torch.Tensor, dtype: torch.dtype, interleaved: bool, transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [rows, 1 or b, 1, R] in `dtype`; transposed: with the signs of sin turned and its halves swapped."""
+
+    def swapped() -> torch.Tensor:
+        if interleaved:
+            return sin.view(*sin.shape[:-1], -1, 2).flip(-1).view(sin.shape).mul(-1).to(dtype)
+        return sin.roll(sin.shape[-1] // 2, -1).mul(-1).to(dtype)
+
+    r1 = _kept.get(cos, dtype, lambda: cos.to(dtype))
+    r2 = _kept.get(sin, (dtype, interleaved, transposed), swapped if transposed else lambda: sin.to(dtype))
+    return r1, r2

@@ -1,0 +1,43 @@
+"""The rows of an embedding of which this rank holds a slice, for the embedding layer under tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.vocab_embedding import reference
+
+__all__ = ["OPERATOR", "Case", "vocab_embedding", "why_not"]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+
+
+# What PyTorch has for it is one gather and one pass over the result on every device.
+OPERATOR = Operator("vocab_embedding", reference.vocab_embedding, {})
+
+
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+    """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
+
+    ids: [...] of integers, any strides; weight: [V, H], the slice [vocab_start, vocab_start + V) of a vocabulary;
+    y: [..., H], contiguous. Nothing waits for the device: no index is assigned to and no number of hits is asked for.
+    For the backward pass the row numbers and one bit per id are kept. An id of another slice borrows a row, another
+    one for each id, and adds zeros to its gradient: one row for all would be added to one at a time.
+    """
+    if weight.dim() != 2 or weight.shape[0] == 0:
+        raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise ValueError(f"vocab_embedding: ids are {ids.dtype}, and they count tokens")
+    return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start)
+
+
+def why_not(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(Case(weight.device.type, weight.dtype))

@@ -1,0 +1,12 @@
+"""vocab_embedding in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+    local = ids.contiguous() - vocab_start
+    row = local.remainder(weight.shape[0])  # itself where the row is here
+    out = torch.nn.functional.embedding(row, weight)  # [..., H]
+    return out.masked_fill_((row != local)[..., None], 0.0)

@@ -1,0 +1,1 @@
+"""In what order the work of a training step runs."""

@@ -1,0 +1,112 @@
+"""`--gradient-accumulation-fusion`: weight gradients are added to the main gradient by the product that computes them.
+
+Reaches every linear layer of the local implementation with a weight to train: column and row parallel, experts, the
+output layer with its own or with the embedding's weight. Megatron's linear layer has the fusion and calls an extension
+of Apex for it; this is that extension, by its name and on every device, so that no line of the layer is replaced and
+its communication, hooks and tied weights stay Megatron's. Leaves Transformer Engine's layers alone, which accumulate
+themselves, and an Apex that is installed. Steps aside, with a reason, for `--no-gradient-accumulation-fusion` and for
+FSDP, which has no main gradients to add to.
+
+Megatron's default is on and is switched off where Apex is missing; this flag keeps it on. In Python the field
+`gradient_accumulation_fusion` of the model's configuration decides, and this feature makes it possible.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Provide, Replace, Session
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
+from mindspeed_lite.verify import Exact
+
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+ARGUMENT = "gradient_accumulation_fusion"
+_LAYERS = "megatron.core.tensor_parallel.layers"
+
+
+def _extension(session: Session) -> ModuleType:
+    """What Megatron uses of Apex's module."""
+    verifier = session.verifier
+
+    def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        if verifier is not None:
+            _verify(verifier, main_grad, grad_output, total_input)
+        accumulate_wgrad(main_grad, grad_output, total_input)
+
+    module: Any = ModuleType(EXTENSION)
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
+    return module  # type: ignore[no-any-return]
+
+
+def _verify(verifier: Any, main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
+    def ours(*copies: torch.Tensor) -> torch.Tensor:
+        return accumulate_wgrad(*(each.detach() for each in copies))
+
+    def unfused(*copies: torch.Tensor) -> torch.Tensor:
+        return reference.accumulate_wgrad(*(each.detach() for each in copies))
+
+    verifier.check(
+        FEATURE.name,
+        "accumulate_wgrad",
+        FEATURE.numerics,
+        ours,
+        unfused,
+        {"main_grad": main_grad, "dy": grad_output, "x": total_input},
+        against="the product and the addition of Megatron's unfused path",
+        exact=[Exact(unfused)],
+    )
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
+    if ARGUMENT in context.explicit and not context.arg(ARGUMENT, True):
+        reasons.append("--no-gradient-accumulation-fusion is given")
+    if any(getattr(part, ARGUMENT, True) is False for part in _yaml(context)):
+        reasons.append(f"`{ARGUMENT}` is false in the arguments of the YAML file, which this flag does not change")
+    for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        if context.arg(flag, False):
+            reasons.append(f"--{flag.replace('_', '-')} has no main gradients that a layer could add to")
+    return reasons
+
+
+def _yaml(context: Context) -> list[Any]:
+    """Where the arguments of a YAML file have the model's fields: a level down."""
+    parts = (context.arg(name) for name in ("language_model", "model_parallel"))
+    return [part for part in parts if part is not None]
+
+
+def _adjust(context: Context) -> Mapping[str, Any]:
+    if context.host_args is None or _yaml(context):
+        return {}
+    return {ARGUMENT: True}
+
+
+FEATURE = Feature(
+    name="gradient_accumulation_fusion",
+    summary="weight gradients added to the main gradient by the product that computes them",
+    options=(
+        Option(
+            "--gradient-accumulation-fusion",
+            help="Accumulate weight gradients in the product that computes them, without Apex.",
+            # The plain name is Megatron's, whose default is on whether or not Apex is there.
+            name="use_gradient_accumulation_fusion",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    adjust=_adjust,
+    operators=("accumulate_wgrad",),
+    patches=(
+        # For functions that import it when they run, and by value for the layers, which have tried already.
+        Provide(EXTENSION, _extension),
+        Provide(f"{_LAYERS}:{EXTENSION}", lambda session: sys.modules[EXTENSION]),
+        Replace(f"{_LAYERS}:_grad_accum_fusion_available", True),
+    ),
+)

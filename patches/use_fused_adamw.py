@@ -1,0 +1,273 @@
+"""`--use-fused-adamw`: Adam, clipping and the copy into the model's weights in one pass over the parameters.
+
+Without Transformer Engine and Apex, Megatron's step is torch's Adam tensor by tensor, and around it a pass that reads
+all gradients for their norm, one that multiplies them by the clip coefficient and one that copies the new fp32
+parameters into the model's 16-bit ones. Here the norm is one pass and everything else another.
+
+Reaches the inner optimizer where each of Megatron's optimizers takes it (`MegatronOptimizer.__init__`, the same in
+every release): torch's Adam or AdamW gets another step and stays what it is, so state and checkpoints are its own.
+`clip_grad_by_total_norm_fp32` hands its coefficient to that step; `step_with_ready_grads` hands it the tensors which
+`_copy_main_params_to_model_params` would have written. What is deferred is dropped by the next `prepare_grads`.
+`local_multi_tensor_l2_norm` and `local_multi_tensor_scale` are what Megatron falls back to without Apex. Leaves the
+unscaling of fp16 gradients alone, which must know of infinities before the step. Steps aside for other optimizers,
+for groups whose options only torch knows, and from deferred clipping where gradients are read after it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.adamw import adamw, reference
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW, adopt
+from mindspeed_lite.ops.l2norm import l2norm
+from mindspeed_lite.ops.l2norm import reference as l2norm_reference
+from mindspeed_lite.verify import Exact
+
+# Every optimizer with our step, to find the one that owns a parameter.
+_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _is_ours(optimizer: Any) -> bool:
+    return isinstance(optimizer, (FusedAdamW, FusedAdam))
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
+        wrapped(self, optimizer, config, init_state_fn)
+        if optimizer is None or _is_ours(optimizer):
+            return
+        fused = adopt(optimizer)
+        if fused is None:
+            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
+            return
+        fused.on_step_aside = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
+        if session.verifier is not None:
+            fused.before_update = _verification(session.verifier)
+        if getattr(config, "log_num_zeros_in_grad", False):
+            session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
+        else:
+            _adopted.add(fused)
+
+    return __init__
+
+
+def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def prepare_grads(self: Any) -> Any:
+        if _is_ours(self.optimizer):
+            # Of a step that was skipped after its clipping.
+            self.optimizer.grad_scales = {}
+        return wrapped(self)
+
+    return prepare_grads
+
+
+def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def clip_grad_by_total_norm_fp32(
+        parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
+    ) -> Any:
+        owners = _owners(parameters)
+        if use_decoupled_grad or owners is None or not isinstance(total_norm, (int, float)):
+            return wrapped(parameters, max_norm, total_norm, use_decoupled_grad)
+        coefficient = max_norm / (total_norm + 1.0e-6)
+        if coefficient < 1.0:
+            for parameter, owner in owners:
+                owner.grad_scales = (
+                    {**owner.grad_scales} if not isinstance(owner.grad_scales, dict) else owner.grad_scales
+                )
+                owner.grad_scales[parameter] = coefficient
+        return None
+
+    return clip_grad_by_total_norm_fp32
+
+
+def _owners(parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
+    """Each parameter that has a gradient with the optimizer that updates it; None if one has none of ours."""
+    if isinstance(parameters, torch.Tensor):
+        return None
+    owner = {
+        parameter: optimizer
+        for optimizer in _adopted
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    having = [parameter for parameter in parameters if parameter.grad is not None]
+    if any(parameter not in owner or parameter.grad.dtype != torch.float32 for parameter in having):
+        return None
+    return [(parameter, owner[parameter]) for parameter in having]
+
+
+def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def step_with_ready_grads(self: Any) -> Any:
+        inner = self.optimizer
+        if not _is_ours(inner):
+            return wrapped(self)
+        inner.copies, inner.copied = _copies(self), False
+        try:
+            return wrapped(self)
+        finally:
+            inner.copies, inner.copied = {}, False
+
+    return step_with_ready_grads
+
+
+def _copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+    """fp32 main parameter -> the memory into which Megatron would copy it; empty where it does more than copy."""
+    if hasattr(optimizer, "fp32_from_float16_groups"):
+        pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
+        return {main: model.data for mains, models in pairs for main, model in zip(mains, models, strict=True)}
+    ddp = getattr(optimizer, "ddp_config", None)
+    quantized = ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp")
+    if ddp is None or any(getattr(ddp, name, False) for name in quantized):
+        return {}
+    copies = {}
+    for mains, models in (
+        *zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True),
+        *zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True),
+    ):
+        for main, model in zip(mains, models, strict=True):
+            place = optimizer._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            buffer, _, bucket = optimizer.model_param_gbuf_map[model]
+            shard = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+            # An fp32 parameter is usually a piece of that buffer itself.
+            if shard.data_ptr() != main.data_ptr():
+                copies[main] = shard
+    return copies
+
+
+def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _copy_main_params_to_model_params(self: Any) -> Any:
+        if _is_ours(self.optimizer) and self.optimizer.copied:
+            return None
+        return wrapped(self)
+
+    return _copy_main_params_to_model_params
+
+
+def _norm(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    verifier = session.verifier
+
+    def local_multi_tensor_l2_norm(
+        chunk_size: Any, noop_flag: Any, tensor_lists: Any, per_tensor: Any, *args: Any
+    ) -> Any:
+        tensors = [tensor for tensor_list in tensor_lists for tensor in tensor_list]
+        if not tensors:
+            return wrapped(chunk_size, noop_flag, tensor_lists, per_tensor, *args)
+        if verifier is not None:
+            verifier.check(
+                FEATURE.name,
+                "l2norm",
+                FEATURE.numerics,
+                lambda tensor: l2norm([tensor.detach()]),
+                lambda tensor: torch.norm(tensor.detach()).float(),
+                {"largest": max(tensors, key=torch.Tensor.numel)},
+                against="Megatron's local_multi_tensor_l2_norm",
+                exact=[Exact(lambda tensor: l2norm_reference.l2norm([tensor.detach()]))],
+            )
+        return l2norm(tensors).reshape(1), None
+
+    return local_multi_tensor_l2_norm
+
+
+def _scale(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def local_multi_tensor_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> None:
+        sources, targets = tensor_lists[0], tensor_lists[1]
+        if sources and all(source is target for source, target in zip(sources, targets, strict=True)):
+            torch._foreach_mul_(targets, scale)
+        elif sources and scale == 1.0:
+            torch._foreach_copy_(targets, sources)
+        else:
+            wrapped(chunk_size, noop_flag, tensor_lists, scale)
+
+    return local_multi_tensor_scale
+
+
+def _verification(verifier: Any) -> Callable[..., None]:
+    """Compares the new parameter with torch's and the definition's, on copies."""
+    names = ("param", "grad", "exp_avg", "exp_avg_sq")
+
+    def through(update: Callable[..., Any], rule: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        def new_parameter(*tensors: torch.Tensor) -> torch.Tensor:
+            own = [tensor.detach().clone() for tensor in tensors]
+            with torch.no_grad():
+                update(*([tensor] for tensor in own), **rule)
+            return own[0]
+
+        return new_parameter
+
+    def torchs(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, **rule: Any) -> None:
+        kind = torch.optim.AdamW if rule["decoupled"] else torch.optim.Adam
+        optimizer = kind(param, rule["lr"], rule["betas"], rule["eps"], rule["weight_decay"])
+        param[0].grad = grad[0] if rule["grad_scale"] is None else grad[0] * rule["grad_scale"]
+        step = torch.tensor(rule["step"] - 1)
+        optimizer.state[param[0]] = {"step": step, "exp_avg": exp_avg[0], "exp_avg_sq": exp_avg_sq[0]}
+        optimizer.step()
+
+    def before_update(*lists: Sequence[torch.Tensor], **rule: Any) -> None:
+        for tensors in zip(*lists, strict=True):
+            if not tensors[0].numel():
+                continue
+            verifier.check(
+                FEATURE.name,
+                "adamw",
+                FEATURE.numerics,
+                through(adamw, rule),
+                through(torchs, rule),
+                dict(zip(names, tensors, strict=True)),
+                against="torch.optim.AdamW" if rule["decoupled"] else "torch.optim.Adam",
+                exact=[Exact(through(reference.adamw, rule))],
+                variant="" if rule["decoupled"] else "L2",
+            )
+
+    return before_update
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    optimizer = context.arg("optimizer", "adam")
+    if optimizer != "adam":
+        reasons.append(f"--optimizer {optimizer} is not Adam")
+    if context.arg("use_precision_aware_optimizer", False):
+        reasons.append("--use-precision-aware-optimizer is a property of Transformer Engine's Adam")
+    if context.arg("optimizer_cpu_offload", False):
+        reasons.append("--optimizer-cpu-offload has an optimizer of its own")
+    if context.arg("optimizer_cuda_graph", False):
+        reasons.append("--optimizer-cuda-graph records torch's step")
+    for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        if context.arg(flag, False):
+            reasons.append(f"--{flag.replace('_', '-')} has parameters that are not plain tensors")
+    if context.device == "cuda":
+        for package, name in (("transformer_engine", "Transformer Engine"), ("apex", "Apex")):
+            if importlib.util.find_spec(package) is not None:
+                reasons.append(f"{name} is installed, and Megatron takes its fused Adam")
+    return reasons
+
+
+_OPTIMIZER = "megatron.core.optimizer.optimizer"
+_COPY = "_copy_main_params_to_model_params"
+
+FEATURE = Feature(
+    name="use_fused_adamw",
+    summary="Adam, clipping and the copy into 16-bit weights in one pass",
+    options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("adamw", "l2norm"),
+    patches=(
+        Wrap(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
+        Wrap(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", _prepare_grads),
+        Wrap(f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", _prepare_grads),
+        Wrap(f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", _step),
+        Wrap(f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.{_COPY}", _copy),
+        Wrap(f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{_COPY}", _copy),
+        Wrap("megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", _clip),
+        Wrap("megatron.core.utils:local_multi_tensor_l2_norm", _norm),
+        Wrap("megatron.core.utils:local_multi_tensor_scale", _scale),
+    ),
+)

@@ -1,0 +1,130 @@
+"""`--use-fused-cross-entropy`: the loss in one pass over the logits, its gradient in another, in their own memory.
+
+Reaches both functions through which `LanguageModule.compute_language_model_loss` gets the loss of GPT, BERT, T5,
+Mamba and multi-token prediction: `vocab_parallel_cross_entropy`, and `fused_vocab_parallel_cross_entropy` of
+`--cross-entropy-loss-fusion`. They are the same functions in every supported release, but for the group that the
+first one takes since 0.19. Leaves Transformer Engine's loss (`--cross-entropy-fusion-impl te`) alone. Steps aside for
+a call with label smoothing under tensor parallelism, which Megatron computes for each rank's slice by itself, so that
+ranks disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.cross_entropy import reference
+from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
+from mindspeed_lite.verify import Exact
+
+UNFUSED = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
+FUSED = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
+
+# Elements of the float64 logits a verification is willing to make.
+_EXACT = 1 << 23
+
+
+def _loss(
+    session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
+) -> Any:
+    if label_smoothing > 0.0 and group.size() > 1:
+        session.fallback(
+            FEATURE.name, "label smoothing under tensor parallelism, which Megatron defines for each slice by itself"
+        )
+        return original(logits)
+    if session.verifier is not None:
+        if group.size() > 1:
+            session.verifier.leave_out(FEATURE.name, "cross_entropy", "the ranks of a tensor-parallel group compute it")
+        else:
+            _verify(session, original, logits, target, label_smoothing, group)
+    return vocab_parallel(logits, target, group, label_smoothing)
+
+
+def _verify(
+    session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
+) -> None:
+    part = slice(0, max(1, _EXACT // max(1, logits[0].numel())))  # rows do not depend on each other
+
+    def ours(logits: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel(logits, target, group, label_smoothing)
+
+    def definition(logits: torch.Tensor) -> torch.Tensor:
+        return reference.definition(logits, target[part].to(logits.device), label_smoothing)
+
+    session.verifier.check(
+        FEATURE.name,
+        "cross_entropy",
+        FEATURE.numerics,
+        ours,
+        original,
+        {"logits": logits},
+        against="Megatron's vocabulary-parallel cross-entropy",
+        exact=[Exact(definition, part, [part])],
+    )
+
+
+def _until_018(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core import parallel_state
+
+    def vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0) -> Any:
+        def original(logits: Any) -> Any:
+            return wrapped(logits, target, label_smoothing)
+
+        group = parallel_state.get_tensor_model_parallel_group()
+        return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
+
+    return vocab_parallel_cross_entropy
+
+
+def _since_019(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core import parallel_state
+
+    def vocab_parallel_cross_entropy(
+        vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
+    ) -> Any:
+        def original(logits: Any) -> Any:
+            return wrapped(logits, target, label_smoothing, tp_group)
+
+        group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
+        return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
+
+    return vocab_parallel_cross_entropy
+
+
+def _fused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any) -> Any:
+        def original(logits: Any) -> Any:
+            return wrapped(logits, target, tp_group)
+
+        return _loss(session, original, vocab_parallel_logits, target, 0.0, tp_group)
+
+    return fused_vocab_parallel_cross_entropy
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
+        return ["--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss"]
+    return []
+
+
+FEATURE = Feature(
+    name="use_fused_cross_entropy",
+    summary="the loss in one pass over the logits, its gradient in their memory",
+    options=(
+        Option(
+            "--use-fused-cross-entropy",
+            help="Compute the loss of the vocabulary-parallel logits in one pass, and its gradient in their memory.",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("cross_entropy",),
+    patches=(
+        Wrap(UNFUSED, _until_018, versions="<0.19"),
+        Wrap(UNFUSED, _since_019, versions=">=0.19"),
+        Wrap(FUSED, _fused),
+    ),
+)

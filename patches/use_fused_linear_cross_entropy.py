@@ -1,0 +1,232 @@
+"""`--use-fused-linear-cross-entropy`: GPT's output layer and loss in one, without the logits in memory.
+
+Reaches `GPTModel._postprocess`, in which the output layer gives logits and `compute_language_model_loss` takes them,
+once for the model and once for each multi-token prediction. No release has a symbol for both: so within this call the
+output layer hands on what it would have multiplied, and the loss, which is the second target, multiplies. Everything
+between stays Megatron's. Tied and untied weights, tensor and sequence parallelism and gradient accumulation fusion
+are served; multi-token prediction until 0.18 (since 0.19 it counts in its logits how many of its tokens would be
+accepted). Leaves the loss of BERT, T5, Mamba and hybrid models alone, whose forward has no such seam; that of a
+call that steps aside is the matter of `--use-fused-cross-entropy`. Steps aside where somebody else wants the logits
+or puts his own loss in place, and where their gradient is to be kept for a delayed weight gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.linear_cross_entropy import Accumulate, reference
+from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
+from mindspeed_lite.verify import Exact
+
+MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
+LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+
+# Elements of the float64 logits a verification is willing to make.
+_EXACT = 1 << 23
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """Logits that nobody has computed: what the output layer was about to multiply, and for whom."""
+
+    hidden: torch.Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
+    weight: torch.Tensor  # [V / ranks, H]
+    fused_accumulation: bool
+    sums_gradient: bool
+    sequence_parallel: bool
+    group: Any
+
+    def loss(self, target: torch.Tensor) -> torch.Tensor:
+        """The loss [s, b] of targets [s, b]."""
+        from megatron.core.tensor_parallel import mappings
+
+        hidden = self.hidden
+        if self.sequence_parallel:
+            hidden = mappings.gather_from_sequence_parallel_region(hidden, group=self.group)
+        elif self.sums_gradient:
+            hidden = mappings.copy_to_tensor_model_parallel_region(hidden, group=self.group)
+        main_grad = getattr(self.weight, "main_grad", None) if self.fused_accumulation else None
+        accumulate = None if main_grad is None else _into(main_grad, self.weight)
+        return vocab_parallel_linear_cross_entropy(hidden, self.weight, target, self.group, accumulate=accumulate)
+
+
+def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
+    """Gradient accumulation fusion as Megatron's own linear layers do it: the gradient goes past autograd."""
+
+    def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
+        main_grad[rows] += dlogits.t() @ hidden
+
+    def done() -> torch.Tensor | None:
+        if not hasattr(weight, "grad_added_to_main_grad"):
+            return None
+        weight.grad_added_to_main_grad = True
+        # Autograd calls the hooks that count gradients only if it gets one.
+        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+        return make(weight)
+
+    return Accumulate(add, done)
+
+
+@contextlib.contextmanager
+def _deferring(layer: Any) -> Iterator[None]:
+    def forward_impl(
+        input: Any,
+        weight: Any,
+        bias: Any,
+        gradient_accumulation_fusion: Any,
+        allreduce_dgrad: Any,
+        sequence_parallel: Any,
+        grad_output_buffer: Any = None,
+        wgrad_deferral_limit: Any = None,
+        tp_group: Any = None,
+        gtp_remat_size: int = 1,
+    ) -> Deferred:
+        return Deferred(input, weight, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
+
+    layer._forward_impl = forward_impl
+    try:
+        yield
+    finally:
+        del layer._forward_impl
+
+
+def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    signature = inspect.signature(wrapped)
+
+    def _postprocess(
+        self: Any, hidden_states: Any, input_ids: Any, position_ids: Any, labels: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if labels is None or not self.post_process:
+            return wrapped(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+        given = signature.bind(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs).arguments
+        reasons = _in_the_way(self, given)
+        if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
+        with contextlib.nullcontext() if reasons else _deferring(self.output_layer):
+            return wrapped(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs)
+
+    return _postprocess
+
+
+def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
+    """Why this call needs its logits."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+    from megatron.core.transformer import multi_token_prediction
+
+    layer, config = model.output_layer, model.config
+    if getattr(type(layer), "forward", None) is not ColumnParallelLinear.forward:
+        return [f"the output layer is a {type(layer).__name__}, not Megatron's ColumnParallelLinear"]
+    gathers = given.get("runtime_gather_output")
+    gathers = layer.gather_output if gathers is None else gathers
+    own_loss = "compute_language_model_loss" in vars(model) or (
+        type(model).compute_language_model_loss is not LanguageModule.compute_language_model_loss
+    )
+    found = {
+        "the logits are to be gathered over the tensor-parallel ranks": bool(gathers),
+        "the output layer has a bias": layer.bias is not None,
+        "a hook looks at the output layer's logits": bool(layer._forward_hooks),
+        "the model has a loss of its own": own_loss,
+        "multi-token prediction counts in its logits how many tokens are accepted": config.mtp_num_layers
+        and hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"),
+        "an output processor takes the output layer": given.get("output_processor") is not None,
+        "hidden states and weight differ in dtype": given["hidden_states"].dtype != _weight(model).dtype,
+        "autocast is on": torch.is_autocast_enabled(given["hidden_states"].device.type),
+        "the output layer's weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1
+        or hasattr(_weight(model), "__fsdp_param__"),
+        **{_NEEDS[name]: getattr(config, name, False) for name in _NEEDS},
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+_NEEDS = {
+    "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute keeps the logits' gradient for later",
+    "use_mup": "--use-mup scales the logits",
+    "config_logger_dir": "--config-logger-dir writes the logits to a file",
+}
+
+
+def _weight(model: Any) -> torch.Tensor:
+    shared = model.share_embeddings_and_output_weights
+    weight: torch.Tensor = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    return weight
+
+
+def _loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def compute_language_model_loss(self: Any, labels: Any, logits: Any) -> Any:
+        if not isinstance(logits, Deferred):
+            return wrapped(self, labels, logits)
+        if session.verifier is not None:
+            _verify(session, lambda logits: wrapped(self, labels, logits), labels, logits)
+        loss = logits.loss(labels.transpose(0, 1).contiguous())  # [b, s] -> [s, b]
+        return loss.transpose(0, 1).contiguous()
+
+    return compute_language_model_loss
+
+
+def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: Any, deferred: Deferred) -> None:
+    group = deferred.group
+    if group.size() > 1:
+        session.verifier.leave_out(
+            FEATURE.name, "linear_cross_entropy", "the ranks of a tensor-parallel group compute it"
+        )
+        return
+    target = labels.transpose(0, 1).contiguous()
+
+    def ours(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return vocab_parallel_linear_cross_entropy(hidden, weight, target, group).transpose(0, 1)
+
+    def megatrons(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = original(torch.matmul(hidden, weight.t()))
+        return loss
+
+    def definition(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return reference.definition(hidden, weight, target.to(hidden.device)).transpose(0, 1)
+
+    small = target.numel() * deferred.weight.shape[0] <= _EXACT
+    session.verifier.check(
+        FEATURE.name,
+        "linear_cross_entropy",
+        FEATURE.numerics,
+        ours,
+        megatrons,
+        {"hidden": deferred.hidden, "weight": deferred.weight},
+        against="Megatron's output layer and loss",
+        exact=[Exact(definition)] if small else [],
+    )
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = [_NEEDS[name] for name in _NEEDS if context.arg(name, False)]
+    if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
+        reasons.append("--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss")
+    settings = context.settings
+    if settings.get("mindspeed_lite_auto") and not settings.get(FEATURE.options[0].dest):
+        reasons.append(
+            "it trades a fourth matrix product of the output layer for the logits' memory: ask for it by name"
+        )
+    return reasons
+
+
+FEATURE = Feature(
+    name="use_fused_linear_cross_entropy",
+    summary="GPT's output layer and loss in one, without the logits in memory",
+    options=(
+        Option(
+            "--use-fused-linear-cross-entropy",
+            help="Compute GPT's output layer and loss together, a part of the vocabulary at a time: saves the logits' "
+            "memory and costs a fourth matrix product.",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("linear_cross_entropy",),
+    patches=(Wrap(MODEL, _postprocess), Wrap(LOSS, _loss)),
+)

@@ -1,0 +1,255 @@
+"""`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys, forward and backward.
+
+Reaches `apply_rotary_pos_emb`, to which every attention comes, whatever Megatron's own fusion is set to: plain and
+packed sequences, YaRN's factor, multi-latent attention's regrouped pairs; and the two functions with which
+multi-latent attention rotates under Megatron's fusion. Leaves the angles alone, and with them every long-context
+scaling: they are computed where they were. Megatron's `apply_rope_fusion` needs no Transformer Engine then: what it
+looks for is provided where it is absent. Steps aside, with a reason, for shapes that only broadcasting would fit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
+from mindspeed_lite.ops.rope import Pairs, reference, rope
+from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
+from mindspeed_lite.verify import Exact
+
+UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
+LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
+
+
+def _until_018(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(
+        t: Any, freqs: Any, config: Any, cu_seqlens: Any = None, mscale: float = 1.0, cp_group: Any = None
+    ) -> Any:
+        def original(t: Any, config: Any) -> Any:
+            return wrapped(t, freqs, config, cu_seqlens, mscale, cp_group)
+
+        return _apply(session, original, t, freqs, config, cu_seqlens, mscale, cp_group, config.multi_latent_attention)
+
+    return apply_rotary_pos_emb
+
+
+def _since_019(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def apply_rotary_pos_emb(
+        t: Any,
+        freqs: Any,
+        config: Any,
+        cu_seqlens: Any = None,
+        mscale: float = 1.0,
+        cp_group: Any = None,
+        mla_rotary_interleaved: Any = False,
+    ) -> Any:
+        def original(t: Any, config: Any) -> Any:
+            return wrapped(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
+
+        regrouped = config.multi_latent_attention if mla_rotary_interleaved is None else mla_rotary_interleaved
+        return _apply(session, original, t, freqs, config, cu_seqlens, mscale, cp_group, regrouped)
+
+    return apply_rotary_pos_emb
+
+
+def _apply(
+    session: Session,
+    original: Callable[[Any, Any], Any],
+    t: Any,
+    freqs: Any,
+    config: Any,
+    cu_seqlens: Any,
+    mscale: float,
+    cp_group: Any,
+    regrouped: bool,
+) -> Any:
+    # [s, b, n, d] or packed [t, n, d]; freqs [s, 1 or b, 1, R]
+    reasons = _misfits(t, freqs, cu_seqlens)
+    if regrouped and config.rotary_interleaved:
+        reasons.append("regrouped and interleaved pairs together")
+    if reasons:
+        session.fallback(FEATURE.name, "; ".join(reasons))
+        return original(t, config)
+    how: dict[str, Any] = {"pairs": _pairs(config.rotary_interleaved, regrouped), "scale": mscale}
+    if cu_seqlens is not None:
+        if cp_group is None:
+            from megatron.core import parallel_state
+
+            cp_group = parallel_state.get_context_parallel_group()
+        size, rank = cp_group.size(), cp_group.rank()
+        how["positions"] = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], cp_size=size, cp_rank=rank)
+
+    def unfused(t: Any) -> Any:
+        # Megatron's fused path may be ours; this is what is replaced.
+        changed = copy.copy(config)
+        changed.apply_rope_fusion = False
+        return original(t, changed)
+
+    return _turn(session, t, cos_sin(freqs), how, unfused, freqs)
+
+
+def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
+    """What Megatron computes by broadcasting, or refuses."""
+    shape, angles = t.shape, freqs.shape
+    if len(shape) != (4 if cu_seqlens is None else 3) or len(angles) != 4 or angles[2] != 1:
+        return [f"a tensor {tuple(shape)} with angles {tuple(angles)}"]
+    if angles[-1] % 2 or angles[-1] > shape[-1]:
+        return [f"{angles[-1]} rotary elements of a head of {shape[-1]}"]
+    if angles[1] not in (1, shape[1]) if cu_seqlens is None else angles[1] != 1:
+        return [f"a tensor {tuple(shape)} with angles {tuple(angles)}"]
+    if cu_seqlens is None and angles[0] != shape[0]:
+        return [f"{shape[0]} tokens with angles of {angles[0]}"]
+    return []
+
+
+def _pairs(interleaved: bool, regrouped: bool = False) -> Pairs:
+    return "regrouped" if regrouped else "interleaved" if interleaved else "half"
+
+
+def _turn(
+    session: Session,
+    t: Any,
+    tables: tuple[Any, Any],
+    how: Mapping[str, Any],
+    original: Callable[[Any], Any] | None = None,
+    freqs: Any = None,
+) -> Any:
+    """The operator; verified against `original`, or against the definition where Megatron has nothing that runs."""
+    if session.verifier is not None:
+        angles = None if freqs is None else freqs.detach().double()
+        exact = tables if angles is None else (angles.cos(), angles.sin())
+
+        def definition(t: torch.Tensor) -> torch.Tensor:
+            whole = t if t.dim() == 4 else t.unsqueeze(1)
+            return reference.rope(whole, *exact, **how).view(t.shape)
+
+        session.verifier.check(
+            FEATURE.name,
+            "rope",
+            FEATURE.numerics,
+            lambda t: rope(t, *tables, **how),
+            original or definition,
+            {"t": t},
+            against="Megatron's unfused rotary embedding" if original else "the plain definition",
+            exact=[Exact(definition)],
+            variant=how["pairs"] + (" packed" if how.get("positions") is not None else ""),
+        )
+    return rope(t, *tables, **how)
+
+
+def _fused(session: Session) -> Any:
+    def fused_apply_rotary_pos_emb(
+        t: Any, freqs: Any, transpose_output_memory: bool = False, interleaved: bool = False
+    ) -> Any:
+        return rope(t, *cos_sin(freqs), pairs=_pairs(interleaved))
+
+    return fused_apply_rotary_pos_emb
+
+
+def _fused_thd(session: Session) -> Any:
+    def fused_apply_rotary_pos_emb_thd(
+        t: Any, cu_seqlens: Any, freqs: Any, cp_size: int = 1, cp_rank: int = 0, interleaved: bool = False
+    ) -> Any:
+        positions = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], cp_size=cp_size, cp_rank=cp_rank)
+        return rope(t, *cos_sin(freqs), pairs=_pairs(interleaved), positions=positions)
+
+    return fused_apply_rotary_pos_emb_thd
+
+
+def _latent_query(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def fused_apply_mla_rope_for_q(
+        t: Any,
+        cos: Any,
+        sin: Any,
+        qk_head_dim: int,
+        emb_dim: int,
+        cu_seqlens_q: Any = None,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        rotary_interleaved: bool = False,
+    ) -> Any:
+        if rotary_interleaved:
+            session.fallback(FEATURE.name, "interleaved pairs in multi-latent attention")
+            return wrapped(t, cos, sin, qk_head_dim, emb_dim, cu_seqlens_q, cp_rank, cp_size, rotary_interleaved)
+        return _turn(session, t, (cos, sin), _latent(t, qk_head_dim, cu_seqlens_q, cp_rank, cp_size))
+
+    return fused_apply_mla_rope_for_q
+
+
+def _latent_key_value(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def fused_apply_mla_rope_for_kv(
+        kv: Any,
+        k_pos_emb: Any,
+        cos: Any,
+        sin: Any,
+        emb_dim: int,
+        k_dim: int,
+        v_dim: int,
+        cu_seqlens_kv: Any = None,
+        cp_rank: int = 0,
+        cp_size: int = 1,
+        rotary_interleaved: bool = False,
+    ) -> Any:
+        if rotary_interleaved:
+            session.fallback(FEATURE.name, "interleaved pairs in multi-latent attention")
+            return wrapped(
+                kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved
+            )
+        # One head of positions [..., 1, emb_dim] serves all: it is turned once and written into each.
+        turned = _turn(session, k_pos_emb, (cos, sin), _latent(k_pos_emb, 0, cu_seqlens_kv, cp_rank, cp_size))
+        key, value = kv.split([k_dim, v_dim], -1)
+        return torch.cat((key, turned.expand(*key.shape[:-1], emb_dim)), -1), value
+
+    return fused_apply_mla_rope_for_kv
+
+
+def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> dict[str, Any]:
+    how: dict[str, Any] = {"pairs": "regrouped", "start": start}
+    if cu_seqlens is not None:
+        how["positions"] = packed_positions(cu_seqlens, t.shape[0], cp_size=cp_size, cp_rank=cp_rank)
+    return how
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own rotary embedding")
+    position = context.arg("position_embedding_type", "rope")
+    if position not in ("rope", "yarn", "mrope") and not context.arg("multi_latent_attention", False):
+        reasons.append(f"the model has --position-embedding-type {position}, not a rotary one")
+    return reasons
+
+
+def _adjust(context: Context) -> Mapping[str, Any]:
+    """Megatron's own fusion is on again where Megatron allows it; without Transformer Engine it was switched off."""
+    latent = context.arg("multi_latent_attention", False)
+    refused = (
+        context.host_args is None
+        or context.arg("position_embedding_type", "rope") != "rope"
+        or context.arg("rotary_interleaved", False)
+        or context.arg("experimental_attention_variant") is not None
+        or (latent and (context.arg("rope_type") == "rope" or context.arg("cache_mla_latents", False)))
+    )
+    return {} if refused else {"apply_rope_fusion": True}
+
+
+FEATURE = Feature(
+    name="use_fused_rotary_pos_emb",
+    summary="rotary embedding in one pass, also where Megatron's own fusion demands Transformer Engine",
+    options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
+    numerics="ulp",
+    condition=_why_not,
+    adjust=_adjust,
+    operators=("rope",),
+    patches=(
+        Wrap(f"{UTILITIES}:apply_rotary_pos_emb", _until_018, versions="<0.19"),
+        Wrap(f"{UTILITIES}:apply_rotary_pos_emb", _since_019, versions=">=0.19"),
+        Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb", _fused),
+        Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb_thd", _fused_thd),
+        Wrap(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query),
+        Wrap(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value),
+    ),
+)

@@ -1,0 +1,206 @@
+"""`--use-fused-swiglu`: the MLP's activation, with its bias and per-token weights, as one operator.
+
+Reaches the functions of `megatron.core.fusions` that MLP, shared experts and local experts call: SwiGLU, GeGLU and
+quick GeGLU, GELU with bias, each as they come with weights; and squared ReLU, a function of its own. They are the same
+in every supported release, while the code that calls them is not. Keeps only their input for the backward pass.
+
+A model calls these functions only where its configuration has `bias_activation_fusion`. `TransformerConfig` gets it as
+it is made, if it has SwiGLU without it, since that is the same mathematics. Leaves alone what Megatron then still
+computes with torch's own activation: GELU without bias (one operator already) and, in a configuration without
+`bias_activation_fusion`, exact GELU and other gated activations. Steps aside, with a reason, for storing the input in
+fp8, for Transformer Engine's activation offloading, and for a clamp beside a bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.activation import activation, reference
+from mindspeed_lite.verify import Exact
+
+_FP8 = "activation_func_fp8_input_store keeps the input in fp8, which the operator does not"
+_CLAMP = "Megatron's fused function clamps before it adds the bias; its unfused form and the operator clamp after"
+_OFFLOAD = "Transformer Engine's activation offloading marks the tensors that Megatron's own function keeps"
+
+
+def _run(
+    session: Session,
+    wrapped: Callable[..., Any],
+    kind: str,
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
+    **options: Any,
+) -> torch.Tensor:
+    """The operator on Megatron's tensors; `wrapped` is Megatron's function of x and those of the others there are."""
+    if weights is not None:
+        # Megatron hands over one weight per row of x with its leading dimensions flattened.
+        weights = weights.reshape(*x.shape[:-1], 1)
+    if session.verifier is not None:
+        given = {"x": x, "bias": bias, "weights": weights}
+        names = [name for name, tensor in given.items() if tensor is not None]
+
+        def with_names(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def call(*tensors: torch.Tensor) -> torch.Tensor:
+                given = dict(zip(names, tensors, strict=True))
+                return function(given["x"], kind, given.get("bias"), given.get("weights"), **options)
+
+            return call
+
+        if bias is not None and weights is not None and kind == "swiglu":
+            session.verifier.leave_out(FEATURE.name, "activation", "Megatron has no SwiGLU with both bias and weights")
+        else:
+            session.verifier.check(
+                FEATURE.name,
+                "activation",
+                FEATURE.numerics,
+                with_names(activation),
+                wrapped,
+                {name: given[name] for name in names},  # type: ignore[misc]
+                against="Megatron's function",
+                exact=[Exact(with_names(reference.activation))],
+                variant=kind,
+            )
+    return activation(x, kind, bias, weights, **options)
+
+
+def _bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def bias_swiglu_impl(input: Any, bias: Any, fp8_input_store: bool = False, cpu_offload_input: bool = False) -> Any:
+        if fp8_input_store or cpu_offload_input:
+            session.fallback(FEATURE.name, _FP8 if fp8_input_store else _OFFLOAD)
+            return wrapped(input, bias, fp8_input_store, cpu_offload_input)
+        return _run(session, lambda x, bias=None: wrapped(x, bias), "swiglu", input, bias)
+
+    return bias_swiglu_impl
+
+
+def _weighted_bias_swiglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def weighted_bias_swiglu_impl(input: Any, bias: Any, weights: Any, fp8_input_store: bool = False) -> Any:
+        if fp8_input_store:
+            session.fallback(FEATURE.name, _FP8)
+            return wrapped(input, bias, weights, fp8_input_store)
+        return _run(session, lambda x, weights: wrapped(x, None, _flat(weights)), "swiglu", input, bias, weights)
+
+    return weighted_bias_swiglu_impl
+
+
+def _bias_geglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def bias_geglu_impl(input: Any, bias: Any) -> Any:
+        return _run(session, lambda x, bias=None: wrapped(x, bias), "geglu", input, bias)
+
+    return bias_geglu_impl
+
+
+def _weighted_bias_quick_geglu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def weighted_bias_quick_geglu_impl(
+        input: Any,
+        bias: Any,
+        weights: Any,
+        fp8_input_store: bool = False,
+        linear_offset: float = 0.0,
+        clamp_value: float | None = None,
+    ) -> Any:
+        reasons = [_FP8] if fp8_input_store else []
+        if bias is not None and clamp_value is not None:
+            reasons.append(_CLAMP)
+        if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
+            return wrapped(input, bias, weights, fp8_input_store, linear_offset, clamp_value)
+
+        def original(x: Any, *rest: Any) -> Any:
+            return wrapped(x, rest[0] if len(rest) > 1 else None, _flat(rest[-1]), False, linear_offset, clamp_value)
+
+        options = {"linear_offset": linear_offset, "clamp": clamp_value}
+        return _run(session, original, "quick_geglu", input, bias, weights, **options)
+
+    return weighted_bias_quick_geglu_impl
+
+
+def _bias_gelu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    # The target is the `apply` of an autograd function, and this is its signature.
+    def bias_gelu_impl(*args: Any, **kwargs: Any) -> Any:
+        if len(args) != 2 or kwargs:
+            return wrapped(*args, **kwargs)  # which says what is wrong
+        return _run(session, wrapped, "gelu", *args)
+
+    return bias_gelu_impl
+
+
+def _weighted_squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def weighted_squared_relu_impl(input: Any, weights: Any) -> Any:
+        original = lambda x, weights: wrapped(x, _flat(weights))  # noqa: E731
+        return _run(session, original, "squared_relu", input, None, weights)
+
+    return weighted_squared_relu_impl
+
+
+def _squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def squared_relu(x: Any) -> Any:
+        return _run(session, wrapped, "squared_relu", x, None)
+
+    return squared_relu
+
+
+def _configuration(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __post_init__(self: Any) -> None:
+        # Megatron's fused SwiGLU ignores a clamp and refuses an offset.
+        bent = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0.0
+        others = self.use_te_activation_func or self.activation_func_fp8_input_store
+        if self.gated_linear_unit and self.activation_func is torch.nn.functional.silu and not (bent or others):
+            self.bias_activation_fusion = True
+        wrapped(self)
+
+    return __post_init__
+
+
+def _flat(weights: torch.Tensor) -> torch.Tensor:
+    return weights.reshape(-1, 1)
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.arg("use_te_activation_func", False):
+        reasons.append("--use-te-activation-func has Transformer Engine compute the activation")
+    if context.arg("activation_func_fp8_input_store", False):
+        reasons.append(f"--activation-func-fp8-input-store: {_FP8}")
+    if context.host_args is None or context.arg("swiglu", False) or context.arg("squared_relu", False):
+        return reasons
+    fused = context.arg("bias_gelu_fusion", True)
+    if context.arg("quick_geglu", False):
+        if not fused:
+            reasons.append("--quick-geglu without bias_gelu_fusion: the model computes its activation with torch's")
+    elif not context.arg("add_bias_linear", True):
+        reasons.append("the model's activation is GELU without bias, which is one operator of torch already")
+    elif not fused:
+        reasons.append("--no-bias-gelu-fusion: the model's activation is torch's own GELU, in its exact form")
+    return reasons
+
+
+FEATURE = Feature(
+    name="use_fused_swiglu",
+    summary="the MLP's activation with bias and weights as one operator that keeps only its input",
+    options=(
+        Option(
+            "--use-fused-swiglu",
+            help="Compute SwiGLU, GeGLU, GELU with bias and squared ReLU, with their bias and per-token weights, with "
+            "one fused operator.",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("activation",),
+    patches=(
+        Wrap("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", _bias_swiglu),
+        Wrap("megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", _weighted_bias_swiglu),
+        Wrap("megatron.core.fusions.fused_bias_geglu:bias_geglu_impl", _bias_geglu),
+        Wrap("megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl", _weighted_bias_quick_geglu),
+        Wrap("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
+        Wrap("megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl", _weighted_squared_relu),
+        Wrap("megatron.core.activations:squared_relu", _squared_relu),
+        Wrap("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _configuration),
+    ),
+)

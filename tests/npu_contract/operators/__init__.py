@@ -1,0 +1,59 @@
+"""One file per operator: its calls, what is documented of them, and how they can go wrong.
+
+Each module may define
+    CASES        the calls of our operator that are proven on the real wheel
+    CONTRACTS    operator of torch_npu -> check(call), which yields every documented sentence that the call breaks
+    MUTATIONS    name -> the call site in ops/<module>/npu.py broken on purpose
+    PROBES       name -> a wrong call made directly, and who notices it
+    UNFUSED      operators of torch by which one sees in a whole model that ours did not take a call over
+    in_model     options of a model -> calls of the forward in each layer, and outside the layers
+Adding an operator is adding a file. Here they are collected; cases, mutations and probes as "<module>/<name>".
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+from tests.npu_contract.definitions import Case, Mutation, Probe
+from tests.npu_contract.recorder import Call
+
+MODULES: Mapping[str, ModuleType] = {
+    found.name: importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)
+}
+
+
+def _named(attribute: str) -> dict[str, Any]:
+    return {
+        f"{module}/{name}": value
+        for module, content in MODULES.items()
+        for name, value in getattr(content, attribute, {}).items()
+    }
+
+
+ALL: tuple[tuple[str, Case], ...] = tuple(
+    (f"{module}/{case.name}", case) for module, content in MODULES.items() for case in getattr(content, "CASES", ())
+)
+CASES: Mapping[str, Case] = dict(ALL)
+MUTATIONS: Mapping[str, Mutation] = _named("MUTATIONS")
+PROBES: Mapping[str, Probe] = _named("PROBES")
+CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {
+    operator: check for content in MODULES.values() for operator, check in getattr(content, "CONTRACTS", {}).items()
+}
+UNFUSED: Mapping[str, tuple[str, ...]] = {
+    module: content.UNFUSED for module, content in MODULES.items() if hasattr(content, "UNFUSED")
+}
+IN_MODEL: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int]]] = {
+    module: content.in_model for module, content in MODULES.items() if hasattr(content, "in_model")
+}
+
+
+def violations(call: Call) -> list[str]:
+    """Every sentence of the operator's contract that `call` breaks; to have no contract is a violation too."""
+    contract = CONTRACTS.get(call.operator)
+    if contract is None:
+        return [f"{call.operator} has no contract: write one in tests/npu_contract/operators"]
+    return [f"{call.operator}: {violation}" for violation in contract(call)]

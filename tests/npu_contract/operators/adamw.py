@@ -1,0 +1,159 @@
+"""`mindspeed_lite.ops.adamw` on torch's `_fused_adamw_`, whose kernel torch_npu brings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.npu_contract.definitions import DTYPES, Case, Mutation, Probe, Tensors, is_tensor
+from tests.npu_contract.recorder import Call, Tensor
+
+BETAS, LR, DECAY, EPS = (0.9, 0.95), 0.01, 0.1, 1e-6
+LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
+
+
+@dataclass(frozen=True)
+class AdamW(Case):
+    """`mindspeed_lite.ops.adamw.adamw` over `count` tensors and one that is empty."""
+
+    name: str
+    count: int = 1
+    grad_dtype: str = "float32"
+    scale: float | None = None
+    out: bool = False
+    shape: tuple[int, ...] = (6, 4)
+
+    operator = "adamw"
+    forward = "_fused_adamw_"
+    kernel = "aclnnApplyAdamWV2"
+
+    @property
+    def calls(self) -> int:  # type: ignore[override]
+        return self.count
+
+    def leaves(self, device: str) -> Tensors:
+        shapes = [self.shape] * self.count + [(0,)]
+        dtypes = {"param": "float32", "grad": self.grad_dtype, "m": "float32", "v": "float32", "out": "bfloat16"}
+        return {
+            f"{name}{place}": torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for place, shape in enumerate(shapes)
+            for name, dtype in dtypes.items()
+        }
+
+    def run(self, leaves: Tensors) -> None:
+        from mindspeed_lite.ops.adamw import adamw
+
+        *lists, outs = self._lists(leaves)
+        rule: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "step": 3}
+        adamw(*lists, **rule, grad_scale=self.scale, outs=outs if self.out else None)
+
+    def why_not(self, leaves: Tensors) -> list[str]:
+        from mindspeed_lite.ops.adamw import why_not
+
+        *lists, outs = self._lists(leaves)
+        return why_not(*lists, outs=outs if self.out else None)
+
+    def arguments(self) -> Mapping[str, Any]:
+        tensor = Tensor("float32", self.shape, "")
+        lists = {name: [tensor] for name in LISTS[:4]} | {"state_steps": [Tensor("float32", (), "")]}
+        return {
+            **lists,
+            "max_exp_avg_sqs": [],
+            "lr": LR,
+            "beta1": BETAS[0],
+            "beta2": BETAS[1],
+            "weight_decay": DECAY,
+            "eps": EPS,
+            "amsgrad": False,
+            "maximize": False,
+            "grad_scale": None,
+            "found_inf": None,
+        }
+
+    def result(self) -> None:
+        return None
+
+    def _lists(self, leaves: Tensors) -> list[list[torch.Tensor]]:
+        places = range(self.count + 1)
+        return [[leaves[f"{name}{place}"] for place in places] for name in ("param", "grad", "m", "v", "out")]
+
+
+CASES = (
+    AdamW("one"),
+    AdamW("three", count=3),
+    AdamW("scaled", scale=0.25),
+    AdamW("narrow gradients", grad_dtype="bfloat16"),
+    AdamW("copies", out=True),
+    AdamW("one dimension", shape=(64,)),
+)
+
+
+# ---- what is documented ----
+
+
+def fused_adamw(call: Call) -> Iterator[str]:
+    """_fused_adamw_(self, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, ...), lists of one length
+
+    torch_npu's kernel reads neither grad_scale nor found_inf, and reads the count of steps on the device.
+    """
+    a = call.arguments
+    if len({len(a[name]) for name in LISTS}) != 1:
+        yield f"lists of {[len(a[name]) for name in LISTS]} tensors: want one length"
+        return
+    for place, var in enumerate(a["self"]):
+        if var.dtype not in DTYPES:
+            yield f"a parameter is {var.dtype}: want one of {', '.join(DTYPES)}"
+        for name in LISTS[1:4]:
+            yield from is_tensor(name, a[name][place], var.dtype, var.shape)
+        step = a["state_steps"][place]
+        if step.shape not in ((), (1,)) or step.dtype not in ("float32", "int64") or step.device != var.device:
+            yield f"state_steps has {step} on {step.device}: want one number on {var.device}"
+    for name in ("grad_scale", "found_inf"):
+        if a[name] is not None:
+            yield f"{name} is given: it is not read"
+    if a["amsgrad"] and not a["max_exp_avg_sqs"]:
+        yield "amsgrad wants max_exp_avg_sqs"
+    for name in ("beta1", "beta2"):
+        if not 0.0 <= a[name] < 1.0:
+            yield f"{name} is {a[name]}"
+
+
+CONTRACTS = {"_fused_adamw_": fused_adamw}
+
+MUTATIONS = {
+    "scale for torch_npu to apply": Mutation(
+        "            amsgrad=False,", "            grad_scale=count,\n            amsgrad=False,", "it is not read"
+    ),
+    "count on the host": Mutation("device=params[0].device", 'device="cpu"', "cpu"),
+    "count as a list": Mutation("torch.full(()", "torch.full((2,)", "want one number"),
+    "betas exchanged": Mutation("beta1=betas[0]", "beta1=betas[1]", "beta1 is 0.95: want 0.9"),
+    "decay left out": Mutation("weight_decay=weight_decay", "weight_decay=0.0", "weight_decay is 0.0: want 0.1"),
+    "gradient in its own dtype": Mutation("grad.to(param.dtype)", "grad", "grads is bfloat16"),
+    "scaled in its own dtype": Mutation("grad.to(param.dtype)", "grad.to(grad.dtype)", "grads is bfloat16"),
+    "moments left out": Mutation("            [exp_avg_sq],\n", "            [],\n", "want one length"),
+    "empty tensors too": Mutation("if not param.numel():", "if False:", "forward called"),
+    "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
+}  # fmt: skip
+
+
+def _probe(noticed: str, contract: str = "", **wrong: Any) -> Probe:
+    def call(device: str) -> Any:
+        tensors = [[torch.zeros(6, 4, device=device)] for _ in range(4)]
+        given: dict[str, Any] = {"step": torch.zeros((), device=device), "lr": LR, "beta1": 0.9, "beta2": 0.95}
+        given |= {"weight_decay": DECAY, "eps": EPS, "amsgrad": False, "maximize": False}
+        given |= {name: value(device) if callable(value) else value for name, value in wrong.items()}
+        step = given.pop("step")
+        return torch._fused_adamw_(*tensors, [], [step], **given)
+
+    return Probe(call, noticed, contract)
+
+
+PROBES: Mapping[str, Probe] = {
+    "right": _probe("nobody"),
+    "scale": _probe("nobody", "grad_scale is given", grad_scale=lambda device: torch.zeros((), device=device)),
+    "count of two": _probe("nobody", "want one number", step=lambda device: torch.zeros(2, device=device)),
+    "epsilon by another name": _probe("schema", epsilon=EPS),
+}

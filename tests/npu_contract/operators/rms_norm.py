@@ -1,0 +1,269 @@
+"""`mindspeed_lite.ops.rms_norm` on npu_rms_norm, npu_add_rms_norm and npu_rms_norm_backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.npu_contract.definitions import (
+    DTYPES,
+    LEFT_OUT,
+    Case,
+    Mutation,
+    Probe,
+    Tensors,
+    by_name,
+    is_tensor,
+    prober,
+)
+from tests.npu_contract.recorder import Call, Tensor
+
+UNFUSED = ("aten::_fused_rms_norm", "aten::rsqrt")
+
+
+def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
+    """Two per layer, two more over queries and keys, and one at the end."""
+    return 4 if options.get("qk_layernorm") else 2, 1
+
+
+@dataclass(frozen=True)
+class RmsNorm(Case):
+    """`mindspeed_lite.ops.rms_norm.rms_norm`; eps is never torch_npu's own default."""
+
+    name: str
+    shape: tuple[int, ...] = (6, 2, 64)
+    dtype: str = "bfloat16"
+    eps: float = 1e-5
+    zero_centered: bool = False
+    transposed: bool = False
+
+    operator = "rms_norm"
+    forward = "npu_rms_norm"
+    backward = "npu_rms_norm_backward"
+    kernel = "aclnnRmsNorm"
+    saved = {"rstd": 1}  # noqa: RUF012
+
+    def leaves(self, device: str) -> Tensors:
+        dtype = getattr(torch, self.dtype)
+        return {
+            "x": torch.zeros(self.shape, dtype=dtype, device=device).requires_grad_(),
+            "weight": torch.zeros(self.shape[-1], dtype=dtype, device=device).requires_grad_(),
+        }
+
+    def run(self, leaves: Tensors) -> torch.Tensor:
+        from mindspeed_lite.ops.rms_norm import rms_norm
+
+        return rms_norm(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
+
+    def why_not(self, leaves: Tensors) -> list[str]:
+        from mindspeed_lite.ops.rms_norm import why_not
+
+        return why_not(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
+
+    def arguments(self) -> Mapping[str, Any]:
+        shape = self.result().shape
+        if not 2 <= len(shape) <= 8:
+            shape = (math.prod(shape[:-1]), shape[-1])
+        return {
+            "input": Tensor(self.dtype, shape, ""),
+            "gamma": Tensor(self.dtype, self.shape[-1:], ""),
+            "epsilon": self.eps,
+        }
+
+    def result(self) -> Tensor:
+        shape = self.shape
+        if self.transposed:
+            shape = (shape[1], shape[0], *shape[2:])
+        return Tensor(self.dtype, shape, "", contiguous=False)
+
+    def _x(self, leaves: Tensors) -> torch.Tensor:
+        return leaves["x"].transpose(0, 1) if self.transposed else leaves["x"]
+
+
+@dataclass(frozen=True)
+class AddRmsNorm(Case):
+    """The same with a residual; the sum takes x's place in the backward."""
+
+    name: str
+    shape: tuple[int, ...] = (6, 2, 64)
+    dtype: str = "bfloat16"
+    eps: float = 1e-5
+    zero_centered: bool = False
+
+    operator = "rms_norm"
+    forward = "npu_add_rms_norm"
+    backward = "npu_rms_norm_backward"
+    kernel = "aclnnAddRmsNorm"
+    backward_kernel = "aclnnRmsNormGrad"
+    saved = {"rstd": 1, "input": 2}  # noqa: RUF012
+
+    def leaves(self, device: str) -> Tensors:
+        dtype = getattr(torch, self.dtype)
+        shapes = {"x": self.shape, "residual": self.shape, "weight": self.shape[-1:]}
+        return {name: torch.zeros(shape, dtype=dtype, device=device).requires_grad_() for name, shape in shapes.items()}
+
+    def run(self, leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+        from mindspeed_lite.ops.rms_norm import rms_norm
+
+        return rms_norm(leaves["x"], leaves["weight"], self.eps, self.zero_centered, residual=leaves["residual"])
+
+    def why_not(self, leaves: Tensors) -> list[str]:
+        from mindspeed_lite.ops.rms_norm import why_not
+
+        return why_not(leaves["x"], leaves["weight"], self.eps, self.zero_centered, leaves["residual"])
+
+    def arguments(self) -> Mapping[str, Any]:
+        shape = self.shape if len(self.shape) > 1 else (1, *self.shape)
+        rows = Tensor(self.dtype, shape, "")
+        return {"x1": rows, "x2": rows, "gamma": Tensor(self.dtype, self.shape[-1:], ""), "epsilon": self.eps}
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        one = Tensor(self.dtype, self.shape, "", contiguous=False)
+        return one, one
+
+
+CASES = (
+    *(RmsNorm(f"{len(shape)} dimensions", shape=shape) for shape in (
+        (64,), (5, 64), (6, 2, 64), (3, 2, 2, 64), (2, 2, 2, 2, 64), (1, 2, 1, 2, 1, 64), (1, 2, 1, 2, 1, 2, 64),
+        (1, 2, 1, 2, 1, 2, 1, 64), (1, 2, 1, 2, 1, 2, 1, 2, 64),
+    )),
+    *(RmsNorm(dtype, dtype=dtype) for dtype in ("float16", "float32")),
+    *(RmsNorm(f"zero-centered {dtype}", dtype=dtype, zero_centered=True) for dtype in ("bfloat16", "float32")),
+    RmsNorm("epsilon", eps=1e-3),
+    RmsNorm("transposed", transposed=True),
+    RmsNorm("zero-centered, one dimension", shape=(64,), zero_centered=True),
+    *(AddRmsNorm(f"residual {dtype}", dtype=dtype) for dtype in ("bfloat16", "float16", "float32")),
+    AddRmsNorm("residual, one dimension", shape=(64,)),
+    AddRmsNorm("residual, zero-centered", zero_centered=True, eps=1e-3),
+)  # fmt: skip
+
+
+# ---- what is documented ----
+
+
+def rms_norm(call: Call) -> Iterator[str]:
+    """npu_rms_norm(input, gamma, epsilon=) -> y, rstd"""
+    x, gamma, epsilon = (call.arguments[name] for name in ("input", "gamma", "epsilon"))
+    yield from by_name(call, "epsilon")
+    if not isinstance(gamma, Tensor):
+        yield f"gamma is {gamma}"
+        return
+    yield from _inputs(x, gamma)
+    if not 0.0 < epsilon < 1.0:
+        yield f"epsilon is {epsilon}"
+    if call.results is not None:
+        yield from is_tensor("result 0 (y)", call.results[0], x.dtype, x.shape)
+        yield from is_tensor("result 1 (rstd)", call.results[1], "float32", _rstd(x, gamma))
+
+
+def add_rms_norm(call: Call) -> Iterator[str]:
+    """npu_add_rms_norm(x1, x2, gamma, epsilon=) -> y, rstd, x1 + x2"""
+    x1, x2, gamma, epsilon = (call.arguments[name] for name in ("x1", "x2", "gamma", "epsilon"))
+    yield from by_name(call, "epsilon")
+    if not isinstance(gamma, Tensor) or not isinstance(x2, Tensor):
+        yield f"gamma is {gamma} and x2 {x2}"
+        return
+    yield from _inputs(x1, gamma)
+    yield from is_tensor("x2", x2, x1.dtype, x1.shape)
+    if not 0.0 < epsilon < 1.0:
+        yield f"epsilon is {epsilon}"
+    if call.results is not None:
+        yield from is_tensor("result 0 (y)", call.results[0], x1.dtype, x1.shape)
+        yield from is_tensor("result 1 (rstd)", call.results[1], "float32", _rstd(x1, gamma))
+        yield from is_tensor("result 2 (the sum)", call.results[2], x1.dtype, x1.shape)
+
+
+def rms_norm_backward(call: Call) -> Iterator[str]:
+    """npu_rms_norm_backward(dy, input, gamma, rstd) -> dx, dgamma; dgamma is fp32 and autograd casts it"""
+    a = call.arguments
+    x, gamma = a["input"], a["gamma"]
+    yield from _inputs(x, gamma)
+    yield from is_tensor("dy", a["dy"], x.dtype, x.shape)
+    yield from is_tensor("rstd", a["rstd"], "float32", _rstd(x, gamma))
+    if call.results is not None:
+        yield from is_tensor("result 0 (dx)", call.results[0], x.dtype, x.shape)
+        yield from is_tensor("result 1 (dgamma)", call.results[1], "float32", gamma.shape)
+
+
+def _inputs(x: Tensor, gamma: Tensor) -> Iterator[str]:
+    if x.dtype not in DTYPES:
+        yield f"input is {x.dtype}: want one of {', '.join(DTYPES)}"
+    if gamma.dtype != x.dtype:
+        yield f"gamma is {gamma.dtype} and input {x.dtype}: want one dtype"
+    if not 2 <= x.dim <= 8:
+        yield f"input has {x.dim} dimensions: want 2 to 8"
+    if gamma.dim == 0 or gamma.shape != x.shape[-gamma.dim :]:
+        yield f"gamma is {gamma}: want the last dimensions of input {x}"
+
+
+def _rstd(x: Tensor, gamma: Tensor) -> tuple[int, ...]:
+    return (*x.shape[: -gamma.dim or None], *(1 for _ in gamma.shape))
+
+
+CONTRACTS = {
+    "npu_rms_norm": rms_norm,
+    "npu_add_rms_norm": add_rms_norm,
+    "npu_rms_norm_backward": rms_norm_backward,
+}
+
+_CALL = "torch_npu.npu_rms_norm(rows, weight + 1 if zero_centered else weight, epsilon=eps)[0]"
+
+MUTATIONS = {
+    "epsilon left out": Mutation("else weight, epsilon=eps", "else weight", "epsilon is 1e-06: want 1e-05"),
+    "epsilon by position": Mutation("else weight, epsilon=eps", "else weight, eps", "epsilon not passed by name"),
+    "epsilon by another name": Mutation("else weight, epsilon=eps", "else weight, eps=eps", "eps"),
+    "weight widened": Mutation(
+        "weight + 1 if zero_centered else weight, epsilon",
+        "(weight + 1 if zero_centered else weight).float(), epsilon",
+        "gamma is float32 and input bfloat16",
+    ),
+    "weight as a row": Mutation(
+        "weight + 1 if zero_centered else weight, epsilon", "(weight + 1 if zero_centered else weight)[None], epsilon",
+        "gamma is bfloat16[1, 64]",
+    ),
+    "any rank": Mutation("x if 2 <= x.dim() <= 8 else x.reshape(-1, x.shape[-1])", "x", "want 2 to 8"),
+    "rstd for the output": Mutation("epsilon=eps)[0]", "epsilon=eps)[1]", "is invalid for input of size"),
+    "torch's own operator": Mutation(
+        _CALL, "torch.nn.functional.rms_norm(rows, weight.shape, weight, eps)", "want ['npu_rms_norm']"
+    ),
+    "weight without gradient": Mutation(
+        "weight + 1 if zero_centered else weight, epsilon",
+        "(weight + 1 if zero_centered else weight).detach(), epsilon",
+        "the gradient of weight is None",
+    ),
+    "epsilon of the sum left out": Mutation(", gamma, epsilon=eps", ", gamma", "epsilon is 1e-06: want 1e-05"),
+    "x for the residual": Mutation(
+        "npu_add_rms_norm(x, residual, gamma", "npu_add_rms_norm(x, gamma, residual", "npu_add_rms_norm"
+    ),
+    "rstd for the sum": Mutation("save_for_backward(total,", "save_for_backward(rstd,", "input"),
+    "rstd and sum exchanged": Mutation("y, rstd, total = torch", "y, total, rstd = torch", "is invalid for input"),
+    "dgamma in fp32": Mutation("dgamma.to(gamma.dtype)", "None", "the gradient of weight is None"),
+    "no gradient for the residual": Mutation("return dx, dx, dgamma", "return dx, None, dgamma", "residual is None"),
+    "gradient in another order": Mutation(
+        "npu_rms_norm_backward(dy, total, gamma, rstd)", "npu_rms_norm_backward(dy, total, rstd, gamma)",
+        "index 2",
+    ),
+}  # fmt: skip
+
+D = 64
+_probe = prober(
+    "npu_rms_norm",
+    input=((6, 2, D), torch.bfloat16),
+    gamma=((D,), torch.bfloat16),
+    by_name={"epsilon": 1e-5},
+)
+
+PROBES: Mapping[str, Probe] = {
+    "right": _probe("nobody"),
+    "epsilon by another name": _probe("schema", eps=1e-5),
+    "no gamma": _probe("schema", gamma=None),
+    "epsilon left out": _probe("nobody", "epsilon not passed by name", epsilon=LEFT_OUT),
+    "wider gamma": _probe("nobody", "gamma is float32", gamma=((D,), torch.float32)),
+    "gamma of another size": _probe("nobody", "want the last dimensions", gamma=((D - 1,), torch.bfloat16)),
+    "nine dimensions": _probe("nobody", "want 2 to 8", input=((1,) * 8 + (D,), torch.bfloat16)),
+    "float64": _probe("nobody", "want one of", input=((6, D), torch.float64), gamma=((D,), torch.float64)),
+}

@@ -1,0 +1,311 @@
+"""adamw: its reference against the formula, and every other path against the reference in float64."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.adamw import OPERATOR, Case, adamw, cpu, reference, torch_fused, why_not
+from mindspeed_lite.ops.dispatch import _reported, force, selected
+
+from .compare import error
+from .triton_compile import compile_sm90
+
+pytest.importorskip("triton")
+from mindspeed_lite.ops.adamw import cuda
+
+Lists = list[list[torch.Tensor]]
+RULE: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
+NAMES = ("param", "exp_avg", "exp_avg_sq")
+# Both paths round about as often, in another order: half a unit in the last place either way is chance.
+SLACK = torch.finfo(torch.float32).eps / 2
+
+PATHS: dict[str, Callable[..., None]] = {
+    "cpu": cpu.adamw,
+    "cuda, interpreted": cuda.adamw,
+    "torch's fused": torch_fused.adamw,
+}
+
+
+def make(
+    sizes: Sequence[int | tuple[int, ...]],
+    grad_dtype: torch.dtype = torch.float32,
+    out_dtype: torch.dtype | None = torch.bfloat16,
+    seed: int = 0,
+) -> Lists:
+    """param, grad, exp_avg, exp_avg_sq and out, of the magnitudes of a training run."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def numbers(size: int | tuple[int, ...]) -> torch.Tensor:
+        return torch.randn(size, generator=generator)
+
+    return [
+        [numbers(size) * 0.05 for size in sizes],
+        [(numbers(size) * 1e-2).to(grad_dtype) for size in sizes],
+        [numbers(size) * 1e-2 for size in sizes],
+        # Not near zero, where one element's last bit would decide the error of all.
+        [numbers(size).square() * 1e-4 + 1e-5 for size in sizes],
+        [torch.full_like(numbers(size), 7.0, dtype=out_dtype or torch.float32) for size in sizes],
+    ]
+
+
+def run(function: Callable[..., None], lists: Lists, outs: bool = True, **rule: Any) -> Lists:
+    """[params, exp_avgs, exp_avg_sqs, outs] after a step on copies."""
+    own = copy.deepcopy(lists)
+    function(*own[:4], **{**RULE, **rule}, outs=own[4] if outs else None)
+    for before, after in zip(lists[1], own[1], strict=True):
+        assert torch.equal(before.flatten().view(torch.uint8), after.flatten().view(torch.uint8)), (
+            "a gradient was written"
+        )
+    return [own[0], *own[2:]]
+
+
+def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.double().flatten() for tensor in tensors])
+
+
+def exact(lists: Lists, **rule: Any) -> Lists:
+    """The reference in float64."""
+    wide = [[tensor.double() for tensor in tensors] for tensors in lists]
+    return run(reference.adamw, wide, outs=False, **rule)
+
+
+def torchs(lists: Lists, **rule: Any) -> Lists:
+    """What it stands in for: torch.optim as Megatron makes it, on gradients scaled before."""
+    own, options = copy.deepcopy(lists), {**RULE, **rule}
+    scale, step = options.pop("grad_scale", None), options.pop("step")
+    kind = torch.optim.AdamW if options.pop("decoupled", True) else torch.optim.Adam
+    optimizer = kind(own[0], **options)
+    for param, grad, exp_avg, exp_avg_sq in zip(*own[:4], strict=True):
+        param.grad = grad.float() if scale is None else grad.float() * scale
+        state = {"step": torch.tensor(float(step - 1)), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        optimizer.state[param] = state
+    optimizer.step()
+    return [own[0], own[2], own[3]]
+
+
+def test_reference_is_the_formula() -> None:
+    def one(**rule: Any) -> list[float]:
+        lists = [[torch.tensor([number], dtype=torch.float64)] for number in (1.0, 2.0, 0.0, 0.0, 0.0)]
+        fixed = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 0.0, "weight_decay": 0.5, "step": 1}
+        return [tensor.item() for (tensor,) in run(reference.adamw, lists, **{**fixed, **rule})]
+
+    # m = 0.1 g, v = 0.01 g^2; after correction both give g: a first step of lr whatever the gradient
+    assert one() == pytest.approx([0.95 - 0.1, 0.2, 0.04, 0.85])
+    assert one(grad_scale=0.5) == pytest.approx([0.95 - 0.1, 0.1, 0.01, 0.85])
+    assert one(grad_scale=torch.tensor(0.5)) == pytest.approx([0.95 - 0.1, 0.1, 0.01, 0.85])
+    # L2: the gradient is 2 + 0.5 * 1
+    assert one(decoupled=False) == pytest.approx([0.9, 0.25, 0.0625, 0.9])
+    # sqrt(v) / sqrt(1 - 0.99) = 2
+    assert one(eps=2.0) == pytest.approx([0.95 - 0.1 * 2 / 4, 0.2, 0.04, 0.9])
+    # second step: 1 - 0.9^2 = 0.19, 1 - 0.99^2 = 0.0199
+    second = 0.95 - 0.1 / 0.19 * 0.2 / (0.2 / 0.0199**0.5)
+    assert one(step=2) == pytest.approx([second, 0.2, 0.04, second])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_error_is_not_above_that_of_torch(
+    path: str, decoupled: bool, grad_dtype: torch.dtype, scale: float | None
+) -> None:
+    lists = make([(300, 41), 5000, (7,), 0, 1], grad_dtype)
+    rule = {"decoupled": decoupled, "grad_scale": scale}
+    truth, replaced, got = exact(lists, **rule), torchs(lists, **rule), run(PATHS[path], lists, **rule)
+    for name, ours, theirs, true in zip(NAMES, got, replaced, truth, strict=False):
+        allowed = error(flat(theirs), flat(true)) + SLACK
+        assert error(flat(ours), flat(true)) <= allowed, name
+    narrowed = zip(got[3], got[0], strict=True)
+    if path.startswith("cuda"):  # Triton's interpreter cuts off what does not fit into bf16
+        assert all(error(out, param) <= torch.finfo(torch.bfloat16).eps for out, param in narrowed if param.numel())
+    else:
+        assert all(torch.equal(out, param.bfloat16()) for out, param in narrowed)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_a_trajectory_stays_as_near_to_the_truth_as_torchs(path: str, decoupled: bool) -> None:
+    """Forty steps whose gradients depend on the parameters: a wrong correction or decay would add up."""
+
+    def train(step: Callable[..., None], dtype: torch.dtype) -> torch.Tensor:
+        params = [torch.linspace(-1, 1, 501, dtype=dtype)]
+        moments = [[torch.zeros_like(params[0])] for _ in range(2)]
+        for count in range(1, 41):
+            grads = [params[0] - torch.linspace(1, -1, 501, dtype=dtype)]
+            rule = {**RULE, "lr": 0.05, "step": count, "decoupled": decoupled, "grad_scale": 1 / count}
+            step(params, grads, *moments, **rule)
+        return params[0]
+
+    truth = train(reference.adamw, torch.float64)
+    allowed = 2 * error(train(reference.adamw, torch.float32), truth) + SLACK
+    assert error(train(PATHS[path], torch.float32), truth) <= allowed
+    assert (truth - torch.linspace(-1, 1, 501)).abs().max() > 0.5, "it does not move"
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 32769])), max_size=4),
+    grad_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    out_dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]),
+    decoupled=st.booleans(),
+    scale=st.sampled_from([None, 1.0, 0.25, 1e-4, torch.tensor(0.3)]),
+    path=st.sampled_from(["dispatched", "torch's fused", "cuda, interpreted"]),
+    seed=st.integers(0, 1000),
+)
+def test_every_path_is_the_reference(
+    sizes: list[int],
+    grad_dtype: torch.dtype,
+    out_dtype: torch.dtype | None,
+    decoupled: bool,
+    scale: float | None,
+    path: str,
+    seed: int,
+) -> None:
+    lists = make(sizes, grad_dtype, out_dtype, seed)
+    function = {**PATHS, "dispatched": adamw}[path]
+    if not sizes:
+        adamw(*lists[:4], **RULE)
+        return
+    rule = {"decoupled": decoupled, "grad_scale": scale}
+    got, truth = run(function, lists, out_dtype is not None, **rule), exact(lists, **rule)
+    # Up to eight roundings in each of the three, and the differences in them cancel nothing.
+    for name, ours, true in zip(NAMES, got, truth, strict=False):
+        assert error(flat(ours), flat(true)) <= 8 * torch.finfo(torch.float32).eps, name
+    if out_dtype is not None and path != "cuda, interpreted":
+        assert all(torch.equal(out, param.to(out_dtype)) for out, param in zip(got[3], got[0], strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_extreme_values_do_what_they_do_in_torch(path: str) -> None:
+    numbers = [0.0, -0.0, 1e-30, 1e-42, 1e19, -3e38, float("inf"), -float("inf"), float("nan"), 1.0]
+    grads = torch.tensor(numbers)
+    zeros = [torch.zeros(len(numbers)) for _ in range(3)]
+    lists = [[torch.ones(len(numbers))], [grads], [zeros[0]], [zeros[1]], [zeros[2]]]
+    got, theirs = run(PATHS[path], lists, step=1), torchs(lists, step=1)
+    for name, ours, their in zip(NAMES, got, theirs, strict=False):
+        assert torch.equal(ours[0].isnan(), their[0].isnan()), name
+        torch.testing.assert_close(ours[0], their[0], equal_nan=True, rtol=1e-6, atol=1e-44)
+    # a coefficient of zero is a coefficient: infinite gradients become NaN, as where they are clipped before
+    assert run(PATHS[path], lists, step=1, grad_scale=0.0)[0][0].isnan().tolist() == [False] * 6 + [True] * 3 + [False]
+
+
+def test_threads_and_neighbours_change_no_bit() -> None:
+    lists = make([100_000, 3, 70_001])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = [run(cpu.adamw, [[tensors[place]] for tensors in lists]) for place in range(3)]
+        torch.set_num_threads(2)
+        together = run(cpu.adamw, lists)
+    finally:
+        torch.set_num_threads(before)
+    for place in range(3):
+        for part, whole in zip(alone[place], together, strict=True):
+            assert torch.equal(part[0], whole[place])
+
+
+def test_tensors_that_are_not_contiguous_go_to_the_reference() -> None:
+    lists = make([(6, 5)])
+    lists = [[tensor.t() for tensor in tensors] for tensors in lists]
+    assert why_not(*lists[:4]) == ["a tensor is not contiguous"]
+    got, truth = run(adamw, lists), exact(lists)
+    assert error(flat(got[0]), flat(truth[0])) < 1e-6
+
+
+def test_what_a_backend_cannot_take_it_says() -> None:
+    wide = Case("cpu", torch.float64, torch.float16, None, True, True)
+    assert len(cpu.supported(wide)) == 2 and len(cuda.supported(wide)) == 1
+    assert len(cuda.supported(wide._replace(grad_dtype=torch.float64, out_dtype=torch.int32, contiguous=False))) == 4
+
+
+def test_errors_name_what_is_wrong() -> None:
+    params, grads, exp_avgs, exp_avg_sqs, _ = make([4, 5])
+    with pytest.raises(ValueError, match="lists of different lengths: 2, 1, 2, 2"):
+        adamw(params, grads[:1], exp_avgs, exp_avg_sqs, **RULE)
+    with pytest.raises(ValueError, match=r"shapes do not fit: \(4,\), \(5,\), \(4,\)"):
+        adamw(params, grads[::-1], exp_avgs, exp_avg_sqs, **RULE)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 on cpu beside torch\.float32"):
+        adamw(params, [grads[0], grads[1].bfloat16()], exp_avgs, exp_avg_sqs, **RULE)
+    with pytest.raises(ValueError, match="want parameters and both moments in float32"):
+        adamw([p.bfloat16() for p in params], grads, exp_avgs, exp_avg_sqs, **RULE)
+
+
+def test_parameters_that_require_a_gradient_are_updated_in_place() -> None:
+    lists = make([10])
+    parameter = torch.nn.Parameter(lists[0][0].clone())
+    adamw([parameter], *lists[1:4], **RULE)
+    assert parameter.requires_grad and parameter.grad_fn is None
+    assert not torch.equal(parameter, lists[0][0])
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    native._compiler.cache_clear()
+    monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions))
+    _reported.clear()
+    yield
+    monkeypatch.undo()
+    native._compiler.cache_clear()
+    _reported.clear()
+
+
+def test_without_a_compiler_torchs_fused_one_serves_and_it_is_said_once(
+    no_compiler: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    lists = make([40, 3])
+    expected = run(torch_fused.adamw, lists, grad_scale=0.5)
+    with caplog.at_level(logging.WARNING, "mindspeed_lite"):
+        for _ in range(2):
+            got = run(adamw, lists, grad_scale=0.5)
+    assert all(
+        torch.equal(a, b) for ours, theirs in zip(got, expected, strict=True) for a, b in zip(ours, theirs, strict=True)
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        "adamw: cpu falls back to torch's fused AdamW: no C++ compiler: the variable CXX names "
+        f"{native.os.environ['CXX']}, which is not there"
+    ]
+
+
+@pytest.mark.parametrize("grad", ["fp32", "bf16"])
+@pytest.mark.parametrize("out", [None, "bf16"])
+def test_the_kernel_needs_few_registers(grad: str, out: str | None) -> None:
+    numbers = ("scale", "keep", "l2", "beta1_rest", "beta2", "beta2_rest", "rate", "root", "eps")
+    found = compile_sm90(
+        "mindspeed_lite.ops.adamw.kernel:step",
+        {"addresses": "*i64", "pieces": "*i32", "scale_tensor": "*fp32", **dict.fromkeys(numbers, "fp32")},
+        {"GRAD": grad, "OUT": out, "L2": False, "ALIGNED": True, "BLOCK": cuda._BLOCK},
+        num_warps=cuda._WARPS,
+    )
+    # 80 registers let three programs of 256 threads share a processor; shared memory turns fp32's order of elements
+    # into that of 16 bit, where there is any.
+    assert found.spills == 0 and found.registers <= 80
+    assert found.shared <= (0 if out is None and grad == "fp32" else 4 * cuda._BLOCK)
+
+
+def test_on_an_npu_torchs_operator_gets_scaled_gradients(npu_twin: list[Any]) -> None:
+    assert selected("adamw", "npu") == ("npu", ())
+    lists = make([(6, 5), 0, 9], torch.bfloat16)
+    with force("adamw", "npu"):
+        got = run(adamw, lists, grad_scale=0.37)
+        assert why_not(*lists[:4], decoupled=False) == [
+            "L2 regularisation: torch_npu computes _fused_adam_ on the host"
+        ]
+    truth = exact(lists, grad_scale=0.37)
+    for name, ours, true in zip(NAMES, got, truth, strict=False):
+        assert error(flat(ours), flat(true)) <= 4 * torch.finfo(torch.float32).eps, name
+    assert all(torch.equal(out, param.bfloat16()) for out, param in zip(got[3], got[0], strict=True))
+
+
+def test_the_operator_is_in_the_table() -> None:
+    assert OPERATOR.name == "adamw" and sorted(OPERATOR.backends) == ["cpu", "cuda", "npu"]

@@ -1,0 +1,154 @@
+"""attention's CUDA path without a GPU: over an emulation of PyTorch's kernels, and on fake CUDA tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, reference
+from mindspeed_lite.ops.attention.case import prepare
+from mindspeed_lite.ops.attention.packed import Packing
+
+from .compare import error, forward_backward
+from .cuda_twin import Aten
+from .test_attention import make
+
+NAMES = ("out", "dq", "dk", "dv", "dsink")
+FLASH = ["_flash_attention_forward", "_flash_attention_backward"]
+EFFICIENT = ["_efficient_attention_forward", "_efficient_attention_backward"]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Aten:
+    aten = Aten()
+    monkeypatch.setattr(cuda_kernels, "_aten", aten)
+    monkeypatch.setattr(cuda_kernels, "_flash_missing", lambda: ())
+    return aten
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """The package's function on the CUDA backend, for CPU tensors."""
+    given = dict(causal=False, mask=None, scale=None, dropout_p=0.0, window=None, return_lse=False) | options
+    arguments = (given[name] for name in ("causal", "mask", "scale", "dropout_p", "window"))
+    case, given["causal"], given["window"], given["scale"] = prepare(q, k, v, *arguments, sink)
+    assert cuda.supported(case) == []
+    return cuda.attention(q, k, v, sink=sink, **given)
+
+
+# sizes, options, kernels in bf16
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], list[str]]] = {
+    "log-sum-exp": ((12, 12, 2, 4, 2, 8, 8), dict(return_lse=True), FLASH),
+    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True, return_lse=True), FLASH),
+    "causal, more keys": ((7, 12, 2, 4, 2, 8, 8), dict(causal=True), FLASH),
+    "window": ((12, 12, 2, 4, 1, 8, 8), dict(window=(3, 0)), FLASH),
+    "two-sided window": ((9, 12, 2, 4, 4, 16, 16), dict(window=(2, 4)), FLASH),
+    "window open to the left": ((12, 12, 1, 4, 2, 8, 8), dict(window=(-1, 2), return_lse=True), FLASH),
+    "sink": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True, sink=True, scale=0.3), FLASH),
+    "smaller values and a sink": ((12, 12, 2, 4, 2, 24, 16), dict(causal=True, sink=True), FLASH),
+    "heads of 10 and 5": ((12, 12, 2, 4, 2, 10, 5), dict(causal=True, sink=True), FLASH),
+    "mask and a sink": ((12, 13, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 13), sink=True), EFFICIENT),
+    "mask per head": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(4, 12, 12), causal=True, return_lse=True), EFFICIENT),
+    "heads of 264": ((12, 12, 1, 2, 1, 264, 264), dict(causal=True, return_lse=True), EFFICIENT),
+    "mask by sdpa": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 12)), []),
+    "causal by sdpa": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True), []),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", CALLS)
+def test_over_the_emulation(kernels: Aten, name: str, dtype: torch.dtype) -> None:
+    sizes, options, wanted = CALLS[name]
+    options = dict(options)
+    if "mask" in options:
+        options["mask"] = torch.rand(options["mask"], generator=torch.Generator().manual_seed(4)) > 0.6
+        options["mask"][..., 5, :] = True  # a row without keys
+    inputs, dout = make(*sizes, dtype=dtype)
+    tensors = [*inputs, torch.randn(sizes[3], generator=torch.Generator().manual_seed(1)).to(dtype)]
+    tensors = tensors if options.pop("sink", False) else tensors[:3]
+    want_lse = options.pop("return_lse", False)
+
+    def run(function: Any) -> Any:
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *sink: torch.Tensor) -> torch.Tensor:
+            out: Any = function(q, k, v, sink=sink[0] if sink else None, return_lse=want_lse, **options)
+            return out[0] if want_lse else out
+
+        return call
+
+    exact = forward_backward(run(reference.attention), tensors, dout, torch.float64)
+    got = forward_backward(run(attention), tensors, dout)
+    assert got[0].is_contiguous()
+    # Rounding of the output, and of it once more before the backward pass reads it; fp32 sums.
+    allowed = 4 * torch.finfo(dtype).eps + 4e-6
+    for part, ours, truth in zip(NAMES, got, exact, strict=False):
+        assert ours.dtype == dtype and error(ours, truth) <= allowed * (4 if part == "dsink" else 1), part
+    if want_lse:
+        lse = attention(*inputs, return_lse=True, **options)[1]
+        truth = reference.attention(*(t.double() for t in inputs), return_lse=True, **options)[1]
+        torch.testing.assert_close(lse.double(), truth, rtol=1e-5, atol=1e-5)
+    windows = not want_lse and len(tensors) == 3
+    if dtype == torch.float32 and wanted:
+        wanted = [] if windows else EFFICIENT  # what flash would have served goes through PyTorch's own choice
+    assert kernels.calls[: len(wanted)] == wanted and bool(kernels.calls) == bool(wanted)
+
+
+@pytest.mark.parametrize("window", [None, (3, 0)])
+@pytest.mark.parametrize("sink", [False, True])
+def test_packs_go_to_the_kernel_in_one_call(
+    kernels: Aten, window: Any, sink: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed, "module", lambda q, v, case: cuda)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(16, n, 8, generator=generator).bfloat16() for n in (4, 2, 2, 4))
+    layout = Packing.of([0, 5, 7, 13])  # and three rows of padding
+    options = dict(causal=window is None, window=window, sink=torch.randn(4) if sink else None)
+    exact = forward_backward(lambda *qkv: reference.packed(*qkv, layout, **options), (q, k, v), dout, torch.float64)
+    got = forward_backward(lambda *qkv: packed.attention(*qkv, layout, **options), (q, k, v), dout)
+    assert kernels.calls == FLASH
+    for part, ours, truth in zip(NAMES, got, exact, strict=False):
+        assert error(ours, truth) < 2**-6, part
+    _, lse = packed.attention(q, k, v, layout, return_lse=True, **options)
+    truth = reference.packed(q.double(), k.double(), v.double(), layout, return_lse=True, **options)[1]
+    torch.testing.assert_close(lse.double(), truth, rtol=1e-4, atol=1e-4)
+
+
+def test_dropout_with_a_sink_has_its_own_path(kernels: Aten) -> None:
+    (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8)
+    torch.manual_seed(0)
+    out, lse = attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2), return_lse=True)
+    torch.manual_seed(0)
+    assert torch.equal(attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2)), out) and kernels.calls == []
+    torch.testing.assert_close(lse, reference.attention(q, k, v, sink=torch.zeros(2), return_lse=True)[1])
+
+
+def test_reasons_name_what_flash_does_not_take() -> None:
+    reasons = cuda_kernels.why_not_flash(torch.float32, 300, 8)
+    assert "float32" in reasons[0] and "300" in reasons[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", [name for name, (_, _, wanted) in CALLS.items() if wanted])
+def test_on_fake_tensors(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own fake kernels take the calls: names, order and shapes. (Autograd wants a real device.)"""
+    monkeypatch.setattr(cuda_kernels, "_flash_missing", lambda: ())
+    sizes, options, _ = CALLS[name]
+    sq, sk, b, n, g, d, dv = sizes
+    with FakeTensorMode(), torch.no_grad():
+        q, k, v = (
+            torch.empty(shape, dtype=dtype, device="cuda") for shape in ((sq, b, n, d), (sk, b, g, d), (sk, b, g, dv))
+        )
+        mask = torch.empty(options["mask"], dtype=torch.bool, device="cuda") if "mask" in options else None
+        _, causal, window, scale = prepare(
+            q, k, v, options.get("causal", False), mask, None, 0.0, options.get("window"), None
+        )
+        how = dict(causal=causal, mask=mask, scale=scale, window=window)
+        out, lse = cuda.forward(q, k, v, **how)
+        assert (out.shape, out.dtype, out.is_contiguous()) == ((sq, b, n, dv), dtype, True)
+        assert (lse.shape, lse.dtype) == ((b, n, sq), torch.float32)
+        if cuda_kernels.flash_serves(q, v, mask):  # the other's fake backward refuses its own schema in torch 2.11
+            grads = cuda.backward(out, q, k, v, out, lse, **how)
+            assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]

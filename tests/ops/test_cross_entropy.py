@@ -1,0 +1,409 @@
+"""cross_entropy: its definition, every path against it in float64, and the gradient that takes the logits' place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.cross_entropy import OPERATOR, Case, cpu, cross_entropy, loss, reference, why_not
+from mindspeed_lite.ops.dispatch import force
+
+from .compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from .triton_compile import compile_sm90
+
+cuda = pytest.importorskip("mindspeed_lite.ops.cross_entropy.cuda")
+
+NAMES = ("loss", "dlogits")
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+compiled = pytest.mark.skipif(cpu.library.unusable() is not None, reason=str(cpu.library.unusable()))
+# fp32 results: as many roundings in another order, and exponentials of two units in the last place.
+SLACK = 2 * torch.finfo(torch.float32).eps
+
+
+def make(
+    rows: int, width: int, dtype: torch.dtype, seed: int = 0, size: float = 3.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(rows, width, generator=generator) * size).to(dtype)
+    target = torch.randint(0, width, (rows,), generator=generator)
+    return logits, target, torch.rand(rows, generator=generator) + 0.5
+
+
+def on_triton(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    return loss.cross_entropy(cuda.KERNELS, logits, target, 0, logits.shape[-1], label_smoothing, None)
+
+
+def on_cpu(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    with force("cross_entropy", "cpu"):
+        return cross_entropy(logits, target, label_smoothing=label_smoothing)
+
+
+def on_reference(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    with force("cross_entropy", "reference"):
+        return cross_entropy(logits, target, label_smoothing=label_smoothing)
+
+
+PATHS = {"cpu": on_cpu, "reference": on_reference, "triton": on_triton}
+
+
+def in_slices(count: int, logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+    """The loss as `count` ranks compute it, each from its slice and all slices' statistics; equal on all of them."""
+    width = logits.shape[-1] // count
+    slices = logits.split(width, dim=-1)
+    statistics = [
+        reference.statistics(
+            part.detach().reshape(-1, width), target.reshape(-1), rank * width, label_smoothing > 0, False
+        )
+        for rank, part in enumerate(slices)
+    ]
+    found = [
+        cross_entropy(part, target, rank * width, logits.shape[-1], label_smoothing, lambda _: torch.stack(statistics))
+        for rank, part in enumerate(slices)
+    ]
+    assert all(torch.equal(found[0], each) for each in found)
+    # Each slice's gradient is written through its own loss; the value is that of one of them.
+    total = sum(found[1:], found[0])
+    return total - (total - found[0]).detach()
+
+
+def test_the_definition_is_the_formula() -> None:
+    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]], dtype=torch.float64)
+    target = torch.tensor([1])
+    assert reference.definition(logits, target).item() == pytest.approx(math.log(8 / 2))
+    # s = 0.1 * 3 / 2; the mean of -log p over 1/8, 2/8, 5/8.
+    mean = (math.log(8) + math.log(4) + math.log(8 / 5)) / 3
+    expected = 0.85 * math.log(4) + 0.15 * mean
+    assert reference.definition(logits, target, 0.1).item() == pytest.approx(expected)
+    # A row without a target: log of the sum relative to the largest.
+    assert reference.definition(logits, torch.tensor([-100])).item() == pytest.approx(math.log(8 / 5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_gradient_is_softmax_minus_one_hot(path: str) -> None:
+    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]] * 2).requires_grad_()
+    PATHS[path](logits, torch.tensor([1, -1])).backward(torch.tensor([8.0, 16.0]))
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad, torch.tensor([[1.0, -6.0, 5.0], [2.0, 4.0, 10.0]]))
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("path", PATHS)
+def test_error_is_not_above_that_of_torch(path: str, dtype: torch.dtype, label_smoothing: float) -> None:
+    slack = SLACK
+    if path == "triton" and dtype == torch.bfloat16:
+        slack += torch.finfo(dtype).eps / 2  # Triton's interpreter cuts off where a GPU rounds
+    for rows, width in ((64, 3001), (1, 1), (5, 2048), (2, 70)):
+        if width == 1 and label_smoothing:
+            continue
+        logits, target, dloss = make(rows, width, dtype)
+
+        plain = functools.partial(reference.definition, target=target, label_smoothing=label_smoothing)
+        ours = functools.partial(PATHS[path], target=target, label_smoothing=label_smoothing)
+        exact = forward_backward(plain, [logits], dloss, torch.float64)
+        assert_not_worse(
+            forward_backward(ours, [logits], dloss), forward_backward(plain, [logits], dloss), exact, slack, NAMES
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 5), max_size=3),
+    width=st.integers(2, 130),
+    dtype=st.sampled_from([*DTYPES, torch.float64]),
+    size=st.sampled_from([0.01, 3.0, 60.0]),
+    label_smoothing=st.sampled_from([0.0, 0.2]),
+    path=st.sampled_from(sorted(PATHS)),
+    seed=st.integers(0, 1000),
+)
+def test_every_path_agrees_with_the_definition(
+    shape: list[int], width: int, dtype: torch.dtype, size: float, label_smoothing: float, path: str, seed: int
+) -> None:
+    if path == "triton" and dtype == torch.float64:
+        dtype = torch.float32
+    logits, target, dloss = make(math.prod(shape), width, dtype, seed, size)
+    target[::4] = -1
+    logits, target, dloss = logits.view(*shape, width), target.view(shape), dloss.view(shape)
+
+    def ours(logits: torch.Tensor) -> torch.Tensor:
+        return PATHS[path](logits, target, label_smoothing)
+
+    with one_thread():
+        exact = forward_backward(
+            lambda logits: reference.definition(logits, target, label_smoothing), [logits], dloss, torch.float64
+        )
+        got = forward_backward(ours, [logits], dloss)
+    single = torch.finfo(loss.precision(dtype)).eps
+    assert got[0].dtype == loss.precision(dtype) and got[1].dtype == dtype
+    # The loss is a difference of numbers of the logits' size, each rounded once.
+    assert (got[0].double() - exact[0]).abs().amax().item() <= 8 * single * (size * 5 + 5) if exact[0].numel() else True
+    rounding = torch.finfo(dtype).eps / (1 if path == "triton" else 2)  # its interpreter cuts bf16 off
+    tiny = torch.finfo(dtype).tiny * torch.finfo(dtype).eps * got[1].numel() ** 0.5 / max(exact[1].norm().item(), 1e-9)
+    assert error(got[1], exact[1]) <= rounding + tiny + 8 * single * (size * 5 + 5)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_slices_are_merged_to_the_whole(dtype: torch.dtype, label_smoothing: float) -> None:
+    logits, target, dloss = make(33, 96, dtype)
+    target[5] = -1
+    logits[:, :24] -= 50  # a slice that counts for nothing
+    logits[3, 24:48], target[3] = -torch.inf, 70  # a slice without any
+
+    def whole(logits: torch.Tensor) -> torch.Tensor:
+        return reference.definition(logits, target, label_smoothing)
+
+    if label_smoothing:
+        logits[3, 24:48] = -9.0
+    exact = forward_backward(whole, [logits], dloss, torch.float64)
+    got = forward_backward(lambda logits: in_slices(4, logits, target, label_smoothing), [logits], dloss)
+    assert_not_worse(got, forward_backward(whole, [logits], dloss), exact, SLACK, NAMES)
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
+def test_gradcheck(label_smoothing: float) -> None:
+    logits, target, _ = make(3, 7, torch.float64)
+    logits.requires_grad_()
+    with one_thread():
+        assert gradcheck(lambda logits: on_reference(logits, target, label_smoothing), [logits])
+        assert gradcheck(lambda logits: on_cpu(logits, target, label_smoothing), [logits])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_values(path: str, dtype: torch.dtype) -> None:
+    logits = torch.tensor(
+        [
+            [3e38, -3e38, 0.0],  # no overflow
+            [-torch.inf, 1.0, 1.0],  # excluded tokens
+            [1e4, 1e4 - 128.0, -1e4],
+            [-torch.inf, -torch.inf, 2.0],
+            [torch.nan, 0.0, 0.0],
+            [torch.inf, 0.0, 0.0],
+        ]
+    ).to(dtype)
+    target = torch.tensor([0, 1, 1, 2, 0, 0])
+    logits.requires_grad_()
+    found = PATHS[path](logits, target)
+    found.sum().backward()
+    expected = torch.tensor([0.0, math.log(2.0), 128.0, 0.0, torch.nan, torch.nan])
+    torch.testing.assert_close(found.detach(), expected, equal_nan=True)
+    assert logits.grad is not None
+    gradient = torch.tensor([[0.0, 0.0, 0.0], [0.0, -0.5, 0.5], [1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    torch.testing.assert_close(logits.grad[:4].float(), gradient)
+    assert logits.grad[4].isnan().all() and logits.grad[5].isnan().any()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_strides_and_shapes(path: str) -> None:
+    base, _, _ = make(12, 40, torch.float32)
+    views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "transposed": lambda x: x.view(3, 4, 40).transpose(0, 1),
+        "every other column": lambda x: x[:, ::2],
+        "a part": lambda x: x[2:7, 3:30],
+        "expanded": lambda x: x[:1].expand(5, 40),
+        "one row": lambda x: x[0],
+        "no rows": lambda x: x[:0],
+    }
+    for view in views.values():
+        shape = view(base).shape
+        target = torch.arange(shape[:-1].numel()).view(shape[:-1]) % shape[-1]
+        dloss = torch.ones(shape[:-1])
+        got = forward_backward(lambda x: PATHS[path](view(x), target), [base], dloss)  # noqa: B023
+        exact = forward_backward(lambda x: reference.definition(view(x), target), [base], dloss, torch.float64)  # noqa: B023
+        for ours, truth in zip(got, exact, strict=True):
+            assert error(ours, truth) <= 1e-6
+
+
+def test_int32_targets_and_expanded_gradients_count_as_well() -> None:
+    logits, target, _ = make(6, 50, torch.float32)
+    logits.requires_grad_()
+    cross_entropy(logits, target.int()).sum().backward()  # the gradient of a sum has no memory of its own
+    truth = forward_backward(lambda x: reference.definition(x, target), [logits], torch.ones(6), torch.float64)
+    assert logits.grad is not None and error(logits.grad, truth[1]) <= 1e-6
+
+
+def gradient_of(keep: bool, view: bool = False, hold_storage: bool = False) -> tuple[bool, torch.Tensor, torch.Tensor]:
+    """Whether the gradient lies in the logits' memory; the leaf's gradient; the leaf."""
+    leaf = torch.randn(8, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def forward() -> tuple[torch.Tensor, int, object]:
+        logits = leaf * 1
+        if view:
+            logits = logits[:, :]
+        where = logits.data_ptr()
+        kept: object = logits if keep else logits.untyped_storage() if hold_storage else None
+        return cross_entropy(logits, torch.arange(8)), where, kept
+
+    out, where, kept = forward()
+    found: list[bool] = []
+    assert out.grad_fn is not None
+    out.grad_fn.register_hook(lambda inputs, _: found.append(inputs[0].data_ptr() == where))
+    out.sum().backward()
+    if isinstance(kept, torch.Tensor):
+        assert torch.equal(kept, leaf), "the logits that somebody kept have changed"
+    assert leaf.grad is not None
+    return found[0], leaf.grad, leaf
+
+
+def test_the_gradient_takes_the_logits_memory_only_if_nobody_else_has_them() -> None:
+    alone, gradient, leaf = gradient_of(keep=False)
+    kept, same, _ = gradient_of(keep=True)
+    viewed, same_again, _ = gradient_of(keep=False, view=True)
+    held, and_again, _ = gradient_of(keep=False, hold_storage=True)
+    assert alone and not kept and not viewed and not held
+    assert torch.equal(gradient, same) and torch.equal(gradient, same_again) and torch.equal(gradient, and_again)
+    truth = forward_backward(lambda x: reference.definition(x, torch.arange(8)), [leaf], torch.ones(8), torch.float64)
+    assert error(gradient, truth[1]) <= 1e-6
+
+
+def test_a_leaf_keeps_its_values() -> None:
+    logits, target, _ = make(4, 10, torch.float32)
+    before = logits.clone()
+    logits.requires_grad_()
+    cross_entropy(logits, target).sum().backward()
+    assert torch.equal(logits.detach(), before)
+
+
+def test_another_use_of_the_logits_in_the_graph_keeps_them() -> None:
+    leaf = torch.randn(4, 10, requires_grad=True)
+
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        logits = leaf * 1
+        return cross_entropy(logits, torch.arange(4)), logits.square().sum()  # whose gradient is 2 logits
+
+    found, other = forward()
+    found.sum().backward(retain_graph=True)
+    leaf.grad = None
+    other.backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, 2 * leaf)
+
+
+def test_a_second_backward_pass_over_overwritten_logits_is_autograds_error() -> None:
+    leaf = torch.randn(4, 10, requires_grad=True)
+    found = cross_entropy(leaf * 1, torch.arange(4)).sum()
+    found.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_logits_changed_between_the_passes_are_autograds_error() -> None:
+    logits = torch.randn(4, 10, requires_grad=True) * 1
+    found = cross_entropy(logits, torch.arange(4)).sum()
+    with torch.no_grad():
+        logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.backward()
+
+
+def test_hooks_on_saved_tensors_and_checkpoints_are_served() -> None:
+    leaf = torch.randn(4, 10, requires_grad=True)
+    cross_entropy(leaf * 1, torch.arange(4)).sum().backward()
+    truth, leaf.grad = leaf.grad, None
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        cross_entropy(leaf * 1, torch.arange(4)).sum().backward()
+    assert torch.equal(leaf.grad, truth)  # type: ignore[arg-type]
+    for reentrant in (False, True):
+        leaf.grad = None
+        torch.utils.checkpoint.checkpoint(
+            lambda x: cross_entropy(x * 1, torch.arange(4)).sum(), leaf, use_reentrant=reentrant
+        ).backward()
+        assert torch.equal(leaf.grad, truth)  # type: ignore[arg-type]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_no_copy_of_the_logits_and_little_kept(dtype: torch.dtype) -> None:
+    logits, target, _ = make(64, 4096, dtype)
+    logits.requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        found = on_cpu(logits, target)
+    assert len(kept) == 3 and kept[0] == logits.data_ptr(), "logits, target, two numbers per row"
+    with Sizes() as sizes:
+        out = on_cpu(logits * 1, target).sum()
+        out.backward()
+    assert sizes.largest == logits.numel() * logits.element_size()
+    assert not [name for name in sizes.names if "index_put" in name or "scatter" in name or "index_add" in name]
+    assert found.dtype == torch.float32
+
+
+def test_the_plain_passes_widen_a_block_at_a_time_and_assign_to_no_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_BLOCK", 8 * 512)
+    logits, target, dloss = make(64, 512, torch.bfloat16)
+    with Sizes() as sizes:
+        got = forward_backward(lambda x: on_reference(x * 1, target), [logits], dloss)
+    # Besides the bf16 logits: a block in fp32, of 8 rows, and the temporaries of autograd's multiplication.
+    assert sizes.largest == logits.numel() * 2
+    assert not [name for name in sizes.names if "index_put" in name or "scatter" in name]
+    monkeypatch.undo()
+    for a, b in zip(got, forward_backward(lambda x: on_reference(x, target), [logits], dloss), strict=True):
+        assert torch.equal(a, b)
+
+
+@compiled
+def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
+    logits, target, dloss = make(50, 3000, torch.bfloat16)
+    many = forward_backward(lambda x: on_cpu(x, target, 0.1), [logits], dloss)
+    with one_thread():
+        one = forward_backward(lambda x: on_cpu(x, target, 0.1), [logits], dloss)
+    assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_triton_kernels_need_no_more_than_four_programs_per_multiprocessor_have(dtype: str) -> None:
+    pointers = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64", "out_ptr": "*fp32"}
+    forward = compile_sm90(
+        "mindspeed_lite.ops.cross_entropy.cuda:statistics_kernel",
+        {**pointers, "rows": "i32", "start": "i32"},
+        {"WIDTH": 32768, "TOTAL": False, "WHOLE": True, "BLOCK": cuda.BLOCK},
+        num_warps=cuda.WARPS,
+    )
+    numbers = {"top_ptr": "*fp32", "sums_ptr": "*fp32", "dloss_ptr": "*fp32", "on": "fp32", "off": "fp32"}
+    backward = compile_sm90(
+        "mindspeed_lite.ops.cross_entropy.cuda:gradient_kernel",
+        {**pointers, "out_ptr": f"*{dtype}", **numbers, "width": "i32", "start": "i32"},
+        {"BLOCK": cuda.BLOCK},
+        num_warps=cuda.WARPS,
+    )
+    for found in (forward, backward):
+        # 65536 registers, 256 threads in a program: 64 leave room for four of them.
+        assert found.spills == 0 and found.registers <= 64, found
+
+
+def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "library", native.Library(cpu.library.source, cpu.library.functions))
+    monkeypatch.setattr(cpu.library, "_state", "no C++ compiler")
+    OPERATOR.forget()
+    try:
+        logits, target, _ = make(3, 5, torch.bfloat16)
+        assert why_not(logits, target) == ["no C++ compiler"]
+        assert OPERATOR.choose(Case("cpu", torch.bfloat16)) is reference.cross_entropy
+        # Where there would be no kernel anyway, none is missed.
+        assert why_not(logits.double(), target) == []
+    finally:
+        OPERATOR.forget()
+
+
+def test_what_is_not_cross_entropy_is_one_clear_error() -> None:
+    logits, target, _ = make(3, 5, torch.float32)
+    with pytest.raises(ValueError, match=r"want logits \[..., V\]"):
+        cross_entropy(logits, target[:2])
+    with pytest.raises(ValueError, match="counts tokens"):
+        cross_entropy(logits, target.float())
+    for start, size in ((1, 5), (-1, 8), (0, 4), (3, 9)):
+        with pytest.raises(ValueError, match="slice of 5"):
+            cross_entropy(logits, target, start, size)
+    with pytest.raises(ValueError, match=r"label smoothing 1\.0"):
+        cross_entropy(logits, target, label_smoothing=1.0)
+    with pytest.raises(ValueError, match="slice of 0"):
+        cross_entropy(logits[:, :0], target)
+    assert cuda.supported(Case("cuda", torch.float64)) and not cuda.supported(Case("cuda", torch.bfloat16))

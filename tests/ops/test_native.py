@@ -1,0 +1,141 @@
+"""`mindspeed_lite.ops.native`: numbers as exact as promised, and one clear reason whenever there is no kernel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_lite.ops import native
+
+PROBE = Path(__file__).with_name("probe.cpp")
+FUNCTIONS = {
+    "exponential": "ppli",
+    "sigmoid": "ppli",
+    "hyperbolic_tangent": "ppli",
+    "narrow": "ppl",
+    "widen": "ppl",
+}
+library = native.Library(PROBE, FUNCTIONS)
+compiled = pytest.mark.skipif(library.unusable() is not None, reason=str(library.unusable()))
+
+EVERY = torch.cat(
+    [
+        torch.linspace(-90, 90, 1_000_003),
+        torch.randn(100_000, generator=torch.Generator().manual_seed(1)) * 1e-3,
+        torch.tensor([0.0, -0.0, 88.72, 88.73, -87.3, -87.34, 3e38, -3e38, torch.inf, -torch.inf, torch.nan, 1e-45]),
+    ]
+)
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("name", "function", "units"),
+    [("exponential", torch.exp, 1.5), ("sigmoid", torch.sigmoid, 4.0), ("hyperbolic_tangent", torch.tanh, 6.0)],
+)
+def test_functions_are_exact_to_a_few_units_in_the_last_place(name, function, units):
+    got = torch.empty_like(EVERY)
+    getattr(library, name)(EVERY.data_ptr(), got.data_ptr(), EVERY.numel(), 2)
+    exact = function(EVERY.double())
+    expected = exact.float()
+    normal = expected.isfinite() & (expected.abs() >= torch.finfo(torch.float32).tiny)
+    unit = torch.nextafter(expected.abs(), torch.tensor(torch.inf)) - expected.abs()
+    assert float(((got.double() - exact).abs() / unit.double())[normal].max()) <= units
+    # Infinities and NaN are the same; what would be subnormal may be zero.
+    special = ~expected.isfinite()
+    assert torch.equal(got[special].nan_to_num(7.0), expected[special].nan_to_num(7.0))
+    assert float((got - expected)[~special & ~normal].abs().max()) <= torch.finfo(torch.float32).tiny
+
+
+@compiled
+def test_bfloat16_rounds_as_pytorch_does_for_every_kind_of_number():
+    bits = torch.arange(-(2**31), 2**31, 4099, dtype=torch.int64).to(torch.int32)
+    ties = (torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16) + 0x8000
+    x = torch.cat([bits, ties, ties - 1, ties + 1]).view(torch.float32)
+    got = torch.empty(x.shape, dtype=torch.bfloat16)
+    library.narrow(x.data_ptr(), got.data_ptr(), x.numel())
+    expected = x.bfloat16()
+    assert torch.equal(got.isnan(), expected.isnan())
+    number = ~expected.isnan()
+    assert torch.equal(got[number].view(torch.int16), expected[number].view(torch.int16))
+
+    back = torch.empty(x.shape)
+    library.widen(got.data_ptr(), back.data_ptr(), x.numel())
+    assert torch.equal(back[number], expected[number].float())
+
+
+@compiled
+def test_an_unknown_function_is_named():
+    with pytest.raises(AttributeError, match="cpu_missing"):
+        _ = library.cpu_missing
+
+
+def reason(source: Path, cache: Path, **environment: str) -> str:
+    """What a fresh process says about `source`."""
+    code = (
+        "from pathlib import Path; from mindspeed_lite.ops import native; "
+        f"print(native.Library(Path({str(source)!r}), {{'narrow': 'ppl'}}).unusable())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "MINDSPEED_LITE_CACHE": str(cache), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_without_a_compiler_the_reason_says_what_was_looked_for(tmp_path):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no C++ compiler (looked for g++, clang++ and c++" in reason(PROBE, tmp_path, PATH=str(empty), CXX="")
+    assert "CXX names no-such-compiler" in reason(PROBE, tmp_path, CXX="no-such-compiler")
+    assert "does not run" in reason(PROBE, tmp_path, CXX=str(made_executable(tmp_path / "broken", "not a program")))
+
+
+def made_executable(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@compiled
+def test_a_source_that_does_not_compile_or_load_is_a_reason(tmp_path):
+    source = tmp_path / "op" / "cpu.cpp"
+    source.parent.mkdir()
+    source.write_text("int main( {")
+    assert "does not compile op/cpu.cpp" in reason(source, tmp_path / "cache")
+    source.write_text('extern "C" void gone(); extern "C" void narrow() { gone(); }')
+    # Never a crash at the first call: what is missing shows when the library is loaded.
+    assert "does not load" in reason(source, tmp_path / "cache")
+
+
+def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"):
+        assert "MINDSPEED_LITE_CACHE may name one" in reason(PROBE, blocked / "below")
+
+
+@compiled
+def test_many_processes_compile_once_and_all_load_it(tmp_path):
+    counter = tmp_path / "count"
+    compiler = made_executable(
+        tmp_path / "compiler", f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {counter};; esac\nexec c++ "$@"\n'
+    )
+    if shutil.which("c++") is None:
+        pytest.skip("the test's own compiler is a wrapper around c++")
+    code = (
+        "from pathlib import Path; from mindspeed_lite.ops import native; "
+        f"assert native.Library(Path({str(PROBE)!r}), {{'narrow': 'ppl'}}).unusable() is None"
+    )
+    environment = {**os.environ, "MINDSPEED_LITE_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    assert [each.wait() for each in started] == [0, 0, 0]
+    assert counter.read_text().count("x") == 1

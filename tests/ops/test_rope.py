@@ -1,0 +1,500 @@
+"""rope: its definition by hand, every backend against it in float64, what is kept and what is computed again."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import gradcheck
+
+from mindspeed_lite.ops import dispatch
+from mindspeed_lite.ops.dispatch import force
+from mindspeed_lite.ops.rope import PAIRS, cpu, reference, rope, why_not
+from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
+from mindspeed_lite.ops.rope.kept import Kept
+
+from . import twin
+from .compare import assert_not_worse, error, forward_backward, one_thread
+from .triton_compile import compile_sm90
+from .twin.rope import npu_rotary_mul
+
+triton = pytest.importorskip("triton")
+
+from mindspeed_lite.ops.rope import cuda  # noqa: E402
+
+NAMES = ("y", "dx")
+BACKENDS = {"cpu": cpu.rope, "cuda": cuda.rope}
+EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
+
+INTERPRETED = torch.cuda.device_count() == 0
+
+# Two products and their sum are rounded once each, in fp32, by both paths.
+SLACK = torch.finfo(torch.float32).eps / 2
+
+
+def table(rows: int, width: int, pairs: str = "half", batch: int = 1, seed: int = 0) -> torch.Tensor:
+    """Angles [rows, batch, 1, width], of a usual base; those of a pair are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    position = torch.arange(rows).float()[:, None] + 100 * torch.rand(1, batch, generator=generator)
+    angles = position[..., None] * 100.0 ** -torch.linspace(0, 1, width // 2)  # [rows, batch, width / 2]
+    both = torch.stack((angles, angles), -1).flatten(-2) if pairs == "interleaved" else torch.cat((angles, angles), -1)
+    return both[:, :, None]
+
+
+def composed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str, start: int, scale: float) -> Any:
+    """The path that is replaced: whole-tensor operations in x's dtype."""
+    width = cos.shape[-1]
+    cos, sin = ((t[: x.shape[0]] * scale).to(x.dtype) for t in (cos, sin))
+    turned = x[..., start : start + width]
+    if pairs == "regrouped":
+        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
+    if pairs == "interleaved":
+        other = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
+    else:
+        other = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
+    return torch.cat((x[..., :start], turned * cos + other * sin, x[..., start + width :]), -1)
+
+
+def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    return x, dy
+
+
+# ---- the definition ----
+
+
+@pytest.mark.parametrize(
+    ("pairs", "expected"),
+    [("half", [-3, -4, 1, 2]), ("interleaved", [-2, 1, -4, 3]), ("regrouped", [-2, -4, 1, 3])],
+)
+def test_a_quarter_turn_swaps_the_elements_of_each_pair(pairs: Any, expected: list[float]) -> None:
+    x = torch.tensor([9.0, 1, 2, 3, 4, 8]).view(1, 1, 1, 6)
+    cos, sin = torch.zeros(1, 1, 1, 4), torch.ones(1, 1, 1, 4)
+    for function in (reference.rope, cpu.rope, cuda.rope):
+        got = function(x, cos, sin, pairs, 1, 2.0)
+        assert got.flatten().tolist() == [9, *(2 * each for each in expected), 8]
+
+
+def test_each_half_of_the_factors_goes_to_its_half_of_the_result() -> None:
+    x = torch.tensor([1.0, 10]).view(1, 1, 1, 2)
+    cos, sin = torch.tensor([2.0, 3]).view(1, 1, 1, 2), torch.tensor([5.0, 7]).view(1, 1, 1, 2)
+    for pairs in PAIRS:
+        for function in (reference.rope, cpu.rope, cuda.rope):
+            assert function(x, cos, sin, pairs).flatten().tolist() == [2 - 50, 30 + 7]
+
+
+def test_rows_belong_to_positions_and_sequences_may_have_their_own() -> None:
+    x = torch.ones(3, 2, 1, 2)
+    cos = torch.arange(10.0).view(5, 2, 1, 1).expand(5, 2, 1, 2)
+    positions = torch.tensor([4, 0, 1])
+    for function in (reference.rope, cpu.rope, cuda.rope):
+        assert function(x, cos, 0 * cos)[..., 0, 0].tolist() == [[0, 1], [2, 3], [4, 5]]
+        assert function(x, cos, 0 * cos, positions=positions)[..., 0, 0].tolist() == [[8, 9], [0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_definition_has_the_gradients_it_says(pairs: Any) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, cos, sin = (
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in ((3, 2, 2, 7), (4, 2, 1, 4), (4, 2, 1, 4))
+    )
+    positions = torch.tensor([3, 0, 3])
+    assert gradcheck(lambda *t: reference.rope(*t, pairs, 2, 1.5, positions), (x, cos, sin))
+
+
+# ---- backends against the definition ----
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(0, 3)),
+    after=st.integers(0, 3),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
+    pairs=st.sampled_from(PAIRS),
+    scale=st.sampled_from([1.0, 1.25]),
+    options=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    backend=st.sampled_from(["cpu", "cpu", "cuda"]),
+    seed=st.integers(0, 100),
+)
+def test_no_backend_is_further_from_the_truth_than_what_it_replaces(
+    sizes: tuple[int, ...],
+    after: int,
+    dtype: torch.dtype,
+    pairs: Any,
+    scale: float,
+    options: tuple[bool, bool, bool],
+    backend: str,
+    seed: int,
+) -> None:
+    s, b, n, half, start = sizes
+    per_batch, packed, sliced = options
+    d = start + 2 * half + after
+    if backend == "cuda" and dtype == torch.bfloat16 and INTERPRETED:
+        dtype = torch.float16  # Triton's interpreter cuts bfloat16 off where hardware rounds it
+    x, dy = make((s, b, n, d), dtype, seed)
+    cos, sin = cos_sin(table(s + 2, 2 * half, pairs, b if per_batch else 1, seed))
+    positions = torch.randint(s + 2, (s,), generator=torch.Generator().manual_seed(seed)) if packed else None
+    rows = [t if positions is None else t[positions] for t in (cos, sin)]
+
+    def view(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        # As a part of a fused projection: the last dimension is contiguous, the others are not.
+        return function(torch.cat((x, x, x), -1)[..., d : 2 * d] if sliced else x, *rest)
+
+    with one_thread():
+        got = forward_backward(lambda x: view(BACKENDS[backend], x, cos, sin, pairs, start, scale, positions), (x,), dy)
+        replaced = forward_backward(lambda x: view(composed, x, *rows, pairs, start, scale), (x,), dy)
+        exact = forward_backward(lambda x: view(reference.rope, x, *rows, pairs, start, scale), (x,), dy, torch.float64)
+    assert got[0].is_contiguous()
+    # Few elements: that one of a handful was rounded the other way is chance.
+    eps = torch.finfo(dtype).eps
+    assert_not_worse(got, replaced, exact, SLACK if s * b * n * half > 200 else eps / 2, NAMES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_at_full_size_the_error_is_not_above_that_of_what_it_replaces(pairs: Any, dtype: torch.dtype) -> None:
+    x, dy = make((512, 1, 8, 64), dtype)
+    cos, sin = cos_sin(table(512, 64, pairs))
+    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs), (x,), dy, torch.float64)
+    replaced = forward_backward(lambda x: composed(x, cos, sin, pairs, 0, 1.0), (x,), dy)
+    got = forward_backward(lambda x: rope(x, cos, sin, pairs=pairs), (x,), dy)
+    assert_not_worse(got, replaced, exact, SLACK, NAMES)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_triton_kernel_takes_bfloat16(pairs: Any) -> None:
+    x, dy = make((5, 2, 3, 9), torch.bfloat16)
+    cos, sin = cos_sin(table(5, 6, pairs))
+    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2), (x,), dy, torch.float64)
+    got = forward_backward(lambda x: cuda.rope(x, cos, sin, pairs, 2), (x,), dy)
+    for name, ours, truth in zip(NAMES, got, exact, strict=True):
+        assert ours.dtype == torch.bfloat16 and error(ours, truth) < torch.finfo(torch.bfloat16).eps, name
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("pairs", PAIRS)
+def test_the_gradient_is_the_transposed_rotation_whatever_the_factors(backend: str, pairs: Any) -> None:
+    """Factors that belong to no angle: both halves of both count."""
+    generator = torch.Generator().manual_seed(4)
+    cos, sin = (torch.randn(5, 2, 1, 6, generator=generator) for _ in range(2))
+    x, dy = make((5, 2, 3, 9), torch.float32)
+    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2, 0.5), (x,), dy, torch.float64)
+    got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin, pairs, 2, 0.5), (x,), dy)
+    for name, ours, truth in zip(NAMES, got, exact, strict=True):
+        assert error(ours, truth) < 4e-7, name
+
+
+@EVERY_BACKEND
+def test_any_strides_and_any_memory_format(backend: str) -> None:
+    x, dy = make((4, 3, 2, 8), torch.float32)
+    cos, sin = cos_sin(table(4, 8))
+    exact = reference.rope(x, cos, sin)
+    for same in (x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), x[:, :, :1].expand(-1, -1, 2, -1)):
+        want = exact if same.stride(2) else exact[:, :, :1].expand_as(x)
+        torch.testing.assert_close(BACKENDS[backend](same, cos, sin), want)
+    # The gradient comes as it pleases too, from a broadcast for instance.
+    leaf = x.clone().requires_grad_()
+    BACKENDS[backend](leaf, cos, sin).sum().backward()
+    torch.testing.assert_close(leaf.grad, forward_backward(lambda x: reference.rope(x, cos, sin), (x,), 0 * dy + 1)[1])
+
+
+@EVERY_BACKEND
+def test_extreme_values_stay_what_they_are(backend: str) -> None:
+    x = torch.tensor([3e38, -3e38, torch.inf, 1.0, torch.nan, 1e-38, 0.0, -0.0]).view(1, 1, 2, 4)
+    cos, sin = torch.full((1, 1, 1, 4), 0.5), torch.zeros(1, 1, 1, 4)
+    got, want = (function(x, cos, sin) for function in (BACKENDS[backend], reference.rope))
+    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+@EVERY_BACKEND
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 1, 0, 4), (1, 1, 1, 2)])
+def test_empty_and_single(backend: str, shape: tuple[int, ...]) -> None:
+    x, dy = make(shape, torch.float32)
+    cos, sin = cos_sin(table(2, 2))
+    got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin), (x,), dy)
+    torch.testing.assert_close(got, forward_backward(lambda x: reference.rope(x, cos, sin), (x,), dy))
+
+
+@EVERY_BACKEND
+def test_a_position_without_a_row_is_seen_and_harms_nobody_else(backend: str) -> None:
+    x, (cos, sin) = torch.randn(4, 1, 2, 6), cos_sin(table(3, 4))
+    positions = torch.tensor([0, -1, 3, 2])
+    got = BACKENDS[backend](x, cos, sin, "half", 2, 1.0, positions)
+    assert got[1:3, ..., 2:].isnan().all() and not got[[0, 3]].isnan().any()
+    with pytest.raises((IndexError, RuntimeError)):
+        reference.rope(x, cos, sin, positions=positions)
+
+
+def test_the_same_bits_every_time_and_with_any_number_of_threads() -> None:
+    x, (cos, sin) = torch.randn(300, 2, 8, 64), cos_sin(table(300, 64))
+    several = rope(x, cos, sin)
+    with one_thread():
+        assert torch.equal(rope(x, cos, sin), several)
+
+
+def test_a_packed_tensor_has_three_dimensions() -> None:
+    x, (cos, sin) = torch.randn(6, 2, 8), cos_sin(table(4, 8))
+    positions = torch.tensor([0, 1, 2, 3, 0, 1])
+    want = torch.cat([reference.rope(part[:, None], cos, sin)[:, 0] for part in x.split([4, 2])])
+    torch.testing.assert_close(rope(x, cos, sin, positions=positions), want)
+
+
+# ---- what is kept ----
+
+
+@EVERY_BACKEND
+def test_nothing_is_kept_for_backward_but_the_factors(backend: str) -> None:
+    x, (cos, sin) = torch.randn(5, 1, 2, 8, requires_grad=True), cos_sin(table(5, 8))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        BACKENDS[backend](x, cos, sin)
+    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
+
+
+def test_cos_and_sin_are_computed_once_for_all_who_hold_the_angles() -> None:
+    angles = table(6, 8)
+    cos, sin = cos_sin(angles)
+    torch.testing.assert_close((cos, sin), (angles.cos(), angles.sin()))
+    # As in a recomputed layer, and as a slice of all of it.
+    for same in (angles, angles.detach(), angles[:6]):
+        assert cos_sin(same)[0] is cos
+    shorter = cos_sin(angles[:4])[0]
+    assert shorter.shape[0] == 4 and torch.equal(shorter, cos[:4])
+    angles.mul_(2)
+    torch.testing.assert_close(cos_sin(angles)[0], angles.cos())
+
+
+def test_cos_and_sin_made_without_autograd_serve_it() -> None:
+    angles = table(3, 4)
+    with torch.inference_mode():
+        cos, sin = cos_sin(angles)
+        fresh = angles * 1.0
+        assert torch.equal(cos_sin(fresh)[0], cos)  # an inference tensor counts no writes, and is not kept
+    x = torch.randn(3, 1, 1, 4, requires_grad=True)
+    rope(x, cos, sin).sum().backward()
+    assert x.grad is not None
+
+
+def test_angles_in_half_precision_are_widened_first() -> None:
+    angles = table(3, 4).bfloat16()
+    assert torch.equal(cos_sin(angles)[0], angles.float().cos())
+
+
+def test_what_is_kept_goes_with_the_tensor_and_has_a_limit() -> None:
+    kept, made = Kept(), []
+
+    def make_one() -> object:
+        made.append(torch.zeros(1))
+        return made[-1]
+
+    first = torch.zeros(4)
+    assert kept.get(first, "key", make_one) is kept.get(first[:], "key", make_one)
+    assert kept.get(first, "other", make_one) is not kept.get(first, "key", make_one) and len(made) == 2
+    for _ in range(200):
+        kept.get(torch.zeros(2), "key", make_one)
+    assert len(kept._entries) <= 2, "what has no owner any more is dropped when the next comes"
+    many = [torch.zeros(2) for _ in range(100)]
+    for each in many:
+        kept.get(each, "key", make_one)
+    for number in range(100):
+        kept.get(many[-1], number, make_one)
+    assert len(kept._entries) <= 32 and sum(len(entry.values) for entry in kept._entries.values()) <= 32 + 16
+    gc.collect()
+    assert kept.get(many[-1], 99, make_one) is made[-1]
+
+
+def in_pieces(t: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """What context parallelism leaves of one sequence on `rank`: a piece from the front, and its mirror image."""
+    pieces = t.chunk(2 * ranks)
+    return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    ranks=st.sampled_from([1, 1, 2, 3]),
+    whole=st.booleans(),
+)
+def test_positions_in_a_packing(lengths: list[int], ranks: int, whole: bool) -> None:
+    lengths = [2 * ranks * each if ranks > 1 else each for each in lengths]
+    edges = torch.tensor([0, *lengths]).cumsum(0).int()
+    total = sum(lengths)
+    for rank in range(ranks):
+        starts = edges[:-1].tolist() if whole else [0] * len(lengths)
+        parts = [torch.arange(at, at + length) for at, length in zip(starts, lengths, strict=True)]
+        want = torch.cat([in_pieces(part, ranks, rank) if ranks > 1 and len(part) else part for part in parts])
+        got = packed_positions(edges, total // ranks, total if whole else total + 1, cp_size=ranks, cp_rank=rank)
+        assert got.tolist() == want.tolist()
+
+
+def test_positions_are_computed_once_and_a_wrong_packing_is_an_error() -> None:
+    edges = torch.tensor([0, 3, 3, 5])
+    assert packed_positions(edges, 5, 4).tolist() == [0, 1, 2, 0, 1]
+    assert packed_positions(edges, 5, 4) is packed_positions(edges, 5, 4)
+    assert packed_positions(edges, 5, 5).tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="6 tokens, but the sequences of cu_seqlens have 5"):
+        packed_positions(edges, 6, 4)
+
+
+# ---- falling back, compiling, refusing ----
+
+
+def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, (cos, sin) = torch.randn(3, 1, 2, 8, dtype=torch.bfloat16), cos_sin(table(3, 8))
+    said: list[Any] = []
+    monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler today")
+    monkeypatch.setattr(dispatch, "_reported", set())
+    operator = dispatch.operator("rope")
+    operator.forget()
+    stop = dispatch.on_fallback(lambda *what: said.append(what))
+    try:
+        got = [rope(x, cos, sin) for _ in range(2)]
+    finally:
+        stop()
+        operator.forget()
+    assert said == [("rope", "cpu", ("no C++ compiler today",))]
+    assert all(torch.equal(each, reference.rope(x, cos, sin)) for each in got)
+
+
+def test_angles_that_learn_go_to_the_reference() -> None:
+    x, cos = torch.randn(3, 1, 2, 8), torch.randn(3, 1, 1, 8, requires_grad=True)
+    assert why_not(x, cos, cos.detach()) == ["cos and sin want a gradient"]
+    with pytest.raises(RuntimeError, match="want a gradient"), force("rope", "cpu"):
+        rope(x, cos, cos.detach())
+    rope(x, cos, cos.detach()).sum().backward()
+    assert cos.grad is not None
+
+
+def test_compiles() -> None:
+    x, dy = make((6, 2, 2, 8), torch.float32)
+    angles = table(6, 8)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, angles: rope(x * 1.0, *cos_sin(angles)), backend="aot_eager")
+    exact = forward_backward(lambda x: reference.rope(x, *cos_sin(angles)), (x,), dy, torch.float64)
+    for name, ours, truth in zip(NAMES, forward_backward(lambda x: compiled(x, angles), (x,), dy), exact, strict=True):
+        assert error(ours, truth) < 1e-6, name
+
+
+def test_fake_tensors_have_a_shape() -> None:
+    with FakeTensorMode():
+        x = torch.randn(3, 1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        y = rope(x, *cos_sin(torch.randn(3, 1, 1, 8)))
+        y.sum().backward()
+        assert (y.shape, y.dtype) == (x.shape, x.dtype) and x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(x=torch.zeros(2, 3)), "want x"),
+        (dict(sin=torch.zeros(3, 1, 1, 2)), "want x"),
+        (dict(pairs="thirds"), "pairs is one of half, interleaved, regrouped"),
+        (dict(cos=torch.zeros(3, 3, 1, 4), sin=torch.zeros(3, 3, 1, 4)), "do not fit"),
+        (dict(cos=torch.zeros(3, 1, 1, 3), sin=torch.zeros(3, 1, 1, 3)), "R even"),
+        (dict(start=5), "from element 5 on"),
+        (dict(cos=torch.zeros(2, 1, 1, 4), sin=torch.zeros(2, 1, 1, 4)), "2 rows"),
+        (dict(positions=torch.zeros(2, dtype=torch.long)), "positions"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> None:
+    given = dict(x=torch.zeros(3, 2, 2, 8), cos=torch.zeros(3, 1, 1, 4), sin=torch.zeros(3, 1, 1, 4))
+    with pytest.raises(ValueError, match=words):
+        rope(**{**given, **changed})  # type: ignore[arg-type]
+
+
+# ---- Triton without a GPU ----
+
+
+@pytest.mark.parametrize("sides", [(False, False), (True, True), (True, False), (False, True)])
+def test_the_kernel_compiles_for_an_h100_without_spilling(sides: tuple[bool, bool]) -> None:
+    integers = ("b", "n", "d", "width", "start", "rows", "stride_s", "stride_b", "stride_n", "row", "batch")
+    found = compile_sm90(
+        "mindspeed_lite.ops.rope.cuda:_kernel",
+        {"x": "*bf16", "cos": "*fp32", "sin": "*fp32", "positions": "*i64", "y": "*bf16", "scale": "fp32"}
+        | dict.fromkeys(integers, "i32"),
+        {"INTO": sides[0], "OUT": sides[1], "TRANSPOSED": True, "PASSED": 64, "BLOCK_PAIRS": 64, "BLOCK_HEADS": 16},
+        num_warps=4,
+    )
+    # Eight programs of 4 warps fit a multiprocessor's 64 Ki registers twice over.
+    assert found.spills == 0 and found.registers <= 96
+
+
+# ---- NPU, on an emulation of its documentation ----
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("form", ["whole", "partial", "packed", "per batch"])
+@pytest.mark.usefixtures("npu_twin")
+def test_npu(form: str, pairs: Any, dtype: torch.dtype) -> None:
+    if form == "per batch" and pairs == "interleaved":
+        pytest.skip("documented for one table only")
+    x, dy = make((5, 2, 3, 12), dtype)
+    width, start = (12, 0) if form != "partial" else (8, 3)
+    cos, sin = cos_sin(table(7, width, pairs, 2 if form == "per batch" else 1))
+    positions = torch.tensor([6, 0, 1, 0, 3]) if form == "packed" else None
+    how: dict[str, Any] = dict(pairs=pairs, start=start, scale=1.5, positions=positions)
+    exact = forward_backward(lambda x: reference.rope(x, cos, sin, **how), (x,), dy, torch.float64)
+    with force("rope", "npu"):
+        got = forward_backward(lambda x: rope(x, cos, sin, **how), (x,), dy)
+    assert got[0].is_contiguous()
+    for name, ours, truth in zip(NAMES, got, exact, strict=True):
+        # Factors, result and, with a scale, the result again are rounded to x's dtype.
+        assert error(ours, truth) <= 2 * torch.finfo(dtype).eps, name
+
+
+def test_npu_keeps_no_input_and_rounds_the_factors_once(npu_twin: list[twin.Call]) -> None:
+    x, angles = torch.randn(5, 1, 2, 8, dtype=torch.bfloat16, requires_grad=True), table(5, 8)
+    saved: list[torch.Tensor] = []
+    with force("rope", "npu"), torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        out = sum(rope(x, *cos_sin(angles)).sum() for _ in range(2))
+        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in cos_sin(angles)}
+        out.backward()  # type: ignore[union-attr]
+    factors = [[t.data_ptr() for t in call.args[1:]] for call in npu_twin]
+    assert len(factors) == 4 and factors[0] == factors[1] and factors[2] == factors[3]
+
+
+@pytest.mark.usefixtures("npu_twin")
+def test_npu_refuses_what_the_operator_does_not_take() -> None:
+    def reasons(shape: tuple[int, ...], width: int, dtype: torch.dtype = torch.bfloat16, **how: Any) -> list[str]:
+        with force("rope", "npu"):
+            factors = torch.zeros(shape[0], how.pop("batch", 1), 1, width)
+            return why_not(torch.zeros(shape, dtype=dtype), factors, factors, **how)
+
+    assert reasons((2, 1, 1, 8), 8) == reasons((2, 1, 999, 2), 2) == reasons((2, 1, 1, 894), 894) == []
+    for words, found in {
+        "float64": reasons((2, 1, 1, 8), 8, torch.float64),
+        "896": reasons((2, 1, 1, 896), 896),
+        "at least 2": reasons((2, 1, 1, 2), 0),
+        "1000 of each": reasons((2, 1, 1000, 2), 2),
+        "40 x 30": reasons((2, 40, 30, 2), 2, pairs="interleaved"),
+        "one for all": reasons((2, 3, 1, 2), 2, pairs="interleaved", batch=3),
+    }.items():
+        assert len(found) == 1 and words in found[0], (words, found)
+
+
+def test_the_twin_notices_wrong_calls() -> None:
+    x, r = torch.randn(4, 2, 3, 8), torch.rand(4, 1, 1, 8)
+    call = functools.partial(npu_rotary_mul, x)
+    call(r, r)
+    for wrong in (
+        lambda: call(r.bfloat16(), r.bfloat16()),
+        lambda: call(r[:3], r[:3]),
+        lambda: call(2 * r + 1, r),
+        lambda: call(r[0], r[0]),
+        lambda: call(r, r, rotary_mode="neox"),
+        lambda: call(r.expand(4, 2, 1, 8), r.expand(4, 2, 1, 8), rotary_mode="interleave"),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    with pytest.raises(TypeError):
+        call(r, r, mode="half")  # type: ignore[call-arg]

@@ -1,0 +1,52 @@
+"""The measure of Triton kernels without a GPU: it compiles, tells kernels apart, and says what does not compile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from . import small_kernels
+from .triton_compile import CompileError, compile_sm90
+
+KERNELS = "tests.ops.small_kernels"
+SCALED = {"x": "*fp32", "y": "*fp32", "factor": "fp32", "n": "i32"}
+
+
+def test_a_small_kernel_needs_little() -> None:
+    found = compile_sm90(f"{KERNELS}:scaled", SCALED, {"BLOCK": 1024})
+    assert 0 < found.registers <= 64 and found.spills == 0 and found.shared == 0
+
+
+def test_more_work_per_thread_takes_more_registers_and_at_last_spills() -> None:
+    few, many, too_many = (
+        compile_sm90(f"{KERNELS}:scaled", SCALED, {"BLOCK": block}, num_warps=1) for block in (1024, 4096, 8192)
+    )
+    assert few.registers < many.registers
+    assert few.spills == 0 and too_many.spills > 0
+
+
+def test_a_reduction_shares_memory() -> None:
+    assert compile_sm90(f"{KERNELS}:total", {"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 4096}).shared > 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "signature", "words"),
+    [
+        ("wrong", {"x": "*i32", "n": "i32"}, "incompatible"),
+        ("scaled", {"x": "*fp32", "y": "*fp32", "n": "i32"}, "no type for"),
+        ("scaled", {**SCALED, "z": "i32"}, "no argument"),
+    ],
+)
+def test_what_does_not_compile_is_said(kernel: str, signature: dict[str, str], words: str) -> None:
+    with pytest.raises(CompileError, match=words):
+        compile_sm90(f"{KERNELS}:{kernel}", signature, {"BLOCK": 64})
+
+
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="kernels run on the GPU here")
+def test_kernels_run_on_cpu_tensors_here() -> None:
+    x = torch.arange(10.0)
+    y = torch.zeros(10)
+    small_kernels.scaled[(3,)](x, y, 2.0, 10, BLOCK=4)
+    assert torch.equal(y, 2 * x)

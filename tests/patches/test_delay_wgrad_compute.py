@@ -1,0 +1,228 @@
+"""`--delay-wgrad-compute` in real Megatron: when a weight's gradient is computed, by whom, and what is told."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.patches import delay_wgrad_compute as patch
+from tests.patches.test_gradient_accumulation_fusion import HIDDEN, config_of, start
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+FLAGS = {"use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
+
+
+def delayed(config):
+    """Past Megatron's check that the combined schedule is on, which needs several processes."""
+    config.delay_wgrad_compute = True
+    return config
+
+
+def mlp_of(config):
+    """Megatron's MLP, whose `backward_dw` asks both of its layers."""
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    mlp = MLP(config, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear))
+    generator = torch.Generator().manual_seed(5)
+    for weight in mlp.parameters():
+        weight.data.copy_(torch.randn(weight.shape, generator=generator) / 8)
+        weight.main_grad = torch.zeros(weight.shape)
+        weight.grad_added_to_main_grad = False
+    return mlp
+
+
+def step(mlp, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(6, 2, HIDDEN, generator=generator).bfloat16().requires_grad_()
+    out, _ = mlp(x)
+    out.backward(torch.randn(out.shape, generator=generator).bfloat16())
+    return x.grad
+
+
+def gradients(mlp):
+    return [weight.main_grad.clone() for weight in mlp.parameters()]
+
+
+@forked("megatron")
+def test_the_gradient_comes_when_it_is_asked_for_with_the_same_bits():
+    start()
+    with mindspeed_lite.enabled(**FLAGS, strict=True):
+        now, late = mlp_of(config_of(True)), mlp_of(delayed(config_of(True)))
+        assert torch.equal(step(now), step(late))
+        assert all(not bool(each.any()) for each in gradients(late)), "computed before it was asked for"
+        assert all(bool(each.any()) for each in gradients(now))
+        late.backward_dw()
+        now.backward_dw()
+        assert all(map(torch.equal, gradients(now), gradients(late)))
+        for seed in (2, 3):  # two backward passes before it is asked for
+            step(now, seed)
+            step(late, seed)
+        late.backward_dw()
+        assert all(map(torch.equal, gradients(now), gradients(late)))
+
+
+@forked("megatron")
+def test_what_reduces_gradients_is_told_after_each():
+    start()
+    with mindspeed_lite.enabled(**FLAGS, strict=True):
+        mlp = mlp_of(delayed(config_of(True)))
+        said = []
+        for layer in (mlp.linear_fc1, mlp.linear_fc2):
+            assert layer.weight.skip_backward_post_hook is True
+            layer.register_wgrad_accumulation_and_reduce_hooks(
+                lambda weight=layer.weight: said.append(bool(weight.main_grad.any()))
+            )
+        step(mlp)
+        assert said == []
+        mlp.backward_dw()
+        assert said == [True, True]
+
+
+@forked("megatron")
+def test_only_layers_that_a_schedule_asks_are_delayed():
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    start()
+    with mindspeed_lite.enabled(**FLAGS, strict=True):
+        plain = mlp_of(config_of(True))
+        assert not any(hasattr(layer, "wgrad_queue") for layer in (plain.linear_fc1, plain.linear_fc2))
+        output_layer = ColumnParallelLinear(
+            HIDDEN, 64, config=delayed(config_of(True)), init_method=torch.nn.init.normal_, bias=False,
+            gather_output=False, skip_bias_add=False,
+        )  # fmt: skip
+        assert not hasattr(output_layer, "wgrad_queue")
+        mlp = mlp_of(delayed(config_of(True)))
+        mlp.linear_fc1.weight.requires_grad_(False)
+        with torch.no_grad():
+            mlp(torch.randn(6, 2, HIDDEN, dtype=torch.bfloat16))
+        step(mlp)
+        assert len(mlp.linear_fc1.wgrad_queue) == 0 and len(mlp.linear_fc2.wgrad_queue) == 1
+
+
+@forked("megatron")
+def test_a_model_without_the_fusion_is_not_delayed_and_says_so():
+    start()
+    with mindspeed_lite.enabled(**FLAGS, strict=True), pytest.raises(FallbackError, match="fusion"):
+        mlp_of(delayed(config_of(False)))
+    mindspeed_lite.enable(**FLAGS)
+    mlp = mlp_of(delayed(config_of(False)))
+    step(mlp)
+    assert mlp.linear_fc1.weight.grad is not None
+    assert [each.feature for each in mindspeed_lite.report().fallbacks] == [FEATURE.name]
+
+
+def reduced(mlp, config, **ddp):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True, **ddp), mlp)
+
+
+@forked("megatron")
+def test_what_nobody_asked_for_is_computed_before_gradients_are_reduced():
+    start()
+    config = delayed(config_of(True))
+    mindspeed_lite.enable(**FLAGS)
+    late, now = mlp_of(config), mlp_of(config_of(True))
+    model = reduced(late, config)
+    for each in (late, now):
+        step(each)
+    assert not bool(late.linear_fc1.weight.main_grad.any())
+    model.finish_grad_sync()
+    assert all(map(torch.equal, gradients(now), gradients(late)))
+    assert ["no schedule" in each.reason for each in mindspeed_lite.report().fallbacks] == [True]
+
+
+@forked("megatron")
+def test_a_reduction_that_does_not_know_of_the_delay_turns_it_off():
+    start()
+    config = delayed(config_of(True))
+    mindspeed_lite.enable(**FLAGS)
+    mlp = mlp_of(config)
+    reduced(mlp, config, overlap_grad_reduce=True)
+    step(mlp)
+    assert bool(mlp.linear_fc1.weight.main_grad.any())
+    assert ["overlap_grad_reduce" in each.reason for each in mindspeed_lite.report().fallbacks] == [True]
+
+
+@forked("megatron")
+def test_undo_restores_every_target():
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.tensor_parallel import layers
+
+    places = [
+        (owner, name)
+        for owner in (layers.ColumnParallelLinear, layers.RowParallelLinear)
+        for name in ("__init__", "_forward_impl", "backward_dw")
+    ] + [(DistributedDataParallel, name) for name in ("__init__", "finish_grad_sync")]
+    before = [vars(owner)[name] for owner, name in places]
+    mindspeed_lite.enable(**FLAGS)
+    assert all(vars(owner)[name] is not old for (owner, name), old in zip(places, before, strict=True))
+    assert mindspeed_lite.disable() == []
+    assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))
+
+
+# ---- flags ----
+
+
+def reasons(settings=None, host_args=None):
+    return list(FEATURE.condition(Context(Settings(settings or {}), "cpu", {}, host_args)))
+
+
+def test_conditions_name_what_is_in_the_way():
+    on = {"use_gradient_accumulation_fusion": True}
+    overlap = {"overlap_moe_expert_parallel_comm": True}
+    assert reasons(on) == reasons(on, overlap) == []
+    assert "--gradient-accumulation-fusion is off" in reasons({"use_gradient_accumulation_fusion": False}, overlap)[0]
+    assert reasons({"use_gradient_accumulation_fusion": False, "mindspeed_lite_auto": True}, overlap) == []
+    assert "--overlap-moe-expert-parallel-comm" in reasons(on, {})[0]
+    assert "--transformer-impl" in reasons(on, {**overlap, "transformer_impl": "transformer_engine"})[0]
+    assert "--cpu-offloading" in reasons(on, {**overlap, "cpu_offloading_num_layers": 1})[0]
+    assert "--cuda-graph-impl" in reasons(on, {**overlap, "cuda_graph_impl": "local"})[0]
+
+
+ARGV = [
+    "train", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+    "--max-position-embeddings", "16", "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1", "--bf16",
+    "--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-token-dispatcher-type", "alltoall",
+    "--overlap-moe-expert-parallel-comm", "--transformer-impl", "local",
+]  # fmt: skip
+
+
+def validated(*flags):
+    from megatron.training import arguments
+
+    import mindspeed_lite.megatron_adaptor  # noqa: F401
+
+    sys.argv = [*ARGV, *flags]
+    args = arguments.parse_args()
+    args.rank, args.world_size = 0, 2
+    arguments.validate_args(args)
+    return args
+
+
+@forked("megatron")
+def test_megatrons_flag_is_no_longer_refused_without_transformer_engine():
+    args = validated("--delay-wgrad-compute", "--gradient-accumulation-fusion")
+    assert args.delay_wgrad_compute is True and args.gradient_accumulation_fusion is True
+    status = {each.feature: each.status for each in mindspeed_lite.report().entries}
+    assert status[FEATURE.name] == status["gradient_accumulation_fusion"] == "applied"
+
+
+@forked("megatron")
+def test_all_turns_it_on_where_a_schedule_asks():
+    args = validated("--mindspeed-lite-auto")
+    assert args.delay_wgrad_compute is True
+
+
+@forked("megatron")
+def test_without_the_flag_nothing_is_delayed():
+    args = validated("--gradient-accumulation-fusion")
+    assert args.delay_wgrad_compute is False
+    status = {each.feature: each.status for each in mindspeed_lite.report().entries}
+    assert status[FEATURE.name] == "off"

@@ -1,0 +1,249 @@
+"""`--gradient-accumulation-fusion` in real Megatron: what is provided, which linear layers use it, how flags meet."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches import _defaults
+from mindspeed_lite.patches import gradient_accumulation_fusion as patch
+from tests.ops.compare import error
+from tests.platform.forked import forked, on_ranks
+
+FEATURE = patch.FEATURE
+EXTENSION = "fused_weight_gradient_mlp_cuda"
+ON = "use_gradient_accumulation_fusion"
+HIDDEN = 32
+
+
+def start(world=1, rank=0, tp=1, store=None):
+    """Megatron's groups on gloo, and its random state."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from mindspeed_lite import platform
+
+    platform.activate()
+    torch.distributed.init_process_group(
+        "gloo", store=store or torch.distributed.HashStore(), rank=rank, world_size=world
+    )
+    parallel_state.initialize_model_parallel(tp)
+    model_parallel_cuda_manual_seed(7)
+
+
+def config_of(fusion, **fields):
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, gradient_accumulation_fusion=fusion,
+        add_bias_linear=False, bf16=True, params_dtype=torch.bfloat16, **fields,
+    )  # fmt: skip
+
+
+def linear_of(kind, fusion, main=torch.float32, **fields):
+    from megatron.core import tensor_parallel
+
+    config = config_of(fusion, **fields)
+    own = {"gather_output": False} if kind == "ColumnParallelLinear" else {"input_is_parallel": True}
+    layer = getattr(tensor_parallel, kind)(
+        HIDDEN, 48, config=config, init_method=torch.nn.init.normal_, bias=False, skip_bias_add=False, **own
+    )
+    layer.weight.main_grad = torch.ones(layer.weight.shape, dtype=main)
+    layer.weight.grad_added_to_main_grad = False
+    return layer
+
+
+def train(layer, micro_batches=2):
+    """As Megatron's gradient hook does: what the layer has not added itself is added."""
+    generator = torch.Generator().manual_seed(1)
+    weight = layer.weight
+    for _ in range(micro_batches):
+        x = torch.randn(6, 2, weight.shape[1], generator=generator).bfloat16().requires_grad_()
+        out, _ = layer(x)
+        out.backward(torch.randn(out.shape, generator=generator).bfloat16())
+        if not weight.grad_added_to_main_grad:
+            weight.main_grad.add_(weight.grad)
+        weight.grad = None
+    return weight.main_grad
+
+
+def exactly(layer, micro_batches=2):
+    """The same in float64."""
+    generator = torch.Generator().manual_seed(1)
+    n, k = layer.weight.shape
+    main_grad = torch.ones(n, k, dtype=torch.float64)
+    for _ in range(micro_batches):
+        x, dy = (torch.randn(6, 2, width, generator=generator).bfloat16().double() for width in (k, n))
+        main_grad += dy.flatten(0, 1).t() @ x.flatten(0, 1)
+    return main_grad
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["ColumnParallelLinear", "RowParallelLinear"])
+@forked("megatron")
+def test_linear_layers_add_to_the_main_gradient(kind, main):
+    start()
+    off = train(linear_of(kind, False, main))
+    with pytest.raises((RuntimeError, NameError), match="fused_weight_gradient_mlp_cuda"):
+        train(linear_of(kind, True, main))
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        layer = linear_of(kind, True, main)
+        on = train(layer)
+        assert layer.weight.grad_added_to_main_grad is True
+        unfused = linear_of(kind, False, main)
+        assert torch.equal(train(unfused), off), "a configuration without the fusion has Megatron's own path"
+        assert unfused.weight.grad_added_to_main_grad is False
+    assert on.dtype == main
+    exact = exactly(layer)
+    assert error(on, exact) <= error(off, exact) and error(off, exact) < 0.01
+
+
+@forked("megatron")
+def test_undo_leaves_nothing_behind():
+    from megatron.core.tensor_parallel import layers
+
+    assert layers._grad_accum_fusion_available is False
+    with mindspeed_lite.enabled(**{ON: True}):
+        assert layers._grad_accum_fusion_available is True
+        assert layers.fused_weight_gradient_mlp_cuda is sys.modules[EXTENSION]
+        # A second training in one process must not take our module for Apex's.
+        assert _defaults._wgrad_kernel("cuda") is not None
+    assert layers._grad_accum_fusion_available is False
+    assert not hasattr(layers, EXTENSION) and EXTENSION not in sys.modules
+
+
+@forked("megatron")
+def test_an_installed_apex_is_left_alone():
+    from megatron.core.tensor_parallel import layers
+
+    apex = SimpleNamespace()
+    layers.fused_weight_gradient_mlp_cuda = sys.modules[EXTENSION] = apex
+    layers._grad_accum_fusion_available = True
+    report = mindspeed_lite.enable(**{ON: True})
+    entry = next(each for each in report.entries if each.feature == FEATURE.name)
+    assert entry.status == "applied"
+    assert layers.fused_weight_gradient_mlp_cuda is sys.modules[EXTENSION] is apex
+    assert mindspeed_lite.disable() == []
+    assert layers._grad_accum_fusion_available is True and sys.modules[EXTENSION] is apex
+
+
+@forked("megatron")
+def test_a_frozen_weight_gets_nothing():
+    start()
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        layer = linear_of("ColumnParallelLinear", True)
+        layer.weight.requires_grad_(False)
+        x = torch.randn(6, 2, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+        layer(x)[0].sum().backward()
+    assert torch.equal(layer.weight.main_grad, torch.ones_like(layer.weight.main_grad)) and x.grad is not None
+
+
+@forked("megatron")
+def test_the_deferred_output_layer_finds_the_extension_too():
+    """`drain_embedding_wgrad_compute` imports it when it runs, which is why it is a module as well."""
+    from megatron.core.utils import drain_embedding_wgrad_compute
+
+    start()
+    config = config_of(False)
+    config.gradient_accumulation_fusion = True
+    x = [torch.randn(6, 2, HIDDEN).bfloat16() for _ in range(2)]
+    dy = [torch.randn(6, 2, 48).bfloat16() for _ in range(2)]
+    weight = torch.nn.Parameter(torch.zeros(48, HIDDEN, dtype=torch.bfloat16))
+    weight.main_grad = torch.zeros(48, HIDDEN)
+    expected = sum(b.flatten(0, 1).double().t() @ a.flatten(0, 1).double() for a, b in zip(x, dy, strict=True))
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        drain_embedding_wgrad_compute(config, x, dy, weight, torch.distributed.group.WORLD)
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@forked("megatron")
+def test_sequence_parallel_gathers_the_input_first():
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def rank(number):
+        client = torch.distributed.TCPStore("127.0.0.1", store.port, is_master=False)
+        start(2, number, 2, client)
+        with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+            parallel = {"sequence_parallel": True, "tensor_model_parallel_size": 2}
+            on, off = (train(linear_of("ColumnParallelLinear", fusion, **parallel)) for fusion in (True, False))
+        assert error(on, off) < 0.01
+
+    on_ranks(2, rank)
+
+
+@forked("megatron")
+def test_verification_compares_with_the_unfused_product():
+    start()
+    with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
+        got = train(linear_of("RowParallelLinear", True))
+        entries = mindspeed_lite.report().verifications
+    assert [(each.operator, each.verdict, each.calls) for each in entries] == [("accumulate_wgrad", "ok", 2)]
+    assert entries[0].measured_from == "float64"
+    with mindspeed_lite.enabled(**{ON: True}):
+        assert torch.equal(train(linear_of("RowParallelLinear", True)), got), "verification changes no bit"
+
+
+# ---- flags ----
+
+
+def reasons(explicit=(), **host_args):
+    return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args, frozenset(explicit))))
+
+
+def test_conditions_name_what_is_in_the_way():
+    assert reasons() == reasons(transformer_impl="local") == []
+    (engine,) = reasons(transformer_impl="transformer_engine")
+    assert "--transformer-impl transformer_engine" in engine
+    # Megatron's default was switched off by us; only a user's own flag counts.
+    assert reasons(gradient_accumulation_fusion=False) == []
+    (against,) = reasons(["gradient_accumulation_fusion"], gradient_accumulation_fusion=False)
+    assert "--no-gradient-accumulation-fusion" in against
+    assert "--use-torch-fsdp2" in reasons(use_torch_fsdp2=True)[0]
+    assert "--use-megatron-fsdp" in reasons(use_megatron_fsdp=True)[0]
+    (yaml,) = reasons(model_parallel=SimpleNamespace(gradient_accumulation_fusion=False))
+    assert "YAML" in yaml
+    assert reasons(model_parallel=SimpleNamespace(gradient_accumulation_fusion=True)) == []
+
+
+def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
+    assert {each.stand_in for each in _defaults.DEFAULTS} == {"", FEATURE.options[0].dest}
+    for on in (False, True):
+        args = SimpleNamespace(gradient_accumulation_fusion=True, use_gradient_accumulation_fusion=on)
+        notices = _defaults.switch(args, "cpu", ())
+        assert args.gradient_accumulation_fusion is on
+        assert len(notices) == (not on)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fusion", "status"),
+    [
+        ([], False, "off"),
+        (["--gradient-accumulation-fusion"], True, "applied"),
+        (["--no-gradient-accumulation-fusion"], False, "off"),
+        (["--gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"], False, "skipped"),
+        (["--mindspeed-lite-auto"], True, "applied"),
+        (["--mindspeed-lite-auto", "--no-gradient-accumulation-fusion"], False, "off"),
+    ],
+)
+@forked("megatron")
+def test_flags_meet_those_of_megatron(flags, fusion, status):
+    from megatron.training import arguments
+
+    import mindspeed_lite.megatron_adaptor
+
+    sys.argv = [
+        "train", "--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "4", "--seq-length", "16",
+        "--max-position-embeddings", "16", "--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "1",
+        "--transformer-impl", "local", *flags,
+    ]  # fmt: skip
+    args = arguments.parse_args()
+    args.rank, args.world_size = 0, 1
+    arguments.validate_args(args)
+    assert args.gradient_accumulation_fusion is fusion
+    entry = next(each for each in mindspeed_lite.report().entries if each.feature == FEATURE.name)
+    assert entry.status == status, entry.reasons

@@ -1,0 +1,387 @@
+"""`--use-fused-adamw` in real Megatron: the same training as off, in fewer passes, whatever optimizer stands around."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mindspeed_lite
+from mindspeed_lite import platform
+from mindspeed_lite.engine import Context, EngineError, Settings
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+from mindspeed_lite.patches import use_fused_adamw as patch
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+
+# What Megatron's configuration can make of it.
+KINDS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16": True},
+    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
+    "fp16": {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 3},
+    "fp16, distributed": {"fp16": True, "initial_loss_scale": 1024.0, "use_distributed_optimizer": True},
+    "fp32": {},
+    "L2": {"bf16": True, "decoupled_weight_decay": False},
+    "no clipping": {"bf16": True, "clip_grad": 0.0},
+    "constant loss scale": {"bf16": True, "loss_scale": 16.0},
+}
+
+
+class Model(torch.nn.Module):
+    """A matrix, an embedding with a rate of its own, a bias without decay, and a router that stays in fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def parameter(*shape: int, dtype: torch.dtype = dtype) -> torch.nn.Parameter:
+            return torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype))
+
+        self.embedding, self.weight, self.bias = parameter(32, 8), parameter(24, 40), parameter(24)
+        self.router = parameter(6, 8, dtype=torch.float32)
+        self.embedding.is_embedding_or_output_parameter = True
+
+
+class Passes(TorchDispatchMode):
+    """Names of the operators that go over more than a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(args)):
+            self.seen.add(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def groups(tmp_path: Path) -> Path:
+    """Where the one rank of a test meets itself."""
+    return tmp_path / "store"
+
+
+def start(store: Path) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    platform.activate()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+
+
+def optimizer_of(**options: Any) -> tuple[Any, Any]:
+    """(model in Megatron's DDP, its optimizer)."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = torch.bfloat16 if options.get("bf16") else torch.float16 if options.get("fp16") else torch.float32
+    distributed = options.get("use_distributed_optimizer", False)
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    model = DistributedDataParallel(transformer, ddp, Model(dtype))
+    fields = {"optimizer": "adam", "lr": 1e-2, "decoupled_lr": 3e-2, "clip_grad": 0.5, "params_dtype": dtype}
+    return model, get_megatron_optimizer(OptimizerConfig(**{**fields, **options}), [model])
+
+
+def gradients(model: Any, step: int, scale: float = 1.0) -> None:
+    """What a backward pass and its reduction leave behind; some steps are clipped and some are not."""
+    generator = torch.Generator().manual_seed(100 + step)
+    size = scale * (0.3 if step % 2 else 1e-3)
+    for parameter in model.parameters():
+        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def inner(optimizer: Any) -> Any:
+    return optimizer.chained_optimizers[0].optimizer
+
+
+def train(options: dict[str, Any], steps: int = 6, overflow: int | None = None) -> dict[str, Any]:
+    """The history and what it left: model, main parameters, moments."""
+    model, optimizer = optimizer_of(**options)
+    history = []
+    for step in range(steps):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        gradients(model, step, float(optimizer.get_loss_scale()))
+        if step == overflow:
+            next(model.parameters()).main_grad.view(-1)[3] = float("inf")
+        history.append(optimizer.step())
+    return {
+        "history": history,
+        "model": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
+        "main": [parameter.detach().clone() for parameter in optimizer.get_parameters()],
+        "state": copy.deepcopy(inner(optimizer).state_dict()),
+        "kind": type(inner(optimizer)),
+        "scale": float(optimizer.get_loss_scale()),
+    }
+
+
+def assert_same_training(off: dict[str, Any], on: dict[str, Any]) -> None:
+    for (done, norm, zeros), (done_on, norm_on, zeros_on) in zip(off["history"], on["history"], strict=True):
+        assert (done, zeros) == (done_on, zeros_on)
+        assert (norm is None) == (norm_on is None)
+        if norm is not None:
+            assert norm_on == pytest.approx(norm, rel=1e-6)
+    # A few units in the last place of fp32, over as many steps; 16-bit weights may fall on the other side of a tie.
+    for a, b in zip(off["main"], on["main"], strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-6, atol=2e-7)
+    for name, a in off["model"].items():
+        eps = torch.finfo(a.dtype).eps
+        torch.testing.assert_close(on["model"][name], a, rtol=eps, atol=2e-7)
+    assert off["state"]["param_groups"] == on["state"]["param_groups"]
+    for place, state in off["state"]["state"].items():
+        ours = on["state"]["state"][place]
+        assert list(ours) == list(state) and ours["step"] == state["step"]
+        torch.testing.assert_close(ours["exp_avg"], state["exp_avg"], rtol=2e-6, atol=1e-7)
+        torch.testing.assert_close(ours["exp_avg_sq"], state["exp_avg_sq"], rtol=2e-6, atol=1e-9)
+    assert off["scale"] == on["scale"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@forked("megatron")
+def test_training_is_that_of_off(kind: str, groups: Path) -> None:
+    start(groups)
+    off = train(KINDS[kind])
+    with mindspeed_lite.enabled(use_fused_adamw=True, strict=True):
+        on = train(KINDS[kind])
+    expected = FusedAdam if kind == "L2" else FusedAdamW
+    assert (off["kind"], on["kind"]) == (expected.__mro__[2], expected)
+    assert_same_training(off, on)
+    assert not all(torch.equal(a, b) for a, b in zip(off["main"], on["main"], strict=True)), "it was not in force"
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp16, distributed"])
+@forked("megatron")
+def test_a_step_with_infinite_gradients_is_skipped_and_the_next_is_not(kind: str, groups: Path) -> None:
+    start(groups)
+    off = train(KINDS[kind], overflow=2)
+    with mindspeed_lite.enabled(use_fused_adamw=True, strict=True):
+        on = train(KINDS[kind], overflow=2)
+    assert [done for done, _, _ in on["history"]] == [True, True, False, True, True, True]
+    assert {float(state["step"]) for state in on["state"]["state"].values()} == {5.0}
+    assert_same_training(off, on)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_clipping_and_copying_are_part_of_the_step(kind: str, groups: Path) -> None:
+    """Gradients stay as they were, nothing is copied apart, and 16-bit weights are the rounded main ones."""
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    start(groups)
+    with mindspeed_lite.enabled(use_fused_adamw=True):
+        model, optimizer = optimizer_of(**KINDS[kind])
+        gradients(model, 1)
+        before = [parameter.main_grad.clone() for parameter in model.parameters()]
+        passes = Passes()
+        with passes:
+            _, norm, _ = optimizer.step()
+        assert norm > 0.5, "there is nothing to clip"
+        assert passes.seen.isdisjoint({"copy_", "mul", "mul_", "_foreach_mul_", "_foreach_copy_", "sqrt"})
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.main_grad, kept)
+            if parameter.dtype == torch.bfloat16:
+                assert torch.equal(parameter, parameter.main_param.view_as(parameter).bfloat16())
+        # A step that is torch's own leaves the copy to Megatron and gets gradients that are clipped.
+        for group in inner(optimizer).param_groups:
+            group["amsgrad"] = True
+        inner(optimizer).state.clear()
+        gradients(model, 1)
+        with passes:
+            optimizer.step()
+        assert passes.seen >= {"copy_", "_foreach_mul_", "sqrt"}
+        (fallback,) = mindspeed_lite.report().fallbacks
+        assert fallback.reason == "amsgrad is set"
+        for parameter, kept in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.main_grad, kept * (0.5 / (norm + 1e-6)))
+            if parameter.dtype == torch.bfloat16:
+                assert torch.equal(parameter, parameter.main_param.view_as(parameter).bfloat16())
+    assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm
+
+
+@forked("megatron")
+def test_what_was_deferred_for_a_step_that_never_came_is_dropped(groups: Path) -> None:
+    from megatron.core.optimizer import clip_grads
+
+    start(groups)
+    with mindspeed_lite.enabled(use_fused_adamw=True, strict=True):
+        for options in ({"bf16": True}, {}):
+            model, optimizer = optimizer_of(**options)
+            gradients(model, 0)
+            optimizer.prepare_grads()
+            clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), 1.0, 8.0)
+            assert set(inner(optimizer).grad_scales.values()) == {1 / (8.0 + 1e-6)}
+            optimizer.prepare_grads()
+            assert not inner(optimizer).grad_scales
+            # Parameters that nobody of ours updates are clipped where they are.
+            stranger = torch.nn.Parameter(torch.ones(3))
+            stranger.grad = torch.ones(3)
+            clip_grads.clip_grad_by_total_norm_fp32([*optimizer.get_parameters(), stranger], 1.0, 2.0)
+            assert not inner(optimizer).grad_scales
+            torch.testing.assert_close(stranger.grad, torch.full((3,), 0.5))
+
+
+@forked("megatron")
+def test_where_clipped_gradients_are_read_clipping_is_a_pass(groups: Path) -> None:
+    start(groups)
+    options = {"bf16": True, "log_num_zeros_in_grad": True}
+    off = train(options)
+    mindspeed_lite.enable(use_fused_adamw=True)
+    on = train(options)
+    assert_same_training(off, on)
+    assert on["kind"] is FusedAdamW
+    (fallback,) = mindspeed_lite.report().fallbacks
+    assert "--log-num-zeros-in-grad" in fallback.reason
+
+
+@forked("megatron")
+def test_other_optimizers_are_left_alone_and_that_is_said(groups: Path) -> None:
+    start(groups)
+    mindspeed_lite.enable(use_fused_adamw=True)
+    _, optimizer = optimizer_of(bf16=True, optimizer="sgd")
+    assert type(inner(optimizer)) is torch.optim.SGD
+    (fallback,) = mindspeed_lite.report().fallbacks
+    assert fallback.reason == "the optimizer is torch.optim.sgd.SGD, not torch's Adam or AdamW"
+    mindspeed_lite.disable()
+    mindspeed_lite.enable(use_fused_adamw=True, strict=True)
+    with pytest.raises(EngineError, match=r"torch\.optim\.sgd\.SGD"):
+        optimizer_of(bf16=True, optimizer="sgd")
+
+
+@pytest.mark.parametrize("writer", ["on", "off"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@forked("megatron")
+def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path) -> None:
+    """Saved after three steps in one, loaded into a fresh optimizer of the other, and three more."""
+    start(groups)
+    flags = {"on": {"use_fused_adamw": True, "strict": True}, "off": {}}
+    reader = "off" if writer == "on" else "on"
+    options = KINDS[kind]
+    whole = train(options)
+
+    def steps(first: int, saved: Any) -> Any:
+        model, optimizer = optimizer_of(**options)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for step in range(first, first + 3):
+            gradients(model, step, float(optimizer.get_loss_scale()))
+            optimizer.step()
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        return (
+            copy.deepcopy(state),
+            [parameter.detach().clone() for parameter in optimizer.get_parameters()],
+            type(inner(optimizer)),
+        )
+
+    with mindspeed_lite.enabled(**flags[writer]):
+        saved, _, wrote = steps(0, None)
+    with mindspeed_lite.enabled(**flags[reader]):
+        _, main, read = steps(3, saved)
+    assert {wrote, read} == {FusedAdamW, torch.optim.AdamW}
+    for a, b in zip(whole["main"], main, strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-6, atol=2e-7)
+
+
+@forked("megatron")
+def test_multi_tensor_functions_are_fast_ones_and_come_back() -> None:
+    from megatron.core import utils
+    from megatron.core.optimizer import clip_grads
+
+    platform.activate()
+    originals = (utils.local_multi_tensor_l2_norm, utils.local_multi_tensor_scale)
+    held = (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl)
+    assert held == originals
+    tensors = [torch.randn(7, 3), torch.randn(0), torch.randn(11)]
+    expected, _ = utils.local_multi_tensor_applier(clip_grads.l2_norm_impl, None, [tensors], False)
+    with mindspeed_lite.enabled(use_fused_adamw=True):
+        assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm is not originals[0]
+        norm, each = utils.local_multi_tensor_applier(clip_grads.l2_norm_impl, None, [tensors], False)
+        assert each is None and norm.shape == expected.shape and norm.dtype == torch.float32
+        torch.testing.assert_close(norm, expected)
+        assert utils.local_multi_tensor_l2_norm(0, None, [[]], False)[0] == 0.0
+        scaled = [tensor.clone() for tensor in tensors]
+        addresses = [tensor.data_ptr() for tensor in scaled]
+        utils.local_multi_tensor_scale(0, None, [scaled, scaled], 0.3)
+        narrow = [torch.zeros_like(tensor, dtype=torch.float16) for tensor in tensors]
+        utils.local_multi_tensor_scale(0, None, [tensors, narrow], 1.0)
+        other = [torch.zeros_like(tensor) for tensor in tensors]
+        utils.local_multi_tensor_scale(0, None, [tensors, other], 0.3)
+        assert [tensor.data_ptr() for tensor in scaled] == addresses
+        for tensor, a, b, c in zip(tensors, scaled, narrow, other, strict=True):
+            assert torch.equal(a, tensor * 0.3) and torch.equal(c, tensor * 0.3) and torch.equal(b, tensor.half())
+        utils.local_multi_tensor_scale(0, None, [[], []], 0.3)
+    assert (utils.local_multi_tensor_l2_norm, utils.local_multi_tensor_scale) == originals
+    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == held
+
+
+@forked("megatron")
+def test_disable_restores_every_target() -> None:
+    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
+
+    def targets() -> Iterator[Any]:
+        for owner in (optimizer.MegatronOptimizer, optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer):
+            yield from vars(owner).values()
+        yield from vars(optimizer.Float16OptimizerWithFloat16Params).values()
+        yield from vars(distrib_optimizer.DistributedOptimizer).values()
+        yield from (clip_grads.clip_grad_by_total_norm_fp32, optimizer.clip_grad_by_total_norm_fp32)
+
+    before = list(targets())
+    report = mindspeed_lite.enable(use_fused_adamw=True)
+    entry = next(each for each in report.entries if each.feature == "use_fused_adamw")
+    assert entry.status == "applied" and entry.backends == ["adamw:cpu", "l2norm:cpu"] and entry.numerics == "ulp"
+    assert [placed.verified for placed in entry.patches] == ["verified"] * 9
+    # Seven of the targets, one of which two modules hold, and what the device layer mends.
+    assert sum(a is not b for a, b in zip(before, targets(), strict=True)) >= 8
+    assert mindspeed_lite.disable() == []
+    left = [(a, b) for a, b in zip(before, targets(), strict=True) if a is not b]
+    assert not left, left
+
+
+@forked("megatron")
+def test_verify_compares_step_and_norm_with_torchs(groups: Path) -> None:
+    start(groups)
+    mindspeed_lite.enable(use_fused_adamw=True, verify=2, strict=True)
+    for kind in ("bf16", "L2"):
+        train(KINDS[kind], 3)
+    report = mindspeed_lite.report()
+    found = {(entry.operator, entry.against): entry for entry in report.verifications}
+    assert set(found) == {
+        ("adamw", "torch.optim.AdamW"),
+        ("adamw", "torch.optim.Adam"),
+        ("l2norm", "Megatron's local_multi_tensor_l2_norm"),
+    }
+    assert all(entry.verdict == "ok" and entry.measured_from == "float64" for entry in report.verifications)
+
+
+def reasons(device: str = "cpu", **host_args: Any) -> list[str]:
+    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args)))
+
+
+def test_conditions_name_the_flag_that_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reasons() == [] == reasons(optimizer="adam", use_precision_aware_optimizer=False)
+    (other,) = reasons(optimizer="muon")
+    assert "--optimizer muon" in other
+    for flag in (
+        "use_precision_aware_optimizer",
+        "optimizer_cpu_offload",
+        "optimizer_cuda_graph",
+        "use_megatron_fsdp",
+        "use_torch_fsdp2",
+    ):
+        (found,) = reasons(**{flag: True})
+        assert f"--{flag.replace('_', '-')}" in found
+    monkeypatch.setattr(patch.importlib.util, "find_spec", lambda name: object() if name == "apex" else None)
+    assert reasons("cuda") == ["Apex is installed, and Megatron takes its fused Adam"]
+    assert reasons("cpu") == []

@@ -1,0 +1,207 @@
+"""`--use-fused-cross-entropy` in real Megatron: its two loss functions, on against off, and its logits."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.ops.cross_entropy import reference
+from mindspeed_lite.patches import use_fused_cross_entropy as patch
+from tests.ops.compare import assert_not_worse, forward_backward
+from tests.platform.forked import forked, on_ranks
+
+FEATURE = patch.FEATURE
+ROWS, WIDTH = (6, 2), 64
+
+
+def joined(rank=0, ranks=1, store=None):
+    from megatron.core import parallel_state
+
+    torch.compiler.set_stance("force_eager")  # Megatron's fused function would be compiled for a minute
+    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
+    parallel_state.initialize_model_parallel(ranks)
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def problem(dtype, ranks=1):
+    """logits [s, b, K], target [s, b], dloss [s, b]; one token is masked as a padding would be."""
+    generator = torch.Generator().manual_seed(2)
+    logits = (3 * torch.randn(*ROWS, ranks * WIDTH, generator=generator)).to(dtype)
+    target = torch.randint(0, ranks * WIDTH, ROWS, generator=generator)
+    target[2, 1] = -100
+    return logits, target, torch.rand(ROWS, generator=generator)
+
+
+def functions(group):
+    """Megatron's two functions, found where a model finds them now."""
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module import language_module
+
+    return {
+        "unfused": lambda x, target: tensor_parallel.vocab_parallel_cross_entropy(x, target),
+        "fused": lambda x, target: language_module.fused_vocab_parallel_cross_entropy(x, target, group),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["unfused", "fused"])
+@forked("megatron")
+def test_the_result_is_at_least_as_near_to_the_truth(which, dtype):
+    group = joined()
+    logits, target, dloss = problem(dtype)
+
+    def run(precise=None):
+        # Of its own: Megatron's functions compute over logits that are in fp32 already.
+        return forward_backward(lambda x: functions(group)[which](x, target), [logits.clone()], dloss, precise)
+
+    exact = forward_backward(lambda x: reference.definition(x, target), [logits], dloss, torch.float64)
+    off = run()
+    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
+        on = run()
+    assert on[0].shape == off[0].shape == torch.Size(ROWS)
+    # Megatron's fused one rounds every gradient to bf16, so that ours is far nearer for fp32 logits.
+    assert_not_worse(on, off, exact, 3e-7, ("loss", "dlogits"))
+    assert not all(torch.equal(a, b) for a, b in zip(on, off, strict=True)), "Megatron's own function ran"
+
+
+@forked("megatron")
+def test_label_smoothing_is_megatrons():
+    joined()
+    logits, target, dloss = problem(torch.float32)
+    target[2, 1] = 3
+    from megatron.core import tensor_parallel
+
+    def run():
+        return forward_backward(
+            lambda x: tensor_parallel.vocab_parallel_cross_entropy(x, target, 0.1), [logits.clone()], dloss
+        )
+
+    exact = forward_backward(lambda x: reference.definition(x, target, 0.1), [logits], dloss, torch.float64)
+    off = run()
+    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
+        assert_not_worse(run(), off, exact, 3e-7, ("loss", "dlogits"))
+
+
+@forked("megatron")
+def test_under_tensor_parallelism_every_rank_has_the_loss_of_the_whole():
+    store = tempfile.mkdtemp() + "/store"
+
+    def body(rank):
+        group = joined(rank, 2, dist.FileStore(store, 2))
+        for dtype in (torch.float32, torch.bfloat16):
+            logits, target, dloss = problem(dtype, 2)
+            mine = slice(rank * WIDTH, (rank + 1) * WIDTH)
+            exact = forward_backward(lambda x: reference.definition(x, target), [logits], dloss, torch.float64)  # noqa: B023
+            exact = [exact[0], exact[1][..., mine]]
+            for which in ("unfused", "fused"):
+
+                def run():
+                    return forward_backward(
+                        lambda x: functions(group)[which](x, target),  # noqa: B023
+                        [logits[..., mine].contiguous()],  # noqa: B023
+                        dloss,  # noqa: B023
+                    )
+
+                off = run()
+                with mindspeed_lite.enabled(use_fused_cross_entropy=True):
+                    assert_not_worse(run(), off, exact, 3e-7, ("loss", "dlogits"))
+        # Megatron smooths over each rank's slice by itself; that stays as it is.
+        from megatron.core import tensor_parallel
+
+        part = logits[..., mine].float().contiguous()
+        target = target.clamp(0)
+        off = tensor_parallel.vocab_parallel_cross_entropy(part.clone(), target, 0.1)
+        with mindspeed_lite.enabled(use_fused_cross_entropy=True):
+            on = tensor_parallel.vocab_parallel_cross_entropy(part.clone(), target, 0.1)
+            (said,) = mindspeed_lite.report().fallbacks
+        assert torch.equal(on, off) and "label smoothing" in said.reason
+        with mindspeed_lite.enabled(use_fused_cross_entropy=True, strict=True), pytest.raises(FallbackError):
+            tensor_parallel.vocab_parallel_cross_entropy(part.clone(), target, 0.1)
+
+    on_ranks(2, body)
+
+
+def model_of(**config):
+    from tests.training.core_loop import build
+
+    (model,), _ = build({"config": config})
+    return model
+
+
+def step(model):
+    """The losses [b, s] and every parameter's gradient of one small batch."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 256, (2, 33), generator=generator)
+    positions = torch.arange(32).repeat(2, 1)
+    losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
+    losses.sum().backward()
+    return losses.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@forked("megatron")
+def test_a_models_gradient_is_written_over_its_logits(fused):
+    """What the whole arrangement rests on: behind the output layer of a real GPT nobody else has the logits."""
+    from mindspeed_lite.ops.cross_entropy import loss as op
+
+    mindspeed_lite.enable()  # the device layer alone
+    torch.compiler.set_stance("force_eager")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = model_of(cross_entropy_loss_fusion=fused)
+    asked, only_the_graph_has = [], op.only_the_graph_has
+    op.only_the_graph_has = lambda references: asked.append(only_the_graph_has(references)) or asked[-1]
+    off, expected = step(model)
+    model.zero_grad(set_to_none=True)
+    with mindspeed_lite.enabled(use_fused_cross_entropy=True):
+        on, gradients = step(model)
+    assert asked == [True]
+    torch.testing.assert_close(on, off, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0.05, atol=2e-3 * float(expected[name].abs().max()))
+
+
+@forked("megatron")
+def test_verification_compares_it_with_megatrons():
+    group = joined()
+    logits, target, dloss = problem(torch.bfloat16)
+    with mindspeed_lite.enabled(use_fused_cross_entropy=True, verify=2):
+        for which in ("unfused", "fused"):
+            forward_backward(lambda x: functions(group)[which](x, target), [logits], dloss)  # noqa: B023
+        (found,) = mindspeed_lite.report().verifications
+    assert (found.operator, found.verdict, found.calls) == ("cross_entropy", "ok", 2)
+    assert found.measured_from == "float64"
+
+
+def test_transformer_engines_loss_is_left_alone():
+    def reasons(**host_args):
+        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
+
+    assert reasons() == [] == reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
+    assert reasons(cross_entropy_fusion_impl="te") == [], "without the first flag the second means nothing"
+    (reason,) = reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert "--cross-entropy-fusion-impl te" in reason
+
+
+@forked("megatron")
+def test_the_report_names_the_targets_and_disable_restores_them():
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module import language_module
+
+    before = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
+    report = mindspeed_lite.enable(use_fused_cross_entropy=True)
+    entry = next(each for each in report.entries if each.feature == FEATURE.name)
+    assert entry.status == "applied" and entry.backends == ["cross_entropy:cpu"] and entry.numerics == "ulp"
+    assert {(each.target, each.verified) for each in entry.patches} == {
+        (patch.UNFUSED, "verified"),
+        (patch.FUSED, "verified"),
+    }
+    now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
+    assert not any(a is b for a, b in zip(now, before, strict=True))
+    assert mindspeed_lite.disable() == []
+    now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
+    assert all(a is b for a, b in zip(now, before, strict=True))

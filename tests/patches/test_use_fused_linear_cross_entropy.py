@@ -1,0 +1,272 @@
+"""`--use-fused-linear-cross-entropy` in real Megatron: GPT's losses and gradients on against off, and no logits."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.patches import use_fused_linear_cross_entropy as patch
+from tests.ops.compare import Sizes, error
+from tests.platform.forked import forked, on_ranks
+
+FEATURE = patch.FEATURE
+
+
+def ready(rank=0, ranks=1, store=None):
+    """The device layer, a group, and chunks of 64 entries of a vocabulary of 256."""
+    from mindspeed_lite.ops.linear_cross_entropy import chunks, cpu
+
+    mindspeed_lite.enable()
+    dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
+    chunks._NARROWEST = 64
+    cpu.CHUNK = 1
+
+
+def model_of(tied=False, mtp=False, vocabulary=256, dtype=torch.bfloat16, **config):
+    """A small GPT with its output layer's weights large enough for losses that differ."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    ranks = config.get("tensor_model_parallel_size", 1)
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(ranks)
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        init_method_std=0.2,
+        mtp_num_layers=1 if mtp else None,
+        **config,
+    )
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    more = {"mtp_block_spec": get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)} if mtp else {}
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=vocabulary,
+        max_sequence_length=32,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        **more,
+    )
+
+
+def step(model, names=None):
+    """The losses [b, s] and every parameter's gradient for one small batch."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 256, (2, 17), generator=generator)
+    model.zero_grad(set_to_none=True)
+    with Sizes() as sizes:
+        losses = model(tokens[:, :-1], torch.arange(16).repeat(2, 1), None, labels=tokens[:, 1:])
+        (losses * torch.linspace(0.5, 1.5, 32).view(2, 16)).sum().backward()
+    if names is not None:
+        names.append(sizes.largest)
+    return losses.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_near(on, off, dtype=torch.bfloat16):
+    """Two runs that round differently, compared over whole tensors."""
+    assert on[0].shape == off[0].shape and on[0].dtype == off[0].dtype
+    rounding = torch.finfo(dtype).eps
+    assert error(on[0], off[0]) <= rounding
+    assert on[1].keys() == off[1].keys()
+    for name, gradient in on[1].items():
+        assert error(gradient, off[1][name]) <= 4 * rounding, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [False, True])
+@forked("megatron")
+def test_losses_and_gradients_are_those_of_the_layer_and_the_loss(tied, dtype):
+    ready()
+    model = model_of(tied=tied, dtype=dtype)
+    off = step(model)
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True):
+        on = step(model)
+        assert mindspeed_lite.report().fallbacks == []
+    assert_near(on, off, dtype)
+    assert not torch.equal(on[0], off[0]), "Megatron's own loss ran"
+    assert "_forward_impl" not in vars(model.output_layer)
+
+
+@forked("megatron")
+def test_logits_are_never_in_memory():
+    ready()
+    model = model_of(vocabulary=4096)
+    off, on = [], []
+    step(model, off)
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True):
+        step(model, on)
+    logits, weight = 32 * 4096, 32 * 4096  # tokens, hidden size
+    assert off[0] == logits * 4, "Megatron's are in fp32"
+    assert on[0] == weight * 2, "the largest is a gradient of a weight"
+
+
+@forked("megatron")
+def test_multi_token_prediction_uses_it_for_each_of_its_losses_where_nobody_else_wants_the_logits():
+    from megatron.core.transformer import multi_token_prediction
+
+    ready()
+    model = model_of(mtp=True)
+    off = step(model)
+    calls = []
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True):
+        loss, patch.Deferred.loss = patch.Deferred.loss, lambda *given: calls.append(1) or loss(*given)
+        on = step(model)
+        said = [each.reason for each in mindspeed_lite.report().fallbacks]
+    if hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"):  # since 0.19
+        assert calls == [] and len(said) == 1 and "accepted" in said[0]
+    else:
+        assert len(calls) == 2 and said == []
+    assert_near(on, off)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@forked("megatron")
+def test_tensor_and_sequence_parallelism(sequence_parallel):
+    store = tempfile.mkdtemp() + "/store"
+
+    def body(rank):
+        ready(rank, 2, dist.FileStore(store, 2))
+        model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        off = step(model)
+        with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, strict=True):
+            on = step(model)
+        assert_near(on, off)
+        everywhere = [torch.empty_like(on[0]) for _ in range(2)]
+        dist.all_gather(everywhere, on[0])
+        assert torch.equal(*everywhere), "ranks disagree"
+
+    on_ranks(2, body)
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+@forked("megatron")
+def test_gradient_accumulation_fusion_adds_to_the_main_gradient_itself(zero_out):
+    ready()
+    model = model_of()
+    _, gradients = step(model)
+    expected = gradients["output_layer.weight"]
+    weight = model.output_layer.weight
+    weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape), False
+    weight.zero_out_wgrad = zero_out
+    model.output_layer.gradient_accumulation_fusion = True
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True):
+        for number in (1, 2):
+            _, gradients = step(model)
+            assert error(weight.main_grad - 1, number * expected.float()) <= 0.02
+    assert weight.grad_added_to_main_grad
+    dummy = gradients["output_layer.weight"]
+    assert dummy.shape == weight.shape, "hooks that count gradients want one"
+    assert not zero_out or not dummy.any()
+
+
+@forked("megatron")
+def test_without_labels_there_are_logits():
+    ready()
+    model = model_of()
+    tokens = torch.arange(32).view(2, 16)
+    off = model(tokens, torch.arange(16).repeat(2, 1), None)
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, strict=True):
+        on = model(tokens, torch.arange(16).repeat(2, 1), None)
+    assert torch.equal(on, off) and on.shape == (2, 16, 256)
+
+
+@forked("megatron")
+def test_a_call_that_needs_its_logits_is_left_to_megatron():
+    ready()
+    model = model_of()
+    off = step(model)
+
+    def said(words, change, back):
+        change()
+        with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True):
+            on = step(model)
+            (fallback,) = mindspeed_lite.report().fallbacks
+        with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, strict=True), pytest.raises(FallbackError):
+            step(model)
+        back()
+        assert words in fallback.reason and torch.equal(on[0], off[0])
+
+    seen = []
+    handles = []
+    said(
+        "a hook looks at",
+        lambda: handles.append(model.output_layer.register_forward_hook(lambda *given: seen.append(given[2][0].shape))),
+        lambda: handles.pop().remove(),
+    )
+    assert set(seen) == {(16, 2, 256)}
+    own = model.compute_language_model_loss
+    said(
+        "a loss of its own",
+        lambda: setattr(model, "compute_language_model_loss", own),
+        lambda: delattr(model, "compute_language_model_loss"),
+    )
+    for name, value, words in (
+        ("config_logger_dir", tempfile.mkdtemp(), "--config-logger-dir"),
+        ("use_mup", True, "--use-mup"),
+    ):
+        before = getattr(model.config, name)
+        said(words, lambda: setattr(model.config, name, value), lambda: setattr(model.config, name, before))  # noqa: B023
+
+
+@forked("megatron")
+def test_verification_compares_it_with_layer_and_loss():
+    ready()
+    model = model_of()
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, verify=1):
+        step(model)
+        (found,) = mindspeed_lite.report().verifications
+    assert (found.operator, found.verdict, found.measured_from) == ("linear_cross_entropy", "ok", "float64")
+
+
+def reasons(flags=(), **host_args):
+    return list(FEATURE.condition(Context(Settings(dict.fromkeys(flags, True)), "cpu", {}, host_args)))
+
+
+def test_conditions_name_the_flag_that_is_in_the_way():
+    assert reasons() == []
+    for flag in ("defer_embedding_wgrad_compute", "use_mup"):
+        (reason,) = reasons(**{flag: True})
+        assert f"--{flag.replace('_', '-')}" in reason
+    (reason,) = reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert "Transformer Engine" in reason
+
+
+def test_auto_does_not_choose_it_unasked():
+    (reason,) = reasons(["mindspeed_lite_auto"])
+    assert "ask for it by name" in reason
+    assert reasons(["mindspeed_lite_auto", "use_fused_linear_cross_entropy"]) == []
+
+
+@forked("megatron")
+def test_the_report_names_the_targets_and_disable_restores_them():
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt import GPTModel
+
+    def now():
+        return vars(GPTModel)["_postprocess"], vars(LanguageModule)["compute_language_model_loss"]
+
+    before = now()
+    report = mindspeed_lite.enable(use_fused_linear_cross_entropy=True)
+    entry = next(each for each in report.entries if each.feature == FEATURE.name)
+    assert entry.status == "applied" and entry.backends == ["linear_cross_entropy:cpu"] and entry.numerics == "ulp"
+    assert [each.verified for each in entry.patches] == ["verified", "verified"]
+    assert not any(a is b for a, b in zip(now(), before, strict=True))
+    assert mindspeed_lite.disable() == [] and all(a is b for a, b in zip(now(), before, strict=True))

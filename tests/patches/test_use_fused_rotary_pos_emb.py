@@ -1,0 +1,362 @@
+"""`--use-fused-rotary-pos-emb` in real Megatron: the same rotation as without it, in every form Megatron has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite import platform
+from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
+from tests import releases
+from tests.ops.compare import assert_not_worse, error, forward_backward
+from tests.platform.forked import ROOT, clean_environment, forked
+
+FEATURE = patch.FEATURE
+S, B, N, D = 24, 2, 4, 16
+
+
+def utilities():
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return rope_utils
+
+
+def config_of(**fields):
+    """What `apply_rotary_pos_emb` reads of a configuration."""
+    plain = dict(apply_rope_fusion=False, rotary_interleaved=False, multi_latent_attention=False, mrope_section=None)
+    return SimpleNamespace(**{**plain, **fields})
+
+
+class Ranks:
+    """A context-parallel group of which this process is one rank."""
+
+    def __init__(self, count=1, rank=0):
+        self.size, self.rank = (lambda: count), (lambda: rank)
+
+
+def angles(rows=S, width=D, interleaved=False, batch=1):
+    """[rows, batch, 1, width], as Megatron's modules make them."""
+    inverse = 1e4 ** -(torch.arange(0, width, 2).float() / width)
+    positions = torch.arange(rows).float()[:, None] + 7 * torch.arange(batch).float()
+    freqs = positions[..., None] * inverse
+    both = torch.stack((freqs, freqs), -1).flatten(-2) if interleaved else torch.cat((freqs, freqs), -1)
+    return both[:, :, None]
+
+
+# options of a case: fields of the configuration, arguments of the call, shape and angles
+CASES = {
+    "half": {},
+    "interleaved": dict(config=dict(rotary_interleaved=True), interleaved=True),
+    "partial": dict(width=6),
+    "yarn": dict(arguments=dict(mscale=1.3)),
+    "latent": dict(config=dict(multi_latent_attention=True), latent=True),
+    "angles of each sequence": dict(batch=B),
+    "packed": dict(packed=[5, 0, 11, 8], rows=12),
+    "packed, one row per token": dict(packed=[16, 8], rows=24),
+    "packed, interleaved, partial": dict(
+        config=dict(rotary_interleaved=True), interleaved=True, packed=[9, 15], rows=30, width=8
+    ),
+    "packed, context parallel": dict(packed=[8, 40], rows=50, arguments=dict(cp_group=Ranks(2, 1))),
+}
+
+
+def call_of(case, with_latent_argument, fusion=False):
+    """`function(apply_rotary_pos_emb) -> function(t)`, and the shape of t."""
+    case = CASES[case]
+    config = config_of(**{"apply_rope_fusion": fusion, **case.get("config", {})})
+    arguments = {"cp_group": Ranks(), **case.get("arguments", {})}
+    if "packed" in case:
+        arguments["cu_seqlens"] = torch.tensor([0, *case["packed"]]).cumsum(0).int()
+    if case.get("latent") and with_latent_argument:
+        arguments["mla_rotary_interleaved"] = True
+    freqs = angles(case.get("rows", S), case.get("width", D), case.get("interleaved", False), case.get("batch", 1))
+    shape = (S, N, D) if "packed" in case else (S, B, N, D)
+    return lambda function: lambda t: function(t, freqs, config, **arguments), shape
+
+
+def check_every_case():
+    """Every case on against off, in this process's release; called in a process of its own."""
+    from packaging.version import Version
+
+    from mindspeed_lite.platform import megatron
+
+    newer = Version(megatron.version()) >= Version("0.19")
+
+    def run(case, dtype, precise=None):
+        call, shape = call_of(case, newer)
+        generator = torch.Generator().manual_seed(2)
+        # As the queries of a fused projection.
+        mixed, dout = (torch.randn(*shape[:-1], k * D, generator=generator).to(dtype) for k in (3, 1))
+        function = call(utilities().apply_rotary_pos_emb)
+        return forward_backward(lambda x: function(x[..., D : 2 * D]), (mixed,), dout, precise)
+
+    kinds = [(case, dtype) for case in CASES for dtype in (torch.float32, torch.bfloat16)]
+    exact, replaced = ([run(*kind, precise) for kind in kinds] for precise in (torch.float64, None))
+    original = utilities().apply_rotary_pos_emb
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
+        assert utilities().apply_rotary_pos_emb is not original
+        got = [run(*kind) for kind in kinds]
+        assert mindspeed_lite.report().fallbacks == []
+    assert utilities().apply_rotary_pos_emb is original
+    for (case, _), *results in zip(kinds, got, replaced, exact, strict=True):
+        assert_not_worse(*results, torch.finfo(torch.float32).eps, (f"{case}: t", f"{case}: dt"))
+    print("every case agrees", flush=True)
+
+
+@forked("megatron")
+def test_every_form_is_at_least_as_near_to_the_truth():
+    check_every_case()
+
+
+@pytest.mark.parametrize("release", [release for release in releases.ALL if releases.folder(release)])
+def test_every_form_in_other_releases(release):
+    code = "from tests.patches import test_use_fused_rotary_pos_emb as tests; tests.check_every_case()"
+    environment = clean_environment(PYTHONPATH=f"{ROOT}:{releases.folder(release)}")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.endswith("every case agrees\n"), done.stderr[-3000:]
+
+
+@forked("megatron")
+def test_every_attention_that_holds_the_function_by_value_has_it_and_gives_it_back():
+    from megatron.core.transformer import attention, multi_latent_attention
+
+    before = attention.apply_rotary_pos_emb
+    fused = multi_latent_attention.fused_apply_mla_rope_for_q
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True) as report:
+        ours = utilities().apply_rotary_pos_emb
+        assert ours is not before
+        assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is ours
+        assert multi_latent_attention.fused_apply_mla_rope_for_q is not fused
+        assert utilities().fused_apply_rotary_pos_emb is not None
+        (entry,) = [each for each in report.entries if each.feature == FEATURE.name]
+        assert (entry.status, entry.backends, entry.numerics) == ("applied", ["rope:cpu"], "ulp")
+        assert {each.verified for each in entry.patches} == {"verified", "provided"}
+    assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is before
+    assert multi_latent_attention.fused_apply_mla_rope_for_q is fused
+    assert utilities().fused_apply_rotary_pos_emb is None is utilities().fused_apply_rotary_pos_emb_thd
+
+
+@forked("megatron")
+def test_megatrons_own_fusion_needs_no_transformer_engine():
+    from megatron.core.transformer import TransformerConfig
+
+    def config():
+        return TransformerConfig(num_layers=1, hidden_size=N * D, num_attention_heads=N, apply_rope_fusion=True)
+
+    with pytest.raises(ValueError, match="install TE"):
+        config()
+    t, dout = torch.randn(S, B, N, D), torch.randn(S, B, N, D)
+    cases = [call_of(case, True, fusion=False) for case in ("half", "packed")]
+    off = [call(utilities().apply_rotary_pos_emb) for call, _ in cases]
+    want = [forward_backward(off[0], (t,), dout), forward_backward(off[1], (t[:, 0],), dout[:, 0])]
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
+        config()
+        from megatron.core.models.common.embeddings.rope_utils import (
+            fused_apply_rotary_pos_emb,
+            fused_apply_rotary_pos_emb_thd,
+        )
+
+        edges = torch.tensor([0, *CASES["packed"]["packed"]]).cumsum(0).int()
+        plain = forward_backward(lambda t: fused_apply_rotary_pos_emb(t, angles(), interleaved=False), (t,), dout)
+        packed = forward_backward(
+            lambda t: fused_apply_rotary_pos_emb_thd(t, edges, angles(12), cp_size=1, cp_rank=0), (t[:, 0],), dout[:, 0]
+        )
+    for got, exact in zip((*plain, *packed), (*want[0], *want[1]), strict=True):
+        assert error(got, exact) < 1e-6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@forked("megatron")
+def test_latent_attentions_fused_functions_are_the_unfused_path_in_one_piece(packed):
+    from megatron.core.transformer import multi_latent_attention as module
+
+    no_position, positions, value = 12, D, 10
+    freqs = angles(S, positions)
+    lead = (S,) if packed else (S, B)
+    edges = torch.tensor([0, 10, S]).int() if packed else None
+    generator = torch.Generator().manual_seed(5)
+    q, kv, k = (
+        torch.randn(*lead, *last, generator=generator)
+        for last in ((N, no_position + positions), (N, no_position + value), (1, positions))
+    )
+    config = config_of(multi_latent_attention=True)
+    rotate = utilities().apply_rotary_pos_emb
+
+    def unfused(t):
+        # One row too many: rows that are as many as tokens would not start again with each sequence.
+        rows = torch.cat((freqs, freqs[:1])) if packed else freqs
+        return rotate(t, rows, config, edges, 1.5, Ranks(), True)
+
+    def plain_query(q):
+        return torch.cat((q[..., :no_position], unfused(q[..., no_position:])), -1)
+
+    def plain_key_value(kv, k):
+        key, value = kv.split([no_position, kv.shape[-1] - no_position], -1)
+        return torch.cat((key, unfused(k).expand(*key.shape[:-1], -1), value), -1)
+
+    cos, sin = freqs.cos() * 1.5, freqs.sin() * 1.5
+    dq, dkv = torch.randn(q.shape, generator=generator), torch.randn(*lead, N, no_position + positions + value)
+    want = [*forward_backward(plain_query, (q,), dq), *forward_backward(plain_key_value, (kv, k), dkv)]
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, verify=1):
+
+        def query(q):
+            return module.fused_apply_mla_rope_for_q(q, cos, sin, no_position, positions, edges, 0, 1)
+
+        def key_value(kv, k):
+            both = module.fused_apply_mla_rope_for_kv(kv, k, cos, sin, positions, no_position, value, edges, 0, 1)
+            return torch.cat(both, -1)
+
+        got = [*forward_backward(query, (q,), dq), *forward_backward(key_value, (kv, k), dkv)]
+        assert [each.verdict for each in mindspeed_lite.report().verifications] == ["ok", "ok"]
+    for ours, exact in zip(got, want, strict=True):
+        assert error(ours, exact) < 1e-6
+
+
+class Core(torch.nn.Module):
+    """Attention between projections and rotation: Megatron's local one knows no multi-latent attention."""
+
+    def __init__(self, **options):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **options):
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, n, s, d]
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def gradients_of_a_model(fusion=False, latent=False, **fields):
+    """The gradients of a small GPT in one process."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    model_parallel_cuda_manual_seed(1)
+    if latent:
+        sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)
+        fields = {**sizes, **fields}
+    config = (MLATransformerConfig if latent else TransformerConfig)(
+        num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
+        hidden_dropout=0.0, attention_dropout=0.0, apply_rope_fusion=fusion, gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False, persist_layer_norm=False, **fields,
+    )  # fmt: skip
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent)
+    spec.submodules.self_attention.submodules.core_attention = Core
+    torch.manual_seed(3)
+    model = GPTModel(config, spec, 128, S, position_embedding_type="rope", rotary_percent=1.0 if latent else 0.5).cuda()
+    tokens = torch.arange(B * S).view(B, S) % 128
+    model(tokens, torch.arange(S).repeat(B, 1), None, labels=tokens.roll(1)).mean().backward()
+    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["plain", "recomputed", "latent", "latent, fused"])
+@forked("megatron")
+def test_a_whole_model_has_the_same_gradients(kind, tmp_path):
+    import torch.distributed as dist
+    from megatron.core import parallel_state as ps
+
+    platform.activate()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    ps.initialize_model_parallel()
+    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    fields = dict(latent=kind.startswith("latent"), **(full if kind == "recomputed" else {}))
+    off = gradients_of_a_model(**fields)
+    computed = []
+    cos = torch.Tensor.cos
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True):
+        torch.Tensor.cos = lambda t: computed.append(t.shape) or cos(t)
+        try:
+            on = gradients_of_a_model(fusion=kind == "latent, fused", **fields)
+        finally:
+            torch.Tensor.cos = cos
+    assert len(on) == len(off) > 10
+    for got, want in zip(on, off, strict=True):
+        assert error(got, want) < 2e-5
+    # Once for all layers, queries, keys and recomputations; multi-latent layers have a module and angles each, and
+    # tables of their own, of the original length, for Megatron's fused path.
+    mine = [shape for shape in computed if shape[0] == S]
+    assert len(mine) == {"latent": 2, "latent, fused": 0}.get(kind, 1), computed
+
+
+@forked("megatron")
+def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
+    t, freqs = torch.randn(S, B, N, D), angles(1)
+    want = utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
+        for _ in range(2):
+            assert torch.equal(utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks()), want)
+        assert [each.reason for each in mindspeed_lite.report().fallbacks] == [f"{S} tokens with angles of 1"]
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True), pytest.raises(FallbackError, match="of 1"):
+        utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
+
+
+@forked("megatron")
+def test_verification_compares_with_megatrons_unfused_path():
+    call, shape = call_of("packed", True, fusion=True)
+    t = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
+    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, verify=2):
+        for _ in range(3):
+            call(utilities().apply_rotary_pos_emb)(t)
+        (found,) = mindspeed_lite.report().verifications
+    assert (found.operator, found.verdict, found.calls, found.measured_from) == ("rope", "ok", 2, "float64")
+    assert "half packed" in found.shape and found.output_error > 0, "two paths, not one beside itself"
+
+
+def context(settings=None, **host_args):
+    return Context(Settings({"use_fused_rotary_pos_emb": True} if settings is None else settings), "cpu", {}, host_args)
+
+
+def reasons(**host_args):
+    return list(FEATURE.condition(context(**host_args)))
+
+
+def test_conditions_name_the_flag_that_is_in_the_way():
+    assert reasons() == reasons(position_embedding_type="yarn") == reasons(position_embedding_type="mrope") == []
+    assert reasons(position_embedding_type="learned_absolute", multi_latent_attention=True) == []
+    (engine,) = reasons(transformer_impl="transformer_engine")
+    assert "--transformer-impl transformer_engine" in engine
+    (kind,) = reasons(position_embedding_type="learned_absolute")
+    assert "--position-embedding-type learned_absolute" in kind
+
+
+def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
+    fused = {"apply_rope_fusion": True}
+    assert FEATURE.adjust(context()) == fused == FEATURE.adjust(context(multi_latent_attention=True))
+    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, None)) == {}
+    for refused in (
+        dict(position_embedding_type="yarn"),
+        dict(rotary_interleaved=True),
+        dict(experimental_attention_variant="dsa"),
+        dict(multi_latent_attention=True, rope_type="rope"),
+        dict(multi_latent_attention=True, cache_mla_latents=True),
+    ):
+        assert FEATURE.adjust(context(**refused)) == {}, refused
+
+
+ARGUMENTS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --normalization RMSNorm --position-embedding-type rope"
+).split()
+
+
+@pytest.mark.parametrize("flags", [[], ["--use-fused-rotary-pos-emb"], ["--mindspeed-lite-auto"]])
+@forked("megatron", WORLD_SIZE="1", RANK="0")
+def test_the_default_of_megatron_stands_with_the_feature_and_is_switched_without(flags):
+    from megatron.training import arguments
+
+    import mindspeed_lite.megatron_adaptor
+
+    sys.argv = ["pretrain_gpt.py", *ARGUMENTS, *flags]
+    args = arguments.validate_args(arguments.parse_args())
+    report = mindspeed_lite.report()
+    assert args.apply_rope_fusion is bool(flags)
+    assert any("--no-rope-fusion set" in notice for notice in report.notices) is not bool(flags)
+    others = any("--no-gradient-accumulation-fusion set" in notice for notice in report.notices)
+    assert others is ("--mindspeed-lite-auto" not in flags)  # which has a feature that makes that default possible

@@ -1,0 +1,270 @@
+"""`--use-fused-swiglu` in Megatron's own MLP and experts: the same activation as without it, or the original."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.engine.target import resolve
+from mindspeed_lite.ops.activation import OPERATOR, activation
+from mindspeed_lite.patches import use_fused_swiglu as patch
+from tests import releases
+from tests.ops.compare import assert_not_worse, forward_backward
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+NAME = "use_fused_swiglu"
+ROWS, BATCH, WIDTH = 5, 2, 24
+FUSIONS = "megatron.core.fusions"
+# What each model's MLP computes: fields of its configuration, whether fc1 has a bias, whether tokens have weights.
+MODELS = {
+    "swiglu": ({"activation": "silu", "gated_linear_unit": True}, False, False),
+    "swiglu with bias": ({"activation": "silu", "gated_linear_unit": True}, True, False),
+    "swiglu of an expert": ({"activation": "silu", "gated_linear_unit": True}, False, True),
+    "geglu": ({"activation": "gelu", "gated_linear_unit": True}, False, False),
+    "geglu with bias": ({"activation": "gelu", "gated_linear_unit": True}, True, False),
+    "quick_geglu of an expert": (
+        {"activation": "quick_gelu", "gated_linear_unit": True, "glu_linear_offset": 1.0}, True, True,
+    ),
+    "quick_geglu of an expert, clamped": (
+        {"activation": "quick_gelu", "gated_linear_unit": True, "activation_func_clamp_value": 0.5}, False, True,
+    ),
+    "gelu with bias": ({"activation": "gelu", "gated_linear_unit": False}, True, False),
+    "squared_relu": ({"activation": "squared_relu", "bias_activation_fusion": False}, True, False),
+    "squared_relu of an expert": ({"activation": "squared_relu", "bias_activation_fusion": False}, False, True),
+}  # fmt: skip
+
+
+def eager():
+    """Megatron's functions are compiled by torch, which takes long and is not what is asked here."""
+    torch.compiler.set_stance("force_eager")
+
+
+class Linear(torch.nn.Module):
+    """Stands for fc1 and fc2: hands on what it gets, and a bias beside it."""
+
+    def __init__(self, bias=None):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, x):
+        return x, self.bias
+
+
+def mlp_of(fields, bias=None):
+    """Megatron's MLP, whose forward is all that counts here, around linears that do nothing."""
+    from megatron.core import activations
+    from megatron.core.fusions import fused_bias_geglu
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.mlp import MLP
+
+    functions = {"silu": F.silu, "gelu": F.gelu, "squared_relu": activations.squared_relu,
+                 "quick_gelu": fused_bias_geglu.quick_gelu}  # fmt: skip
+    fields = {"bias_activation_fusion": True, **fields}
+    name = fields.pop("activation")
+    mlp = MLP.__new__(MLP)
+    torch.nn.Module.__init__(mlp)
+    mlp.config = TransformerConfig(
+        num_layers=1, hidden_size=WIDTH, num_attention_heads=4, activation_func=functions[name],
+        add_bias_linear=bias is not None, **fields,
+    )  # fmt: skip
+    mlp.activation_func = mlp.config.activation_func
+    mlp.linear_fc1, mlp.linear_fc2 = Linear(bias), Linear()
+    return mlp
+
+
+def through(fields, biased, weighted):
+    """What the MLP computes, as a function of x, then the bias and the weights it has."""
+
+    def call(x, *rest):
+        rest = list(rest)
+        bias = rest.pop(0) if biased else None
+        return mlp_of(dict(fields), bias)(x, rest.pop(0) if weighted else None)[0]
+
+    return call
+
+
+def inputs_of(model, dtype):
+    """[x, bias, weights] as far as the model has them, and the output's gradient."""
+    fields, biased, weighted = MODELS[model]
+    generator = torch.Generator().manual_seed(5)
+    shape = (ROWS * BATCH,) if weighted else (ROWS, BATCH)
+    half = WIDTH // 2 if fields.get("gated_linear_unit") else WIDTH
+    inputs = [2 * torch.randn(*shape, WIDTH, generator=generator).to(dtype)]
+    if biased:
+        inputs.append(torch.randn(WIDTH, generator=generator).to(dtype))
+    if weighted:
+        inputs.append(torch.rand(shape, generator=generator))
+    return inputs, torch.randn(*shape, half, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@forked("megatron")
+def test_an_mlp_is_at_least_as_near_to_the_truth(dtype):
+    eager()
+    plain = {}
+    for model, parts in MODELS.items():
+        inputs, dout = inputs_of(model, dtype)
+        plain[model] = [forward_backward(through(*parts), inputs, dout, wide) for wide in (torch.float64, None)]
+    calls = []
+    patch.activation = lambda *args, **kwargs: calls.append(args[1]) or activation(*args, **kwargs)
+    with mindspeed_lite.enabled(use_fused_swiglu=True, strict=True):
+        for model, parts in MODELS.items():
+            inputs, dout = inputs_of(model, dtype)
+            got = forward_backward(through(*parts), inputs, dout)
+            names = (f"{model}: {name}" for name in ("output", "dx", "the next gradient", "the last gradient"))
+            # One rounding of each result is free; a sum over rows or columns may come in another order.
+            for name, ours, truth, theirs in zip(names, got, *plain[model], strict=False):
+                assert_not_worse([ours], [theirs], [truth], torch.finfo(ours.dtype).eps, [name])
+    assert calls == [re.match(r"\w+", model)[0] for model in MODELS]
+
+
+@forked("megatron")
+def test_local_experts_are_reached():
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    eager()
+    experts = SequentialMLP.__new__(SequentialMLP)
+    torch.nn.Module.__init__(experts)
+    one, other = (mlp_of({"activation": "silu", "gated_linear_unit": True}) for _ in range(2))
+    experts.config, experts.num_local_experts = one.config, 2
+    experts.local_experts = torch.nn.ModuleList([one, other])
+    tokens, counts, probs = torch.randn(7, WIDTH), torch.tensor([3, 4]), torch.rand(7)
+    off = experts(tokens, counts, probs)[0]
+    before = len(OPERATOR._chosen)
+    with mindspeed_lite.enabled(use_fused_swiglu=True, strict=True):
+        on = experts(tokens, counts, probs)[0]
+    assert len(OPERATOR._chosen) == before + 1, "the operator was not asked"
+    torch.testing.assert_close(on, off, rtol=1e-6, atol=1e-7)
+
+
+@forked("megatron")
+def test_only_the_input_is_kept_for_the_backward_pass():
+    eager()
+    x = torch.randn(ROWS, BATCH, WIDTH, requires_grad=True)
+    with mindspeed_lite.enabled(use_fused_swiglu=True):
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            mlp_of({"activation": "silu", "gated_linear_unit": True})(x)
+    assert {t.data_ptr() for t in kept} == {x.data_ptr()}
+
+
+@forked("megatron")
+def test_what_the_operator_does_not_do_steps_aside_with_its_reason():
+    from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
+
+    eager()
+    x, weights = torch.randn(3, 8), torch.rand(3, 1)
+    swiglu, quick = fused_bias_swiglu, fused_bias_geglu
+    calls = {
+        "fp8": lambda: swiglu.bias_swiglu_impl(x, None, True, False),
+        "offloading": lambda: swiglu.bias_swiglu_impl(x * 1, None, False, True),
+        "clamps before": lambda: quick.weighted_bias_quick_geglu_impl(x, torch.ones(8), weights, False, 0.0, 0.5),
+    }
+    off = {name: call() for name, call in calls.items()}
+    off["fp8 with weights"] = swiglu.weighted_bias_swiglu_impl(x, None, weights, True)
+    with mindspeed_lite.enabled(use_fused_swiglu=True):
+        for name, call in calls.items():
+            assert torch.equal(call(), off[name]), name
+        assert torch.equal(swiglu.weighted_bias_swiglu_impl(x, None, weights, True), off["fp8 with weights"])
+        said = [each.reason for each in mindspeed_lite.report().fallbacks]
+    assert len(said) == 3 and all(any(word in reason for reason in said) for word in calls)
+    mindspeed_lite.enable(use_fused_swiglu=True, strict=True)
+    for call in calls.values():
+        with pytest.raises(FallbackError, match=NAME):
+            call()
+
+
+@forked("megatron")
+def test_bias_and_weights_together_which_megatron_refuses_are_computed():
+    from megatron.core.fusions import fused_bias_swiglu
+
+    x, bias, weights = torch.randn(3, 8), torch.randn(8), torch.rand(3, 1)
+    with pytest.raises(NotImplementedError):
+        fused_bias_swiglu.weighted_bias_swiglu_impl(x, bias, weights)
+    with mindspeed_lite.enabled(use_fused_swiglu=True, verify=1):
+        got = fused_bias_swiglu.weighted_bias_swiglu_impl(x, bias, weights)
+    gate, up = (x + bias).chunk(2, -1)
+    torch.testing.assert_close(got, F.silu(gate) * up * weights)
+
+
+@forked("megatron")
+def test_verification_compares_with_megatrons_own_function():
+    eager()
+    with mindspeed_lite.enabled(use_fused_swiglu=True, verify=1, strict=True):
+        for model in MODELS:
+            inputs, _ = inputs_of(model, torch.bfloat16)
+            through(*MODELS[model])(*inputs)
+        found = mindspeed_lite.report().verifications
+    assert len(found) == len(MODELS), found
+    assert {(each.feature, each.measured_from, each.verdict) for each in found} == {(NAME, "float64", "ok")}
+
+
+@forked("megatron")
+def test_the_report_names_every_target_and_disable_restores_them():
+    targets = [each.target for each in FEATURE.patches]
+    before = [resolve(target).raw for target in targets]
+    report = mindspeed_lite.enable(use_fused_swiglu=True)
+    entry = next(each for each in report.entries if each.feature == NAME)
+    assert (entry.status, entry.numerics, entry.backends) == ("applied", "ulp", ["activation:cpu"])
+    assert {(each.how, each.verified) for each in entry.patches} == {("wrap", "verified")}
+    from megatron.core.transformer import mlp
+
+    assert mlp.bias_gelu_impl is not before[4] and mlp.bias_swiglu_impl is not before[0]
+    assert mindspeed_lite.disable() == []
+    for target, original in zip(targets, before, strict=True):
+        assert resolve(target).raw is original, target
+    assert mlp.bias_gelu_impl is before[4] and mlp.bias_swiglu_impl is before[0]
+
+
+def reasons(**host_args):
+    return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args or None)))
+
+
+def test_conditions_name_the_flag_that_is_in_the_way():
+    assert reasons() == reasons(swiglu=True, add_bias_linear=False) == reasons(squared_relu=True) == []
+    assert reasons(swiglu=False, add_bias_linear=True, bias_gelu_fusion=True) == []
+    (plain,) = reasons(swiglu=False, add_bias_linear=False)
+    assert "GELU without bias" in plain
+    (exact,) = reasons(swiglu=False, add_bias_linear=True, bias_gelu_fusion=False)
+    assert "--no-bias-gelu-fusion" in exact
+    (quick,) = reasons(quick_geglu=True, bias_gelu_fusion=False)
+    assert "--quick-geglu" in quick
+    (engine,) = reasons(swiglu=True, use_te_activation_func=True)
+    assert "--use-te-activation-func" in engine
+    (stored,) = reasons(swiglu=True, activation_func_fp8_input_store=True)
+    assert "fp8" in stored
+
+
+@forked("megatron")
+def test_a_configuration_calls_megatrons_fused_function_where_that_computes_the_same():
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.transformer import TransformerConfig
+
+    def fused(activation_func=F.silu, gated_linear_unit=True, **fields):
+        given = {"activation_func": activation_func, "gated_linear_unit": gated_linear_unit, **fields}
+        return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, **given).bias_activation_fusion
+
+    others = ({"gated_linear_unit": False}, {"activation_func": F.gelu}, {"activation_func": quick_gelu},
+              {"activation_func_clamp_value": 7.0}, {"glu_linear_offset": 1.0}, {"use_te_activation_func": True},
+              {"activation_func_fp8_input_store": True})  # fmt: skip
+    assert not fused()
+    with mindspeed_lite.enabled(use_fused_swiglu=True):
+        assert fused()
+        assert not any(fused(**fields) for fields in others)
+    assert not fused()
+
+
+def test_the_functions_have_one_source_in_every_release():
+    """One variant serves all of them; a release that differs must be read before it is recorded."""
+    from mindspeed_lite.engine import Table
+
+    table = Table.load(releases.ROOT / "patches" / "fingerprints.json")
+    for each in FEATURE.patches[:-1]:  # not the configuration's, of which nothing is assumed
+        sources = {table.lookup(each.target, release).source for release in releases.ALL}
+        assert len(sources) == 1, each.target
