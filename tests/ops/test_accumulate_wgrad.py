@@ -11,14 +11,15 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import cpu_products, native
 from mindspeed_lite.ops.accumulate_wgrad import OPERATOR, Case, accumulate_wgrad, cpu, cuda, reference, why_not
 from mindspeed_lite.ops.dispatch import force
 
 from .compare import error, one_thread
 
 HALF = (torch.bfloat16, torch.float16)
-has_kernel = pytest.mark.skipif(cpu._unusable() is not None, reason=f"no CPU kernel: {cpu._unusable()}")
+_WHY_NOT = cpu._unusable() if cpu_products.has_bf16() else "the processor has no bf16 products"
+has_kernel = pytest.mark.skipif(_WHY_NOT is not None, reason=f"no CPU kernel: {_WHY_NOT}")
 
 
 def make(
@@ -178,6 +179,7 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert shutil.which("g++") is None
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
     native._compiler.cache_clear()
     cpu._unusable.cache_clear()
     monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions, uses_torch=True))
@@ -202,6 +204,7 @@ def test_a_processor_without_the_micro_kernel_is_a_reason(monkeypatch: pytest.Mo
             """PyTorch threw: the answer stays 0."""
 
     monkeypatch.setattr(cpu, "_lib", Library())
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
     cpu._unusable.cache_clear()
     try:
         assert cpu.supported(Case("cpu", torch.bfloat16, torch.float32, True)) == [
@@ -209,6 +212,21 @@ def test_a_processor_without_the_micro_kernel_is_a_reason(monkeypatch: pytest.Mo
         ]
     finally:
         cpu._unusable.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 33, 1056])
+def test_a_processor_without_bf16_products_gets_widened_inputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: False)
+    OPERATOR.forget()
+    try:
+        main_grad, dy, x = make(rows, 97, 65, torch.bfloat16)
+        assert why_not(main_grad, dy, x) == []
+        got = accumulate_wgrad(main_grad.clone(), dy, x)
+        assert error(got, exactly(main_grad, dy, x)) <= 4 * torch.finfo(torch.float32).eps
+        part = torch.zeros(97, 130)[:, :65]
+        assert torch.equal(accumulate_wgrad(part, dy, x), accumulate_wgrad(torch.zeros(97, 65), dy, x))
+    finally:
+        OPERATOR.forget()
 
 
 @pytest.mark.parametrize("mode", ["fake", "compiled"])

@@ -12,7 +12,11 @@ import torch
 
 from mindspeed_lite.ops.attention import attention, backward, cpu_native, forward, reference
 
-pytestmark = pytest.mark.skipif(cpu_native.unusable() is not None, reason=str(cpu_native.unusable()))
+_ONE = torch.zeros(1, 1, 1, 2)
+pytestmark = pytest.mark.skipif(
+    not cpu_native.takes(_ONE, _ONE) or cpu_native.unusable() is not None,
+    reason=str(cpu_native.unusable() or "the processor has no AVX-512"),
+)
 
 # Around the size of a tile, in both directions.
 LENGTHS = [(1, 1), (1, 127), (128, 128), (129, 130), (257, 300)]

@@ -192,7 +192,7 @@ def test_a_backend_is_imported_only_when_its_device_appears() -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize("op_name", sorted(dispatch.OPERATORS))
+@pytest.mark.parametrize("op_name", ["attention", "rms_norm"])
 def test_choosing_costs_less_than_ten_microseconds(op_name: str) -> None:
     if op_name == "rms_norm":
         x, w = torch.zeros(2, 4), torch.zeros(4)
@@ -207,9 +207,17 @@ def test_choosing_costs_less_than_ten_microseconds(op_name: str) -> None:
     try:
         for case in kept:
             operator._chosen[case] = lambda *args, **kwargs: nothing
-        assert _best(call) < 10e-6
+        # 10 us on the machine this was counted on, where the yardstick takes 5.
+        assert _best(call) < 2 * _best(_yardstick)
     finally:
         operator.forget()
+
+
+def _yardstick() -> None:
+    """Plain Python with its dictionaries and tuples."""
+    seen: dict[tuple[int, str], int] = {}
+    for number in range(40):
+        seen[number, "case"] = seen.get((number - 1, "case"), 0) + 1
 
 
 def _best(call: Callable[[], object], loops: int = 40, calls: int = 500) -> float:

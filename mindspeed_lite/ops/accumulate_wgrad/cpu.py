@@ -2,7 +2,8 @@
 
 PyTorch's CPU product of 16-bit matrices has a 16-bit result, which is rounded, written, widened to fp32 in another
 buffer and read again to be added. See cpu.cpp for the blocks. Where main gradient and inputs have one dtype, the
-product of PyTorch accumulates already.
+product of PyTorch accumulates already. On a processor without bf16 products the inputs are widened for the fp32 one,
+which accumulates too and is the faster by far.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import cpu_products, native
 from mindspeed_lite.ops.accumulate_wgrad import reference
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def supported(case: Case) -> list[str]:
         return []
     if (case.dtype, case.main_dtype) != (torch.bfloat16, torch.float32):
         return [f"main_grad is {case.main_dtype} and x {case.dtype}: the micro-kernel takes bfloat16 into float32"]
+    if not cpu_products.has_bf16():
+        return []
     reasons = [] if case.contiguous else ["main_grad is not contiguous"]
     reason = _unusable()
     return [*reasons, reason] if reason else reasons
@@ -48,6 +51,8 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor or type(x) is not torch.Tensor:
         # A compiler, or tensors without memory of their own.
         return reference.accumulate_wgrad(main_grad, dy, x)
+    if not cpu_products.has_bf16():
+        return main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
     if dy.stride(1) != 1 or dy.stride(0) < dy.shape[1]:
         dy = dy.contiguous()
     if x.stride(1) != 1 or x.stride(0) < x.shape[1]:

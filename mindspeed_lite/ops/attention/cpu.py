@@ -1,4 +1,4 @@
-"""attention on CPU: our own kernel (`cpu_native`) where the machine has it, else PyTorch's flash kernel.
+"""attention on CPU: our own kernel (`cpu_native`) on processors with AVX-512, else PyTorch's flash kernel.
 
 Neither writes the [sq, sk] scores to memory. What follows is about PyTorch's.
 

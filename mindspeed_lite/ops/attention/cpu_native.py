@@ -33,16 +33,16 @@ _library = native.Library(
 
 @functools.cache
 def unusable() -> str | None:
-    """Why this machine cannot run the kernel, or None."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return f"the processor has no AVX-512 (PyTorch runs as {torch.backends.cpu.get_cpu_capability()})"
+    """Why a processor that has the instructions cannot run the kernel, or None."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "this PyTorch is built without oneDNN"
     return _library.unusable()
 
 
 def takes(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether these are tensors for the kernel; for others PyTorch's own serves."""
+    """Whether these are tensors, and this is a processor, for the kernel; for others PyTorch's own serves."""
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        return False
     if q.dtype == torch.bfloat16:
         # Pairs of numbers along a head.
         return q.shape[3] % 2 == 0 and v.shape[3] % 2 == 0
