@@ -12,6 +12,9 @@ from mindspeed_lite.ops.grouped_matmul.groups import Counts
 
 Tensors = Sequence[torch.Tensor]
 
+# Tensors with memory: no fake ones, no subclasses.
+_REAL = (torch.Tensor, torch.nn.Parameter)
+
 
 class Products(NamedTuple):
     """What a backend computes, without gradients.
@@ -45,6 +48,11 @@ def run(
     return products.forward(
         x, given[0].unbind() if isinstance(weights, torch.Tensor) else given, counts, biases, transposed
     )
+
+
+def is_traced(x: torch.Tensor) -> bool:
+    """Whether a compiler looks on, or tensors have no memory that an address or a number could be read from."""
+    return torch.compiler.is_compiling() or type(x) not in _REAL
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[torch.Tensor]
 
-# Tensors with memory: no fake ones, no subclasses.
-_REAL = (torch.Tensor, torch.nn.Parameter)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -36,19 +34,19 @@ def grouped_matmul(
     biases: Tensors | None = None,
     transposed: bool = True,
 ) -> torch.Tensor:
-    if _is_traced(x):
+    if autograd.is_traced(x):
         return reference.grouped_matmul(x, weights, counts, biases, transposed)
     return autograd.run(_PRODUCTS, x, weights, groups.on_host(counts, x.shape[0]), biases, transposed)
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Sequence[torch.Tensor]:
-    if _is_traced(x):
+    if autograd.is_traced(x):
         return reference.weight_gradients(dy, x, counts)
     return _weight_gradients(dy, x, groups.on_host(counts, x.shape[0]))
 
 
 def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
-    if _is_traced(x):
+    if autograd.is_traced(x):
         reference.accumulate_weight_gradients(main_grads, dy, x, counts)
         return
     sizes = groups.on_host(counts, x.shape[0])
@@ -116,11 +114,6 @@ _PRODUCTS = autograd.Products(_forward, _weight_gradients)
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor's products of that dtype are as good as those of fp32."""
     return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and cpu_products.has_bf16())
-
-
-def _is_traced(x: torch.Tensor) -> bool:
-    """Whether a compiler looks on, or the tensors have no memory of their own."""
-    return torch.compiler.is_compiling() or type(x) not in _REAL
 
 
 def _buffer(rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
