@@ -221,7 +221,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         ("not [4, 5] and [5, 6]", (x, [each.t() for each in weights], counts)),
         ("want weights [6, 5] for all experts, not [6, 4], [6, 5]", (x, [weights[0], weights[1][:, :4]], counts)),
         ("weights are torch.float32 and x torch.bfloat16", (x, [weights[0].float(), weights[1]], counts)),
-        ("no expert's weight", (x, [], [])),
+        ("want x [T, K] and weights [N, K], not [4, 5] and []", (x, [], [])),
         ("counts [3] for 2 experts", (x, weights, [2, 1, 1])),
         ("do not make up 4 rows", (x, weights, [3, 2])),
         ("[5, -1] do not make up", (x, weights, [5, -1])),
@@ -241,6 +241,10 @@ def test_what_does_not_fit_is_an_error() -> None:
     for dy in (problem.dy[:3], problem.dy.float(), problem.dy[0]):
         with pytest.raises(ValueError, match=r"want dy \[T, N\] and x \[T, K\]"):
             weight_gradients(dy, x, counts)
+    with pytest.raises(ValueError, match="of which there must be some"):
+        weight_gradients(problem.dy[:0], x[:0], [])
+    with pytest.raises(ValueError, match="of which there must be some"):
+        accumulate_weight_gradients([], problem.dy[:0], x[:0], [])
     main_grads = [torch.zeros(6, 5) for _ in counts]
     for gradients in (main_grads[:1], [main_grads[0].t(), main_grads[1]]):
         with pytest.raises(ValueError, match="want 2 main gradients"):

@@ -102,6 +102,7 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
     without rows stays as it is. Not differentiable.
     """
     _check_pair(dy, x)
+    known = _known(counts, x, len(counts))
     shape = (dy.shape[1], x.shape[1])
     if len(main_grads) != len(counts) or any(each.shape != shape for each in main_grads):
         raise ValueError(
@@ -112,7 +113,6 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
     if dtype not in (x.dtype, torch.float32) or any(each.dtype != dtype for each in main_grads):
         dtypes = ", ".join(sorted({str(each.dtype) for each in main_grads}))
         raise ValueError(f"grouped_matmul: main gradients are {dtypes} and x {x.dtype}: want all in that or float32")
-    known = _known(counts, x, len(counts))
     case = _case(x, len(counts), dy.shape[1], main_grads=main_grads)
     with torch.no_grad():
         _module(case, x, dy.shape[1]).accumulate_weight_gradients(main_grads, dy, x, known)
@@ -156,9 +156,7 @@ def _module(case: Case, x: torch.Tensor, width: int) -> Any:
 
 def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
     """N, or ValueError for what does not fit."""
-    if not len(weights):
-        raise ValueError("grouped_matmul: no expert's weight")
-    first = weights[0].shape
+    first = weights[0].shape if len(weights) else ()
     form = "[N, K]" if transposed else "[K, N]"
     if x.dim() != 2 or len(first) != 2 or first[1 if transposed else 0] != x.shape[1]:
         raise ValueError(f"grouped_matmul: want x [T, K] and weights {form}, not {list(x.shape)} and {list(first)}")
@@ -187,8 +185,8 @@ def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
 def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
     """Counts that fit: a tensor if they are on x's device and that is not the host, else a list."""
     given = list(counts.shape) if isinstance(counts, torch.Tensor) else [len(counts)]
-    if given != [experts]:
-        raise ValueError(f"grouped_matmul: counts {given} for {experts} experts")
+    if given != [experts] or not experts:
+        raise ValueError(f"grouped_matmul: counts {given} for {experts} experts, of which there must be some")
     if isinstance(counts, torch.Tensor):
         if counts.dtype != torch.int64 or counts.device not in (x.device, torch.device("cpu")):
             raise ValueError(

@@ -50,61 +50,56 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
         reference.accumulate_weight_gradients(main_grads, dy, x, counts)
         return
     sizes = groups.on_host(counts, x.shape[0])
-    if _multiplies(x.dtype):
-        for expert, rows in groups.slices(sizes):
-            accumulate_wgrad(main_grads[expert], dy[rows], x[rows])
-        return
     dtype = reference.wide(x.dtype)
-    wide_dy, wide_x = _buffer(max(sizes), dy, dtype), _buffer(max(sizes), x, dtype)
-    rounded = main_grads[0].dtype != dtype
-    for expert, rows in groups.slices(sizes):
-        size = rows.stop - rows.start
-        factors = wide_dy[:size].copy_(dy[rows]).t(), wide_x[:size].copy_(x[rows])
-        main_grad = main_grads[expert]
-        main_grad.add_(torch.mm(*factors)) if rounded else main_grad.addmm_(*factors)
+    direct, rounded = _multiplies(x.dtype), main_grads[0].dtype != dtype
+    wide_dy, wide_x = _buffer(sizes, dy, dtype), _buffer(sizes, x, dtype)
+    for main_grad, left, right in zip(main_grads, _groups(dy, sizes), _groups(x, sizes), strict=True):
+        size = len(left)
+        if direct and size:
+            accumulate_wgrad(main_grad, left, right)
+        elif size:
+            factors = wide_dy[:size].copy_(left).t(), wide_x[:size].copy_(right)
+            main_grad.add_(torch.mm(*factors)) if rounded else main_grad.addmm_(*factors)
 
 
 def _forward(
     x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> torch.Tensor:
-    width = weights[0].shape[0 if transposed else 1]
-    y = torch.empty(x.shape[0], width, dtype=x.dtype)
+    y = torch.empty(x.shape[0], weights[0].shape[0 if transposed else 1], dtype=x.dtype)
     direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
-    if not direct:
-        longest = max(counts)
-        wide_x, wide_y = _buffer(longest, x, dtype), _buffer(longest, y, dtype)
-        wide_weight = torch.empty(weights[0].shape, dtype=dtype)
-    for expert, rows in groups.slices(counts):
-        left, weight, out = x[rows], weights[expert], y[rows]
-        bias = None if biases is None else biases[expert]
+    wide_x, wide_y = _buffer(counts, x, dtype), _buffer(counts, y, dtype)
+    wide_weight = torch.empty(weights[0].shape, dtype=dtype)
+    for expert, (left, rows) in enumerate(zip(_groups(x, counts), _groups(y, counts), strict=True)):
+        size = len(left)
+        if not size:
+            continue
+        weight, bias, out = weights[expert], None if biases is None else biases[expert], rows
         if not direct:
-            size = rows.stop - rows.start
             left, weight, out = wide_x[:size].copy_(left), wide_weight.copy_(weight), wide_y[:size]
             bias = None if bias is None else bias.to(dtype)
         right = weight.t() if transposed else weight
         torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
         if not direct:
-            y[rows] = out
+            rows.copy_(out)
     return y
 
 
 def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
     shape = (dy.shape[1], x.shape[1])
-    # Each in memory of its own: what is as large as all together is given back to the system, and asked for again.
-    found = [torch.empty(shape, dtype=x.dtype) if count else torch.zeros(shape, dtype=x.dtype) for count in counts]
     direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
-    if not direct:
-        longest = max(counts)
-        wide_dy, wide_x = _buffer(longest, dy, dtype), _buffer(longest, x, dtype)
-        wide_out = torch.empty(shape, dtype=dtype)
-    for expert, rows in groups.slices(counts):
-        left, right, out = dy[rows], x[rows], found[expert]
-        if not direct:
-            size = rows.stop - rows.start
-            left, right, out = wide_dy[:size].copy_(left), wide_x[:size].copy_(right), wide_out
-        torch.mm(left.t(), right, out=out)
-        if not direct:
-            found[expert].copy_(out)
+    wide_dy, wide_x = _buffer(counts, dy, dtype), _buffer(counts, x, dtype)
+    wide_dw = torch.empty(shape, dtype=dtype)
+    # Each in memory of its own: what is as large as all together is given back to the system, and asked for again.
+    found = []
+    for left, right in zip(_groups(dy, counts), _groups(x, counts), strict=True):
+        size = len(left)
+        if not size:
+            found.append(torch.zeros(shape, dtype=x.dtype))
+        elif direct:
+            found.append(torch.mm(left.t(), right))
+        else:
+            factors = wide_dy[:size].copy_(left).t(), wide_x[:size].copy_(right)
+            found.append(torch.mm(*factors, out=wide_dw).to(x.dtype))
     return found
 
 
@@ -116,5 +111,10 @@ def _multiplies(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and cpu_products.has_bf16())
 
 
-def _buffer(rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(rows, like.shape[1], dtype=dtype)
+def _groups(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    return torch.split_with_sizes(rows, list(counts))
+
+
+def _buffer(counts: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For the longest group; memory that nobody writes to costs nothing."""
+    return torch.empty(max(counts), like.shape[1], dtype=dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,12 +24,3 @@ def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
         return counts.to(device)
     host = torch.tensor(counts, dtype=torch.int64, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
-
-
-def slices(counts: Sequence[int]) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) for every expert that has any."""
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
