@@ -42,6 +42,7 @@ OPERATORS: Mapping[str, str] = {
     "adamw": "mindspeed_lite.ops.adamw",
     "attention": "mindspeed_lite.ops.attention",
     "cross_entropy": "mindspeed_lite.ops.cross_entropy",
+    "grouped_matmul": "mindspeed_lite.ops.grouped_matmul",
     "l2norm": "mindspeed_lite.ops.l2norm",
     "layer_norm": "mindspeed_lite.ops.layer_norm",
     "linear_cross_entropy": "mindspeed_lite.ops.linear_cross_entropy",

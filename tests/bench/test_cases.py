@@ -35,6 +35,7 @@ def test_default_and_documented_shapes_can_be_read(name, device):
     [
         ("adamw", "3x40"),
         ("l2norm", "3x40"),
+        ("grouped_matmul", "24x16x32x3"),
         ("rms_norm", "24x48"),
         ("activation", "24x48"),
         ("activation", "24x48,kind=gelu,bias=1"),

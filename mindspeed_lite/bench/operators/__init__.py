@@ -48,6 +48,9 @@ OPERATORS: Mapping[str, Entry] = {
         "s=1024,b=1,n=16,g=16,d=64",
     ),
     "cross_entropy": Entry("mindspeed_lite.bench.operators.cross_entropy", "ROWSxVOCABULARY", "1024x32768"),
+    "grouped_matmul": Entry(
+        "mindspeed_lite.bench.operators.grouped_matmul", "ROWSxINPUTxOUTPUTxEXPERTS", "4096x512x256x16"
+    ),
     "l2norm": Entry("mindspeed_lite.bench.operators.l2norm", "TENSORSxELEMENTS", "8x1048576"),
     "layer_norm": Entry("mindspeed_lite.bench.operators.layer_norm", "ROWSxHIDDEN", "1024x4096"),
     "linear_cross_entropy": Entry(

@@ -57,6 +57,7 @@ _SHAPES = {
         "s=96,n=4,d=64,pairs=regrouped",
     ),
     "l2norm": ("3x1000", "2x65537"),
+    "grouped_matmul": ("300x64x96x4", "37x100x65x3", "513x136x72x9"),
     "accumulate_wgrad": ("128x64x192", "37x100x65", "1100x130x97"),
 }
 # Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU; in one dtype, for it takes a while.

@@ -1,0 +1,120 @@
+"""grouped_matmul on CPU: a product per expert straight into its place, without a node of autograd for each.
+
+Numbers of 16 bits that the processor does not multiply as such are widened for one expert at a time, into buffers
+that are used for all and stay in the cache, multiplied in fp32 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops import cpu_products
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.grouped_matmul import Case
+
+Tensors = Sequence[torch.Tensor]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def supported(case: Case) -> list[str]:
+    return [] if case.dtype in _DTYPES else [f"dtype {case.dtype}: there are products of floating-point numbers"]
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weights: Tensors | torch.Tensor,
+    counts: groups.Counts,
+    biases: Tensors | None = None,
+    transposed: bool = True,
+) -> torch.Tensor:
+    if autograd.is_traced(x):
+        return reference.grouped_matmul(x, weights, counts, biases, transposed)
+    return autograd.run(_PRODUCTS, x, weights, groups.on_host(counts, x.shape[0]), biases, transposed)
+
+
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Sequence[torch.Tensor]:
+    if autograd.is_traced(x):
+        return reference.weight_gradients(dy, x, counts)
+    return _weight_gradients(dy, x, groups.on_host(counts, x.shape[0]))
+
+
+def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+    if autograd.is_traced(x):
+        reference.accumulate_weight_gradients(main_grads, dy, x, counts)
+        return
+    sizes = groups.on_host(counts, x.shape[0])
+    dtype = reference.wide(x.dtype)
+    direct, rounded = _multiplies(x.dtype), main_grads[0].dtype != dtype
+    wide_dy, wide_x = _buffer(sizes, dy, dtype), _buffer(sizes, x, dtype)
+    for main_grad, left, right in zip(main_grads, _groups(dy, sizes), _groups(x, sizes), strict=True):
+        size = len(left)
+        if direct and size:
+            accumulate_wgrad(main_grad, left, right)
+        elif size:
+            factors = wide_dy[:size].copy_(left).t(), wide_x[:size].copy_(right)
+            main_grad.add_(torch.mm(*factors)) if rounded else main_grad.addmm_(*factors)
+
+
+def _forward(
+    x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
+) -> torch.Tensor:
+    y = torch.empty(x.shape[0], weights[0].shape[0 if transposed else 1], dtype=x.dtype)
+    direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
+    wide_x, wide_y = _buffer(counts, x, dtype), _buffer(counts, y, dtype)
+    wide_weight = torch.empty(weights[0].shape, dtype=dtype)
+    for expert, (left, rows) in enumerate(zip(_groups(x, counts), _groups(y, counts), strict=True)):
+        size = len(left)
+        if not size:
+            continue
+        weight, bias, out = weights[expert], None if biases is None else biases[expert], rows
+        if not direct:
+            left, weight, out = wide_x[:size].copy_(left), wide_weight.copy_(weight), wide_y[:size]
+            bias = None if bias is None else bias.to(dtype)
+        right = weight.t() if transposed else weight
+        torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
+        if not direct:
+            rows.copy_(out)
+    return y
+
+
+def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    shape = (dy.shape[1], x.shape[1])
+    direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
+    wide_dy, wide_x = _buffer(counts, dy, dtype), _buffer(counts, x, dtype)
+    wide_dw = torch.empty(shape, dtype=dtype)
+    # Each in memory of its own: what is as large as all together is given back to the system, and asked for again.
+    found = []
+    for left, right in zip(_groups(dy, counts), _groups(x, counts), strict=True):
+        size = len(left)
+        if not size:
+            found.append(torch.zeros(shape, dtype=x.dtype))
+        elif direct:
+            found.append(torch.mm(left.t(), right))
+        else:
+            factors = wide_dy[:size].copy_(left).t(), wide_x[:size].copy_(right)
+            found.append(torch.mm(*factors, out=wide_dw).to(x.dtype))
+    return found
+
+
+_PRODUCTS = autograd.Products(_forward, _weight_gradients)
+
+
+def _multiplies(dtype: torch.dtype) -> bool:
+    """Whether this processor's products of that dtype are as good as those of fp32."""
+    return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and cpu_products.has_bf16())
+
+
+def _groups(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
+    return torch.split_with_sizes(rows, list(counts))
+
+
+def _buffer(counts: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """For the longest group; memory that nobody writes to costs nothing."""
+    return torch.empty(max(counts), like.shape[1], dtype=dtype)

@@ -1,0 +1,239 @@
+"""grouped_matmul on CUDA: one Triton kernel for the products of all experts, one for their weight gradients.
+
+PyTorch's grouped product (torch.nn.functional.grouped_mm) wants all weights in one tensor, which separate parameters
+would have to be copied into at every call, in bf16, with rows of a multiple of 16 bytes; and it cannot add to a main
+gradient. Here the kernels find each expert's matrix in a table of addresses, and each program finds its expert from
+the counts where they are, on the device: the host reads nothing. A grid has room for the most blocks that counts can
+make of the rows; programs beyond the last block end at once.
+"""
+
+# Triton's decorator and the arguments of its kernels have no types.
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.grouped_matmul import Case
+
+Tensors = Sequence[torch.Tensor]
+
+
+class Tiles(NamedTuple):
+    """What a program multiplies at a time, and how: ROWS of x, WIDTH of the result, DEPTH of what is summed over."""
+
+    rows: int
+    width: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# For matrix units: 96 KiB of shared memory in three stages, and sums that fit the registers.
+LARGE = Tiles(128, 128, 64, 8, 3)
+# For experts with few rows.
+FLAT = Tiles(64, 128, 64, 4, 3)
+# For fp32, which is multiplied outside the matrix units.
+WIDE = Tiles(64, 64, 32, 4, 3)
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: the kernels take float16, bfloat16 and float32")
+    if not case.contiguous:
+        reasons.append("a main gradient is not contiguous")
+    return reasons
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weights: Tensors | torch.Tensor,
+    counts: groups.Counts,
+    biases: Tensors | None = None,
+    transposed: bool = True,
+) -> torch.Tensor:
+    if autograd.is_traced(x):
+        return reference.grouped_matmul(x, weights, counts, biases, transposed)
+    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed)
+
+
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:
+    if autograd.is_traced(x):
+        return reference.weight_gradients(dy, x, counts)
+    found = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    _multiply_gradients(found, None, dy, x, groups.on_device(counts, x.device))
+    return found.unbind()
+
+
+def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+    if autograd.is_traced(x):
+        reference.accumulate_weight_gradients(main_grads, dy, x, counts)
+        return
+    _multiply_gradients(main_grads[0], main_grads, dy, x, groups.on_device(counts, x.device))
+    for main_grad in main_grads:
+        # PyTorch did not see the write.
+        torch.autograd.graph.increment_version(main_grad)
+
+
+def _forward(
+    x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
+) -> torch.Tensor:
+    (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
+    y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    tiles = _tiles(x, len(weights))
+    weights = [each.contiguous() for each in weights]
+    biases = None if biases is None else [each.contiguous() for each in biases]
+    addresses, aligned = _addresses(weights)
+    grid = (triton.cdiv(n, tiles.width), triton.cdiv(rows, tiles.rows) + len(weights))
+    with _on(x):
+        product_kernel[grid](
+            x.contiguous(), addresses, None if biases is None else _addresses(biases)[0], counts.contiguous(), y,
+            N=n, K=k, EXPERTS=len(weights), PADDED=triton.next_power_of_2(len(weights)),
+            TRANSPOSED=transposed, BIASED=biases is not None, ALIGNED=aligned, PRECISION=_precision(),
+            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+    return y
+
+
+def _multiply_gradients(
+    out: torch.Tensor, main_grads: Tensors | None, dy: torch.Tensor, x: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """Into `out` [E, N, K], or added to the main gradients, of which `out` is one."""
+    n, k, experts = dy.shape[1], x.shape[1], len(counts)
+    tiles = WIDE if x.dtype == torch.float32 else LARGE
+    addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
+    with _on(x):
+        gradient_kernel[(triton.cdiv(k, tiles.width), triton.cdiv(n, tiles.rows), experts)](
+            dy.contiguous(), x.contiguous(), counts.contiguous(), out, addresses,
+            N=n, K=k, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ADDS=main_grads is not None,
+            ALIGNED=aligned, PRECISION=_precision(),
+            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+        )  # fmt: skip
+
+
+_PRODUCTS = autograd.Products(_forward, weight_gradients)
+
+
+@triton.jit
+def product_kernel(
+    x_ptr, weights_ptr, biases_ptr, counts_ptr, y_ptr,
+    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    numbers = tl.arange(0, PADDED)
+    counts = tl.load(counts_ptr + numbers, mask=numbers < EXPERTS, other=0)
+    # Blocks of rows belong to the experts in order; ours is the first that ends behind this block.
+    blocks = (counts + ROWS - 1) // ROWS
+    block = tl.program_id(1)
+    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), axis=0)
+    if expert >= EXPERTS:
+        return
+    block -= tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
+    first = tl.sum(tl.where(numbers < expert, counts, 0), axis=0) + block * ROWS
+    left = (tl.sum(tl.where(numbers == expert, counts, 0), axis=0) - block * ROWS).to(tl.int32)
+
+    weight_ptr = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+    if ALIGNED:
+        weight_ptr = tl.multiple_of(weight_ptr, 16)
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    depth = tl.arange(0, DEPTH)
+    x_ptrs = x_ptr + first * K + row[:, None] * K + depth[None, :]
+    if TRANSPOSED:
+        weight_ptrs = weight_ptr + column[None, :].to(tl.int64) * K + depth[:, None]
+    else:
+        weight_ptrs = weight_ptr + depth[:, None].to(tl.int64) * N + column[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, K, DEPTH):
+        inside = depth < K - start
+        x = tl.load(x_ptrs, mask=(row < left)[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_ptrs, mask=inside[:, None] & (column < N)[None, :], other=0.0)
+        total = tl.dot(x, weight, total, input_precision=PRECISION)
+        x_ptrs += DEPTH
+        weight_ptrs += DEPTH if TRANSPOSED else DEPTH * N
+    if BIASED:
+        bias_ptr = tl.load(biases_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+    y_ptrs = y_ptr + first * N + row[:, None] * N + column[None, :]
+    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(row < left)[:, None] & (column < N)[None, :])
+
+
+@triton.jit
+def gradient_kernel(
+    dy_ptr, x_ptr, counts_ptr, out_ptr, main_grads_ptr,
+    N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
+    ADDS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    expert = tl.program_id(2)
+    numbers = tl.arange(0, PADDED)
+    counts = tl.load(counts_ptr + numbers, mask=numbers < EXPERTS, other=0)
+    first = tl.sum(tl.where(numbers < expert, counts, 0), axis=0)
+    count = tl.sum(tl.where(numbers == expert, counts, 0), axis=0).to(tl.int32)
+    if ADDS:  # noqa: SIM102  # the compiler decides this one
+        if count == 0:
+            return
+
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    token = tl.arange(0, DEPTH)
+    dy_ptrs = dy_ptr + first * N + token[None, :] * N + row[:, None]
+    x_ptrs = x_ptr + first * K + token[:, None] * K + column[None, :]
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(0, count, DEPTH):
+        inside = token < count - start
+        dy = tl.load(dy_ptrs, mask=(row < N)[:, None] & inside[None, :], other=0.0)
+        x = tl.load(x_ptrs, mask=inside[:, None] & (column < K)[None, :], other=0.0)
+        total = tl.dot(dy, x, total, input_precision=PRECISION)
+        dy_ptrs += DEPTH * N
+        x_ptrs += DEPTH * K
+
+    offsets = row[:, None].to(tl.int64) * K + column[None, :]
+    mask = (row < N)[:, None] & (column < K)[None, :]
+    if ADDS:
+        main_ptr = tl.load(main_grads_ptr + expert).to(tl.pointer_type(out_ptr.dtype.element_ty))
+        if ALIGNED:
+            main_ptr = tl.multiple_of(main_ptr, 16)
+        total += tl.load(main_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        tl.store(main_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        tl.store(out_ptr + expert.to(tl.int64) * N * K + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def _tiles(x: torch.Tensor, experts: int) -> Tiles:
+    if x.dtype == torch.float32:
+        return WIDE
+    return LARGE if x.shape[0] > FLAT.rows * experts else FLAT
+
+
+def _precision() -> str:
+    """Of fp32 products, as the user has set it for those of PyTorch."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
+    """Where the (contiguous) tensors are, [E] on their device, and whether all begin at a multiple of 16 bytes."""
+    addresses = tuple([each.data_ptr() for each in tensors])
+    return _table(addresses, tensors[0].device), all(address % 16 == 0 for address in addresses)
+
+
+@functools.lru_cache(maxsize=1024)
+def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Those of parameters stay the same, so that they are sent once."""
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
+
+
+def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

@@ -1,0 +1,147 @@
+"""grouped_matmul on Ascend NPUs: npu_grouped_matmul, which has no autograd of its own.
+
+What its documentation says, and what is done about it here:
+
+group_type 0 groups the rows of one x [T, K]. The weights are a list of up to 128 matrices, read where they are, of
+float16 or bfloat16; or one tensor [E, K, N] for up to 1024 groups, the only form for float32. Both may be transposed
+views, all of them or none; x may not. So separate parameters are stacked, which copies them, for float32 and for more
+than 128 experts only; views of one tensor are given as that tensor.
+
+group_type 2 groups what is summed over: x is a transposed view, [N, T], and the result one tensor [E, N, K]. What it
+holds for a group without rows is not said: it is overwritten with zeros.
+
+group_list_type 1 means counts, of which there must be several: one expert needs no groups, and gets a plain product.
+Biases come as a list beside a list of weights, in float32 with bfloat16. The last dimension of every matrix as it lies
+in memory is below 65536. Nothing checks that K fits.
+
+npu_grouped_matmul_add_ adds to one float32 tensor [E, N, K]. It may ignore group_list_type and take ends of groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.ops.grouped_matmul import autograd, groups
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.grouped_matmul import Case
+
+Tensors = Sequence[torch.Tensor]
+
+_HALF = (torch.float16, torch.bfloat16)
+_LONGEST_LIST = 128
+_MOST_GROUPS = 1024
+_WIDTH_LIMIT = 65536
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in (*_HALF, torch.float32):
+        reasons.append(f"dtype {case.dtype}: npu_grouped_matmul takes float16, bfloat16 and float32")
+    if case.experts > _MOST_GROUPS:
+        reasons.append(f"{case.experts} experts: npu_grouped_matmul takes {_MOST_GROUPS} groups")
+    if case.widest >= _WIDTH_LIMIT:
+        reasons.append(f"a dimension of {case.widest}: npu_grouped_matmul takes less than {_WIDTH_LIMIT}")
+    if case.biased and case.experts > 1 and (case.dtype not in _HALF or case.experts > _LONGEST_LIST):
+        reasons.append(
+            f"biases of {case.experts} experts in {case.dtype}: npu_grouped_matmul takes them beside a list of "
+            f"weights, of 16 bits and up to {_LONGEST_LIST}"
+        )
+    return reasons
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weights: Tensors | torch.Tensor,
+    counts: groups.Counts,
+    biases: Tensors | None = None,
+    transposed: bool = True,
+) -> torch.Tensor:
+    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed)
+
+
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:
+    if len(counts) == 1:
+        return (dy.t() @ x,)
+    sizes = groups.on_device(counts, x.device)
+    found: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [dy.contiguous().t()],  # [N, T]
+        [x.contiguous()],  # [T, K]
+        group_list=sizes,
+        split_item=3,
+        group_type=2,
+        group_list_type=1,
+    )[0]
+    return found.masked_fill_(sizes.eq(0).view(-1, 1, 1), 0.0).unbind()
+
+
+def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+    if len(main_grads) == 1:
+        accumulate_wgrad(main_grads[0], dy, x)
+        return
+    one = _adjacent(main_grads)
+    fits = x.dtype in _HALF and main_grads[0].dtype == torch.float32 and hasattr(torch_npu, "npu_grouped_matmul_add_")
+    if one is None or not fits:
+        for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
+            main_grad.add_(dw)
+        return
+    torch_npu.npu_grouped_matmul_add_(
+        one,  # [E, N, K]
+        dy.contiguous(),  # [T, N], transposed by the operator
+        x.contiguous(),  # [T, K]
+        groups.on_device(counts, x.device).cumsum(0),
+        transpose_x=True,
+        transpose_weight=False,
+        group_type=2,
+    )
+
+
+def _forward(
+    x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
+) -> torch.Tensor:
+    if len(weights) == 1:
+        weight = weights[0].t() if transposed else weights[0]
+        return x @ weight if biases is None else torch.addmm(biases[0], x, weight)
+    matrices = _as_given(weights, x.dtype, biases is not None)
+    if biases is not None:
+        biases = [each.float() if each.dtype == torch.bfloat16 else each for each in biases]
+    y: torch.Tensor = torch_npu.npu_grouped_matmul(
+        [x.contiguous()],
+        [each.transpose(-2, -1) if transposed else each for each in matrices],
+        bias=biases,
+        group_list=counts,
+        split_item=2,
+        group_type=0,
+        group_list_type=1,
+    )[0]
+    return y
+
+
+_PRODUCTS = autograd.Products(_forward, weight_gradients)
+
+
+def _as_given(weights: Tensors, dtype: torch.dtype, biased: bool) -> Tensors:
+    """A list of all weights, or of one tensor that holds them."""
+    one = None if biased else _adjacent(weights)
+    if one is None and (dtype not in _HALF or len(weights) > _LONGEST_LIST):
+        one = torch.stack([*weights])
+    return [each.contiguous() for each in weights] if one is None else [one]
+
+
+def _adjacent(tensors: Tensors) -> torch.Tensor | None:
+    """The matrices as one tensor [E, ...] without a copy, if they lie in one memory, one right behind the other."""
+    first = tensors[0]
+    memory, start, size = first.untyped_storage()._cdata, first.storage_offset(), first.numel()
+    for position, each in enumerate(tensors):
+        if (
+            not each.is_contiguous()
+            or each.untyped_storage()._cdata != memory
+            or each.storage_offset() != start + position * size
+        ):
+            return None
+    return first.as_strided((len(tensors), *first.shape), (size, first.shape[1], 1))

@@ -1,0 +1,60 @@
+"""The definition of grouped_matmul in plain PyTorch: what every backend is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mindspeed_lite.ops.grouped_matmul import autograd, groups
+
+Tensors = Sequence[torch.Tensor]
+
+
+def grouped_matmul(
+    x: torch.Tensor,
+    weights: Tensors | torch.Tensor,
+    counts: groups.Counts,
+    biases: Tensors | None = None,
+    transposed: bool = True,
+) -> torch.Tensor:
+    """y_e = x_e w_e^T + b_e, keeping only its inputs for the backward pass."""
+    counts = groups.on_host(counts, x.shape[0])
+    if torch.compiler.is_compiling():
+        matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
+        return product(x, matrices, counts, biases, transposed)
+    return autograd.run(PRODUCTS, x, weights, counts, biases, transposed)
+
+
+def product(
+    x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
+) -> torch.Tensor:
+    """One product after the other in fp32 (float64 for float64), rounded once; differentiable by itself too."""
+    dtype = wide(x.dtype)
+    parts = []
+    for expert, rows in enumerate(torch.split(x, list(counts))):
+        weight = weights[expert].to(dtype)
+        y = rows.to(dtype) @ (weight.t() if transposed else weight)  # [T_e, N]
+        parts.append(y if biases is None else y + biases[expert].to(dtype))
+    return torch.cat(parts).to(x.dtype)
+
+
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> list[torch.Tensor]:
+    """dy_e^T x_e of every expert."""
+    dtype, sizes = wide(x.dtype), groups.on_host(counts, x.shape[0])
+    pairs = zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)
+    return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
+
+
+def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+    """main_grad_e += dy_e^T x_e, with the product rounded to the dtype of dy and x, as autograd rounds it."""
+    for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
+        main_grad.add_(dw)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+PRODUCTS = autograd.Products(product, weight_gradients)

@@ -1,0 +1,178 @@
+"""grouped_matmul's Triton kernels: run by a GPU or by Triton's interpreter, and compiled for an H100."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_lite.ops.grouped_matmul import Case
+
+from .compare import error
+from .experts import DTYPES, NAMES, SLACK, Problem
+from .triton_compile import compile_sm90
+
+cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
+
+# Of the 227 KiB of a multiprocessor, so that two programs fit.
+SHARED = 113 * 1024
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+
+
+@pytest.fixture
+def triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, or on CPU tensors by Triton's interpreter.
+
+    The interpreter holds numbers in arrays of one element, which NumPy no longer takes for the end of a range, and
+    bfloat16 as its bits, which its product takes for whole numbers.
+    """
+    if HAS_GPU:
+        return
+    import numpy as np
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    def patch(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    def widened(factor: Any) -> Any:
+        if factor.dtype.scalar != tl.bfloat16:
+            return factor
+        return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
+    dot = interpreter.InterpreterBuilder.create_dot
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    original = interpreter._patch_lang_tensor
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
+
+
+def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on tensors of the device on which kernels run here, and its result back."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [moved(each) for each in value]
+        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+
+    def call(*args: Any) -> Any:
+        return function(*map(moved, args)).to("cpu")
+
+    return call
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Of a result; the interpreter cuts a float32 to bfloat16 where a GPU rounds, which is twice as much."""
+    return torch.finfo(dtype).eps / (2 if HAS_GPU or dtype != torch.bfloat16 else 1)
+
+
+CUDA_SHAPES = [
+    ([3, 0, 5, 1], 33, 17),
+    ([0, 0, 70], 16, 130),
+    ([129, 0, 65], 130, 70),
+    ([1], 1, 1),
+]
+
+
+@pytest.mark.usefixtures("triton_runs")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("counts", "n", "k"), CUDA_SHAPES)
+def test_cuda(counts: list[int], n: int, k: int, dtype: torch.dtype, biased: bool) -> None:
+    problem = Problem(counts, n, k, dtype, biased)
+    got, exact = problem.run(on_gpu(cuda.grouped_matmul)), problem.exact()
+    for name, ours, truth in zip(NAMES, got, exact, strict=False):
+        assert ours.dtype == dtype
+        assert error(ours, truth) <= rounding(dtype) + SLACK, name
+    for expert, count in enumerate(counts):
+        assert count or not got[2][expert].any()
+
+
+@pytest.mark.usefixtures("triton_runs")
+@pytest.mark.parametrize("tiles", ["LARGE", "FLAT", "WIDE"])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_cuda_tiles_and_layouts(tiles: str, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_tiles", lambda x, experts: getattr(cuda, tiles))
+    problem = Problem([0, 140, 3, 64, 0], 150, 90, torch.float32)
+    weights = [each if transposed else each.t() for each in problem.weights]  # copied: kernels want rows
+    with torch.no_grad():
+        y = on_gpu(cuda.grouped_matmul)(
+            problem.x.t().contiguous().t(), weights, torch.tensor(problem.counts), None, transposed
+        )
+        stacked = on_gpu(cuda.grouped_matmul)(problem.x, torch.stack(weights), problem.counts, None, transposed)
+    assert error(y, problem.exact()[0]) <= SLACK
+    assert torch.equal(y, stacked)
+
+
+@pytest.mark.usefixtures("triton_runs")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize(("counts", "n", "k"), CUDA_SHAPES)
+def test_cuda_accumulates(counts: list[int], n: int, k: int, dtype: torch.dtype, same: bool) -> None:
+    problem = Problem(counts, n, k, dtype)
+    main_dtype = dtype if same else torch.float32
+    before = torch.randn(len(counts), n, k, generator=torch.Generator().manual_seed(1)).to(main_dtype)
+    main_grads = [each.to(DEVICE, copy=True) for each in before]
+    versions = [each._version for each in main_grads]
+    cuda.accumulate_weight_gradients(main_grads, problem.dy.to(DEVICE), problem.x.to(DEVICE), counts)
+    exact = before.double() + problem.exact()[2]
+    for main_grad, version, count, old, truth in zip(main_grads, versions, counts, before, exact, strict=True):
+        assert main_grad._version > version
+        assert error(main_grad.cpu(), truth) <= (rounding(dtype) if same else 0) + SLACK
+        assert count or torch.equal(main_grad.cpu(), old)
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_cuda_tables_are_made_once_and_say_what_is_aligned() -> None:
+    weights = [torch.zeros(4, 8, device=DEVICE) for _ in range(3)]
+    table, aligned = cuda._addresses(weights)
+    assert table.tolist() == [each.data_ptr() for each in weights] and table.device.type == DEVICE
+    assert aligned and cuda._addresses(weights)[0] is table
+    assert not cuda._addresses([torch.zeros(40, device=DEVICE)[1:]])[1]
+
+
+def test_cuda_reasons() -> None:
+    def reasons(dtype: torch.dtype, contiguous: bool = True) -> list[str]:
+        return cuda.supported(Case("cuda", dtype, 4, 8, True, torch.float32, contiguous))
+
+    assert all(reasons(dtype) == [] for dtype in DTYPES)
+    assert "float64: the kernels take" in reasons(torch.float64)[0]
+    assert reasons(torch.bfloat16, contiguous=False) == ["a main gradient is not contiguous"]
+
+
+@pytest.mark.parametrize(("tiles", "dtype"), [("LARGE", "bf16"), ("LARGE", "fp16"), ("FLAT", "bf16"), ("WIDE", "fp32")])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_product_compiles_for_an_h100(tiles: str, dtype: str, transposed: bool) -> None:
+    chosen = getattr(cuda, tiles)
+    pointers = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}"}
+    tables = {"weights_ptr": "*i64", "biases_ptr": "*i64", "counts_ptr": "*i64"}
+    sizes = {"N": 1536, "K": 2048, "EXPERTS": 64, "PADDED": 64}
+    found = compile_sm90(
+        "mindspeed_lite.ops.grouped_matmul.cuda:product_kernel",
+        {**pointers, **tables},
+        {**sizes, "TRANSPOSED": transposed, "BIASED": True, "ALIGNED": True, "PRECISION": "ieee",
+         "ROWS": chosen.rows, "WIDTH": chosen.width, "DEPTH": chosen.depth},
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    assert found.spills == 0 and found.shared <= SHARED, found
+
+
+@pytest.mark.parametrize(("tiles", "dtype"), [("LARGE", "bf16"), ("LARGE", "fp16"), ("WIDE", "fp32")])
+@pytest.mark.parametrize("adds", [True, False])
+def test_the_weight_gradient_compiles_for_an_h100(tiles: str, dtype: str, adds: bool) -> None:
+    chosen = getattr(cuda, tiles)
+    pointers = {"dy_ptr": f"*{dtype}", "x_ptr": f"*{dtype}", "out_ptr": "*fp32" if adds else f"*{dtype}"}
+    found = compile_sm90(
+        "mindspeed_lite.ops.grouped_matmul.cuda:gradient_kernel",
+        {**pointers, "counts_ptr": "*i64", "main_grads_ptr": "*i64"},
+        {"N": 1536, "K": 2048, "EXPERTS": 64, "PADDED": 64, "ADDS": adds, "ALIGNED": True, "PRECISION": "ieee",
+         "ROWS": chosen.rows, "WIDTH": chosen.width, "DEPTH": chosen.depth},
+        num_warps=chosen.warps, num_stages=chosen.stages,
+    )  # fmt: skip
+    assert found.spills == 0 and found.shared <= SHARED, found

@@ -1,0 +1,153 @@
+"""grouped_matmul on NPUs: our calls of torch_npu, on the emulation of its documentation (see twin)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_lite.ops.dispatch import force
+from mindspeed_lite.ops.grouped_matmul import Case, accumulate_weight_gradients, weight_gradients
+
+from . import twin
+from .compare import assert_not_worse, error
+from .experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
+
+
+def stacked_forward(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], counts: Sequence[int], biases: Sequence[torch.Tensor] | None
+) -> torch.Tensor:
+    return on("npu")(x, torch.stack(list(weights)), counts, biases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_npu(npu_twin: list[twin.Call], counts: list[int], dtype: torch.dtype, stacked: bool) -> None:
+    problem = Problem(counts, 12, 20, dtype)
+    got = problem.run(stacked_forward if stacked else on("npu"))
+    for name, ours, truth in zip(NAMES, got, problem.exact(), strict=False):
+        assert error(ours, truth) <= torch.finfo(dtype).eps / 2 + SLACK, name
+    assert {call.function for call in npu_twin} == ({"npu_grouped_matmul"} if len(counts) > 1 else set())
+    if len(counts) > 1:
+        forward, dx, dw = npu_twin
+        # Separate weights are not copied, but for float32; in the backward of a stack they are views of it.
+        listed = len(counts) if dtype != torch.float32 and not stacked else 1
+        assert [len(call.args[1]) for call in npu_twin] == [listed, listed, 1]
+        assert [call.kwargs["group_type"] for call in (forward, dx, dw)] == [0, 0, 2]
+        assert all(call.kwargs["group_list"].tolist() == counts for call in npu_twin)
+
+
+@pytest.mark.usefixtures("npu_twin")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_npu_with_biases(counts: list[int], dtype: torch.dtype, stacked: bool) -> None:
+    problem = Problem(counts, 12, 20, dtype, biased=True)
+    got = problem.run(stacked_forward if stacked else on("npu"))
+    replaced = problem.run(loop)  # one expert's bias is added by PyTorch
+    assert_not_worse(got, replaced, problem.exact(), torch.finfo(dtype).eps / 2 + SLACK, NAMES)
+
+
+def test_npu_weights_are_not_copied(npu_twin: list[twin.Call]) -> None:
+    problem = Problem([3, 0, 5], 12, 20, torch.bfloat16)
+    addresses = [each.data_ptr() for each in problem.weights]
+    on("npu")(problem.x, problem.weights, problem.counts)
+    assert [each.data_ptr() for each in npu_twin[0].args[1]] == addresses
+    whole = torch.stack(problem.weights)
+    on("npu")(problem.x, list(whole.unbind()), problem.counts)
+    assert [each.data_ptr() for each in npu_twin[1].args[1]] == [whole.data_ptr()]
+    on("npu")(problem.x, list(whole.unbind())[::-1], problem.counts)
+    assert [each.data_ptr() for each in npu_twin[2].args[1]] == [each.data_ptr() for each in whole.unbind()[::-1]]
+
+
+@pytest.mark.parametrize("experts", [128, 129])
+def test_npu_long_lists_are_stacked(npu_twin: list[twin.Call], experts: int) -> None:
+    problem = Problem([number % 3 for number in range(experts)], 4, 5, torch.bfloat16)
+    got = problem.run(on("npu"))
+    assert len(npu_twin[0].args[1]) == (128 if experts == 128 else 1)
+    for name, ours, truth in zip(NAMES, got, problem.exact(), strict=False):
+        assert error(ours, truth) <= torch.finfo(torch.bfloat16).eps / 2 + SLACK, name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("counts", COUNTS)
+def test_npu_accumulates(
+    npu_twin: list[twin.Call], counts: list[int], stacked: bool, same: bool, dtype: torch.dtype
+) -> None:
+    problem = Problem(counts, 12, 20, dtype)
+    main_dtype = dtype if same else torch.float32
+    before = torch.randn(len(counts), 12, 20, generator=torch.Generator().manual_seed(1)).to(main_dtype)
+    main_grads = list(before.clone().unbind()) if stacked else [each.clone() for each in before]
+    with force("grouped_matmul", "npu"), force("accumulate_wgrad", "npu"):
+        accumulate_weight_gradients(main_grads, problem.dy, problem.x, counts)
+    exact = before.double() + problem.exact()[2]
+    plain = before + torch.stack(weight_gradients(problem.dy, problem.x, counts))
+    got = torch.stack(main_grads)
+    assert error(got, exact) <= error(plain, exact) + SLACK
+    fused = main_dtype == torch.float32 != dtype and (stacked or len(counts) == 1)
+    assert ("npu_grouped_matmul_add_" in [call.function for call in npu_twin]) == fused
+    if fused:
+        assert error(got, exact) <= SLACK
+
+
+@pytest.mark.usefixtures("npu_twin")
+def test_npu_reasons() -> None:
+    from mindspeed_lite.ops.grouped_matmul import npu
+
+    def reasons(**changed: Any) -> list[str]:
+        case = Case("npu", torch.bfloat16, 64, 4096, False, torch.float32, True)
+        return npu.supported(case._replace(**changed))
+
+    assert reasons() == reasons(biased=True) == reasons(experts=1024, dtype=torch.float32) == []
+    assert reasons(biased=True, experts=1, dtype=torch.float32) == []
+    assert "float64: npu_grouped_matmul takes" in reasons(dtype=torch.float64)[0]
+    assert "1025 experts" in reasons(experts=1025)[0]
+    assert "a dimension of 65536" in reasons(widest=65536)[0]
+    assert "biases of 129 experts" in reasons(biased=True, experts=129)[0]
+    assert "biases of 64 experts in torch.float32" in reasons(biased=True, dtype=torch.float32)[0]
+
+
+def test_the_twin_notices_wrong_calls() -> None:
+    from .twin.grouped_matmul import npu_grouped_matmul
+
+    problem = Problem([3, 0, 5], 12, 20, torch.bfloat16, biased=True)
+    x, counts = problem.x, torch.tensor(problem.counts)
+    matrices = [each.t() for each in problem.weights]
+    biases = [each.float() for each in problem.biases or ()]
+    right: dict[str, Any] = dict(x=[x], weight=matrices, bias=biases, group_list=counts, split_item=2, group_type=0,
+                                 group_list_type=1)  # fmt: skip
+    npu_grouped_matmul(**right)
+    npu_grouped_matmul(**{**right, "group_list": counts.cumsum(0), "group_list_type": 0})
+    wrong: list[dict[str, Any]] = [
+        {"weight": problem.weights},
+        {"weight": [*matrices[:2], matrices[2].contiguous()]},
+        {"weight": matrices[:2]},
+        {"weight": [each.half() for each in matrices]},
+        {"x": [x.t().contiguous().t()]},
+        {"x": [x.float()], "weight": [each.float() for each in matrices]},
+        {"bias": problem.biases},
+        {"bias": biases[:2]},
+        {"group_list": counts.int()},
+        {"group_list": counts + 1},
+        {"group_list": None},
+        {"group_list_type": 0},
+        {"weight": matrices[:1], "bias": biases[:1], "group_list": counts.sum()[None]},
+    ]
+    for change in wrong:
+        with pytest.raises(ValueError):
+            npu_grouped_matmul(**{**right, **change})
+    right = dict(x=[problem.dy.t()], weight=[x], group_list=counts, split_item=3, group_type=2, group_list_type=1)
+    assert npu_grouped_matmul(**right)[0][1].isnan().all()
+    for change in (
+        {"x": [problem.dy.t().contiguous()]},
+        {"weight": [x[:7]]},
+        {"bias": biases},
+        {"group_list": counts[:2]},
+    ):
+        with pytest.raises(ValueError):
+            npu_grouped_matmul(**{**right, **change})
