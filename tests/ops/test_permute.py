@@ -19,7 +19,7 @@ from mindspeed_lite.ops.permute import OPERATOR, chunks, cpu, permute, reference
 from . import twin
 from .compare import Sizes, error, one_thread
 from .triton_compile import compile_sm90
-from .twin.permute import npu_moe_token_permute_with_routing_map, npu_moe_token_unpermute_with_routing_map
+from .twin.permute import _npu_moe_token_unpermute_with_routing_map, npu_moe_token_permute_with_routing_map
 
 cuda = pytest.importorskip("mindspeed_lite.ops.permute.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))
@@ -539,7 +539,7 @@ def test_the_npu_path_computes_it(
         assert error(ours, truth) <= 3 * torch.finfo(dtype).eps + torch.finfo(ours.dtype).eps + 4e-7, name
     assert [call.function for call in npu_twin] == [
         "npu_moe_token_permute_with_routing_map",
-        "npu_moe_token_unpermute_with_routing_map",
+        "_npu_moe_token_unpermute_with_routing_map",
     ]
 
 
@@ -583,8 +583,8 @@ def test_the_twin_notices_wrong_calls() -> None:
     ids = npu_moe_token_permute_with_routing_map(x, routing_map, num_out_tokens=8)[2]
     rows = torch.randn(8, 6)
 
-    def back(*arguments: Any, **options: Any) -> torch.Tensor:
-        return npu_moe_token_unpermute_with_routing_map(*arguments, **options)
+    def back(*arguments: Any, **options: Any) -> Any:
+        return _npu_moe_token_unpermute_with_routing_map(*arguments, **options)
 
     for wrong in (
         lambda: npu_moe_token_permute_with_routing_map(x.double(), routing_map, num_out_tokens=8),

@@ -25,6 +25,7 @@ _NEGLIGIBLE = 0.03
 _TINY = {
     "activation": "32x64",
     "attention": "s=64,n=2,d=32",
+    "permute": "32x64x4x2",
     "rms_norm": "32x64",
     "rope": "s=64,n=2,d=32",
 }

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 OWN_ROW_IDS = True
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_OPERATORS = ("npu_moe_token_permute_with_routing_map", "npu_moe_token_unpermute_with_routing_map")
+_OPERATORS = ("npu_moe_token_permute_with_routing_map", "_npu_moe_token_unpermute_with_routing_map")
 
 
 def supported(case: Case) -> list[str]:
@@ -62,14 +62,15 @@ def unpermute(
     drop_and_pad: bool,
 ) -> torch.Tensor:
     x, weights = _matched(permuted, probs)
-    out: torch.Tensor = torch_npu.npu_moe_token_unpermute_with_routing_map(
+    # The operator of the same name without the underscore is this one's first result.
+    out: torch.Tensor = torch_npu._npu_moe_token_unpermute_with_routing_map(
         x,
         row_ids,
         [tokens, permuted.shape[1]],
         probs=weights,
         routing_map=None if probs is None else routing_map,
         drop_and_pad=drop_and_pad,
-    )
+    )[0]
     return out.to(permuted.dtype)
 
 

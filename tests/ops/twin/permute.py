@@ -1,4 +1,4 @@
-"""npu_moe_token_permute_with_routing_map and npu_moe_token_unpermute_with_routing_map."""
+"""npu_moe_token_permute_with_routing_map and _npu_moe_token_unpermute_with_routing_map."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def npu_moe_token_permute_with_routing_map(
     return tokens.index_select(0, rows), permuted_probs, rows.argsort(stable=True).int()
 
 
-def npu_moe_token_unpermute_with_routing_map(
+def _npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: torch.Tensor,
     sorted_indices: torch.Tensor,
     restore_shape: list[int],
@@ -45,7 +45,7 @@ def npu_moe_token_unpermute_with_routing_map(
     probs: torch.Tensor | None = None,
     routing_map: torch.Tensor | None = None,
     drop_and_pad: bool = False,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     _check(permuted_tokens, routing_map, probs)
     if type(restore_shape) is not list or [type(size) for size in restore_shape] != [int, int]:
         raise TypeError(f"restore_shape {restore_shape!r}")
@@ -61,12 +61,21 @@ def npu_moe_token_unpermute_with_routing_map(
             capacity = rows // probs.shape[1]
             wide = wide * probs[index, torch.arange(probs.shape[1]).repeat_interleave(capacity)].float().unsqueeze(-1)
         out = torch.zeros(restore_shape).index_add(0, index, wide)
-        return out.to(permuted_tokens.dtype)
+        return out.to(permuted_tokens.dtype), *_for_backward(sorted_indices, probs)
     if probs is not None and routing_map is not None:
         wide = wide * probs.t().masked_select(routing_map.bool().t()).float().unsqueeze(-1)
     topk = rows // count
     token = torch.arange(rows) // topk
-    return torch.zeros(restore_shape).index_add(0, token, wide.index_select(0, index)).to(permuted_tokens.dtype)
+    out = torch.zeros(restore_shape).index_add(0, token, wide.index_select(0, index))
+    return out.to(permuted_tokens.dtype), *_for_backward(sorted_indices, probs)
+
+
+def _for_backward(
+    sorted_indices: torch.Tensor, probs: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What the operator's own backward alone has a use for."""
+    nothing = torch.full_like(sorted_indices, -1)
+    return nothing, nothing, None if probs is None else probs.new_full(sorted_indices.shape, torch.nan)
 
 
 def _check(x: torch.Tensor, routing_map: torch.Tensor | None, probs: torch.Tensor | None) -> None:
