@@ -36,6 +36,7 @@ def test_default_and_documented_shapes_can_be_read(name, device):
         ("adamw", "3x40"),
         ("l2norm", "3x40"),
         ("grouped_matmul", "24x16x32x3"),
+        ("permute", "24x48x6x2"),
         ("rms_norm", "24x48"),
         ("activation", "24x48"),
         ("activation", "24x48,kind=gelu,bias=1"),
@@ -89,6 +90,8 @@ def test_visible_pairs_are_those_of_the_mask(text):
 @pytest.mark.parametrize(
     ("name", "text", "word"),
     [
+        ("permute", "1024x64x4", "TOKENSxHIDDEN"),
+        ("permute", "1024x64x4x5", "TOPK of EXPERTS"),
         ("rms_norm", "1024", "ROWSxHIDDEN"),
         ("rms_norm", "0x5", "at least 1"),
         ("rms_norm", "4x-5", "ROWSxHIDDEN"),

@@ -56,6 +56,7 @@ OPERATORS: Mapping[str, Entry] = {
     "linear_cross_entropy": Entry(
         "mindspeed_lite.bench.operators.linear_cross_entropy", "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
     ),
+    "permute": Entry("mindspeed_lite.bench.operators.permute", "TOKENSxHIDDENxEXPERTSxTOPK", "4096x512x64x6"),
     "rms_norm": Entry("mindspeed_lite.bench.operators.rms_norm", "ROWSxHIDDEN", "1024x4096"),
     "rope": Entry(
         "mindspeed_lite.bench.operators.rope",

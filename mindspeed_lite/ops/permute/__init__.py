@@ -1,0 +1,197 @@
+"""Token permutation of a mixture of experts: rows expert by expert, back to tokens, and chunks of rows reordered."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.permute import chunks, reference, rows
+
+__all__ = ["OPERATOR", "Case", "permute", "sort_chunks", "unpermute", "why_not"]
+
+_MOST_PAIRS = 2**31  # row ids are int32
+_MOST_SORTED = 2**24 - 1
+_MOST_OF_A_TOKEN = 512
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+    probs_dtype: torch.dtype | None
+    uniform: bool
+    """Whether all tokens have equally many rows by the caller's word, or all experts by drop_and_pad; in unpermute,
+    whether the row ids come from such a call of a backend with row ids of its own."""
+    large: bool
+    """Whether tokens, experts or rows are too many to be sorted as fp32 numbers, or a token has 512 experts."""
+
+
+OPERATOR = Operator(
+    "permute",
+    reference.permute,  # type: ignore[arg-type]  # three results
+    {
+        "cpu": "mindspeed_lite.ops.permute.cpu",
+        "cuda": "mindspeed_lite.ops.permute.cuda",
+        "npu": "mindspeed_lite.ops.permute.npu",
+    },
+)
+
+
+def permute(
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: int | torch.Tensor | None = None,
+    drop_and_pad: bool = False,
+    *,
+    topk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(permuted, permuted_probs, row_ids): a copy of its token for every routed pair, expert by expert.
+
+    tokens: [T, H] of a floating type, any strides; routing_map: [T, E], True where the expert takes the token;
+    probs: [T, E] in a dtype of its own. permuted: [P, H], the tokens of an expert ascending; permuted_probs: [P], the
+    pairs' probs; row_ids: for `unpermute` alone.
+
+    P is `num_out_tokens`, or the number of routed pairs, which is then asked of the device. Fewer rows than pairs
+    leave the last ones out; more are filled with unrouted pairs, expert by expert. With `drop_and_pad` each expert has
+    capacity = num_out_tokens // E rows: its first tokens, and, where it has fewer, its first unrouted ones.
+
+    Differentiable in tokens and probs: the gradient of a token is the sum over its rows, in fp32 (float64 for
+    float64) and rounded once. For it row_ids are kept: two int32 for each row and one for each token.
+
+    topk: every token has exactly so many experts, and P is T * topk; say so where it is known, for torch_npu's
+    operators take nothing else and nobody can see it without waiting for the device. It changes no result.
+
+    Raises ValueError for shapes that do not fit, 2^31 pairs or more, a capacity above T or without num_out_tokens.
+    """
+    if tokens.dim() != 2 or routing_map.dim() != 2 or routing_map.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"permute: want tokens [T, H] and routing_map [T, E], not {_shape(tokens)} and {_shape(routing_map)}"
+        )
+    if probs is not None and probs.shape != routing_map.shape:
+        raise ValueError(f"permute: want probs of routing_map's shape {_shape(routing_map)}, not {_shape(probs)}")
+    count, experts = tokens.shape[0], routing_map.shape[1]
+    if count * experts >= _MOST_PAIRS:
+        raise ValueError(f"permute: {count} tokens times {experts} experts are more pairs than row ids can count")
+    if routing_map.dtype != torch.bool:
+        routing_map = routing_map.bool()
+    size, capacity = _size(routing_map, num_out_tokens, drop_and_pad)
+    if topk is not None and not drop_and_pad and size != count * topk:
+        raise ValueError(f"permute: {count} tokens with {topk} experts each do not make {size} rows")
+    case = _case(tokens, probs, max(size, count, experts), drop_and_pad or topk is not None, topk)
+    implementation = reference.permute if size == 0 or tokens.numel() == 0 else OPERATOR.choose(case)
+    result: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+    result = implementation(tokens, routing_map, probs, size, capacity)  # type: ignore[assignment]
+    return result
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_ids: torch.Tensor,
+    restore_shape: Sequence[int],
+    probs: torch.Tensor | None = None,
+    routing_map: torch.Tensor | None = None,
+    drop_and_pad: bool = False,
+) -> torch.Tensor:
+    """[T, H]: every token the sum over its rows, each weighted with its pair's prob if `probs` are given.
+
+    permuted: [P, H], the rows of `permute`, with any H; row_ids: from that call; restore_shape: (T, H); probs:
+    [T, E] in a dtype of its own, and then routing_map [T, E]; map and drop_and_pad as they were in that call.
+
+    Sums run over a token's rows in the order of its experts, in fp32 (float64 for float64), and are rounded once, to
+    permuted's dtype: the same input gives the same bits. Differentiable in permuted and probs: the gradient of a row
+    is its token's times its prob, that of a prob the product of the two rows, summed in fp32. Kept for it are row_ids,
+    probs, and, where probs want a gradient, permuted.
+
+    Raises ValueError for shapes that do not fit, and for row ids of another call.
+    """
+    if permuted.dim() != 2 or len(restore_shape) != 2 or restore_shape[1] != permuted.shape[1]:
+        raise ValueError(
+            f"unpermute: want permuted [P, H] and restore_shape (T, H), not {_shape(permuted)} and "
+            f"{tuple(restore_shape)}"
+        )
+    if probs is not None and (routing_map is None or probs.shape != routing_map.shape):
+        other = "no map" if routing_map is None else _shape(routing_map)
+        raise ValueError(f"unpermute: want probs [T, E] with a routing_map of this shape, not {_shape(probs)}, {other}")
+    if probs is not None and probs.shape[0] != restore_shape[0]:
+        raise ValueError(f"unpermute: probs {_shape(probs)} are not those of {restore_shape[0]} tokens")
+    tokens, size = restore_shape[0], permuted.shape[0]
+    own = row_ids.numel() == size
+    if not own and row_ids.numel() != rows.size(size, tokens):
+        raise ValueError(f"unpermute: row_ids {_shape(row_ids)} are not those of {size} rows and {tokens} tokens")
+    arguments = (permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
+    if permuted.numel() == 0 and not own:
+        return reference.unpermute(*arguments)
+    module: Any = sys.modules[OPERATOR.choose(_case(permuted, probs, max(size, tokens), own, None)).__module__]
+    if own and not getattr(module, "OWN_ROW_IDS", False):
+        raise ValueError("unpermute: row_ids are those of another backend")
+    out: torch.Tensor = module.unpermute(*arguments)
+    return out
+
+
+def sort_chunks(
+    x: torch.Tensor,
+    split_sizes: torch.Tensor | Sequence[int],
+    order: torch.Tensor | Sequence[int],
+    probs: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(sorted, sorted_probs): x cut into chunks of `split_sizes` rows, joined in `order`, and probs alongside.
+
+    x: [P, ...]; split_sizes: [C], which add up to P; order: [C], a permutation of the chunks; probs: [P, ...]. Each
+    of the two is a tensor or a sequence. Chunks known to the host are copied as blocks; sizes on another device stay
+    there, and rows are looked up, so that nobody waits. Differentiable in x and probs: the gradient is the same with
+    the inverse order, for which nothing but sizes and order is kept.
+
+    Raises ValueError for sizes and orders that do not fit, as far as the host knows them.
+    """
+    if probs is not None and probs.shape[:1] != x.shape[:1]:
+        raise ValueError(f"sort_chunks: want x [P, ...] and probs [P, ...], not {_shape(x)} and {_shape(probs)}")
+    plan = chunks.plan(x, split_sizes, order)
+    return chunks.sort(x, plan), None if probs is None else chunks.sort(probs, plan)
+
+
+def why_not(
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None = None,
+    num_out_tokens: int | torch.Tensor | None = None,
+    drop_and_pad: bool = False,
+    *,
+    topk: int | None = None,
+) -> list[str]:
+    """Every reason why `permute` would run on the reference, not on its device's backend; empty if none."""
+    size, _ = _size(routing_map, num_out_tokens, drop_and_pad)
+    largest = max(size, *routing_map.shape)
+    return OPERATOR.why_not(_case(tokens, probs, largest, drop_and_pad or topk is not None, topk))
+
+
+def _size(
+    routing_map: torch.Tensor, num_out_tokens: int | torch.Tensor | None, drop_and_pad: bool
+) -> tuple[int, int | None]:
+    """The number of rows, and of rows of each expert if that is fixed."""
+    tokens, experts = routing_map.shape
+    if not drop_and_pad:
+        size = int(routing_map.sum() if num_out_tokens is None else num_out_tokens)
+        if size < 0:
+            raise ValueError(f"permute: num_out_tokens is {size}")
+        return min(size, tokens * experts), None
+    if num_out_tokens is None:
+        raise ValueError("permute: drop_and_pad wants num_out_tokens, which says the capacity")
+    capacity = int(num_out_tokens) // max(experts, 1)
+    if not 0 <= capacity <= tokens:
+        raise ValueError(f"permute: a capacity of {capacity} for {tokens} tokens")
+    return capacity * experts, capacity
+
+
+def _case(x: torch.Tensor, probs: torch.Tensor | None, largest: int, uniform: bool, topk: int | None) -> Case:
+    large = largest >= _MOST_SORTED or (topk or 0) >= _MOST_OF_A_TOKEN
+    return Case(x.device.type, x.dtype, None if probs is None else probs.dtype, uniform, large)
+
+
+def _shape(t: torch.Tensor) -> str:
+    return str(tuple(t.shape))

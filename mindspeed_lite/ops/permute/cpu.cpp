@@ -1,0 +1,221 @@
+// permute on CPU: one pass over the map for the row ids, and passes over the tokens, each of which belongs to one
+// thread that walks over its rows in their order: results do not depend on the number of threads.
+//
+// Row ids of P rows and T tokens: pair [P], order [P], offsets [T + 1]; see rows.py.
+#include <utility>
+#include <vector>
+
+#include "numbers.h"
+
+namespace {
+
+constexpr int64_t kBlock = 1024;  // columns whose sums stay in the first-level cache
+constexpr int32_t kMost = 4;      // rows of a token that are read side by side
+
+double load(const double* p) { return *p; }
+void store(double* p, double value) { *p = value; }
+using ::load;
+using ::store;
+
+struct Rows {
+    int32_t *pair, *order, *offsets;
+    Rows(int32_t* ids, int64_t rows) : pair(ids), order(ids + rows), offsets(ids + 2 * rows) {}
+};
+
+// visit(e) for every expert of a token, in order; eight flags at a time, each of them 0 or 1.
+template <typename Visit>
+inline void each_expert(const uint8_t* flags, int64_t experts, Visit visit) {
+    int64_t e = 0;
+    for (; e + 8 <= experts; e += 8) {
+        uint64_t word;
+        std::memcpy(&word, flags + e, 8);
+        for (; word; word &= word - 1) visit(e + (__builtin_ctzll(word) >> 3));
+    }
+    for (; e < experts; ++e)
+        if (flags[e]) visit(e);
+}
+
+// Routed pairs alone: every block of tokens knows where its rows begin.
+void fill(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t blocks,
+          std::vector<int64_t>& next, const std::vector<int64_t>& kept, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t b = 0; b < blocks; ++b) {
+        int64_t place = kept[b];
+        for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t) {
+            out.offsets[t] = static_cast<int32_t>(place);
+            each_expert(map + t * experts, experts, [&](int64_t e) {
+                const int64_t row = next[b * experts + e]++;
+                if (row >= rows) return;
+                out.pair[row] = static_cast<int32_t>(t * experts + e);
+                out.order[place++] = static_cast<int32_t>(row);
+            });
+        }
+    }
+    out.offsets[tokens] = static_cast<int32_t>(rows);
+}
+
+// With unrouted pairs behind the routed ones: `capacity` rows of each expert, or, where it is negative, `rows` of all.
+void fill_padded(const uint8_t* map, Rows out, int64_t tokens, int64_t experts, int64_t rows, int64_t capacity,
+                 std::vector<int64_t> before, const std::vector<int64_t>& routed) {
+    const bool drop = capacity >= 0;
+    int64_t place = 0;
+    for (int64_t t = 0; t < tokens; ++t) {
+        out.offsets[t] = static_cast<int32_t>(place);
+        for (int64_t e = 0; e < experts; ++e) {
+            const int64_t pairs_before = drop ? t : e * tokens + t;
+            const int64_t rank =
+                map[t * experts + e] ? before[e]++ : routed[drop ? e : experts] + pairs_before - before[e];
+            if (rank >= (drop ? capacity : rows)) continue;
+            const int64_t row = drop ? e * capacity + rank : rank;
+            out.pair[row] = static_cast<int32_t>(t * experts + e);
+            out.order[place++] = static_cast<int32_t>(row);
+        }
+    }
+    out.offsets[tokens] = static_cast<int32_t>(place);
+}
+
+// call(index_sequence<0, ..., count - 1>) for a count of 1 to kMost known at run time.
+template <typename Call>
+inline void with_count(int64_t count, Call call) {
+    switch (count) {
+        case 1: return call(std::make_index_sequence<1>());
+        case 2: return call(std::make_index_sequence<2>());
+        case 3: return call(std::make_index_sequence<3>());
+        default: return call(std::make_index_sequence<kMost>());
+    }
+}
+
+// out = carried (or nothing) + the weighted rows n..., which are read side by side and added in their order.
+template <typename T, typename A, typename Out, size_t... n>
+void add_rows(std::index_sequence<n...>, const T* const* rows, const A* weights, const A* carried, Out* out,
+              int64_t size) {
+    // Copies, which no store can be taken to change.
+    const T* const x[] = {rows[n]...};
+    const A w[] = {weights[n]...};
+#pragma omp simd
+    for (int64_t h = 0; h < size; ++h) {
+        A sum = carried ? carried[h] : A(0);
+        ((sum += w[n] * load(x[n] + h)), ...);
+        store(out + h, sum);
+    }
+}
+
+template <typename T, typename A>
+void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens, int64_t width, int64_t stride,
+            int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) {
+        const int32_t first = ids.offsets[t], end = ids.offsets[t + 1];
+        if (first == end) std::memset(out + t * width, 0, width * sizeof(T));
+        A sum[kBlock];  // of the rows so far, where a token has more than are added at a time
+        for (int64_t start = 0; start < width && first < end; start += kBlock) {
+            const int64_t size = std::min(kBlock, width - start);
+            for (int32_t i = first; i < end; i += kMost) {
+                const int32_t count = std::min(end - i, kMost);
+                const T* rows[kMost];
+                A weights[kMost];
+                for (int32_t n = 0; n < count; ++n) {
+                    const int64_t row = ids.order[i + n];
+                    rows[n] = permuted + row * stride + start;
+                    weights[n] = probs ? probs[ids.pair[row]] : A(1);
+                }
+                const A* carried = i == first ? nullptr : sum;
+                with_count(count, [&](auto n) {
+                    if (i + count == end)
+                        add_rows(n, rows, weights, carried, out + t * width + start, size);
+                    else
+                        add_rows(n, rows, weights, carried, sum, size);
+                });
+            }
+        }
+    }
+}
+
+// Gradients of a row whose token has gradient g, and, given the row, of its weight.
+template <typename T, typename A>
+A backward_row(const T* g, const T* row, A weight, T* drow, int64_t width) {
+    A sum = 0;
+    if (row == nullptr) {
+#pragma omp simd
+        for (int64_t h = 0; h < width; ++h) store(drow + h, weight * load(g + h));
+        return sum;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int64_t h = 0; h < width; ++h) {
+        const A value = load(g + h);
+        store(drow + h, weight * value);
+        sum += value * load(row + h);
+    }
+    return sum;
+}
+
+template <typename T, typename A>
+void backward(const T* dy, const T* permuted, Rows ids, const A* probs, T* dpermuted, A* dprobs, int64_t tokens,
+              int64_t width, int64_t dy_stride, int64_t stride, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t) {
+        for (int32_t i = ids.offsets[t]; i < ids.offsets[t + 1]; ++i) {
+            const int64_t row = ids.order[i], pair = ids.pair[row];
+            const T* x = permuted ? permuted + row * stride : nullptr;
+            const A sum = backward_row(dy + t * dy_stride, x, probs[pair], dpermuted + row * width, width);
+            if (permuted) dprobs[pair] = sum;
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows,
+                              int64_t capacity, int threads) {
+    const int64_t blocks = threads;
+    std::vector<int64_t> next(blocks * experts), kept(blocks), routed(experts + 1);
+#pragma omp parallel for num_threads(threads) schedule(static, 1)
+    for (int64_t b = 0; b < blocks; ++b)
+        for (int64_t t = tokens * b / blocks; t < tokens * (b + 1) / blocks; ++t)
+            each_expert(map + t * experts, experts, [&](int64_t e) { ++next[b * experts + e]; });
+    std::vector<int64_t> before(experts);  // each expert's first row, or with a capacity zero
+    int64_t total = 0;
+    for (int64_t e = 0; e < experts; ++e) {
+        before[e] = capacity < 0 ? total : 0;
+        for (int64_t b = 0; b < blocks; ++b) {
+            const int64_t count = next[b * experts + e];
+            next[b * experts + e] = total;
+            total += count;
+            routed[e] += count;
+            // What this block keeps, for the places of those behind it.
+            if (b + 1 < blocks) kept[b + 1] += std::clamp(rows - (total - count), int64_t{0}, count);
+        }
+    }
+    routed[experts] = total;
+    if (capacity >= 0 || rows > total) {
+        fill_padded(map, Rows(ids, rows), tokens, experts, rows, capacity, before, routed);
+        return;
+    }
+    for (int64_t b = 1; b < blocks; ++b) kept[b] += kept[b - 1];
+    fill(map, Rows(ids, rows), tokens, experts, rows, blocks, next, kept, threads);
+}
+
+extern "C" void permute_spread(const char* x, int32_t* ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
+                               int64_t stride, int threads) {
+    const Rows to(ids, rows);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int32_t i = to.offsets[t]; i < to.offsets[t + 1]; ++i)
+            std::memcpy(out + to.order[i] * bytes, x + t * stride, bytes);
+}
+
+#define EXPORT(NAME, T, A)                                                                                           \
+    extern "C" void permute_gather_##NAME(const T* permuted, int32_t* ids, const A* probs, T* out, int64_t tokens,   \
+                                          int64_t rows, int64_t width, int64_t stride, int threads) {                \
+        gather<T, A>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                         \
+    }                                                                                                                \
+    extern "C" void permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const A* probs,            \
+                                            T* dpermuted, A* dprobs, int64_t tokens, int64_t rows, int64_t width,    \
+                                            int64_t dy_stride, int64_t stride, int threads) {                        \
+        backward<T, A>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,    \
+                       threads);                                                                                     \
+    }
+
+EXPORT(bf16, bf16, float)
+EXPORT(fp32, float, float)
+EXPORT(fp64, double, double)

@@ -1,0 +1,123 @@
+"""permute on CPU in C++: indices from one pass over the map, rows copied, sums over a token's rows in fp32."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.permute import autograd, reference, rows
+from mindspeed_lite.ops.rows import as_rows
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.permute import Case
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+_lib = native.Library(
+    Path(__file__).with_name("cpu.cpp"),
+    {"permute_index": "pplllli", "permute_spread": "ppplllli"}
+    | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
+    | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
+)
+
+# Tensors with memory: no fake ones, no subclasses.
+_REAL = (torch.Tensor, torch.nn.Parameter)
+
+
+def supported(case: Case) -> list[str]:
+    if case.dtype not in _NAMES:
+        return [f"dtype {case.dtype}: the kernels take bfloat16, float32 and float64"]
+    reason = _lib.unusable()
+    return [] if reason is None else [reason]
+
+
+def permute(
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    count: int,
+    capacity: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    if torch.compiler.is_compiling() or type(tokens) not in _REAL:
+        return reference.permute(tokens, routing_map, probs, count, capacity)
+    return autograd.permute(_KERNELS, tokens, routing_map, probs, count, capacity)
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_ids: torch.Tensor,
+    tokens: int,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    drop_and_pad: bool,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling() or type(permuted) not in _REAL:
+        return reference.unpermute(permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
+    return autograd.unpermute(_KERNELS, permuted, row_ids, tokens, probs)
+
+
+def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+    tokens, experts = routing_map.shape
+    flags = routing_map.contiguous()
+    row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
+    threads = native.threads(flags.numel())
+    _lib.permute_index(
+        flags.data_ptr(), row_ids.data_ptr(), tokens, experts, count, -1 if capacity is None else capacity, threads
+    )
+    return row_ids
+
+
+def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
+    x, stride = as_rows(tokens)
+    size = x.element_size()
+    out = x.new_empty(count, x.shape[1])
+    bounds = (x.shape[0], count, x.shape[1] * size, stride * size)
+    _lib.permute_spread(x.data_ptr(), row_ids.data_ptr(), out.data_ptr(), *bounds, native.threads(out.numel()))
+    return out
+
+
+def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
+    x, stride = as_rows(permuted)
+    weights = None if probs is None else _weights(probs, x.dtype)
+    out = x.new_empty(tokens, x.shape[1])
+    kernel = getattr(_lib, f"permute_gather_{_NAMES[x.dtype]}")
+    addresses = (x.data_ptr(), row_ids.data_ptr(), None if weights is None else weights.data_ptr(), out.data_ptr())
+    kernel(*addresses, tokens, *x.shape, stride, native.threads(x.numel()))
+    return out
+
+
+def _backward(
+    dy: torch.Tensor, permuted: torch.Tensor | None, row_ids: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    g, g_stride = as_rows(dy)
+    x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
+    weights = _weights(probs, g.dtype)
+    count = (row_ids.numel() - g.shape[0] - 1) // 2
+    dpermuted = g.new_empty(count, g.shape[1])
+    # Unrouted pairs have no row and no gradient.
+    dprobs = None if x is None else torch.zeros_like(weights)
+    getattr(_lib, f"permute_backward_{_NAMES[g.dtype]}")(
+        g.data_ptr(),
+        None if x is None else x.data_ptr(),
+        row_ids.data_ptr(),
+        weights.data_ptr(),
+        dpermuted.data_ptr(),
+        None if dprobs is None else dprobs.data_ptr(),
+        g.shape[0],
+        count,
+        g.shape[1],
+        g_stride,
+        x_stride,
+        native.threads(dpermuted.numel()),
+    )
+    return dpermuted, None if dprobs is None else dprobs.to(probs.dtype)
+
+
+def _weights(probs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return probs.detach().to(torch.promote_types(dtype, torch.float32)).contiguous()
+
+
+_KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)

@@ -1,0 +1,133 @@
+"""permute on CUDA: Triton kernels. Counts stay on the device, and nothing waits for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+
+from mindspeed_lite.ops.permute import autograd, kernels, reference, rows
+from mindspeed_lite.ops.row_kernels import on
+from mindspeed_lite.ops.rows import as_rows
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.permute import Case
+
+# Pairs of a program that makes row ids, and columns of one that moves rows: 16 bytes of a 16-bit tensor a thread.
+_PAIRS, _BLOCK = 1024, 1024
+_MOST_EXPERTS = 4096
+
+
+def supported(case: Case) -> list[str]:
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        return [f"dtype {case.dtype}"]
+    return []
+
+
+def permute(
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    count: int,
+    capacity: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    if torch.compiler.is_compiling() or routing_map.shape[1] > _MOST_EXPERTS:
+        return reference.permute(tokens, routing_map, probs, count, capacity)
+    return autograd.permute(_KERNELS, tokens, routing_map, probs, count, capacity)
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_ids: torch.Tensor,
+    tokens: int,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    drop_and_pad: bool,
+) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return reference.unpermute(permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
+    return autograd.unpermute(_KERNELS, permuted, row_ids, tokens, probs)
+
+
+def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> torch.Tensor:
+    tokens, experts = routing_map.shape
+    device = routing_map.device
+    flags = routing_map.contiguous().view(torch.uint8)
+    width = triton.next_power_of_2(experts)
+    block = max(1, min(_PAIRS // width, triton.next_power_of_2(tokens)))
+    blocks = triton.cdiv(tokens, block)
+    row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32, device=device)
+    pair, order, offsets = rows.split(row_ids, count)
+    counts = torch.empty(experts, blocks, dtype=torch.int32, device=device)
+    kept = torch.empty(tokens, dtype=torch.int32, device=device)
+    how: dict[str, Any] = {"TOKENS": block, "EXPERTS": width, "num_warps": 4}
+    with on(routing_map):
+        kernels.count_kernel[(blocks,)](flags, counts, tokens, experts, blocks, **how)
+        if capacity is None:
+            ends = counts.view(-1).cumsum(0, dtype=torch.int32).view(counts.shape)
+            totals = ends.view(-1)[-1:].repeat(experts)
+            ranks = (count, 0, tokens)
+        else:
+            ends = counts.cumsum(1, dtype=torch.int32)
+            totals = ends[:, -1].contiguous()
+            ranks = (capacity, capacity, 0)
+        given = (flags, ends - counts, totals)
+        sizes = (tokens, experts, blocks, *ranks)
+        kernels.pair_kernel[(blocks,)](*given, pair, kept, *sizes, **how)
+        offsets[:1] = 0
+        torch.cumsum(kept, 0, dtype=torch.int32, out=offsets[1:])
+        kernels.order_kernel[(blocks,)](*given, offsets, order, *sizes, **how)
+    return row_ids
+
+
+def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Tensor:
+    x, stride = as_rows(tokens)
+    width = x.shape[1]
+    out = x.new_empty(count, width)
+    _, order, offsets = rows.split(row_ids, count)
+    grid, how = _launch(x.shape[0], width)
+    with on(x):
+        kernels.spread_kernel[grid](x, order, offsets, out, stride, **how)
+    return out
+
+
+def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None) -> torch.Tensor:
+    x, stride = as_rows(permuted)
+    count, width = x.shape
+    out = x.new_empty(tokens, width)
+    pair, order, offsets = rows.split(row_ids, count)
+    weights = None if probs is None else probs.contiguous()
+    grid, how = _launch(tokens, width)
+    how |= {"HAS_PROBS": weights is not None, "DOUBLE": x.dtype == torch.float64}
+    with on(x):
+        kernels.gather_kernel[grid](x, order, offsets, pair, weights, out, stride, **how)
+    return out
+
+
+def _backward(
+    dy: torch.Tensor, permuted: torch.Tensor | None, row_ids: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    g, g_stride = as_rows(dy)
+    x, x_stride = (None, 0) if permuted is None else as_rows(permuted)
+    tokens, width = g.shape
+    count = (row_ids.numel() - tokens - 1) // 2
+    pair, order, offsets = rows.split(row_ids, count)
+    weights = probs.contiguous()
+    dx = g.new_empty(count, width)
+    # Unrouted pairs have no row and no gradient.
+    dprobs = None if x is None else torch.zeros_like(weights)
+    (grid, _), how = _launch(tokens, width)
+    how |= {"WANTS_DPROBS": x is not None, "DOUBLE": g.dtype == torch.float64}
+    with on(g):
+        kernels.backward_kernel[(grid,)](g, x, order, offsets, pair, weights, dx, dprobs, g_stride, x_stride, **how)
+    return dx, dprobs
+
+
+_KERNELS = autograd.Kernels(_row_ids, _spread, _gather, _backward)
+
+
+def _launch(tokens: int, width: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid (tokens, pieces of a row), and how the kernels are told the row's width."""
+    block = min(_BLOCK, triton.next_power_of_2(width))
+    return (tokens, triton.cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": max(1, block // 256)}

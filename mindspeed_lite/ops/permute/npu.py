@@ -1,0 +1,81 @@
+"""permute on Ascend NPUs through torch_npu's operators with a routing map, which bring their own backward.
+
+They want the same number of experts for every token, or drop_and_pad; row ids are theirs, one int32 for each row, and
+the map is kept for the backward pass. Which unrouted tokens fill an expert's rows is not in their documentation, but in
+op-plugin's own test: the first ones, as here. In which precision rows are summed is said nowhere. The documents of
+torch_npu and of CANN disagree on whether unpermute is deterministic unless PyTorch is told to be.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.permute import Case
+
+OWN_ROW_IDS = True
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_OPERATORS = ("npu_moe_token_permute_with_routing_map", "_npu_moe_token_unpermute_with_routing_map")
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if not case.uniform:
+        reasons.append(
+            "nobody says (topk) that all tokens have equally many experts, which torch_npu's operators want "
+            "without drop_and_pad"
+        )
+    if case.dtype not in _DTYPES:
+        reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
+    if case.probs_dtype not in (None, *_DTYPES):
+        reasons.append(f"probs in {case.probs_dtype}: torch_npu's operators take float16, bfloat16 and float32")
+    if case.large:
+        reasons.append("2^24 - 1 tokens, experts or rows or more, or 512 experts for a token")
+    reasons += [f"this torch_npu has no {name}" for name in _OPERATORS if not hasattr(torch_npu, name)]
+    return reasons
+
+
+def permute(
+    tokens: torch.Tensor,
+    routing_map: torch.Tensor,
+    probs: torch.Tensor | None,
+    count: int,
+    capacity: int | None,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    x, weights = _matched(tokens, probs)
+    permuted, permuted_probs, row_ids = torch_npu.npu_moe_token_permute_with_routing_map(
+        x, routing_map, probs=weights, num_out_tokens=count, drop_and_pad=capacity is not None
+    )
+    return permuted.to(tokens.dtype), None if probs is None else permuted_probs.to(probs.dtype), row_ids
+
+
+def unpermute(
+    permuted: torch.Tensor,
+    row_ids: torch.Tensor,
+    tokens: int,
+    probs: torch.Tensor | None,
+    routing_map: torch.Tensor | None,
+    drop_and_pad: bool,
+) -> torch.Tensor:
+    x, weights = _matched(permuted, probs)
+    # The operator of the same name without the underscore is this one's first result.
+    out: torch.Tensor = torch_npu._npu_moe_token_unpermute_with_routing_map(
+        x,
+        row_ids,
+        [tokens, permuted.shape[1]],
+        probs=weights,
+        routing_map=None if probs is None else routing_map,
+        drop_and_pad=drop_and_pad,
+    )[0]
+    return out.to(permuted.dtype)
+
+
+def _matched(x: torch.Tensor, probs: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both in one dtype, or bfloat16 with float32 probs: what the operators take."""
+    if probs is None or probs.dtype == x.dtype or (x.dtype, probs.dtype) == (torch.bfloat16, torch.float32):
+        return x, probs
+    return x.float(), probs.float()

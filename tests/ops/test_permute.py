@@ -1,0 +1,671 @@
+"""permute, unpermute, sort_chunks: the definition by hand, and every other path against it in float64."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from mindspeed_lite.ops.dispatch import force
+from mindspeed_lite.ops.permute import OPERATOR, chunks, cpu, permute, reference, rows, sort_chunks, unpermute, why_not
+
+from . import twin
+from .compare import Sizes, error, one_thread
+from .triton_compile import compile_sm90
+from .twin.permute import _npu_moe_token_unpermute_with_routing_map, npu_moe_token_permute_with_routing_map
+
+cuda = pytest.importorskip("mindspeed_lite.ops.permute.cuda", reason="Triton is not installed")
+compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))
+MODULES: dict[str, ModuleType] = {"reference": reference, "cpu": cpu, "triton": cuda}
+backends = pytest.mark.parametrize("backend", MODULES)
+NAMES = ("permuted", "permuted probs", "d tokens", "d probs", "out", "d permuted", "d probs of unpermute")
+
+
+class Problem(NamedTuple):
+    tokens: torch.Tensor
+    routing_map: torch.Tensor
+    probs: torch.Tensor
+    count: int
+    capacity: int | None
+    gradient: torch.Tensor
+    """Of unpermute's result."""
+
+
+def problem(
+    tokens: int, experts: int, hidden: int, topk: int | None, rows: float, drop: bool, dtype: torch.dtype,
+    probs_dtype: torch.dtype = torch.float32, seed: int = 0,
+) -> Problem:  # fmt: skip
+    """topk: None for a number of experts that differs; rows: in relation to the routed pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, generator=generator)
+    if topk is None:
+        routing_map = scores < 0.4
+    else:
+        chosen = scores.topk(min(topk, experts), 1).indices
+        routing_map = torch.zeros(tokens, experts, dtype=torch.bool).scatter(1, chosen, True)
+    count = min(round(rows * int(routing_map.sum())), tokens * experts)
+    capacity = min(count // experts, tokens) if drop else None
+    x, gradient = (torch.randn(tokens, hidden, generator=generator).to(dtype) for _ in range(2))
+    probs = torch.rand(tokens, experts, generator=generator).to(probs_dtype)
+    return Problem(x, routing_map, probs, count if capacity is None else capacity * experts, capacity, gradient)
+
+
+def run(module: Any, given: Problem, dtype: torch.dtype | None = None) -> list[torch.Tensor]:
+    """What NAMES says, by a backend's own functions."""
+    x, probs, gradient = (t.to(dtype or t.dtype) for t in (given.tokens, given.probs, given.gradient))
+    leaves = [t.clone().requires_grad_() for t in (x, probs)]
+    permuted, permuted_probs, row_ids = module.permute(
+        leaves[0], given.routing_map, leaves[1], given.count, given.capacity
+    )
+    torch.autograd.backward((permuted, permuted_probs), (permuted.detach().cos(), permuted_probs.detach().sin()))
+    inner = [permuted.detach().sin().requires_grad_(), probs.clone().requires_grad_()]
+    out = module.unpermute(inner[0], row_ids, x.shape[0], inner[1], given.routing_map, given.capacity is not None)
+    out.backward(gradient)
+    return [permuted.detach(), permuted_probs.detach(), *(t.grad for t in leaves), out.detach(),
+            *(t.grad for t in inner)]  # type: ignore[misc]  # fmt: skip
+
+
+def expected_pairs(given: Problem) -> list[tuple[int, int]]:
+    """(token, expert) of every row, in plain Python."""
+    tokens, experts = given.routing_map.shape
+    routed = [(t, e) for e in range(experts) for t in range(tokens) if given.routing_map[t, e]]
+    others = [(t, e) for e in range(experts) for t in range(tokens) if not given.routing_map[t, e]]
+    if given.capacity is None:
+        return (routed + others)[: given.count]
+    of = [[pair for pair in routed + others if pair[1] == e][: given.capacity] for e in range(experts)]
+    return [pair for each in of for pair in each]
+
+
+class Eager:
+    """What a user has without us: every step in its tensors' own dtype, sums by scatter_add."""
+
+    @staticmethod
+    def permute(tokens: Any, routing_map: Any, probs: Any, count: int, capacity: int | None) -> Any:
+        given = Problem(tokens, routing_map, probs, count, capacity, tokens)
+        token, expert = (torch.tensor(each, dtype=torch.long) for each in zip(*expected_pairs(given), strict=True))
+        return tokens.index_select(0, token), probs.t().reshape(-1)[expert * tokens.shape[0] + token], (token, expert)
+
+    @staticmethod
+    def unpermute(permuted: Any, row_ids: Any, tokens: int, probs: Any, *_: Any) -> Any:
+        token, expert = row_ids
+        weighted = permuted * probs[token, expert].unsqueeze(-1)
+        out = torch.zeros(tokens, permuted.shape[1], dtype=weighted.dtype)
+        return out.scatter_add(0, token.unsqueeze(1).expand_as(weighted), weighted).to(permuted.dtype)
+
+
+# ---- what it is ----
+
+
+def test_by_hand() -> None:
+    tokens = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+    routing_map = torch.tensor([[0, 1], [1, 1], [1, 0]]).bool()
+    probs = torch.tensor([[0.0, 1.0], [0.25, 0.75], [1.0, 0.0]])
+    permuted, permuted_probs, row_ids = permute(tokens, routing_map, probs, 4)
+    assert permuted.tolist() == [[3, 4], [5, 6], [1, 2], [3, 4]]
+    assert permuted_probs is not None and permuted_probs.tolist() == [0.25, 1, 1, 0.75]
+    assert unpermute(permuted, row_ids, (3, 2)).tolist() == [[1, 2], [6, 8], [5, 6]]
+    assert torch.equal(unpermute(permuted, row_ids, (3, 2), probs, routing_map), tokens)
+    assert torch.equal(permute(tokens, routing_map)[0], permuted)
+    assert permute(tokens, routing_map, num_out_tokens=torch.tensor(4))[1] is None
+    # A capacity of one row, and of three: the first unrouted token of each expert fills up.
+    assert permute(tokens, routing_map, probs, 2, True)[0].tolist() == [[3, 4], [1, 2]]
+    padded = permute(tokens, routing_map, probs, 6, True)
+    assert padded[0].tolist() == [[3, 4], [5, 6], [1, 2], [1, 2], [3, 4], [5, 6]]
+    assert padded[1] is not None and padded[1].tolist() == [0.25, 1, 0, 1, 0.75, 0]
+    # Fewer rows than pairs, and more.
+    assert permute(tokens, routing_map, probs, 3)[0].tolist() == [[3, 4], [5, 6], [1, 2]]
+    assert permute(tokens, routing_map, probs, 5)[0].tolist() == [[3, 4], [5, 6], [1, 2], [3, 4], [1, 2]]
+
+
+MANY = {
+    "tokens": st.integers(1, 40),
+    "experts": st.sampled_from([1, 2, 5, 8, 13, 33]),
+    "hidden": st.sampled_from([1, 3, 16, 40]),
+    "topk": st.sampled_from([None, 1, 2, 4, 7]),
+    "rows": st.sampled_from([1.0, 1.0, 0.6, 1.7]),
+    "drop": st.booleans(),
+    "seed": st.integers(0, 100),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(**MANY)
+def test_rows_are_those_of_plain_python_on_every_backend(**drawn: Any) -> None:
+    check_rows(("reference", "cpu"), **drawn)
+
+
+@settings(max_examples=10, deadline=None)  # the interpreter takes its time
+@given(**MANY)
+def test_rows_of_the_triton_kernels_are_those_of_plain_python(**drawn: Any) -> None:
+    check_rows(("triton",), **drawn)
+
+
+def check_rows(which: tuple[str, ...], **drawn: Any) -> None:
+    given = problem(**drawn, dtype=torch.float32)
+    if not given.count:
+        return
+    pairs = expected_pairs(given)
+    experts = given.routing_map.shape[1]
+    with one_thread():
+        for name in which:
+            made = MODULES[name].permute(given.tokens, given.routing_map, given.probs, given.count, given.capacity)
+            assert torch.equal(made[0], given.tokens[[t for t, _ in pairs]])
+            assert made[1].tolist() == [given.probs[pair].item() for pair in pairs]
+            assert made[2].dtype == torch.int32 and made[2].numel() == 2 * given.count + len(given.tokens) + 1
+            pair, order, offsets = (part.tolist() for part in rows.split(made[2], given.count))
+            assert pair == [t * experts + e for t, e in pairs]
+            assert order == sorted(range(given.count), key=lambda row: pair[row])
+            assert offsets == [sum(t < token for t, _ in pairs) for token in range(len(given.tokens) + 1)]
+
+
+@backends
+@pytest.mark.parametrize("drop", [False, True])
+def test_gradients_of_the_definition(backend: str, drop: bool) -> None:
+    given = problem(5, 3, 2, None, 1.4, drop, torch.float64, torch.float64)
+    module = MODULES[backend]
+
+    def both(x: torch.Tensor, probs: torch.Tensor, other: torch.Tensor) -> Any:
+        permuted, weights, row_ids = module.permute(x, given.routing_map, probs, given.count, given.capacity)
+        return permuted, weights, module.unpermute(permuted * 2, row_ids, len(x), other, given.routing_map, drop)
+
+    leaves = [t.clone().requires_grad_() for t in (given.tokens, given.probs, given.probs)]
+    with one_thread():
+        assert gradcheck(both, leaves, fast_mode=backend == "triton")
+
+
+# ---- how exact it is ----
+
+
+def not_worse(backend: str, dtype: torch.dtype, **drawn: Any) -> None:
+    given = problem(**drawn, dtype=dtype)
+    if not given.count:
+        return
+    with one_thread():
+        exact = run(reference, given, torch.float64)
+        ours, theirs = run(MODULES[backend], given), run(Eager, given)
+    for name, got, other, truth in zip(NAMES, ours, theirs, exact, strict=True):
+        assert got.dtype == other.dtype, name
+        eps = torch.finfo(got.dtype).eps
+        # In the run in float64 what stands between permute and unpermute is rounded nowhere. In Triton's interpreter
+        # 16 bits are cut, where a GPU rounds.
+        slack = (3 if backend == "triton" else 2) * (eps if name != "d probs of unpermute" else torch.finfo(dtype).eps)
+        assert error(got, truth) <= error(other, truth) + slack, name
+
+
+@settings(max_examples=40, deadline=None)
+@given(**MANY, dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_error_is_not_above_that_of_the_path_it_replaces(dtype: torch.dtype, **drawn: Any) -> None:
+    not_worse("reference", dtype, **drawn)
+    if dtype != torch.float16:
+        not_worse("cpu", dtype, **drawn)
+
+
+@settings(max_examples=6, deadline=None)
+@given(**MANY, dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
+def test_error_of_the_triton_kernels_is_not_above_that_of_the_path_it_replaces(
+    dtype: torch.dtype, **drawn: Any
+) -> None:
+    not_worse("triton", dtype, **drawn)
+
+
+@compiled
+@pytest.mark.parametrize("topk", [1, 3, 4, 5, 9])
+def test_a_16_bit_sum_is_the_nearest_number(topk: int) -> None:
+    """One rounding, however many rows there are and wide as they may be."""
+    given = problem(30, 11, 1100, topk, 1.0, False, torch.bfloat16)
+    permuted, _, row_ids = permute(given.tokens, given.routing_map, None, given.count)
+    varied = (permuted.double() * torch.linspace(0.5, 2, len(permuted)).unsqueeze(1).double()).bfloat16()
+    exact = reference.unpermute(varied.double(), row_ids, 30, given.probs.double(), given.routing_map, False)
+    got = unpermute(varied, row_ids, (30, 1100), given.probs, given.routing_map)
+    assert (got != exact.bfloat16()).double().mean() < 0.01
+
+
+@backends
+@pytest.mark.parametrize("probs_dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_result_has_the_dtype_of_its_input(backend: str, dtype: torch.dtype, probs_dtype: torch.dtype) -> None:
+    given = problem(9, 4, 6, 2, 1.0, False, dtype, probs_dtype)
+    got = run(MODULES[backend], given)
+    assert [t.dtype for t in got] == [dtype, probs_dtype, dtype, probs_dtype, dtype, dtype, probs_dtype]
+
+
+# ---- strides, sizes, gradients ----
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_strides_do_not_matter(backend: str) -> None:
+    module = MODULES[backend]
+    given = problem(12, 5, 8, 2, 1.0, False, torch.float32)
+    plain = run(module, given)
+
+    def views(t: torch.Tensor) -> list[torch.Tensor]:
+        wider = torch.stack([t, t], -1)
+        return [t.t().contiguous().t(), torch.cat([t, t], -1)[:, : t.shape[1]], wider[..., 0]]
+
+    names = ("tokens", "routing_map", "probs", "gradient")
+    numbers = range(3) if backend == "cpu" else (0,)  # the interpreter takes its time
+    for name, number in ((name, number) for name in names for number in numbers):
+        view = views(getattr(given, name))[number]
+        assert not view.is_contiguous()
+        got = run(module, given._replace(**{name: view}))
+        assert all(torch.equal(a, b) for a, b in zip(got, plain, strict=True)), (name, number)
+
+
+@pytest.mark.parametrize("experts", [3, 0])
+@pytest.mark.parametrize(("tokens", "hidden"), [(0, 4), (5, 0), (1, 4)])
+def test_without_tokens_columns_or_routes(tokens: int, hidden: int, experts: int) -> None:
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    probs = torch.rand(tokens, experts, requires_grad=True)
+    for routing_map in (torch.zeros(tokens, experts).bool(), torch.ones(tokens, experts).bool()):
+        count = int(routing_map.sum())
+        permuted, permuted_probs, row_ids = permute(x, routing_map, probs, count)
+        assert permuted.shape == (count, hidden) and permuted_probs is not None and permuted_probs.shape == (count,)
+        out = unpermute(permuted, row_ids, (tokens, hidden), probs, routing_map)
+        assert out.shape == x.shape
+        (out.sum() + permuted_probs.sum()).backward()
+        assert permute(x, routing_map, probs, 0, True)[0].shape == (0, hidden)
+
+
+@backends
+def test_a_token_without_rows_gets_zeros(backend: str) -> None:
+    routing_map = torch.tensor([[0, 0], [1, 1], [0, 0]]).bool()
+    x = torch.ones(3, 4, requires_grad=True)
+    permuted, _, row_ids = MODULES[backend].permute(x, routing_map, None, 2, None)
+    out = MODULES[backend].unpermute(permuted, row_ids, 3, None, None, False)
+    out.sum().backward()
+    assert out[:, 0].tolist() == [0, 2, 0] and x.grad is not None and x.grad[:, 0].tolist() == [0, 2, 0]
+
+
+@backends
+@pytest.mark.parametrize("which", [(1, 0), (0, 1)])
+def test_only_the_wanted_gradients_are_made(backend: str, which: tuple[int, int]) -> None:
+    given = problem(10, 4, 6, 2, 1.0, False, torch.float32)
+    full, module = run(MODULES[backend], given), MODULES[backend]
+    x, probs = (t.clone().requires_grad_(bool(w)) for t, w in zip((given.tokens, given.probs), which, strict=True))
+    permuted, permuted_probs, row_ids = module.permute(x, given.routing_map, probs, given.count, None)
+    assert (permuted.requires_grad, permuted_probs.requires_grad) == tuple(map(bool, which))
+    inner = permuted.detach().sin().requires_grad_(bool(which[0]))
+    out = module.unpermute(inner, row_ids, 10, probs, given.routing_map, False)
+    out.backward(given.gradient)
+    for leaf, wanted, want in zip((inner, probs), which, full[5:], strict=True):
+        assert (leaf.grad is not None and torch.equal(leaf.grad, want)) if wanted else leaf.grad is None
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_what_is_kept_for_the_backward_pass(backend: str) -> None:
+    """Two numbers for each row and one for each token; of unpermute with probs also its inputs."""
+    given = problem(10, 6, 4, 2, 1.0, False, torch.float32)
+    kept: list[torch.Tensor] = []
+    module, x = MODULES[backend], given.tokens.clone().requires_grad_()
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        permuted, _, row_ids = module.permute(x, given.routing_map, given.probs, given.count, None)
+        assert {t.data_ptr() for t in kept} == {row_ids.data_ptr()} and row_ids.numel() == 2 * 20 + 10 + 1
+        kept.clear()
+        module.unpermute(permuted, row_ids, 10, None, None, False)
+        assert {t.data_ptr() for t in kept} == {row_ids.data_ptr()}
+        kept.clear()
+        probs = given.probs.clone().requires_grad_()
+        module.unpermute(permuted, row_ids, 10, probs, given.routing_map, False)
+        assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in (row_ids, permuted, probs)}
+
+
+@compiled
+def test_the_number_of_threads_changes_no_bit() -> None:
+    given = problem(700, 50, 64, 6, 1.0, False, torch.bfloat16)
+    before = torch.get_num_threads()
+    found = []
+    for rows_of in (1.0, 0.9):
+        case = given._replace(count=int(rows_of * given.count))
+        for threads in (1, 3, 3):
+            torch.set_num_threads(threads)
+            try:
+                row_ids = cpu.permute(case.tokens, case.routing_map, case.probs, case.count, None)[2]
+                found.append([*run(cpu, case), row_ids])
+            finally:
+                torch.set_num_threads(before)
+        one, *others = found
+        assert all(torch.equal(a, b) for other in others for a, b in zip(one, other, strict=True))
+        found.clear()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_nothing_asks_the_device_for_a_number(backend: str, drop: bool) -> None:
+    given = problem(8, 4, 4, 2, 1.0, drop, torch.float32)
+    x, probs = given.tokens.clone().requires_grad_(), given.probs.clone().requires_grad_()
+    kernels = importlib.import_module("mindspeed_lite.ops.permute.kernels")
+    if backend == "triton" and not hasattr(kernels.count_kernel, "interpreter_builder") and torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU here")
+    with Sizes() as sizes:
+        permuted, weights, row_ids = MODULES[backend].permute(x, given.routing_map, probs, given.count, given.capacity)
+        out = MODULES[backend].unpermute(permuted, row_ids, 8, probs, given.routing_map, drop)
+        (out.sum() + weights.sum()).backward()
+    asked = ("_local_scalar", "nonzero", "masked_select", "aten.item")
+    assert not [name for name in sizes.names if any(word in name for word in asked)], sizes.names
+
+
+# ---- which backend, errors ----
+
+
+def test_what_the_cpu_kernel_does_not_take_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = problem(6, 3, 4, 2, 1.0, False, torch.float16)
+    assert why_not(given.tokens, given.routing_map, given.probs, 12) == [
+        "dtype torch.float16: the kernels take bfloat16, float32 and float64"
+    ]
+    assert why_not(given.tokens.float(), given.routing_map) == ([cpu._lib.unusable()] if cpu._lib.unusable() else [])
+    monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler")
+    OPERATOR.forget()
+    try:
+        assert why_not(given.tokens.float(), given.routing_map, None, 12) == ["no C++ compiler"]
+        assert permute(given.tokens.float(), given.routing_map, None, 12)[0].shape == (12, 4)
+    finally:
+        OPERATOR.forget()
+
+
+def test_row_ids_of_one_backend_serve_another() -> None:
+    given = problem(6, 3, 4, 2, 1.0, False, torch.float32)
+    permuted, _, row_ids = permute(given.tokens, given.routing_map, None, given.count)
+    with force("permute", "reference"):
+        other = permute(given.tokens, given.routing_map, None, given.count)[2]
+        want = unpermute(permuted, row_ids, (6, 4))
+    assert torch.equal(row_ids, other) and torch.equal(unpermute(permuted, other, (6, 4)), want)
+
+
+def test_maps_of_other_dtypes_are_read_as_bool() -> None:
+    given = problem(6, 3, 4, 2, 1.0, False, torch.float32)
+    for dtype in (torch.int8, torch.int64, torch.float32):
+        assert torch.equal(permute(given.tokens, given.routing_map.to(dtype), None, 12)[0],
+                           permute(given.tokens, given.routing_map, None, 12)[0])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x, m, p: permute(x[0], m), r"want tokens \[T, H\]"),
+        (lambda x, m, p: permute(x, m[:2]), "routing_map"),
+        (lambda x, m, p: permute(x, m, p[:, :1]), "probs of routing_map's shape"),
+        (lambda x, m, p: permute(x, m, p, -1), "num_out_tokens is -1"),
+        (lambda x, m, p: permute(x, m, p, drop_and_pad=True), "wants num_out_tokens"),
+        (lambda x, m, p: permute(x, m, p, 7 * 3, True), "a capacity of 7 for 4 tokens"),
+        (lambda x, m, p: permute(x, m, p, 7, topk=2), "do not make 7 rows"),
+        (lambda x, m, p: permute(x[:1].expand(2**30, 5), m[:1].expand(2**30, 3)), "more pairs than"),
+        (lambda x, m, p: unpermute(x, torch.zeros(13), (4, 6)), "restore_shape"),
+        (lambda x, m, p: unpermute(x, torch.zeros(12), (4, 5)), r"row_ids \(12,\) are not those of 4 rows"),
+        (lambda x, m, p: unpermute(x, torch.zeros(4), (4, 5)), "another backend"),
+        (lambda x, m, p: unpermute(x, torch.zeros(13), (4, 5), p), "no map"),
+        (lambda x, m, p: unpermute(x, torch.zeros(13), (4, 5), p, m[:2]), "routing_map of this shape"),
+        (lambda x, m, p: unpermute(x, torch.zeros(12), (3, 5), p, m), "are not those of 3 tokens"),
+        (lambda x, m, p: sort_chunks(x, [2, 1], [1, 0]), "do not make 4"),
+        (lambda x, m, p: sort_chunks(x, [5, -1], [1, 0]), "do not make 4"),
+        (lambda x, m, p: sort_chunks(x, [2, 2], [1, 1]), "is no order of 2"),
+        (lambda x, m, p: sort_chunks(x, [2, 2], [0]), "is no order of 2"),
+        (lambda x, m, p: sort_chunks(x, [2, 2], [1, 0], p[:3]), r"probs \[P"),
+    ],
+)
+def test_what_does_not_fit_is_one_clear_error(call: Callable[..., Any], words: str) -> None:
+    x, routing_map = torch.zeros(4, 5), torch.ones(4, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=words):
+        call(x, routing_map, torch.zeros(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_it_compiles() -> None:
+    given = problem(6, 3, 4, 2, 1.0, False, torch.float32)
+
+    def both(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
+        permuted, weights, row_ids = permute(x * 1.0, given.routing_map, probs, given.count)
+        assert weights is not None
+        return unpermute(permuted * weights.unsqueeze(1), row_ids, (6, 4), probs, given.routing_map)
+
+    torch._dynamo.reset()
+    leaves = [[t.clone().requires_grad_() for t in (given.tokens, given.probs)] for _ in range(2)]
+    for function, inputs in zip((both, torch.compile(both, backend="aot_eager", fullgraph=True)), leaves, strict=True):
+        function(*inputs).backward(given.gradient)
+    for a, b in zip(*leaves, strict=True):
+        assert a.grad is not None and b.grad is not None and error(a.grad, b.grad) < 1e-6
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.zeros(6, 4, dtype=torch.bfloat16, requires_grad=True)
+        probs, routing_map = torch.zeros(6, 3, requires_grad=True), torch.zeros(6, 3, dtype=torch.bool)
+        permuted, permuted_probs, row_ids = permute(x, routing_map, probs, 12)
+        out = unpermute(permuted, row_ids, (6, 4), probs, routing_map)
+        out.sum().backward()
+        sorted_rows, _ = sort_chunks(permuted, [4, 8], [1, 0])
+    assert (permuted.shape, permuted.dtype, out.shape) == ((12, 4), torch.bfloat16, (6, 4))
+    assert permuted_probs is not None and permuted_probs.shape == (12,) and sorted_rows.shape == (12, 4)
+    assert x.grad is not None and probs.grad is not None and probs.grad.shape == (6, 3)
+
+
+# ---- chunks ----
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), max_size=9),
+    width=st.sampled_from([None, 0, 1, 3]),
+    seed=st.integers(0, 50),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_chunks_are_those_of_split_and_cat(sizes: list[int], width: int | None, seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(sizes), generator=generator)
+    shape = (sum(sizes),) if width is None else (sum(sizes), width)
+    x, dy = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    probs, dprobs = (torch.rand(sum(sizes), generator=generator) for _ in range(2))
+    pieces = [torch.split(t, sizes) for t in (x, probs)]
+    want = [torch.cat([each[i] for i in order]) if sizes else t for each, t in zip(pieces, (x, probs), strict=True)]
+    as_tensor = torch.tensor(sizes, dtype=torch.int64)
+    for cut in ((sizes, order), (as_tensor, order), (as_tensor, order.tolist())):
+        leaves = [t.clone().requires_grad_() for t in (x, probs)]
+        got = sort_chunks(leaves[0], *cut, leaves[1])
+        assert got[1] is not None and torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        torch.autograd.backward(got, (dy, dprobs))  # type: ignore[arg-type]
+        back = [chunks.Blocks(sizes, order.tolist()).undo(t) for t in (dy, dprobs)]
+        assert all(leaf.grad is not None and torch.equal(leaf.grad, b) for leaf, b in zip(leaves, back, strict=True))
+        assert torch.equal(chunks.Blocks(sizes, order.tolist()).undo(want[0]), x)
+    if sizes:
+        lookup = chunks.Lookup(as_tensor, order)
+        assert torch.equal(lookup.apply(x), want[0]) and torch.equal(lookup.undo(want[0]), x)
+
+
+def test_sizes_on_a_device_stay_there() -> None:
+    sizes, order = torch.tensor([2, 3, 1], device="meta"), torch.tensor([1, 2, 0])
+    x = torch.zeros(6, 4, device="meta", requires_grad=True)
+    with Sizes() as sizes_seen:
+        out, probs = sort_chunks(x, sizes, order, torch.zeros(6, device="meta"))
+        out.sum().backward()
+    assert out.shape == (6, 4) and probs is not None and probs.shape == (6,)
+    assert not [name for name in sizes_seen.names if "_local_scalar" in name]
+    with pytest.raises(ValueError, match="3 sizes and an order of 2"):
+        sort_chunks(x, sizes, order[:2])
+
+
+def test_chunks_in_their_order_are_not_copied() -> None:
+    x = torch.randn(6, 2)
+    assert sort_chunks(x, [2, 4], [0, 1])[0] is x
+
+
+def test_gradients_of_chunks() -> None:
+    leaves = [torch.randn(6, 2, dtype=torch.float64, requires_grad=True), torch.rand(6, dtype=torch.float64)]
+    leaves[1].requires_grad_()
+    assert gradcheck(lambda x, p: sort_chunks(x, [2, 1, 3], [2, 0, 1], p), leaves)
+
+
+# ---- the NPU path on an emulation of torch_npu ----
+
+
+def through(given: Problem, topk: int | None) -> list[torch.Tensor]:
+    """`run` through the public functions."""
+
+    class Public:
+        @staticmethod
+        def permute(x: Any, routing_map: Any, probs: Any, count: int, capacity: int | None) -> Any:
+            return permute(x, routing_map, probs, count, capacity is not None, topk=topk)
+
+        @staticmethod
+        def unpermute(permuted: Any, row_ids: Any, tokens: int, *rest: Any) -> Any:
+            return unpermute(permuted, row_ids, (tokens, permuted.shape[1]), *rest)
+
+    return run(Public, given)
+
+
+@pytest.mark.parametrize("probs_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("topk", "rows", "drop"), [(2, 1.0, False), (1, 1.0, False), (2, 0.7, True), (2, 1.6, True)])
+def test_the_npu_path_computes_it(
+    npu_twin: list[twin.Call], topk: int, rows: float, drop: bool, dtype: torch.dtype, probs_dtype: torch.dtype
+) -> None:
+    given = problem(11, 4, 6, topk, rows, drop, dtype, probs_dtype)
+    exact = run(reference, given, torch.float64)
+    with force("permute", "npu"):
+        got = through(given, None if drop else topk)
+    for name, ours, truth in zip(NAMES, got, exact, strict=True):
+        assert error(ours, truth) <= 3 * torch.finfo(dtype).eps + torch.finfo(ours.dtype).eps + 4e-7, name
+    assert [call.function for call in npu_twin] == [
+        "npu_moe_token_permute_with_routing_map",
+        "_npu_moe_token_unpermute_with_routing_map",
+    ]
+
+
+def test_the_npu_path_without_probs(npu_twin: list[twin.Call]) -> None:
+    given = problem(11, 4, 6, 2, 1.0, False, torch.float32)
+    with force("permute", "npu"):
+        permuted, nothing, row_ids = permute(given.tokens, given.routing_map, None, 22, topk=2)
+        assert nothing is None and row_ids.shape == (22,)
+        assert error(unpermute(permuted, row_ids, (11, 6)), 2 * given.tokens) < 1e-6
+        # Said of a map as it is.
+        assert permute(given.tokens, given.routing_map, None, topk=2)[0].shape == (22, 6)
+    assert npu_twin[1].kwargs == {"probs": None, "routing_map": None, "drop_and_pad": False}
+
+
+def test_the_npu_path_has_a_reason_for_what_torch_npu_does_not_take(npu_twin: list[twin.Call]) -> None:
+    given = problem(6, 3, 4, 2, 1.0, False, torch.float32)
+    x, routing_map, probs = given.tokens, given.routing_map, given.probs
+    with force("permute", "npu"):
+        assert ["topk" in reason for reason in why_not(x, routing_map, probs, 12)] == [True]
+        (reason,) = why_not(x.double(), routing_map, probs, 12, topk=2)
+        assert "float64" in reason
+        (reason,) = why_not(x, routing_map, probs.double(), 12, topk=2)
+        assert "probs in torch.float64" in reason
+        (reason,) = why_not(x[:1], torch.ones(1, 600), None, 600, topk=600)
+        assert "512" in reason
+        assert why_not(x, routing_map, probs, 12, True) == []
+        with pytest.raises(RuntimeError, match="cannot serve"):
+            permute(x, routing_map, probs, 12)
+        # Row ids of the reference go back to it, and those of torch_npu nowhere else.
+        with force("permute", "reference"):
+            row_ids = permute(x, routing_map, probs, 12)[2]
+        with pytest.raises(RuntimeError, match="cannot serve"):
+            unpermute(torch.zeros(12, 4), row_ids, (6, 4))
+        row_ids = permute(x, routing_map, probs, 12, topk=2)[2]
+    with force("permute", "reference"), pytest.raises(ValueError, match="another backend"):
+        unpermute(torch.zeros(12, 4), row_ids, (6, 4))
+
+
+def test_the_twin_notices_wrong_calls() -> None:
+    x, routing_map, probs = torch.randn(4, 6), torch.tensor([[1, 1, 0]] * 4).bool(), torch.rand(4, 3)
+    ids = npu_moe_token_permute_with_routing_map(x, routing_map, num_out_tokens=8)[2]
+    rows = torch.randn(8, 6)
+
+    def back(*arguments: Any, **options: Any) -> Any:
+        return _npu_moe_token_unpermute_with_routing_map(*arguments, **options)
+
+    for wrong in (
+        lambda: npu_moe_token_permute_with_routing_map(x.double(), routing_map, num_out_tokens=8),
+        lambda: npu_moe_token_permute_with_routing_map(x, routing_map.long(), num_out_tokens=8),
+        lambda: npu_moe_token_permute_with_routing_map(x, routing_map, probs=probs.half(), num_out_tokens=8),
+        lambda: npu_moe_token_permute_with_routing_map(x, routing_map, num_out_tokens=13),
+        lambda: back(rows, ids.long(), [4, 6]),
+        lambda: back(rows, ids[:7], [4, 6]),
+        lambda: back(rows, ids, [4, 6], probs=probs),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    for untyped in (
+        lambda: npu_moe_token_permute_with_routing_map(x, routing_map, probs),  # type: ignore[misc]
+        lambda: back(rows, ids, torch.Size([4, 6])),
+        lambda: back(rows, ids, [4, 6], probs, routing_map),
+    ):
+        with pytest.raises(TypeError):
+            untyped()
+    uneven = routing_map.clone()
+    uneven[0, 1] = False
+    assert npu_moe_token_permute_with_routing_map(x, uneven, num_out_tokens=8)[0].isnan().all()
+
+
+# ---- Triton ----
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(4, 256), (128, 8)])
+def test_the_kernels_of_row_ids_keep_everything_in_registers(tokens: int, experts: int) -> None:
+    module, how = "mindspeed_lite.ops.permute.kernels", {"TOKENS": tokens, "EXPERTS": experts}
+    sizes = {name: "i32" for name in ("tokens", "experts", "blocks")}
+    made = {
+        "routed": "*u8",
+        "before": "*i32",
+        "totals": "*i32",
+        **sizes,
+        "limit": "i32",
+        "stride": "i32",
+        "flat": "i32",
+    }
+    assert tokens * experts == cuda._PAIRS
+    for name, signature in (
+        ("count_kernel", {"routed": "*u8", "counts": "*i32", **sizes}),
+        ("pair_kernel", {**made, "pairs": "*i32", "kept": "*i32"}),
+        ("order_kernel", {**made, "offsets": "*i32", "order": "*i32"}),
+    ):
+        found = compile_sm90(f"{module}:{name}", signature, how, num_warps=4)
+        assert found.spills == 0 and found.registers <= 128, name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_the_kernels_of_rows_need_few_registers(dtype: str) -> None:
+    module, how = "mindspeed_lite.ops.permute.kernels", {"WIDTH": 4096, "BLOCK": 1024}
+    ids = {"order": "*i32", "offsets": "*i32"}
+    pairs = {**ids, "pairs": "*i32", "probs": "*fp32", "stride": "i32", "x": f"*{dtype}"}
+    back = {**pairs, "dy": f"*{dtype}", "dx": f"*{dtype}", "dprobs": "*fp32", "dy_stride": "i32"}
+    for name, signature, options in (
+        ("spread_kernel", {**ids, "x": f"*{dtype}", "out": f"*{dtype}", "stride": "i32"}, {}),
+        ("gather_kernel", {**pairs, "out": f"*{dtype}"}, {"HAS_PROBS": True, "DOUBLE": False}),
+        ("backward_kernel", back, {"WANTS_DPROBS": True, "DOUBLE": False}),
+    ):
+        found = compile_sm90(f"{module}:{name}", signature, {**how, **options}, num_warps=4)
+        assert found.spills == 0 and found.registers <= 64, name
+
+
+def test_triton_rows_longer_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_BLOCK", 16)
+    monkeypatch.setattr(cuda, "_PAIRS", 8)
+    given = problem(7, 3, 50, 2, 1.0, False, torch.float32)
+    exact = run(reference, given, torch.float64)
+    assert all(error(ours, truth) < 1e-6 for ours, truth in zip(run(cuda, given), exact, strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("rows", "drop"), [(1.0, False), (0.8, False), (1.3, False), (1.2, True)])
+def test_cuda(rows: float, drop: bool, dtype: torch.dtype) -> None:
+    given = problem(1000, 60, 520, 6, rows, drop, dtype)
+    exact = run(reference, given, torch.float64)
+    on_device = given._replace(**{name: getattr(given, name).cuda() for name in ("tokens", "routing_map", "probs")})
+    got = run(cuda, on_device._replace(gradient=given.gradient.cuda()))
+    for name, ours, truth in zip(NAMES, got, exact, strict=True):
+        assert error(ours.cpu(), truth) <= 2 * torch.finfo(dtype).eps + 4e-7, name
+    assert OPERATOR.unusable("cuda") == []
