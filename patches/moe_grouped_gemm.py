@@ -33,6 +33,8 @@ _REASONS = "grouped_gemm_why_not"
 class _Through(torch.nn.Module):
     """A function where Megatron asks for a module; it is called often and holds nothing, so nothing is set up."""
 
+    function: Callable[..., Any]
+
     def __init__(self, function: Callable[..., Any]) -> None:
         object.__setattr__(self, "function", function)
 

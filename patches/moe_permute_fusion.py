@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
 from mindspeed_lite.ops import permute as ops
-from mindspeed_lite.verify import Exact
 
 ARGUMENT = "moe_permute_fusion"
 _UTILS = "megatron.core.transformer.moe.moe_utils"

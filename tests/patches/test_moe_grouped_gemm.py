@@ -27,7 +27,8 @@ def experts_of(**fields):
     from megatron.core.transformer import TransformerConfig
 
     values = {
-        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": len(COUNTS), "moe_ffn_hidden_size": 24,
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": len(COUNTS),
+        "moe_ffn_hidden_size": 24,
         "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
         "params_dtype": torch.bfloat16, "bf16": True, "moe_grouped_gemm": True, **fields,
     }  # fmt: skip
@@ -100,7 +101,7 @@ def test_experts_together_are_the_loop(model):
         assert grouped_matmul.OPERATOR is not None
     assert list(experts.state_dict()) == names
     again = run(experts)
-    assert all(a is None and b is None or torch.equal(a, b) for a, b in zip(off, again, strict=True))
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(off, again, strict=True))
 
 
 @forked("megatron")
@@ -167,7 +168,7 @@ def test_what_it_cannot_do_is_left_to_the_loop():
         run(frozen)
         (said,) = mindspeed_lite.report().fallbacks
     assert "frozen" in str(said) and "moe_grouped_gemm" in str(said)
-    assert all(a is None and b is None or torch.equal(a, b) for a, b in zip(on, off, strict=True))
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(on, off, strict=True))
 
 
 def test_conditions():

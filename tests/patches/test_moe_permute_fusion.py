@@ -1,4 +1,4 @@
-"""`--moe-permute-fusion` in real Megatron: its three functions, fused and not, and the configuration that asks for it."""
+"""`--moe-permute-fusion` in real Megatron: three functions, fused and not, and the configuration that asks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_chunks_are_sorted(with_probs):
     with mindspeed_lite.enabled(**ON):
         on = moe_utils.sort_chunks_by_idxs(x, sizes, order, probs=probs, fused=True)
     assert torch.equal(on[0], off[0])
-    assert on[1] is None and off[1] is None or torch.equal(on[1], off[1])
+    assert (on[1] is None and off[1] is None) or torch.equal(on[1], off[1])
 
 
 @forked("megatron")
