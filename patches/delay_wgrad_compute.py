@@ -58,6 +58,14 @@ class _Handover:
             add(total.flatten(0, -2).contiguous(), grad_output.flatten(0, -2).contiguous(), weight.main_grad)
 
 
+def put(layer: Any, compute: Callable[[], None]) -> bool:
+    """Put a weight gradient of `layer` aside that somebody else computes; False if the layer delays none."""
+    queue = getattr(layer, _QUEUE, None)
+    if queue is not None:
+        queue.put(compute)
+    return queue is not None
+
+
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""Megatron's collectives over gloo: groups named "nccl", averages, barriers by device, sends of moving storage."""
+"""Megatron's collectives over gloo: groups named "nccl", averages, barriers by device, sends of moving storage, and
+parts of different sizes.
+"""
 
 from __future__ import annotations
 
@@ -90,6 +92,47 @@ def install(redirects: Redirects) -> None:
             redirects.set(c10d, function, changed)
             if hasattr(dist, function):
                 redirects.set(dist, function, changed)
+
+    own_all_gather, own_reduce_scatter = dist.all_gather, dist.reduce_scatter
+    reduce_scatter_tensor = dist.reduce_scatter_tensor  # with averages, as above
+
+    @functools.wraps(own_all_gather)
+    def all_gather(tensor_list: Any, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if async_op or not _uneven(tensor_list):
+            return own_all_gather(tensor_list, tensor, group, async_op)
+        longest = max(len(each) for each in tensor_list)
+        parts = [each.new_empty(longest, *each.shape[1:]) for each in tensor_list]
+        own_all_gather(parts, _padded(tensor, longest), group)
+        for each, part in zip(tensor_list, parts, strict=True):
+            each.copy_(part[: len(each)])
+        return None
+
+    @functools.wraps(own_reduce_scatter)
+    def reduce_scatter(
+        output: torch.Tensor, input_list: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if async_op or not _uneven(input_list):
+            return own_reduce_scatter(output, input_list, op, group, async_op)
+        longest = max(len(each) for each in input_list)
+        part = output.new_empty(longest, *output.shape[1:])
+        reduce_scatter_tensor(part, torch.cat([_padded(each, longest) for each in input_list]), op, group)
+        output.copy_(part[: len(output)])
+        return None
+
+    for function, changed in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
+        redirects.set(dist, function, changed)
+        redirects.set(c10d, function, changed)
+
+
+def _uneven(tensors: Any) -> bool:
+    """NCCL takes such parts, which experts have many of; gloo takes parts of one size."""
+    return len({each.shape for each in tensors}) > 1 and all(each.dim() > 0 for each in tensors)
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    padded = tensor.new_zeros(length, *tensor.shape[1:])
+    padded[: len(tensor)] = tensor
+    return padded
 
 
 def _gloo(backend: str) -> str:

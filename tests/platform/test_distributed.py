@@ -83,6 +83,23 @@ def test_a_group_of_one_rank_averages_over_that_rank(tmp_path):
 
 
 @forked()
+def test_parts_of_different_sizes_are_gathered_and_scattered(tmp_path):
+    def body(rank):
+        for sizes in ([2, 5], [0, 3], [4, 4], [0, 0]):
+            mine = torch.arange(sizes[rank] * 3.0).view(-1, 3) + 100 * rank
+            parts = list(torch.empty(sum(sizes), 3).split(sizes))
+            dist.all_gather(parts, mine)
+            for other, part in enumerate(parts):
+                assert torch.equal(part, torch.arange(sizes[other] * 3.0).view(-1, 3) + 100 * other), sizes
+            given = [torch.full((size, 3), 1.0 + index + rank) for index, size in enumerate(sizes)]
+            output = torch.empty(sizes[rank], 3)
+            dist.reduce_scatter(output, given)
+            assert torch.equal(output, torch.full((sizes[rank], 3), 3.0 + 2 * rank)), sizes
+
+    joined(tmp_path / "store", body)
+
+
+@forked()
 def test_a_tensor_whose_storage_is_swapped_while_it_is_sent_arrives_intact(tmp_path):
     def body(rank):
         # 4 MB: more than the socket takes at once, so the send is still under way when the storage goes.

@@ -7,6 +7,7 @@ as exact hexadecimal floats.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,21 @@ import torch.distributed as dist
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
 
 
-def _batches(seed: int, data_rank: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Runs of consecutive numbers: something a model learns within twenty steps."""
+def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str, torch.Tensor]]:
+    """Runs of consecutive numbers, which a model learns within twenty steps; or of `text`, a byte being a token."""
     generator = torch.Generator().manual_seed(1000 * seed + data_rank)
     position_ids = torch.arange(SEQUENCE).repeat(MICRO_BATCH, 1)
+    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else None
     while True:
-        start = torch.randint(0, VOCABULARY, (MICRO_BATCH, 1), generator=generator)
-        tokens = (start + torch.arange(SEQUENCE + 1)) % VOCABULARY
+        last = VOCABULARY if corpus is None else len(corpus) - SEQUENCE
+        start = torch.randint(0, last, (MICRO_BATCH, 1), generator=generator)
+        places = start + torch.arange(SEQUENCE + 1)
+        tokens = places % VOCABULARY if corpus is None else corpus[places]
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": position_ids}
 
 
 def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Model chunks and configuration for `options`: tp, pp, vpp, ep, sp, experts, layers, and config fields."""
+    """Model chunks and configuration for `options`: tp, pp, vpp, ep, sp, experts, layers, and config and MoE fields."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -53,6 +57,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             "moe_aux_loss_coeff": 1e-2,
             "expert_model_parallel_size": options.get("ep", 1),
             "expert_tensor_parallel_size": options.get("etp"),
+            **options.get("moe", {}),
         }
     config = TransformerConfig(
         num_layers=options.get("layers", 2),
@@ -105,6 +110,15 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     return chunks, config
 
 
+def _nudge(chunks: list[Any]) -> None:
+    """Move every weight by one rounding, up or down by chance."""
+    generator = torch.Generator().manual_seed(1)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.data.copy_(parameter.data.double() * (1 + sign * 2.0**-8))
+
+
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     """Train `options["steps"]` steps; needs an initialized environment of torchrun's variables."""
     from megatron.core import parallel_state as ps
@@ -120,6 +134,8 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     if not dist.is_initialized():
         dist.init_process_group("nccl")
     chunks, config = build(options)
+    if options.get("nudge"):
+        _nudge(chunks)
     distributed_optimizer = options.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),
@@ -132,7 +148,7 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
-            lr=3e-3,
+            lr=options.get("lr", 3e-3),
             bf16=True,
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=distributed_optimizer,
@@ -140,7 +156,8 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         models,
     )
-    iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank()) for _ in models]
+    text = Path(options["text"]).read_bytes() if "text" in options else b""
+    iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank(), text) for _ in models]
     state: dict[str, list[torch.Tensor]] = {"losses": []}
 
     def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:

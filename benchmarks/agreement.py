@@ -1,0 +1,166 @@
+"""Losses with features on beside those with them off, over 100 steps on real text: `python -m benchmarks.agreement`.
+
+    python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--page docs/benchmarks/agreement.md]
+
+Every feature alone, on one process and under tensor and sequence parallelism, and all of them together on every layout,
+in a training loop on Megatron-core: a model of two layers reads the English help texts of Python's standard library, a
+byte being a token. Two trainings that round differently drift apart, and how fast is a property of the model; the
+yardstick is off on one process from weights that are moved by one rounding each, up or down by chance. A feature holds
+if its losses stay within the yardstick's largest distance from off's up to the same step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests import releases
+from tests.training.jobs import ROOT, Trainer
+
+ALLOWED = 1.0
+
+DENSE: dict[str, dict[str, Any]] = {
+    "use_flash_attn": {},
+    "use_fused_adamw": {},
+    "use_fused_cross_entropy": {},
+    "use_fused_embedding": {},
+    "use_fused_linear_cross_entropy": {},
+    "use_fused_rmsnorm": {},
+    "use_fused_rotary_pos_emb": {},
+    "use_fused_swiglu": {},
+    "use_gradient_accumulation_fusion": {"wgrad_fusion": True},
+}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "moe_grouped_gemm": {},
+    "moe_permute_fusion": {"moe": {"moe_permute_fusion": True}},
+    "moe_router_fusion": {"moe": {"moe_router_fusion": True}},
+}
+# They exclude each other.
+NOT_TOGETHER = ("use_fused_linear_cross_entropy",)
+SINGLE: tuple[int, dict[str, Any]] = (1, {})
+TENSOR: tuple[int, dict[str, Any]] = (2, {"tp": 2, "sp": True})
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": SINGLE,
+    "tp2 sp": TENSOR,
+    "pp2": (2, {"pp": 2}),
+    "recompute full": (1, {"config": FULL}),
+    "recompute selective": (1, {"config": {"recompute_granularity": "selective"}}),
+}
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "experts": (1, {"experts": 4}),
+    "experts ep2": (2, {"experts": 4, "ep": 2}),
+    "experts ep2 allgather": (2, {"experts": 4, "ep": 2, "moe": {"moe_token_dispatcher_type": "allgather"}}),
+    "experts tp2": (2, {"experts": 4, "tp": 2, "sp": True}),
+    "experts tp2 etp1 ep2": (2, {"experts": 4, "tp": 2, "sp": True, "etp": 1, "ep": 2}),
+    "experts ep4": (4, {"experts": 4, "ep": 4}),
+    "experts dropped": (2, {"experts": 4, "ep": 2, "moe": {"moe_expert_capacity_factor": 1.0}}),
+    "experts shared": (2, {"experts": 4, "ep": 2, "moe": {"moe_shared_expert_intermediate_size": 64}}),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train, write the page, and return 1 if something does not hold."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=(__doc__ or "").split(":")[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=releases.ALL)
+    parser.add_argument("--page", default=str(ROOT / "docs" / "benchmarks" / "agreement.md"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    rows = [row for release in options.releases for row in _measure(release, options.steps)]
+    Path(options.page).write_text(_page(rows, options.steps))
+    print(f"wrote {options.page}")
+    return int(any(row["share"] > ALLOWED for row in rows))
+
+
+def _measure(release: str, steps: int) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(releases.folder(release), Path(scratch), training=False)
+        text = _text(Path(scratch))
+        yardstick: list[float] = []
+        for layout, (nproc, options) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
+            options = {"steps": steps, "lr": 1e-3, "text": text, **options}
+            off = _losses(trainer.core("device", nproc, options, timeout=900))
+            if layout in ("single", "experts"):
+                nudged = _losses(trainer.core("device", 1, {**options, "nudge": True}, timeout=900))
+                yardstick = [abs(a - b) / a for a, b in zip(off, nudged, strict=True)]
+            for name, flags, more in _arms(layout):
+                moe = {**options.get("moe", {}), **more.get("moe", {})}
+                given = {**options, **more, **({"moe": moe} if moe else {})}
+                on = _losses(trainer.core("features", nproc, given, flags={**flags, "strict": True}, timeout=900))
+                row = {"release": release, "layout": layout, "features": name, **_compared(off, on, yardstick)}
+                print(_line(row), flush=True)
+                yield row
+        trainer.close()
+
+
+def _arms(layout: str) -> Iterator[tuple[str, dict[str, bool], dict[str, Any]]]:
+    """Name, flags and options of each training with features on."""
+    known = {**DENSE, **EXPERTS} if layout in EXPERT_LAYOUTS else DENSE
+    alone = EXPERTS if layout in ("experts", "experts ep2") else DENSE if layout in ("single", "tp2 sp") else {}
+    for name, options in alone.items():
+        if not (name == "use_fused_embedding" and layout == "single"):  # nothing to do on one rank
+            yield name, {name: True}, options
+    together = [name for name in known if name not in NOT_TOGETHER]
+    merged: dict[str, Any] = {}
+    for name in together:
+        for key, value in known[name].items():
+            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
+    if layout not in ("tp2 sp", "experts tp2", "experts tp2 etp1 ep2"):
+        together.remove("use_fused_embedding")
+    yield "all together", dict.fromkeys(together, True), merged
+
+
+def _compared(off: list[float], on: list[float], marks: list[float]) -> dict[str, Any]:
+    """Largest relative distances, and the worst share of the yardstick's largest distance up to that step."""
+    distances = [abs(a - b) / a for a, b in zip(off, on, strict=True)]
+    # In the first steps both are the noise of one rounding.
+    share = max(each / max(*marks[: index + 1], 2.0**-12) for index, each in enumerate(distances))
+    return {"first": off[0], "last": off[-1], "apart": max(distances), "yardstick": max(marks), "share": share}
+
+
+def _losses(result: Any) -> list[float]:
+    return [float.fromhex(loss) for loss, _ in result.history()]
+
+
+def _text(folder: Path) -> str:
+    """English prose that every machine has: the help texts of Python's standard library."""
+    spec = importlib.util.find_spec("pydoc_data.topics")
+    assert spec is not None and spec.origin is not None
+    path = folder / "text"
+    path.write_bytes(Path(spec.origin).read_bytes())
+    return str(path)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['release']}  {row['layout']:22}  {row['features']:34}  {row['first']:.4f} -> {row['last']:.4f}  "
+        f"apart {row['apart']:.1e}  yardstick {row['yardstick']:.1e}  {row['share']:.2f} of it"
+    )
+
+
+def _page(rows: list[dict[str, Any]], steps: int) -> str:
+    held = sum(row["share"] <= ALLOWED for row in rows)
+    lines = [
+        "# Losses on against off",
+        "",
+        " ".join((__doc__ or "").split("\n\n")[2].split()),
+        "",
+        f"`python -m benchmarks.agreement --steps {steps}`, on CPU in bf16. {held} of {len(rows)} hold.",
+        "",
+        "| Megatron | Layout | Features | Loss, first and last | Largest distance | Yardstick's | Worst share |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['release']} | {row['layout']} | {row['features']} | {row['first']:.3f}, {row['last']:.3f} | "
+            f"{row['apart']:.1e} | {row['yardstick']:.1e} | {row['share']:.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,190 @@
+"""`--moe-router-fusion`: scores, choice and probabilities of the router by one operator, without Transformer Engine.
+
+Reaches the functions that Megatron's router calls with its fused form in mind: `topk_routing_with_score_function`,
+`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Same choices as Megatron's own code, ties
+included. Leaves alone the calls that Megatron makes without asking for the fused form, and steps aside for routing
+that is replayed or chosen by the caller.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops import moe_router as ops
+
+ARGUMENT = "moe_router_fusion"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_CHOSEN = "the experts are chosen or recorded outside the router, which Megatron's own code does"
+
+
+def _route(
+    session: Session, plain: Callable[..., Any], fused: bool, unusual: Any, logits: Any, topk: int, how: Any
+) -> Any:
+    """The operator where the fused form is asked for; else, and for what it has not, `plain`."""
+    if fused and unusual is None:
+        return ops.topk_routing(logits, topk, **how)
+    if fused:
+        session.fallback(FEATURE.name, _CHOSEN)
+    return plain(logits, topk)
+
+
+def _topk(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def topk_routing_with_score_function(
+        logits: Any,
+        topk: int,
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        score_function: str = "softmax",
+        expert_bias: Any = None,
+        fused: bool = False,
+        router_replay: Any = None,
+        dense_output: bool = False,
+        precomputed_indices: Any = None,
+    ) -> Any:
+        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
+        how["dense_output"] = dense_output
+        unusual = precomputed_indices if router_replay is None else router_replay
+        rest = {"router_replay": router_replay, "precomputed_indices": precomputed_indices}
+        return _route(session, functools.partial(wrapped, **how, **rest), fused, unusual, logits, topk, how)
+
+    return topk_routing_with_score_function
+
+
+def _topk_without_indices(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def topk_routing_with_score_function(
+        logits: Any,
+        topk: int,
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        score_function: str = "softmax",
+        expert_bias: Any = None,
+        fused: bool = False,
+        router_replay: Any = None,
+        dense_output: bool = False,
+    ) -> Any:
+        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
+        how["dense_output"] = dense_output
+        plain = functools.partial(wrapped, **how, router_replay=router_replay)
+        return _route(session, plain, fused, router_replay, logits, topk, how)
+
+    return topk_routing_with_score_function
+
+
+def _topk_without_dense_output(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def topk_routing_with_score_function(
+        logits: Any,
+        topk: int,
+        use_pre_softmax: bool = False,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        scaling_factor: float | None = None,
+        score_function: str = "softmax",
+        expert_bias: Any = None,
+        fused: bool = False,
+        router_replay: Any = None,
+    ) -> Any:
+        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
+        plain = functools.partial(wrapped, **how, router_replay=router_replay)
+        return _route(session, plain, fused, router_replay, logits, topk, how)
+
+    return topk_routing_with_score_function
+
+
+def _how(
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    expert_bias: Any,
+) -> dict[str, Any]:
+    return {
+        "use_pre_softmax": use_pre_softmax,
+        "num_groups": num_groups,
+        "group_topk": group_topk,
+        "scaling_factor": scaling_factor,
+        "score_function": score_function,
+        "expert_bias": expert_bias,
+    }
+
+
+def _aux_scores(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def compute_routing_scores_for_aux_loss(
+        logits: Any, topk: int, score_function: str, fused: bool = False, padding_mask: Any = None
+    ) -> Any:
+        if not fused:
+            return wrapped(logits, topk, score_function, fused, padding_mask)
+        routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
+        if padding_mask is None:
+            return routing_map, scores
+        # True is a token that counts for nothing.
+        counts = (~padding_mask).unsqueeze(-1)
+        return routing_map * counts, scores * counts
+
+    return compute_routing_scores_for_aux_loss
+
+
+def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def switch_load_balancing_loss_func(
+        probs: Any,
+        tokens_per_expert: Any,
+        total_num_tokens: Any,
+        topk: int,
+        num_experts: int,
+        moe_aux_loss_coeff: float,
+        fused: bool = False,
+        padding_mask: Any = None,
+    ) -> Any:
+        given = (tokens_per_expert, total_num_tokens, topk, num_experts, moe_aux_loss_coeff)
+        if not fused:
+            return wrapped(probs, *given, fused, padding_mask)
+        if padding_mask is not None:
+            # Here True is a token that counts.
+            probs = probs * padding_mask.unsqueeze(-1)
+        return ops.load_balancing_loss(probs, *given)
+
+    return switch_load_balancing_loss_func
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine has a fused router of its own")
+    if context.host_args is not None and not context.arg("num_experts", None):
+        reasons.append("--num-experts is not given: the model has no experts")
+    return reasons
+
+
+def _adjust(context: Context) -> Mapping[str, Any]:
+    return {} if context.host_args is None else {ARGUMENT: True}
+
+
+FEATURE = Feature(
+    name="moe_router_fusion",
+    summary="the router's scores, choice and probabilities by one operator",
+    options=(
+        Option(
+            "--moe-router-fusion",
+            help="Compute the router's scores, choice, probabilities and auxiliary loss with fused operators.",
+            upstream=">=0.16,<0.20",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    adjust=_adjust,
+    operators=("moe_router",),
+    patches=(
+        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),
+        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.17,<0.19"),
+        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_dense_output, versions="<0.17"),
+        Wrap(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores),
+        Wrap(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss),
+    ),
+)

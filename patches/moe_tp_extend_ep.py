@@ -1,0 +1,58 @@
+"""`--moe-tp-extend-ep`: tensor-parallel ranks hold whole experts, as users of MindSpeed know it.
+
+Without the flag the ranks of a tensor-parallel group share each expert. With it `--expert-model-parallel-size` EP
+becomes EP x TP and each rank holds experts / (EP x TP) whole ones: larger products, no gather and scatter inside an
+expert. Megatron can be told the same since 0.10 with `--expert-tensor-parallel-size 1` and the larger expert-parallel
+size; this flag says it for the user, once Megatron has validated the rest, and changes no code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option
+
+
+def _sizes(context: Context) -> tuple[int, int]:
+    return context.arg("tensor_model_parallel_size", 1) or 1, context.arg("expert_model_parallel_size", 1) or 1
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.host_args is None:
+        return ["in Python, set expert_tensor_parallel_size=1 and the larger expert_model_parallel_size yourself"]
+    reasons = []
+    experts = context.arg("num_experts", None)
+    tensor, expert = _sizes(context)
+    if not experts:
+        reasons.append("--num-experts is not given: the model has no experts")
+    elif experts % (tensor * expert):
+        reasons.append(
+            f"--num-experts {experts} cannot be divided among --tensor-model-parallel-size {tensor} x "
+            f"--expert-model-parallel-size {expert} = {tensor * expert} ranks"
+        )
+    if tensor == 1:
+        reasons.append("--tensor-model-parallel-size 1: there is nothing to extend by")
+    given = context.arg("expert_tensor_parallel_size", None)
+    if "expert_tensor_parallel_size" in context.explicit:
+        reasons.append(f"--expert-tensor-parallel-size {given} is given: say only one of the two")
+    settings = context.settings
+    if settings.get("mindspeed_lite_auto") and not settings.get(FEATURE.options[0].dest):
+        reasons.append("it changes which rank holds which expert: ask for it by name")
+    return reasons
+
+
+def _adjust(context: Context) -> Mapping[str, Any]:
+    tensor, expert = _sizes(context)
+    return {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": tensor * expert}
+
+
+FEATURE = Feature(
+    name="moe_tp_extend_ep",
+    summary="tensor-parallel ranks hold whole experts",
+    options=(Option("--moe-tp-extend-ep", help="Spread whole experts over the tensor-parallel ranks too."),),
+    numerics="ulp",
+    condition=_why_not,
+    adjust=_adjust,
+    patches=(),
+)

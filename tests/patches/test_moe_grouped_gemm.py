@@ -1,0 +1,182 @@
+"""`--moe-grouped-gemm` in real Megatron: Megatron's experts, one by one and together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches import moe_grouped_gemm as patch
+from tests.ops.compare import error
+from tests.platform.forked import forked
+
+from .test_gradient_accumulation_fusion import start
+
+FEATURE = patch.FEATURE
+ON = {"moe_grouped_gemm": True, "strict": True}
+COUNTS = [5, 0, 9, 2]
+
+
+def experts_of(**fields):
+    """SequentialMLP with four experts, as the model's own specification builds it."""
+    from functools import partial
+
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import TransformerConfig
+
+    values = {
+        "num_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "num_moe_experts": len(COUNTS),
+        "moe_ffn_hidden_size": 24,
+        "add_bias_linear": False, "gated_linear_unit": True, "activation_func": torch.nn.functional.silu,
+        "params_dtype": torch.bfloat16, "bf16": True, "moe_grouped_gemm": True, **fields,
+    }  # fmt: skip
+    config = TransformerConfig(**values)
+    built = LocalSpecProvider().grouped_mlp_modules(True)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp", "tp"])
+    torch.manual_seed(3)
+    made = (built if isinstance(built, partial) else built[0])(len(COUNTS), config, pg_collection=groups)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    for expert in made.local_experts:
+        # As with expert parallelism: on one rank Megatron's own experts fail with a bias, added in place to a view.
+        expert.linear_fc2.explicit_expert_comm = True
+    return made
+
+
+def run(experts, counts=COUNTS, dtype=torch.bfloat16):
+    """Output, and the gradients of tokens, probabilities and parameters."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randn(sum(counts), 32, generator=generator).to(dtype).requires_grad_()
+    probs = torch.rand(sum(counts), generator=generator).requires_grad_()
+    for parameter in experts.parameters():
+        parameter.grad = None
+    out, bias = experts(tokens, torch.tensor(counts), probs)
+    assert bias is None
+    out.backward(torch.randn(out.shape, generator=generator).to(dtype))
+    return [out.detach(), tokens.grad, probs.grad, *(parameter.grad for parameter in experts.parameters())]
+
+
+def close(on, off):
+    assert len(on) == len(off)
+    for got, want in zip(on, off, strict=True):
+        # An expert without a token has no gradient in the loop's graph.
+        want = torch.zeros_like(got) if want is None else want
+        assert got.dtype == want.dtype and error(got, want.double()) <= 2**-7
+
+
+MODELS = {
+    "glu": {},
+    "fused activation": {"bias_activation_fusion": True},
+    "plain": {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu},
+    "bias": {"add_bias_linear": True},
+    "probabilities on the input": {
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+    },
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@forked("megatron")
+def test_experts_together_are_the_loop(model):
+    start()
+    experts = experts_of(**MODELS[model])
+    off = run(experts)
+    names = list(experts.state_dict())
+    with mindspeed_lite.enabled(**ON):
+        from mindspeed_lite.ops import grouped_matmul
+
+        calls = []
+        inner = patch.grouped_linear
+        patch.grouped_linear = lambda *args: calls.append(1) or inner(*args)
+        try:
+            close(run(experts), off)
+        finally:
+            patch.grouped_linear = inner
+        assert len(calls) == 2, "one product for each of the two layers, not one for each expert"
+        close(run(experts, [0, 16, 0, 0]), run(experts, [0, 16, 0, 0]))
+        assert grouped_matmul.OPERATOR is not None
+    assert list(experts.state_dict()) == names
+    again = run(experts)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(off, again, strict=True))
+
+
+@forked("megatron")
+def test_no_tokens_at_all():
+    start()
+    with mindspeed_lite.enabled(**ON):
+        out, *gradients = run(experts_of(), [0, 0, 0, 0])
+    assert out.shape == (0, 32) and all(bool((each == 0).all()) for each in gradients)
+
+
+@forked("megatron")
+def test_the_activation_is_recomputed_with_the_same_bits():
+    start()
+    plain = experts_of()
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    recomputed = experts_of(**recompute)
+    with mindspeed_lite.enabled(**ON):
+        kept = [run(plain), run(recomputed)]
+        assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+        tokens = torch.randn(sum(COUNTS), 32).bfloat16().requires_grad_()
+        alive = []
+        inner = patch.grouped_linear
+
+        def watched(x, *rest):
+            alive.append(x)
+            return inner(x, *rest)
+
+        patch.grouped_linear = watched
+        try:
+            out, _ = recomputed(tokens, torch.tensor(COUNTS), torch.rand(sum(COUNTS)))
+        finally:
+            patch.grouped_linear = inner
+        assert alive[1].untyped_storage().size() == 0, "the second layer's input is not kept"
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("zero_out", [False, True])
+@forked("megatron")
+def test_weight_gradients_go_to_the_main_gradient(zero_out):
+    start()
+    flags = {**ON, "use_gradient_accumulation_fusion": True}
+    with mindspeed_lite.enabled(**flags):
+        unfused = run(experts_of())
+        experts = experts_of(gradient_accumulation_fusion=True)
+        for weight in experts.parameters():
+            weight.main_grad = torch.ones(weight.shape)
+            weight.grad_added_to_main_grad = False
+            weight.zero_out_wgrad = zero_out
+        run(experts)
+        for weight, gradient in zip(experts.parameters(), unfused[3:], strict=True):
+            assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
+            assert not zero_out or not weight.grad.any()
+            assert error(weight.main_grad - 1, gradient.double()) <= 2**-7
+
+
+@forked("megatron")
+def test_what_it_cannot_do_is_left_to_the_loop():
+    start()
+    frozen = experts_of()
+    next(frozen.parameters()).requires_grad_(False)
+    off = run(frozen)
+    with mindspeed_lite.enabled(moe_grouped_gemm=True):
+        on = run(frozen)
+        run(frozen)
+        (said,) = mindspeed_lite.report().fallbacks
+    assert "frozen" in str(said) and "moe_grouped_gemm" in str(said)
+    assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(on, off, strict=True))
+
+
+def test_conditions():
+    def reasons(**args):
+        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
+
+    assert reasons(num_experts=4, transformer_impl="local") == []
+    assert "--num-experts" in reasons(num_experts=None)[0]
+    assert "transformer_engine" in reasons(num_experts=4, transformer_impl="transformer_engine")[0]
+    assert list(FEATURE.condition(Context(Settings({}), "cpu", {}, None))) == []
+    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, {"num_experts": 4})) == {"moe_grouped_gemm": True}

@@ -1,0 +1,97 @@
+"""`--moe-router-fusion` in real Megatron: the same experts, probabilities and losses as its own code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches import moe_router_fusion as patch
+from tests.ops.compare import error
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+ON = {"moe_router_fusion": True, "strict": True}
+T, E = 40, 8
+ROUTERS = {
+    "softmax": {},
+    "softmax first": {"use_pre_softmax": True},
+    "sigmoid": {"score_function": "sigmoid", "scaling_factor": 2.5},
+    "sigmoid with bias": {"score_function": "sigmoid", "expert_bias": torch.linspace(-1, 1, E)},
+    "groups": {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2},
+    "pairs": {"dense_output": True},
+}
+
+
+def logits_of(dtype, ties):
+    logits = torch.randn(T, E, generator=torch.Generator().manual_seed(2))
+    return ((logits * 2).round() / 2 if ties else logits).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@forked("megatron")
+def test_choices_are_megatrons(dtype, router, ties):
+    from megatron.core.transformer.moe import moe_utils
+
+    results = []
+    for fused in (False, True):
+        with mindspeed_lite.enabled(**ON):
+            logits = logits_of(dtype, ties)
+            probs, chosen = moe_utils.topk_routing_with_score_function(logits, 4, fused=fused, **ROUTERS[router])
+            (probs.float() * torch.linspace(0, 1, probs.shape[1])).sum().backward()
+            results.append((chosen, probs.detach(), logits.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    for want, got in zip(results[0][1:], results[1][1:], strict=True):
+        assert got.dtype == want.dtype and error(got, want.double()) <= 8 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("padded", [False, True])
+@forked("megatron")
+def test_the_auxiliary_loss_is_megatrons(score_function, padded):
+    from megatron.core.transformer.moe import moe_utils
+
+    padding = torch.arange(T) >= T - 7 if padded else None
+    results = []
+    for fused in (False, True):
+        with mindspeed_lite.enabled(**ON):
+            logits = logits_of(torch.float32, False)
+            routing_map, scores = moe_utils.compute_routing_scores_for_aux_loss(
+                logits, 2, score_function, fused=fused, padding_mask=padding
+            )
+            loss = moe_utils.switch_load_balancing_loss_func(
+                probs=scores, tokens_per_expert=routing_map.sum(0), total_num_tokens=T, topk=2, num_experts=E,
+                moe_aux_loss_coeff=0.1, fused=fused,
+            )  # fmt: skip
+            loss.backward()
+            results.append((routing_map, scores.detach(), loss.detach(), logits.grad))
+    assert torch.equal(results[0][0], results[1][0])
+    for want, got in zip(results[0][1:], results[1][1:], strict=True):
+        assert got.dtype == want.dtype and error(got, want.double()) <= 1e-5
+
+
+@forked("megatron")
+def test_experts_that_somebody_else_chose_are_left_to_megatron():
+    from megatron.core.transformer.moe import moe_utils
+
+    logits, chosen = torch.randn(T, E), torch.arange(T * 2).view(T, 2) % E
+    off = moe_utils.topk_routing_with_score_function(logits, 2, precomputed_indices=chosen)
+    with mindspeed_lite.enabled(moe_router_fusion=True):
+        on = moe_utils.topk_routing_with_score_function(logits, 2, fused=True, precomputed_indices=chosen)
+        (said,) = mindspeed_lite.report().fallbacks
+    assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True)) and "outside the router" in said.reason
+    with pytest.raises((ValueError, TypeError)):
+        moe_utils.topk_routing_with_score_function(logits, 2, fused=True)
+
+
+def test_conditions():
+    def reasons(**args):
+        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
+
+    assert reasons(num_experts=4, transformer_impl="local") == []
+    assert "--num-experts" in reasons(num_experts=None)[0]
+    assert "transformer_engine" in reasons(num_experts=4, transformer_impl="transformer_engine")[0]
+    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, {"num_experts": 4})) == {"moe_router_fusion": True}

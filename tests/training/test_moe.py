@@ -1,0 +1,119 @@
+"""Experts, permutation and router in real training: on against off over layouts, dispatchers, dropping and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests import releases
+
+from .jobs import Trainer
+from .test_core import DRIFT, losses
+
+GROUPED = {"moe_grouped_gemm": True, "strict": True}
+ALL = {**GROUPED, "moe_permute_fusion": True, "moe_router_fusion": True}
+# What a user of Megatron-core sets in the model's configuration himself.
+CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True}
+STEPS = 8
+
+# Layout: processes, options. TP with experts wants sequence parallelism.
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "ep2": (2, {"ep": 2}),
+    "tp2": (2, {"tp": 2, "sp": True}),
+    "tp2_etp1_ep2": (2, {"tp": 2, "sp": True, "etp": 1, "ep": 2}),
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "alltoall": {},
+    "allgather": {"moe_token_dispatcher_type": "allgather"},
+    "dropped": {"moe_expert_capacity_factor": 1.0},
+    "padded": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    "shared": {"moe_shared_expert_intermediate_size": 64},
+    "shared, overlapped": {"moe_shared_expert_intermediate_size": 64, "moe_shared_expert_overlap": True},
+    "sigmoid, groups, bias": {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
+        "moe_router_enable_expert_bias": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_dtype": "fp32",
+    },
+    "first softmax, then choice": {"moe_router_pre_softmax": True, "moe_z_loss_coeff": 1e-3},
+}
+
+
+def compare(
+    train: Trainer, nproc: int, options: dict[str, Any], flags: dict[str, Any], moe: dict[str, Any], steps: int = STEPS
+) -> tuple[list[float], list[float]]:
+    options = {"experts": 4, "steps": steps, **options}
+    off = losses(train.core("device", nproc, {**options, "moe": moe}))
+    fused = {name: True for name in CONFIGURED if name in flags}
+    on = losses(train.core("features", nproc, {**options, "moe": {**moe, **fused}}, flags=flags))
+    assert len(on) == len(off) == steps
+    for step, (a, b) in enumerate(zip(off, on, strict=True)):
+        assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
+    return off, on
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("release", releases.ALL)
+def test_layouts_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    off, on = compare(trainer(release), *LAYOUTS[layout], ALL, {})
+    assert off[-1] < off[0] - 0.3, "the model does not learn"
+    assert on != off, "the features changed no bit: they were not in force"
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("release", ["0.17.1", "0.19.2"])
+def test_models_train_as_off_does(trainer: Callable[[str], Trainer], release: str, model: str) -> None:
+    compare(trainer(release), *LAYOUTS["ep2"], ALL, MODELS[model])
+
+
+@pytest.mark.parametrize("layout", [(4, {"ep": 4}), (4, {"tp": 2, "sp": True, "ep": 2})], ids=["ep4", "tp2_ep2"])
+def test_four_processes(trainer: Callable[[str], Trainer], layout: tuple[int, dict[str, Any]]) -> None:
+    compare(trainer("0.19.2"), *layout, ALL, {})
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_the_same_model(trainer: Callable[[str], Trainer]) -> None:
+    """What --moe-tp-extend-ep sets, against experts that are split: the same losses."""
+    split, whole = (
+        losses(trainer("0.19.2").core("device", 2, {**LAYOUTS[layout][1], "experts": 4, "steps": STEPS}))
+        for layout in ("tp2", "tp2_etp1_ep2")
+    )
+    for a, b in zip(split, whole, strict=True):
+        assert abs(a - b) <= DRIFT * abs(a)
+
+
+def test_gradients_are_accumulated_and_activations_recomputed(trainer: Callable[[str], Trainer]) -> None:
+    train = trainer("0.19.2")
+    fusion = {**ALL, "use_gradient_accumulation_fusion": True, "use_fused_swiglu": True}
+    options = {"ep": 2, "wgrad_fusion": True, "overlap_grad_reduce": True, "distributed_optimizer": True}
+    options = {"experts": 4, "steps": STEPS, **options}
+    off = losses(train.core("device", 2, {**options, "wgrad_fusion": False}))
+    plain = train.core("features", 2, {**options, "moe": CONFIGURED}, flags=fusion)
+    for a, b in zip(off, losses(plain), strict=True):
+        assert abs(a - b) <= DRIFT * abs(a)
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
+    recomputed = train.core("features", 2, {**options, "moe": {**CONFIGURED, **recompute}}, flags=fusion)
+    assert recomputed.history() == plain.history(), "recomputation changes no bit"
+
+
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+def test_delayed_weight_gradients_change_no_bit(trainer: Callable[[str], Trainer], release: str) -> None:
+    flags = {**ALL, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
+    options = {"ep": 2, "experts": 4, "steps": 4, "wgrad_fusion": True, "ddp_delay_wgrad_compute": True,
+               "overlap_grad_reduce": True, "moe": CONFIGURED}  # fmt: skip
+    histories = [
+        trainer(release)
+        .core(
+            "features",
+            2,
+            {**options, "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delay}},
+            flags=flags,
+        )
+        .history()
+        for delay in (False, True)
+    ]
+    assert histories[0] == histories[1]
