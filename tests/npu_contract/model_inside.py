@@ -151,7 +151,7 @@ def _model(options: Mapping[str, Any]) -> Any:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
 
-    qk_layernorm = options.get("qk_layernorm", False)
+    qk_layernorm, experts = options.get("qk_layernorm", False), options.get("experts")
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -172,12 +172,15 @@ def _model(options: Mapping[str, Any]) -> Any:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         qk_layernorm=qk_layernorm,
+        num_moe_experts=experts,
         # JSON has lists where Megatron has tuples.
         **{key: tuple(value) if isinstance(value, list) else value for key, value in options.get("config", {}).items()},
     )
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=qk_layernorm),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=experts, normalization="RMSNorm", qk_layernorm=qk_layernorm
+        ),
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=False,

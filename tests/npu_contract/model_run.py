@@ -21,6 +21,17 @@ GOLDEN = Path(__file__).with_name("golden")
 VOCABULARY, SEQUENCE, BATCH, HIDDEN, HEADS, LAYERS = 256, 32, 2, 64, 4, 2
 MARK = "model_run: "
 
+_EXPERTS = {
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 128,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+    "moe_router_fusion": True,
+}
+
 # Options of `model_inside`, by the name of the golden list.
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -32,6 +43,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "zero_centered": {"config": {"layernorm_zero_centered_gamma": True}},
     "tensor_parallel": {"tp": 2, "query_groups": 2, "qk_layernorm": True},
     "sequence_parallel": {"tp": 2, "sp": True},
+    "experts": {"experts": 4, "config": _EXPERTS},
+    "experts_padded": {
+        "experts": 4,
+        "config": {**_EXPERTS, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+    },
     "recompute": {
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     },
@@ -95,7 +111,10 @@ ON_REFERENCE = {
     "vocab_embedding": "plain arithmetic in place of an index assignment is all there is to it",
 }
 # Features that `auto` leaves off for every model.
-LEFT_OFF = {"use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name"}
+LEFT_OFF = {
+    "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
+    "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",
+}
 
 
 def faults(result: Mapping[str, Any]) -> list[str]:
