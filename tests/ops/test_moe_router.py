@@ -20,6 +20,7 @@ from mindspeed_lite.ops.dispatch import REFERENCE, force
 from mindspeed_lite.ops.moe_router import (
     OPERATOR,
     SCORE_FUNCTIONS,
+    Case,
     aux_loss_scores,
     cpu,
     load_balancing_loss,
@@ -27,11 +28,15 @@ from mindspeed_lite.ops.moe_router import (
     why_not,
     why_not_aux,
 )
+from mindspeed_lite.ops.row_kernels import launch
 from tests.platform.forked import clean_environment
 
 from .compare import assert_not_worse, error, forward_backward, one_thread
+from .triton_compile import compile_sm90
 
+cuda = pytest.importorskip("mindspeed_lite.ops.moe_router.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._unusable() is not None, reason=str(cpu._unusable()))
+kernels = pytest.mark.parametrize("backend", [pytest.param("cpu", marks=compiled), "triton"])
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NAMES = ["probs", "dlogits"]
 Tensors = tuple[torch.Tensor, torch.Tensor]
@@ -44,7 +49,13 @@ def single_thread() -> Iterator[None]:
 
 
 def on(backend: str, function: Callable[..., Tensors]) -> Callable[..., Tensors]:
+    """The public function on a backend; "triton" is the CUDA backend's on CPU tensors."""
+
     def run(*arguments: Any, **options: Any) -> Tensors:
+        if backend == "triton":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(OPERATOR, "choose", lambda case: cuda.moe_router)
+                return function(*arguments, **options)
         with force("moe_router", backend):
             return function(*arguments, **options)
 
@@ -283,22 +294,24 @@ def scores_of(backend: str, function: str) -> Callable[[torch.Tensor], torch.Ten
     return lambda x: on(backend, aux_loss_scores)(x, 4, function)[1]
 
 
-@compiled
+@kernels
 @dense
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_error_is_not_above_that_of_torch(form: str, dense: bool, dtype: torch.dtype) -> None:
+def test_error_is_not_above_that_of_torch(form: str, dense: bool, dtype: torch.dtype, backend: str) -> None:
     for tokens, topk in ((300, 4), (1, 4), (64, 5)):
         x = make(tokens, 16, dtype)
         theirs = probs_of(REFERENCE, topk, dense, form)
         dprobs = make(tokens, topk if dense else 16, dtype, seed=1)
-        got = forward_backward(probs_of("cpu", topk, dense, form), [x], dprobs)
+        got = forward_backward(probs_of(backend, topk, dense, form), [x], dprobs)
         replaced = forward_backward(theirs, [x], dprobs)
         # By the choice that was made: in float64 some experts change places.
         by = on(REFERENCE, topk_routing)(x, topk, dense_output=True, **FORMS[form])[1]
         exact = forward_backward(exactly(by, topk, dense, form), [x], dprobs, torch.float64)
-        slack = (1 if dtype == torch.bfloat16 else 4) * torch.finfo(dtype).eps
-        assert_not_worse(got, replaced, exact, slack if tokens == 1 else 4 * torch.finfo(torch.float32).eps, NAMES)
+        slack = 4 * torch.finfo(torch.float32).eps
+        if dtype == torch.bfloat16 and (backend == "triton" or tokens == 1):
+            slack += torch.finfo(dtype).eps  # its interpreter cuts off where a GPU rounds; few numbers do not average
+        assert_not_worse(got, replaced, exact, slack, NAMES)
 
 
 def exactly(indices: torch.Tensor, topk: int, dense: bool, form: str) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -319,30 +332,33 @@ def exactly(indices: torch.Tensor, topk: int, dense: bool, form: str) -> Callabl
     return run
 
 
-@compiled
+@kernels
 @pytest.mark.parametrize("function", SCORE_FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_error_of_auxiliary_gradients_is_not_above_that_of_torch(function: str, dtype: torch.dtype) -> None:
+def test_the_error_of_auxiliary_gradients_is_not_above_that_of_torch(
+    function: str, dtype: torch.dtype, backend: str
+) -> None:
     for tokens, experts in ((300, 64), (7, 9), (1, 130)):
         x, dscores = make(tokens, experts, dtype), make(tokens, experts, torch.float32, seed=3)
 
         exact = forward_backward(scores_of(REFERENCE, function), [x], dscores, torch.float64)
-        got, replaced = (forward_backward(scores_of(each, function), [x], dscores) for each in ("cpu", REFERENCE))
-        assert_not_worse(got, replaced, exact, 1e-6, ["scores", "dlogits"])
+        got, replaced = (forward_backward(scores_of(each, function), [x], dscores) for each in (backend, REFERENCE))
+        cut = torch.finfo(dtype).eps if dtype == torch.bfloat16 and backend == "triton" else 0.0
+        assert_not_worse(got, replaced, exact, cut + 1e-6, ["scores", "dlogits"])
 
 
-@compiled
+@kernels
 @pytest.mark.parametrize("function", ["sigmoid", "sqrtsoftplus"])
-def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str) -> None:
+def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str, backend: str) -> None:
     x = torch.tensor([[-200.0, -60.0, -12.0, -3.0, 0.0, 4.0, 19.9, 20.1]])
     x = torch.cat([x, x.flip(1)]).requires_grad_()
-    probs, _ = on("cpu", topk_routing)(x, 8, score_function=function)
+    probs, _ = on(backend, topk_routing)(x, 8, score_function=function)
     (found,) = torch.autograd.grad(probs, x, torch.arange(16.0).view(2, 8))
     wide = x.detach().double().requires_grad_()
     probs, _ = on(REFERENCE, topk_routing)(wide, 8, score_function=function)
     (exact,) = torch.autograd.grad(probs, wide, torch.arange(16.0).view(2, 8))
     torch.testing.assert_close(found.double(), exact, rtol=2e-5, atol=1e-7)
-    _, scores = on("cpu", aux_loss_scores)(x, 2, function)
+    _, scores = on(backend, aux_loss_scores)(x, 2, function)
     (found,) = torch.autograd.grad(scores, x, torch.arange(16.0).view(2, 8))
     _, scores = on(REFERENCE, aux_loss_scores)(wide, 2, function)
     (exact,) = torch.autograd.grad(scores, wide, torch.arange(16.0).view(2, 8))
@@ -382,9 +398,9 @@ def test_shapes_and_dtypes(tokens: int, topk: int, form: str, dtype: torch.dtype
     assert torch.equal(again, both) and torch.equal(which, with_gradients)
 
 
-@compiled
+@kernels
 @forms
-def test_strides_do_not_matter(form: str) -> None:
+def test_strides_do_not_matter(form: str, backend: str) -> None:
     base = make(12, 16, torch.float32)
     views: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "transposed": lambda x: x.t().contiguous().t(),
@@ -396,32 +412,32 @@ def test_strides_do_not_matter(form: str) -> None:
     for view, dense in itertools.product(views.values(), (False, True)):
         dprobs = torch.ones(1, 1).expand(12, 4 if dense else 16)
         got, want = (
-            forward_backward(lambda x: probs_of(backend, 4, dense, form)(view(x)), [base], dprobs)  # noqa: B023
-            for backend in ("cpu", REFERENCE)
+            forward_backward(lambda x: probs_of(each, 4, dense, form)(view(x)), [base], dprobs)  # noqa: B023
+            for each in (backend, REFERENCE)
         )
         assert error(got[0], want[0]) < 1e-6
         torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
 
 
-@compiled
-def test_strides_of_the_gradients_do_not_matter() -> None:
+@kernels
+def test_strides_of_the_gradients_do_not_matter(backend: str) -> None:
     x = make(12, 16, torch.float32).requires_grad_()
     g = make(12, 16, torch.float32, seed=2)
     views = (g.t().contiguous().t(), torch.stack([g, g], -1)[..., 0], g[:1].expand(12, 16))
-    results = [probs_of("cpu", 4, False, form)(x) for form in FORMS]
-    results += [scores_of("cpu", function)(x) for function in SCORE_FUNCTIONS]
+    results = [probs_of(backend, 4, False, form)(x) for form in FORMS]
+    results += [scores_of(backend, function)(x) for function in SCORE_FUNCTIONS]
     for result, view in itertools.product(results, views):
         found, want = (torch.autograd.grad(result, x, each, retain_graph=True) for each in (view, view.contiguous()))
         assert torch.equal(found[0], want[0])
 
 
-@compiled
+@kernels
 @forms
-def test_little_is_kept(form: str) -> None:
+def test_little_is_kept(form: str, backend: str) -> None:
     x = make(40, 16, torch.float32).requires_grad_()
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        on("cpu", topk_routing)(x, 4, **FORMS[form])
+        on(backend, topk_routing)(x, 4, **FORMS[form])
     indices, numbers = kept
     assert indices.shape == (40, 4)
     if FORMS[form].get("use_pre_softmax"):
@@ -466,6 +482,98 @@ def test_logits_changed_between_the_passes_are_autograds_error() -> None:
         x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         probs.sum().backward()
+
+
+# ---- Triton ----
+
+
+@settings(max_examples=15, deadline=None)  # the interpreter takes its time
+@given(
+    tokens=st.integers(0, 40),
+    experts=st.sampled_from([1, 3, 8, 16, 60, 130]),
+    most=st.sampled_from([1, 2, 7, 8]),
+    function=st.sampled_from([*SCORE_FUNCTIONS, "pre_softmax"]),
+    dtype=st.sampled_from(DTYPES),
+    dense=st.booleans(),
+)
+def test_triton_kernels_agree_with_the_reference(
+    tokens: int, experts: int, most: int, function: str, dtype: torch.dtype, dense: bool
+) -> None:
+    x, topk = make(tokens, experts, dtype), min(most, experts)
+    dprobs = make(tokens, topk if dense else experts, dtype, seed=1)
+    pre = function == "pre_softmax"
+    options = {"score_function": "softmax" if pre else function, "use_pre_softmax": pre, "dense_output": dense}
+    ours, theirs = (on(each, topk_routing)(x, topk, **options) for each in ("triton", REFERENCE))
+    assert torch.equal(ours[1], theirs[1]) and ours[0].dtype == dtype
+    got, want = (
+        forward_backward(lambda x: on(each, topk_routing)(x, topk, **options)[0], [x], dprobs)  # noqa: B023
+        for each in ("triton", REFERENCE)
+    )
+    for a, b in zip(got, want, strict=True):
+        assert (a.double() - b.double()).norm() <= (2 * torch.finfo(dtype).eps + 1e-6) * (b.double().norm() + 1e-2)
+
+
+@pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8)])
+def test_triton_kernels_keep_everything_in_registers_of_an_h100(experts: int, topk: int) -> None:
+    tile = launch(experts)
+    shape = {"EXPERTS": experts, "ROWS": tile.rows, "BLOCK": tile.block}
+    chosen = {**shape, "TOPK": topk, "KBLOCK": 8, "DENSE": False}
+    module = "mindspeed_lite.ops.moe_router.kernels"
+    numbers = {"rows": "i32", "stride": "i32"}
+    with_scale = {**numbers, "scale": "fp32", "indices": "*i64"}
+    found = [
+        compile_sm90(
+            f"{module}:forward_kernel",
+            {**with_scale, "scores": "*fp32", "probs": "*bf16", "chosen": "*i1", "kept": "*fp32"},
+            {**chosen, "SCORES": "sigmoid", "NORMALISED": True, "KEEPS": True},
+            num_warps=tile.warps,
+        ),
+        compile_sm90(
+            f"{module}:backward_kernel",
+            {**with_scale, "dprobs": "*bf16", "kept": "*fp32", "dlogits": "*bf16"},
+            {**chosen, "SCORES": "sqrtsoftplus", "NORMALISED": True},
+            num_warps=tile.warps,
+        ),
+        compile_sm90(
+            f"{module}:backward_all_kernel",
+            {**with_scale, "dprobs": "*bf16", "logits": "*bf16", "dlogits": "*bf16", "logits_stride": "i32"},
+            chosen,
+            num_warps=tile.warps,
+        ),
+        compile_sm90(
+            f"{module}:backward_scores_kernel",
+            {**numbers, "dscores": "*fp32", "scores": "*fp32", "sums": "*fp32", "dlogits": "*bf16"},
+            {**shape, "SCORES": "sqrtsoftplus"},
+            num_warps=tile.warps,
+        ),
+    ]
+    # 65536 registers: at 128 for each of a program's 128 threads, four such programs share a multiprocessor.
+    assert all(each.spills == 0 and each.registers <= 128 for each in found), found
+
+
+def test_what_the_triton_kernels_do_not_take_has_a_reason() -> None:
+    assert "float64" in cuda.supported(Case("cuda", torch.float64, "aux_loss_scores", 8))[0]
+    assert "20000 experts" in cuda.supported(Case("cuda", torch.bfloat16, "aux_loss_scores", 20000))[0]
+    assert cuda.supported(Case("cuda", torch.float16, "aux_loss_scores", 8)) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@dense
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda(form: str, dense: bool, dtype: torch.dtype) -> None:
+    x, dprobs = make(129, 16, dtype).cuda(), make(129, 4 if dense else 16, dtype, seed=1).cuda()
+    options = {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in FORMS[form].items()}
+    results = []
+    for backend in ("cuda", REFERENCE):
+        leaf = x.clone().requires_grad_()
+        probs, chosen = on(backend, topk_routing)(leaf, 4, dense_output=dense, **options)
+        probs.backward(dprobs)
+        results.append((probs, chosen, leaf.grad))
+    ours, theirs = results
+    assert torch.equal(ours[1], theirs[1])
+    for a, b in ((ours[0], theirs[0]), (ours[2], theirs[2])):
+        assert error(a.cpu(), b.cpu()) <= torch.finfo(dtype).eps + 1e-6
 
 
 # ---- which backend, and what is refused ----

@@ -72,7 +72,7 @@ def topk_routing(
     no gradient; softmax does not look at it. With group_topk, the experts lie in num_groups groups of equal size, and
     the choice is among those of the group_topk groups with the highest sums of their topk // group_topk highest s.
     Equal scores are chosen among as torch.topk does on that device. The topk experts come in descending order of s;
-    without gradients in any order.
+    with gradients disabled in any order.
 
     logits: any strides. Everything is computed in fp32 (float64 for float64 logits), and p is rounded once, to the
     dtype of the logits. Returns
@@ -188,7 +188,7 @@ def _form(
             )
         groups = Groups(num_groups, group_topk, best)
     scores = PRE_SOFTMAX if use_pre_softmax and score_function == SOFTMAX else score_function
-    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output)
+    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, torch.is_grad_enabled())
 
 
 def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function: str) -> torch.Tensor | None:

@@ -130,7 +130,7 @@ def _aux_forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     scores, sums = reference.normalised_scores(logits.detach(), function)
     chosen = torch.empty(logits.shape, dtype=torch.bool)
-    _run_forward(_NONE, scores, None, None, chosen, None, None, Form(function, topk, None, 1.0, False))
+    _run_forward(_NONE, scores, None, None, chosen, None, None, Form(function, topk))
     return chosen, scores, sums
 
 
@@ -173,7 +173,7 @@ def _chooses_as_torch() -> bool:
     for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
         for highest in (1, 3, 40):
             scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()
-            routed = _forward(scores, None, Form(SOFTMAX, topk, None, 1.0, True))
+            routed = _forward(scores, None, Form(SOFTMAX, topk, dense=True))
             if not torch.equal(routed.indices, torch.topk(scores, topk, dim=1).indices):
                 return False
     return True

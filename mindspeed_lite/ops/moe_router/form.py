@@ -27,13 +27,18 @@ class Groups(NamedTuple):
 
 
 class Form(NamedTuple):
-    """scores: PRE_SOFTMAX or one of SCORE_FUNCTIONS. scale: 1.0 for none. dense: results [T, topk], not [T, E]."""
+    """scores: PRE_SOFTMAX or one of SCORE_FUNCTIONS. scale: 1.0 for none. dense: results [T, topk], not [T, E].
+
+    ordered: whether torch.topk is asked for an order, which without groups Megatron wants only with gradients. Not
+    read in autograd's Functions, in which there are none.
+    """
 
     scores: str
     topk: int
-    groups: Groups | None
-    scale: float
-    dense: bool
+    groups: Groups | None = None
+    scale: float = 1.0
+    dense: bool = False
+    ordered: bool = True
 
     @property
     def normalised(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from mindspeed_lite.ops.moe_router.form import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
+from mindspeed_lite.ops.moe_router.form import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
@@ -25,15 +26,16 @@ def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
     return F.softplus(logits.to(dtype)).sqrt()
 
 
-def choose(scores: torch.Tensor, topk: int, groups: Groups | None) -> tuple[torch.Tensor, torch.Tensor]:
+def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """The topk highest scores of every row and their experts, [T, topk] each.
 
     Which of equal scores is taken, and their order, is what torch.topk of these scores makes of it.
     """
+    topk, groups = form.topk, form.groups
     if groups is None:
-        # Without gradients the order does not matter, and Megatron does not ask for one.
-        return torch.topk(scores, topk, dim=1, sorted=torch.is_grad_enabled())
-    grouped = scores.unflatten(1, (groups.number, -1))  # [T, G, E / G]
+        return torch.topk(scores, topk, dim=1, sorted=form.ordered)
+    tokens, experts = scores.shape
+    grouped = scores.reshape(tokens, groups.number, experts // groups.number)  # [T, G, E / G]
     worth = grouped.topk(groups.best, dim=-1).values.sum(-1)  # [T, G]
     best = worth.topk(groups.chosen, dim=-1, sorted=False).indices
     closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
@@ -45,14 +47,14 @@ def topk_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype = precision(logits.dtype)
     if form.scores == SOFTMAX:
-        chosen, indices = choose(logits, form.topk, form.groups)
+        chosen, indices = choose(logits, form)
         probs = torch.softmax(chosen, dim=-1, dtype=dtype)  # [T, topk]
     else:
         scores = scores_of(logits, form.scores)
         if expert_bias is None:
-            probs, indices = choose(scores, form.topk, form.groups)
+            probs, indices = choose(scores, form)
         else:
-            _, indices = choose(scores + expert_bias.to(dtype), form.topk, form.groups)
+            _, indices = choose(scores + expert_bias.to(dtype), form)
             probs = scores.gather(1, indices)
         if form.normalised:
             probs = probs / (probs.sum(dim=-1, keepdim=True) + EPS)
@@ -95,7 +97,7 @@ def load_balancing_loss(
     return loss.to(per_expert.dtype)
 
 
-_FUNCTIONS = {"topk_routing": topk_routing, "aux_loss_scores": aux_loss_scores}
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"topk_routing": topk_routing, "aux_loss_scores": aux_loss_scores}
 
 
 def moe_router(function: str, *arguments: Any) -> Any:
