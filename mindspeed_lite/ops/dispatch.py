@@ -46,6 +46,7 @@ OPERATORS: Mapping[str, str] = {
     "l2norm": "mindspeed_lite.ops.l2norm",
     "layer_norm": "mindspeed_lite.ops.layer_norm",
     "linear_cross_entropy": "mindspeed_lite.ops.linear_cross_entropy",
+    "moe_router": "mindspeed_lite.ops.moe_router",
     "permute": "mindspeed_lite.ops.permute",
     "rms_norm": "mindspeed_lite.ops.rms_norm",
     "rope": "mindspeed_lite.ops.rope",

@@ -1,0 +1,207 @@
+"""The router of mixture-of-experts layers: which experts a token goes to, with what weight, and how even that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.moe_router import reference
+from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
+
+__all__ = [
+    "OPERATOR",
+    "SCORE_FUNCTIONS",
+    "Case",
+    "aux_loss_scores",
+    "load_balancing_loss",
+    "topk_routing",
+    "why_not",
+    "why_not_aux",
+]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call.
+
+    function: which of the three. form: None but for topk_routing. biased: whether there is an expert_bias.
+    """
+
+    device: str
+    dtype: torch.dtype
+    function: str
+    experts: int
+    form: Form | None = None
+    biased: bool = False
+
+
+OPERATOR = Operator(
+    "moe_router",
+    reference.moe_router,
+    {
+        "cpu": "mindspeed_lite.ops.moe_router.cpu",
+        "cuda": "mindspeed_lite.ops.moe_router.cuda",
+        "npu": "mindspeed_lite.ops.moe_router.npu",
+    },
+)
+
+
+def topk_routing(
+    logits: torch.Tensor,
+    topk: int,
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
+    dense_output: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The topk experts of every token and their probabilities.
+
+    Of the logits x [T, E], s is the score of every expert, by which the experts are chosen, and p the probability of
+    the chosen ones:
+        softmax                      s = x,                  p = softmax of the chosen x
+        softmax, use_pre_softmax     s = softmax(x),         p = s
+        sigmoid                      s = sigmoid(x),         p = s / (sum of the chosen s + 1e-20), or s if topk is 1
+        sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
+    times scaling_factor, if it is given and not 0. expert_bias [E] is added to s for the choice, is in no p and gets
+    no gradient; softmax does not look at it. With group_topk, the experts lie in num_groups groups of equal size, and
+    the choice is among those of the group_topk groups with the highest sums of their topk // group_topk highest s.
+    Equal scores are chosen among as torch.topk does on that device. The topk experts come in descending order of s;
+    with gradients disabled in any order.
+
+    logits: any strides. Everything is computed in fp32 (float64 for float64 logits), and p is rounded once, to the
+    dtype of the logits. Returns
+        dense_output False: probs [T, E] in the dtype of the logits, 0 where not chosen; routing_map [T, E] bool;
+        dense_output True: probs [T, topk]; indices [T, topk] int64.
+    Differentiable in the logits. For the backward pass the backends keep the indices and [T, topk] fp32 numbers, for
+    use_pre_softmax the logits and the indices; the reference what autograd keeps. What a backend does differently
+    stands in its file.
+
+    Raises ValueError for an unknown score function and for sizes that do not fit.
+    """
+    form = _form(logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output)
+    bias = _bias(logits, expert_bias, score_function)
+    implementation: Callable[..., Any] = OPERATOR.choose(_case(logits, form, bias))
+    probs, chosen = implementation("topk_routing", logits, bias, form)
+    return probs, chosen
+
+
+def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The plain top-k of the logits [T, E] without groups and bias, and scores that add up to 1 for every token.
+
+    Returns (routing_map, scores): routing_map [T, E] bool, True at the topk highest scores, equal ones chosen among as
+    torch.topk does; scores [T, E] in fp32 (float64 for float64 logits): softmax(x), or s / (sum of all s + 1e-20) for
+    the scores s of `topk_routing`. Differentiable in the logits through the scores. For the backward pass the scores
+    and one fp32 number per token are kept.
+
+    Raises ValueError for an unknown score function and for a topk that does not fit.
+    """
+    _check(logits, topk, score_function)
+    implementation: Callable[..., Any] = OPERATOR.choose(_aux_case(logits))
+    chosen, scores = implementation("aux_loss_scores", logits, topk, score_function)
+    return chosen, scores
+
+
+def load_balancing_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int | torch.Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> torch.Tensor:
+    """coeff E / (topk N^2) sum_e f_e sum_t p_te, for N = total_num_tokens tokens of which f_e were sent to expert e.
+
+    probs: [T, E], the scores of this rank's tokens; tokens_per_expert: [E] of any dtype, without gradient, counted
+    over the N tokens, which may be more than T; N is an int or a tensor without dimensions, which is not read back
+    to the host. Returns a tensor without dimensions in fp32 (float64 for float64 probs), differentiable in probs;
+    that gradient is a row repeated T times, and takes the memory of one. Plain PyTorch on every device: a sum over
+    rows is all there is to it.
+    """
+    if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
+        raise ValueError(
+            f"moe_router: want probs [T, E] and tokens_per_expert [E], not {list(probs.shape)} and "
+            f"{list(tokens_per_expert.shape)}"
+        )
+    return reference.load_balancing_loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
+
+
+def why_not(
+    logits: torch.Tensor,
+    topk: int,
+    *,
+    use_pre_softmax: bool = False,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
+    dense_output: bool = False,
+) -> list[str]:
+    """Every reason why this topk_routing would run on the reference, not on its device's backend; empty if none."""
+    form = _form(logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output)
+    return OPERATOR.why_not(_case(logits, form, _bias(logits, expert_bias, score_function)))
+
+
+def why_not_aux(logits: torch.Tensor, topk: int, score_function: str) -> list[str]:
+    """As `why_not`, of aux_loss_scores."""
+    _check(logits, topk, score_function)
+    return OPERATOR.why_not(_aux_case(logits))
+
+
+def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
+    if score_function not in SCORE_FUNCTIONS:
+        raise ValueError(f"moe_router: score_function is one of {', '.join(SCORE_FUNCTIONS)}, not {score_function!r}")
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ValueError(f"moe_router: want logits [T, E] of numbers, not {logits.dtype} {list(logits.shape)}")
+    if not 1 <= topk <= logits.shape[1]:
+        raise ValueError(f"moe_router: topk {topk} of {logits.shape[1]} experts")
+
+
+def _form(
+    logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None,
+    group_topk: int | None,
+    scaling_factor: float | None,
+    score_function: str,
+    dense_output: bool,
+) -> Form:
+    _check(logits, topk, score_function)
+    groups = None
+    if group_topk:
+        experts = logits.shape[1]
+        best = topk // group_topk
+        if not num_groups or experts % num_groups or not group_topk <= num_groups:
+            raise ValueError(f"moe_router: {group_topk} of {num_groups} groups of {experts} experts")
+        size = experts // num_groups
+        if not 1 <= best <= size or topk > group_topk * size:
+            raise ValueError(
+                f"moe_router: {topk} experts out of {group_topk} groups of {size}: want at least one of each group, "
+                f"and no more than there are"
+            )
+        groups = Groups(num_groups, group_topk, best)
+    scores = PRE_SOFTMAX if use_pre_softmax and score_function == SOFTMAX else score_function
+    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, torch.is_grad_enabled())
+
+
+def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function: str) -> torch.Tensor | None:
+    if expert_bias is None or score_function == SOFTMAX:
+        return None
+    if expert_bias.shape != logits.shape[1:]:
+        raise ValueError(f"moe_router: want expert_bias {list(logits.shape[1:])}, not {list(expert_bias.shape)}")
+    return expert_bias.detach()
+
+
+def _case(logits: torch.Tensor, form: Form, bias: torch.Tensor | None) -> Case:
+    return Case(logits.device.type, logits.dtype, "topk_routing", logits.shape[1], form, bias is not None)
+
+
+def _aux_case(logits: torch.Tensor) -> Case:
+    return Case(logits.device.type, logits.dtype, "aux_loss_scores", logits.shape[1])

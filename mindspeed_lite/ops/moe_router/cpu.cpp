@@ -1,0 +1,455 @@
+// moe_router on the CPU: a row at a time, from the scores to what is written of them, and from gradients to gradients.
+//
+// The choice is PyTorch's own, to the last of several equal scores. Where the highest scores differ from each other
+// there is one right answer, found by a search of ours; where they do not, the answer is that of the algorithms that
+// torch.topk runs on the CPU, which are the standard library's, run on the same sequence. cpu.py compares the two once.
+#include "numbers.h"
+
+#include <utility>
+#include <vector>
+
+namespace {
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr int64_t BLOCK = 16;
+// Columns that the search folds a row to, and candidates that it compares with each other.
+constexpr int64_t MOST_COLUMNS = 64, MOST_CANDIDATES = 32;
+
+inline int64_t padded(int64_t size, int64_t block) { return (size + block - 1) / block * block; }
+
+// ---- the choice ----
+
+using Ranked = std::pair<float, int32_t>;
+
+// As torch.topk orders them: NaN above everything.
+inline bool before(const Ranked& a, const Ranked& b) {
+    return (a.first != a.first && b.first == b.first) || a.first > b.first;
+}
+
+// How many columns a row is folded to: at least twice as many as are looked for, or 0 for none.
+inline int64_t columns_for(int64_t topk) {
+    for (int64_t columns = BLOCK; columns <= MOST_COLUMNS; columns *= 2) {
+        if (2 * (topk + 1) <= columns + 2) return columns;
+    }
+    return 0;
+}
+
+// What a thread works with.
+struct Desk {
+    std::vector<float> raw, key, worth;  // scores; by what is chosen, padded with LOWEST; groups' scores
+    std::vector<Ranked> queue;
+    std::vector<int32_t> chosen, place;  // one more of them than there are, for what is not wanted
+    std::vector<char> open;
+
+    Desk(int64_t experts, int64_t topk, int64_t groups)
+        : raw(experts),
+          key(padded(experts, std::max(BLOCK, columns_for(topk)))),
+          worth(groups),
+          queue(experts),
+          chosen(topk + 1),
+          place(key.size() + 1),
+          open(groups) {}
+};
+
+// torch.topk of key, whatever is in it. `sorted` costs little and is asked for.
+void choose_as_torch(const float* key, int64_t size, int64_t k, std::vector<Ranked>& queue, int32_t* chosen) {
+    for (int64_t i = 0; i < size; ++i) queue[i] = {key[i], static_cast<int32_t>(i)};
+    const auto first = queue.begin(), end = first + size;
+    if (k * 64 <= size) {
+        std::partial_sort(first, first + k, end, before);
+    } else {
+        std::nth_element(first, first + k - 1, end, before);
+        std::sort(first, first + k - 1, before);
+    }
+    for (int64_t i = 0; i < k; ++i) chosen[i] = queue[i].second;
+}
+
+inline float highest(const float* x, int64_t n) {
+    float top = LOWEST;
+#pragma omp simd reduction(max : top)
+    for (int64_t i = 0; i < n; ++i) top = x[i] > top ? x[i] : top;
+    return top;
+}
+
+typedef float Floats __attribute__((vector_size(32)));
+typedef int32_t Ints __attribute__((vector_size(32)));
+
+// How many of x are higher than each of them. `size` is a multiple of 8, x and ranks are aligned.
+template <int64_t size>
+inline void rank(const float* x, int32_t* ranks) {
+    for (int64_t first = 0; first < size; first += 8) {
+        const Floats these = *reinterpret_cast<const Floats*>(x + first);
+        Ints higher = {};
+        for (int64_t i = 0; i < size; ++i) {
+            const float v = x[i];
+            higher -= Floats{v, v, v, v, v, v, v, v} > these;
+        }
+        *reinterpret_cast<Ints*>(ranks + first) = higher;
+    }
+}
+
+// The places of all numbers that can be among the k + 1 highest of key; how many there are, or 0 if that is in doubt.
+//
+// The row is folded to columns; the k + 1 highest of their maxima bound the k + 1 highest of the row from below, and few
+// numbers reach the bound. No branch depends on the numbers.
+template <int64_t columns>
+int64_t candidates(Desk& desk, int64_t k) {
+    const float* key = desk.key.data();
+    const int64_t size = desk.key.size();
+    alignas(32) float top[columns];
+    alignas(32) int32_t ranks[columns];
+    for (int64_t c = 0; c < columns; ++c) top[c] = key[c];
+    for (int64_t first = columns; first < size; first += columns) {
+        for (int64_t c = 0; c < columns; ++c) top[c] = key[first + c] > top[c] ? key[first + c] : top[c];
+    }
+    rank<columns>(top, ranks);
+    float bound = std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(min : bound)
+    for (int64_t c = 0; c < columns; ++c) {
+        const float reached = ranks[c] <= k ? top[c] : std::numeric_limits<float>::infinity();
+        bound = reached < bound ? reached : bound;
+    }
+    if (bound == LOWEST) return 0;
+    int32_t high[columns + 1], *place = desk.place.data();
+    int64_t count = 0, reaching = 0;
+    for (int64_t c = 0; c < columns; ++c) {
+        high[reaching] = static_cast<int32_t>(c);
+        reaching += top[c] >= bound;
+    }
+    for (int64_t c = 0; c < reaching; ++c) {
+        for (int64_t i = high[c]; i < size; i += columns) {
+            place[count] = static_cast<int32_t>(i);
+            count += key[i] >= bound;
+        }
+    }
+    return count;
+}
+
+int64_t candidates(Desk& desk, int64_t k) {
+    const int64_t experts = desk.raw.size();
+    if (experts <= MOST_CANDIDATES) {
+        for (int64_t i = 0; i < experts; ++i) desk.place[i] = static_cast<int32_t>(i);
+        return experts;
+    }
+    switch (columns_for(k)) {
+        case 16: return candidates<16>(desk, k);
+        case 32: return candidates<32>(desk, k);
+        case 64: return candidates<64>(desk, k);
+        default: return 0;
+    }
+}
+
+// The k highest of key in descending order, if they are beyond doubt: the highest left out is lower than each of them.
+// With `order`, they must differ from each other too. key has no NaN.
+bool choose_if_clear(Desk& desk, int64_t k, bool order) {
+    const int64_t count = candidates(desk, k);
+    if (count <= k || count > MOST_CANDIDATES) return false;
+    const int32_t* place = desk.place.data();
+    alignas(32) float keys[MOST_CANDIDATES];
+    alignas(32) int32_t ranks[MOST_CANDIDATES];
+    const int64_t compared = count <= BLOCK ? BLOCK : MOST_CANDIDATES;
+    for (int64_t i = 0; i < count; ++i) keys[i] = desk.key[place[i]];
+    for (int64_t i = count; i < compared; ++i) keys[i] = LOWEST;
+    if (count <= BLOCK) {
+        rank<BLOCK>(keys, ranks);
+    } else {
+        rank<MOST_CANDIDATES>(keys, ranks);
+    }
+    int32_t* chosen = desk.chosen.data();
+    int64_t enough = 0;
+    for (int64_t j = 0; j < k; ++j) chosen[j] = -1;
+    for (int64_t i = 0; i < count; ++i) {
+        enough += ranks[i] < k;
+        chosen[ranks[i] < k ? ranks[i] : k] = place[i];
+    }
+    if (enough != k) return false;  // equal ones stand at the limit
+    int32_t lowest = 0;
+    for (int64_t j = 0; j < k; ++j) lowest = std::min(lowest, chosen[j]);
+    if (lowest == 0) return true;
+    // Some of the chosen are equal and have taken one place.
+    if (order) return false;
+    for (int64_t i = 0, next = 0; i < count; ++i) {
+        if (ranks[i] < k) chosen[next++] = place[i];
+    }
+    return true;
+}
+
+// Puts LOWEST in place of the keys of all groups but the best.
+//
+// torch.sum of 16-bit numbers is one: with `coarse` so are the groups' scores.
+void close_groups(Desk& desk, int64_t experts, int64_t groups, int64_t chosen, int64_t best, bool coarse, bool nan) {
+    const int64_t size = experts / groups;
+    for (int64_t g = 0; g < groups; ++g) {
+        const float* key = desk.key.data() + g * size;
+        float first = LOWEST, second = LOWEST;
+        if (nan) {
+            for (int64_t i = 0; i < size; ++i) {
+                if (key[i] != key[i]) first = second = key[i];  // and stays: nothing is above it
+                if (key[i] > first) second = first, first = key[i];
+                else if (key[i] > second) second = key[i];
+            }
+        } else {
+            first = highest(key, size);
+            if (best == 2) {
+                int64_t equal = 0;
+#pragma omp simd reduction(max : second) reduction(+ : equal)
+                for (int64_t i = 0; i < size; ++i) {
+                    const float below = key[i] == first ? LOWEST : key[i];
+                    equal += key[i] == first;
+                    second = below > second ? below : second;
+                }
+                if (equal > 1) second = first;
+            }
+        }
+        const float worth = best == 2 ? first + second : first;
+        desk.worth[g] = coarse ? as_float(rounded(worth) << 16) : worth;
+        nan = nan || desk.worth[g] != desk.worth[g];  // of two infinities
+    }
+    // Those with fewer than `chosen` better ones; if equal ones stand at the limit, they are too many.
+    int64_t open = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+        int64_t better = 0;
+        for (int64_t other = 0; other < groups; ++other) better += desk.worth[other] > desk.worth[g];
+        desk.open[g] = better < chosen;
+        open += better < chosen;
+    }
+    if (nan || open != chosen) {
+        std::vector<int32_t> picked(chosen);
+        choose_as_torch(desk.worth.data(), groups, chosen, desk.queue, picked.data());
+        std::fill(desk.open.begin(), desk.open.end(), 0);
+        for (const int32_t g : picked) desk.open[g] = 1;
+    }
+    for (int64_t g = 0; g < groups; ++g) {
+        if (!desk.open[g]) std::fill_n(desk.key.begin() + g * size, size, LOWEST);
+    }
+}
+
+struct Form {
+    int64_t experts, topk, groups, group_topk, best;  // groups is 0 for none
+    bool order, coarse;
+};
+
+// desk.chosen of desk.raw with the bias added.
+void choose(Desk& desk, const float* bias, const Form& form) {
+    const int64_t experts = form.experts;
+    const float* raw = desk.raw.data();
+    float* key = desk.key.data();
+    if (bias == nullptr) {
+        std::copy_n(raw, experts, key);
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < experts; ++i) key[i] = raw[i] + bias[i];
+    }
+    int nan = 0;
+#pragma omp simd reduction(| : nan)
+    for (int64_t i = 0; i < experts; ++i) nan |= key[i] != key[i];
+    std::fill(desk.key.begin() + experts, desk.key.end(), LOWEST);
+    if (form.groups != 0) close_groups(desk, experts, form.groups, form.group_topk, form.best, form.coarse, nan);
+    if (!nan && choose_if_clear(desk, form.topk, form.order)) return;
+    choose_as_torch(key, experts, form.topk, desk.queue, desk.chosen.data());
+}
+
+// ---- probabilities ----
+
+enum Kind { NONE, SOFTMAX, AS_THEY_ARE, SIGMOID, SQRTSOFTPLUS };  // as in cpu.py
+
+constexpr float EPS = 1e-20f;
+
+inline float sum_of(const float* x, int64_t n) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    return sum;
+}
+
+// In place: x becomes its softmax.
+inline void softmax(float* x, int64_t n) {
+    const float top = highest(x, n);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) x[i] = exp_(x[i] - top);
+    const float scale = 1.0f / sum_of(x, n);
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) x[i] *= scale;
+}
+
+// From a score to its derivative by the logit.
+inline float slope(int kind, float s) {
+    if (kind == SIGMOID) return s * (1.0f - s);
+    // s = sqrt(u), u = log(1 + e^x): e^x / (1 + e^x) = 1 - e^-u, a series where that difference would cancel.
+    const float u = s * s;
+    const float near = u * (1.0f - u * (0.5f - u * (1.0f / 6.0f - u * (1.0f / 24.0f - u * (1.0f / 120.0f)))));
+    const float share = u < 0.125f ? near : 1.0f - exp_(-u);
+    return s > 0.0f ? share / (2.0f * s) : (s == s ? 0.0f : s);
+}
+
+template <class In, class Out>
+void forward(int kind, const In* scores, int64_t stride, const float* bias, Out* probs, bool* map, int64_t* indices,
+             float* kept, int64_t rows, Form form, int dense, float scale, int threads) {
+    const int64_t experts = form.experts, topk = form.topk;
+#pragma omp parallel num_threads(threads)
+    {
+        Desk desk(experts, topk, form.groups);
+        // Padded, so that loops over a few numbers have no remainder.
+        const int64_t wide = padded(topk, BLOCK);
+        std::vector<float> chosen(wide);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const In* in = scores + row * stride;
+            float* raw = desk.raw.data();
+#pragma omp simd
+            for (int64_t i = 0; i < experts; ++i) raw[i] = load(in + i);
+            choose(desk, bias, form);
+            if (map != nullptr) {
+                bool* out = map + row * experts;
+                std::memset(out, 0, experts);
+                for (int64_t j = 0; j < topk; ++j) out[desk.chosen[j]] = true;
+            }
+            if (kind == NONE) continue;
+            for (int64_t j = 0; j < topk; ++j) {
+                indices[row * topk + j] = desk.chosen[j];
+                chosen[j] = desk.raw[desk.chosen[j]];
+            }
+            std::fill(chosen.begin() + topk, chosen.end(), kind == SOFTMAX ? LOWEST : 0.0f);
+            if (kind == SOFTMAX) softmax(chosen.data(), wide);
+            if (kept != nullptr) std::copy_n(chosen.begin(), topk, kept + row * topk);
+            if (kind >= SIGMOID) {
+                const float sum = sum_of(chosen.data(), wide) + EPS;
+                for (float& each : chosen) each /= sum;
+            }
+            if (dense) {
+                for (int64_t j = 0; j < topk; ++j) store(probs + row * topk + j, chosen[j] * scale);
+            } else {
+                Out* out = probs + row * experts;
+                std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
+                for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
+            }
+        }
+    }
+}
+
+// ---- gradients ----
+
+// Of the chosen alone: `kind` is that of the scores, normalised or not.
+template <class T>
+void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out, int64_t rows,
+              int64_t experts, int64_t topk, int normalised, int dense, float scale, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> g(topk);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t* at = indices + row * topk;
+            const float* s = kept + row * topk;
+            T* dx = out + row * experts;
+            float dot = 0.0f, sum = 0.0f;
+            for (int64_t j = 0; j < topk; ++j) {
+                g[j] = load(grad + row * stride + (dense ? j : at[j])) * scale;
+                dot += g[j] * s[j];
+                sum += s[j];
+            }
+            std::memset(static_cast<void*>(dx), 0, experts * sizeof(T));
+            if (kind == SOFTMAX) {
+                for (int64_t j = 0; j < topk; ++j) store(dx + at[j], s[j] * (g[j] - dot));
+                continue;
+            }
+            sum += EPS;
+            for (int64_t j = 0; j < topk; ++j) {
+                const float ds = normalised ? (g[j] - dot / sum) / sum : g[j];
+                store(dx + at[j], ds * slope(kind, s[j]));
+            }
+        }
+    }
+}
+
+// Of the softmax over all experts, computed again.
+template <class T>
+void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t stride, const int64_t* indices,
+                  T* out, int64_t rows, int64_t experts, int64_t topk, int dense, float scale, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> p(experts), g(experts);
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) {
+            const T* in = logits + row * logits_stride;
+            const int64_t* at = indices + row * topk;
+#pragma omp simd
+            for (int64_t i = 0; i < experts; ++i) p[i] = load(in + i);
+            softmax(p.data(), experts);
+            std::fill(g.begin(), g.end(), 0.0f);
+            float dot = 0.0f;
+            for (int64_t j = 0; j < topk; ++j) {
+                g[at[j]] = load(grad + row * stride + (dense ? j : at[j])) * scale;
+                dot += g[at[j]] * p[at[j]];
+            }
+            T* dx = out + row * experts;
+#pragma omp simd
+            for (int64_t i = 0; i < experts; ++i) store(dx + i, p[i] * (g[i] - dot));
+        }
+    }
+}
+
+// Of scores that add up to 1, from themselves and what they were divided by.
+template <int kind, class T>
+void backward_scores(const float* grad, int64_t stride, const float* scores, const float* sums, T* out, int64_t rows,
+                     int64_t experts, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < rows; ++row) {
+        const float *g = grad + row * stride, *y = scores + row * experts;
+        T* dx = out + row * experts;
+        float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t i = 0; i < experts; ++i) dot += g[i] * y[i];
+        if (kind == SOFTMAX) {
+#pragma omp simd
+            for (int64_t i = 0; i < experts; ++i) store(dx + i, y[i] * (g[i] - dot));
+        } else {
+            const float sum = sums[row], inverse = 1.0f / sum;
+#pragma omp simd
+            for (int64_t i = 0; i < experts; ++i) store(dx + i, (g[i] - dot) * inverse * slope(kind, y[i] * sum));
+        }
+    }
+}
+
+}  // namespace
+
+#define FORWARD(NAME, IN, OUT)                                                                                        \
+    extern "C" void moe_router_forward_##NAME(int kind, const IN* scores, int64_t stride, const float* bias,          \
+                                              OUT* probs, bool* map, int64_t* indices, float* kept, int64_t rows,     \
+                                              int64_t experts, int64_t topk, int64_t groups, int64_t group_topk,      \
+                                              int64_t best, int order, int dense, float scale, int threads) {         \
+        forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows,                                 \
+                         Form{experts, topk, groups, group_topk, best, order != 0, sizeof(IN) == 2}, dense, scale, threads);                \
+    }
+
+FORWARD(bf16_bf16, bf16, bf16)
+FORWARD(fp32_bf16, float, bf16)
+FORWARD(fp32_fp32, float, float)
+
+#define BACKWARD(NAME, T)                                                                                             \
+    extern "C" void moe_router_backward_##NAME(int kind, const T* grad, int64_t stride, const int64_t* indices,       \
+                                               const float* kept, T* out, int64_t rows, int64_t experts,              \
+                                               int64_t topk, int normalised, int dense, float scale, int threads) {   \
+        backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, dense, scale, threads);  \
+    }                                                                                                                 \
+    extern "C" void moe_router_backward_all_##NAME(const T* logits, int64_t logits_stride, const T* grad,             \
+                                                   int64_t stride, const int64_t* indices, T* out, int64_t rows,      \
+                                                   int64_t experts, int64_t topk, int dense, float scale,             \
+                                                   int threads) {                                                     \
+        backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, dense, scale,         \
+                        threads);                                                                                     \
+    }                                                                                                                 \
+    extern "C" void moe_router_backward_scores_##NAME(int kind, const float* grad, int64_t stride,                    \
+                                                      const float* scores, const float* sums, T* out, int64_t rows,   \
+                                                      int64_t experts, int threads) {                                 \
+        switch (kind) {                                                                                               \
+            case SOFTMAX:                                                                                             \
+                return backward_scores<SOFTMAX, T>(grad, stride, scores, sums, out, rows, experts, threads);          \
+            case SIGMOID:                                                                                             \
+                return backward_scores<SIGMOID, T>(grad, stride, scores, sums, out, rows, experts, threads);          \
+            case SQRTSOFTPLUS:                                                                                        \
+                return backward_scores<SQRTSOFTPLUS, T>(grad, stride, scores, sums, out, rows, experts, threads);     \
+        }                                                                                                             \
+    }
+
+BACKWARD(bf16, bf16)
+BACKWARD(fp32, float)

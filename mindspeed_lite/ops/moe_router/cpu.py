@@ -1,0 +1,179 @@
+"""moe_router on CPU: from scores to probabilities and map, and from gradients to gradients, in one pass of C++ each.
+
+The scores are PyTorch's, bit by bit, and so is the choice: see cpu.cpp. That the C++ library chooses among equal scores
+as PyTorch was built to is looked at once; where it does not, the reference serves.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.moe_router import autograd, reference
+from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
+from mindspeed_lite.ops.rows import as_rows
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.moe_router import Case
+
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_lib = native.Library(
+    Path(__file__).with_name("cpu.cpp"),
+    {f"moe_router_forward_{name}": "iplppppp" + "llllll" + "iifi" for name in ("bf16_bf16", "fp32_bf16", "fp32_fp32")}
+    | {f"moe_router_backward_{name}": "iplppp" + "lll" + "iifi" for name in _NAMES.values()}
+    | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "ifi" for name in _NAMES.values()}
+    | {f"moe_router_backward_scores_{name}": "iplppp" + "ll" + "i" for name in _NAMES.values()},
+)
+
+# As cpu.cpp numbers what it does with the chosen scores.
+_NONE, _AS_THEY_ARE = 0, 2
+_KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}
+
+# Tensors with memory: no fake ones, no subclasses.
+_REAL = (torch.Tensor, torch.nn.Parameter)
+
+
+def supported(case: Case) -> list[str]:
+    reasons = []
+    if case.dtype not in _NAMES:
+        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
+    if case.form is not None and case.form.groups is not None and case.form.groups.best > 2:
+        reasons.append(
+            f"groups judged by their {case.form.groups.best} best experts: the kernel takes one or two, "
+            f"whose sum does not depend on its order"
+        )
+    unusable = None if reasons else _unusable()
+    return reasons if unusable is None else [unusable]
+
+
+def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
+    if torch.compiler.is_compiling() or type(logits) not in _REAL:
+        # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
+        return reference.moe_router(function, logits, *arguments)
+    if function == "topk_routing":
+        return autograd.route(_PASS, logits, *arguments)
+    return autograd.aux_scores(_AUX, logits, *arguments)
+
+
+def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> autograd.Routed:
+    (tokens, experts), topk, dtype = logits.shape, form.topk, logits.dtype
+    scores = logits.detach() if form.scores == SOFTMAX else reference.scores_of(logits.detach(), form.scores)
+    bias = None if expert_bias is None else expert_bias.to(torch.float32).contiguous()
+    probs = torch.empty(tokens, topk if form.dense else experts, dtype=dtype)
+    chosen = None if form.dense else torch.empty(tokens, experts, dtype=torch.bool)
+    indices = torch.empty(tokens, topk, dtype=torch.int64)
+    kept = None if form.scores == PRE_SOFTMAX else torch.empty(tokens, topk, dtype=torch.float32)
+    kind = _KINDS[form.scores]
+    if kind >= _KINDS[SIGMOID] and not form.normalised:
+        kind = _AS_THEY_ARE
+    _run_forward(kind, scores, bias, probs, chosen, indices, kept, form)
+    return autograd.Routed(probs, indices if chosen is None else chosen, indices, kept)
+
+
+def _run_forward(
+    kind: int,
+    scores: torch.Tensor,
+    bias: torch.Tensor | None,
+    probs: torch.Tensor | None,
+    chosen: torch.Tensor | None,
+    indices: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    form: Form,
+) -> None:
+    tokens, experts = scores.shape
+    rows, stride = as_rows(scores)
+    out = scores.dtype if probs is None else probs.dtype
+    getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[out]}")(
+        kind,
+        rows.data_ptr(),
+        stride,
+        *(None if each is None else each.data_ptr() for each in (bias, probs, chosen, indices, kept)),
+        tokens,
+        experts,
+        form.topk,
+        *(form.groups or (0, 0, 0)),
+        form.dense,  # where the order of the chosen shows
+        form.dense,
+        form.scale,
+        native.threads(scores.numel()),
+    )
+
+
+def _backward(
+    dprobs: torch.Tensor, indices: torch.Tensor, kept: torch.Tensor, form: Form, experts: int
+) -> torch.Tensor:
+    tokens, topk = indices.shape
+    grad, stride = as_rows(dprobs)
+    dlogits = torch.empty(tokens, experts, dtype=dprobs.dtype)
+    name, threads = _NAMES[dprobs.dtype], native.threads(dlogits.numel())
+    if form.scores == PRE_SOFTMAX:
+        logits, logits_stride = as_rows(kept)
+        getattr(_lib, f"moe_router_backward_all_{name}")(
+            logits.data_ptr(), logits_stride, grad.data_ptr(), stride, indices.data_ptr(), dlogits.data_ptr(),
+            tokens, experts, topk, form.dense, form.scale, threads,
+        )  # fmt: skip
+    else:
+        getattr(_lib, f"moe_router_backward_{name}")(
+            _KINDS[form.scores], grad.data_ptr(), stride, indices.data_ptr(), kept.data_ptr(), dlogits.data_ptr(),
+            tokens, experts, topk, form.normalised, form.dense, form.scale, threads,
+        )  # fmt: skip
+    return dlogits
+
+
+def _aux_forward(
+    logits: torch.Tensor, topk: int, function: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    scores, sums = reference.normalised_scores(logits.detach(), function)
+    chosen = torch.empty(logits.shape, dtype=torch.bool)
+    _run_forward(_NONE, scores, None, None, chosen, None, None, Form(function, topk))
+    return chosen, scores, sums
+
+
+def _aux_backward(
+    dscores: torch.Tensor, scores: torch.Tensor, sums: torch.Tensor | None, function: str, dtype: torch.dtype
+) -> torch.Tensor:
+    tokens, experts = scores.shape
+    grad, stride = as_rows(dscores)
+    dlogits = torch.empty(tokens, experts, dtype=dtype)
+    getattr(_lib, f"moe_router_backward_scores_{_NAMES[dtype]}")(
+        _KINDS[function], grad.data_ptr(), stride, scores.data_ptr(), None if sums is None else sums.data_ptr(),
+        dlogits.data_ptr(), tokens, experts, native.threads(dlogits.numel()),
+    )  # fmt: skip
+    return dlogits
+
+
+_PASS = autograd.Pass(_forward, _backward)
+_AUX = autograd.AuxPass(_aux_forward, _aux_backward)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[no-untyped-call, untyped-decorator, unused-ignore]
+def _unusable() -> str | None:
+    """Why the compiled kernel serves nothing here."""
+    return _refusal()
+
+
+@functools.cache
+def _refusal() -> str | None:
+    reason = _lib.unusable()
+    if reason is not None:
+        return reason
+    # Whoever asks may be tracing, on tensors without memory.
+    with _disable_current_modes(), torch.no_grad():
+        return None if _chooses_as_torch() else "the C++ library chooses among equal scores otherwise than torch.topk"
+
+
+def _chooses_as_torch() -> bool:
+    generator = torch.Generator().manual_seed(0)
+    # Numbers of which many are equal, through both algorithms of torch.topk: up to 64 for each wanted, and beyond.
+    for experts, topk in ((4, 2), (16, 4), (64, 6), (256, 8), (256, 1), (512, 8)):
+        for highest in (1, 3, 40):
+            scores = torch.randint(0, highest + 1, (16, experts), generator=generator).float()
+            routed = _forward(scores, None, Form(SOFTMAX, topk, dense=True))
+            if not torch.equal(routed.indices, torch.topk(scores, topk, dim=1).indices):
+                return False
+    return True

@@ -1,0 +1,104 @@
+"""The definition of moe_router in plain PyTorch: what every backend is tested against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed_lite.ops.moe_router.form import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form
+
+
+def precision(dtype: torch.dtype) -> torch.dtype:
+    """The dtype everything is computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def scores_of(logits: torch.Tensor, function: str) -> torch.Tensor:
+    """The score of every expert, [T, E], in fp32 or float64."""
+    dtype = precision(logits.dtype)
+    if function in (SOFTMAX, PRE_SOFTMAX):
+        return torch.softmax(logits, dim=-1, dtype=dtype)
+    if function == SIGMOID:
+        return torch.sigmoid(logits.to(dtype))
+    return F.softplus(logits.to(dtype)).sqrt()
+
+
+def choose(scores: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    """The topk highest scores of every row and their experts, [T, topk] each.
+
+    Which of equal scores is taken, and their order, is what torch.topk of these scores makes of it.
+    """
+    topk, groups = form.topk, form.groups
+    if groups is None:
+        return torch.topk(scores, topk, dim=1, sorted=form.ordered)
+    tokens, experts = scores.shape
+    grouped = scores.reshape(tokens, groups.number, experts // groups.number)  # [T, G, E / G]
+    worth = grouped.topk(groups.best, dim=-1).values.sum(-1)  # [T, G]
+    best = worth.topk(groups.chosen, dim=-1, sorted=False).indices
+    closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, best, False)
+    return torch.topk(grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1), topk, dim=-1)
+
+
+def topk_routing(
+    logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = precision(logits.dtype)
+    if form.scores == SOFTMAX:
+        chosen, indices = choose(logits, form)
+        probs = torch.softmax(chosen, dim=-1, dtype=dtype)  # [T, topk]
+    else:
+        scores = scores_of(logits, form.scores)
+        if expert_bias is None:
+            probs, indices = choose(scores, form)
+        else:
+            _, indices = choose(scores + expert_bias.to(dtype), form)
+            probs = scores.gather(1, indices)
+        if form.normalised:
+            probs = probs / (probs.sum(dim=-1, keepdim=True) + EPS)
+    probs = (probs * form.scale).to(logits.dtype)
+    if form.dense:
+        return probs, indices
+    return torch.zeros_like(logits).scatter(1, indices, probs), routing_map(logits, indices)
+
+
+def routing_map(logits: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """[T, E], True at the experts of `indices` [T, topk]."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(1, indices, True)
+
+
+def normalised_scores(logits: torch.Tensor, function: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scores that add up to 1 in every row, [T, E], and what was divided by, [T, 1]: None where they do anyway."""
+    scores = scores_of(logits, function)
+    if function == SOFTMAX:
+        return scores, None
+    sums = scores.sum(dim=-1, keepdim=True) + EPS
+    return scores / sums, sums
+
+
+def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
+    scores, _ = normalised_scores(logits, score_function)
+    return routing_map(logits, torch.topk(scores, topk, dim=1).indices), scores
+
+
+def load_balancing_loss(
+    probs: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    total_num_tokens: int | torch.Tensor,
+    topk: int,
+    num_experts: int,
+    coeff: float,
+) -> torch.Tensor:
+    per_expert = probs.sum(dim=0, dtype=precision(probs.dtype))  # [E]
+    factor = num_experts * coeff / (topk * total_num_tokens * total_num_tokens)
+    loss: torch.Tensor = (per_expert * tokens_per_expert.to(per_expert.dtype)).sum() * factor
+    return loss.to(per_expert.dtype)
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {"topk_routing": topk_routing, "aux_loss_scores": aux_loss_scores}
+
+
+def moe_router(function: str, *arguments: Any) -> Any:
+    return _FUNCTIONS[function](*arguments)
