@@ -215,6 +215,14 @@ def test_error_of_the_triton_kernels_is_not_above_that_of_the_path_it_replaces(
     not_worse("triton", dtype, **drawn)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_products_of_long_rows_are_as_exact_as_theirs(backend: str) -> None:
+    given = problem(6, 3, 7168, 2, 1.0, False, torch.float32)
+    exact = run(reference, given, torch.float64)[-1]
+    ours, theirs = (error(run(each, given)[-1], exact) for each in (MODULES[backend], Eager))
+    assert ours <= theirs + 1e-7
+
+
 @compiled
 @pytest.mark.parametrize("topk", [1, 3, 4, 5, 9])
 def test_a_16_bit_sum_is_the_nearest_number(topk: int) -> None:

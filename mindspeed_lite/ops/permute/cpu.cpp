@@ -10,6 +10,7 @@
 namespace {
 
 constexpr int64_t kBlock = 1024;  // columns whose sums stay in the first-level cache
+constexpr int64_t kRun = 256;     // terms of a product of two rows that are added in fp32
 constexpr int32_t kMost = 4;      // rows of a token that are read side by side
 
 double load(const double* p) { return *p; }
@@ -131,22 +132,27 @@ void gather(const T* permuted, Rows ids, const A* probs, T* out, int64_t tokens,
     }
 }
 
-// Gradients of a row whose token has gradient g, and, given the row, of its weight.
+// Gradients of a row whose token has gradient g, and, given the row, of its weight, summed in runs.
 template <typename T, typename A>
 A backward_row(const T* g, const T* row, A weight, T* drow, int64_t width) {
-    A sum = 0;
-    if (row == nullptr) {
+    double total = 0;
+    for (int64_t start = 0; start < width; start += kRun) {
+        const int64_t end = std::min(start + kRun, width);
+        if (row == nullptr) {
 #pragma omp simd
-        for (int64_t h = 0; h < width; ++h) store(drow + h, weight * load(g + h));
-        return sum;
-    }
+            for (int64_t h = start; h < end; ++h) store(drow + h, weight * load(g + h));
+            continue;
+        }
+        A sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t h = 0; h < width; ++h) {
-        const A value = load(g + h);
-        store(drow + h, weight * value);
-        sum += value * load(row + h);
+        for (int64_t h = start; h < end; ++h) {
+            const A value = load(g + h);
+            store(drow + h, weight * value);
+            sum += value * load(row + h);
+        }
+        total += sum;
     }
-    return sum;
+    return static_cast<A>(total);
 }
 
 template <typename T, typename A>
