@@ -28,6 +28,18 @@ _NAMES = (
 )
 
 
+def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> int | None:
+    """How many experts each token has, where the caller knows it is the same number for all.
+
+    Only the all-to-all dispatcher gives both probabilities and a plain number of rows, and only where nothing is
+    dropped or padded; the others count rows on the device, or keep the part of the map that is their own.
+    """
+    rows = tokens.shape[0]
+    if probs is None or drop_and_pad or not isinstance(num_out_tokens, int) or not rows or num_out_tokens % rows:
+        return None
+    return num_out_tokens // rows
+
+
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def permute(
         tokens: Any,
@@ -43,7 +55,8 @@ def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             return wrapped(
                 tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, tokens_per_expert, align_size
             )
-        found = ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad)
+        topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
+        found = ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad, topk=topk)
         return *found, None, tokens_per_expert
 
     return permute
@@ -60,7 +73,8 @@ def _permute_of_three(wrapped: Callable[..., Any], session: Session) -> Callable
     ) -> Any:
         if not fused:
             return wrapped(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
-        return ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad)
+        topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
+        return ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad, topk=topk)
 
     return permute
 

@@ -2,12 +2,14 @@
 
 In mode `fake` tensors are fake: shapes, dtypes, autograd and the operators' real schemas are what is seen. In mode
 `host` they are tensors of the stub device, and every operator goes through the wheel's own C++ code, ours and torch's
-alike. Neither computes a value. Four things cannot run so, and are arranged here, in the test:
+alike. Neither computes a value. Five things cannot run so, and are arranged here, in the test:
 
 - process groups are torch's "fake" ones, which exchange nothing: so one process is rank 0 of any layout;
 - Megatron's tracker of generators compares host states in Python, so `fork` enters and leaves outside the fake mode;
 - `Module.to` cannot move a fake parameter, so `_place` does what `Float16Module(config, model.cuda())` would;
-- a fake device has no memory to give, so every tensor is made inside the fake mode.
+- a fake device has no memory to give, so every tensor is made inside the fake mode;
+- there is no pinned memory for the experts' counts to be copied to, and the scale of their auxiliary loss is a constant
+  that only a real device could hold.
 """
 
 from __future__ import annotations
@@ -91,12 +93,16 @@ def _forward_and_backward(options: Mapping[str, Any]) -> dict[str, Any]:
         ps.initialize_model_parallel(tp, create_gloo_process_groups=False)
         model_parallel_cuda_manual_seed(1)
         fake = os.environ["CANN_STUB_MODE"] == "fake"
-        with _fork_outside_the_mode(), FakeTensorMode() if fake else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_fork_outside_the_mode())
+            stack.enter_context(FakeTensorMode() if fake else contextlib.nullcontext())
             model = _place(_model(options))
             tokens = torch.zeros(BATCH, SEQUENCE, dtype=torch.int64, device="npu")
             mask = None
             if options.get("mask"):
                 mask = torch.zeros(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="npu")
+            if options.get("experts"):
+                stack.enter_context(_experts_without_a_device())
             with Recorder() as recorder, _names() as names:
                 loss = model(tokens, tokens, mask, labels=tokens).float().mean()
                 forward = len(recorder.calls)
@@ -200,6 +206,22 @@ def _place(model: Any) -> Any:
                     setattr(placed, mark, value)
             module._parameters[name] = placed
     return model
+
+
+@contextlib.contextmanager
+def _experts_without_a_device() -> Iterator[None]:
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    own, scaler = token_dispatcher.maybe_move_tensor_to_cpu, moe_utils.MoEAuxLossAutoScaler
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda tensor, **_: (
+        tensor.to("cpu") if isinstance(tensor, torch.Tensor) else tensor
+    )
+    scaler.main_loss_backward_scale = torch.ones((), device="npu")
+    try:
+        yield
+    finally:
+        token_dispatcher.maybe_move_tensor_to_cpu = own
+        scaler.main_loss_backward_scale = None
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def run(environment: Environment, jobs: Sequence[Mapping[str, Any]], mode: str =
     done = environment.run(code, mode, json.dumps(jobs))
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     if done.returncode or len(lines) != 1:
-        raise RuntimeError(f"the run in mode {mode} ended with {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"the run in mode {mode} ended with {done.returncode}:\n{done.stderr[-40000:]}")
     results: list[dict[str, Any]] = json.loads(lines[0])
     return results
 
