@@ -25,6 +25,7 @@ _NEGLIGIBLE = 0.03
 _TINY = {
     "activation": "32x64",
     "attention": "s=64,n=2,d=32",
+    "moe_router": "64x16,k=2,pre=1",
     "rms_norm": "32x64",
     "rope": "s=64,n=2,d=32",
 }
