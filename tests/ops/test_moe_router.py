@@ -31,6 +31,7 @@ from mindspeed_lite.ops.moe_router import (
 from mindspeed_lite.ops.row_kernels import launch
 from tests.platform.forked import clean_environment
 
+from . import twin
 from .compare import assert_not_worse, error, forward_backward, one_thread
 from .triton_compile import compile_sm90
 
@@ -299,7 +300,7 @@ def scores_of(backend: str, function: str) -> Callable[[torch.Tensor], torch.Ten
 @forms
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_not_above_that_of_torch(form: str, dense: bool, dtype: torch.dtype, backend: str) -> None:
-    for tokens, topk in ((300, 4), (1, 4), (64, 5)):
+    for tokens, topk in ((90, 4), (1, 4), (33, 5)):
         x = make(tokens, 16, dtype)
         theirs = probs_of(REFERENCE, topk, dense, form)
         dprobs = make(tokens, topk if dense else 16, dtype, seed=1)
@@ -482,6 +483,83 @@ def test_logits_changed_between_the_passes_are_autograds_error() -> None:
         x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         probs.sum().backward()
+
+
+# ---- the NPU path on an emulation of torch_npu ----
+
+ON_NPU = ["pre-softmax", "sigmoid", "biased", "biased groups"]
+
+
+@dense
+@pytest.mark.parametrize("form", ON_NPU)
+def test_the_npu_path_computes_it(npu_twin: list[twin.Call], form: str, dense: bool) -> None:
+    for dtype, tokens in itertools.product(DTYPES, (0, 1, 40)):
+        x = make(tokens, 16, dtype)
+        dprobs = make(tokens, 4 if dense else 16, dtype, seed=1)
+        _, chosen = on("npu", topk_routing)(x, 4, dense_output=dense, **FORMS[form])
+        _, by = on(REFERENCE, topk_routing)(x, 4, dense_output=True, **FORMS[form])
+        assert torch.equal(chosen, by if dense else torch.zeros_like(chosen).scatter(1, by, True))
+        got = forward_backward(probs_of("npu", 4, dense, form), [x], dprobs)
+        exact = forward_backward(exactly(by, 4, dense, form), [x], dprobs, torch.float64)
+        for ours, truth in zip(got, exact, strict=True):
+            assert ours.dtype == dtype and error(ours, truth) <= torch.finfo(dtype).eps + 1e-6
+    want = "npu_moe_gating_top_k" + ("_softmax" if form == "pre-softmax" else "")
+    assert {call.function for call in npu_twin} == {want}
+
+
+def test_the_npu_path_judges_groups_by_one_or_two(npu_twin: list[twin.Call]) -> None:
+    x = make(50, 32, torch.float32)
+    for number, taken, topk in ((4, 4, 4), (4, 2, 4), (8, 3, 6), (2, 1, 1 + 1)):
+        options = {"score_function": "sigmoid", "num_groups": number, "group_topk": taken}
+        ours, theirs = (on(backend, topk_routing)(x, topk, **options) for backend in ("npu", REFERENCE))
+        assert torch.equal(ours[1], theirs[1]) and error(ours[0], theirs[0]) < 1e-6
+    assert len(npu_twin) == 4
+
+
+def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_twin: list[twin.Call]) -> None:
+    x = torch.zeros(2, 64)
+    refused: dict[str, tuple[int, dict[str, Any]]] = {
+        "softmax of the chosen logits": (2, {}),
+        "sqrtsoftplus": (2, {"score_function": "sqrtsoftplus"}),
+        "has no groups": (2, {"use_pre_softmax": True, "num_groups": 4, "group_topk": 2}),
+        "one expert for a token": (1, {"score_function": "sigmoid"}),
+        "3 best": (6, {"score_function": "sigmoid", "num_groups": 4, "group_topk": 2}),
+        "32 groups of 2 experts": (2, {"score_function": "sigmoid", "num_groups": 32, "group_topk": 2}),
+    }
+    with force("moe_router", "npu"):
+        for words, (topk, options) in refused.items():
+            (reason,) = why_not(x, topk, **options)
+            assert words in reason
+        (reason,) = why_not_aux(x, 2, "softmax")
+        assert "not normalised" in reason
+        assert "2048" in why_not(torch.zeros(2, 2080), 2, score_function="sigmoid")[0]
+        assert "1024" in why_not(torch.zeros(2, 2080), 1025, use_pre_softmax=True)[0]
+        assert "float64" in why_not(x.double(), 2, use_pre_softmax=True)[0]
+        with pytest.raises(RuntimeError, match="cannot serve"):
+            topk_routing(x, 2)
+    assert npu_twin == []
+
+
+def test_the_twin_notices_wrong_calls() -> None:
+    from .twin.moe_router import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
+
+    x = torch.zeros(2, 64)
+    for wrong in (
+        lambda: npu_moe_gating_top_k(x, 65, norm_type=1),
+        lambda: npu_moe_gating_top_k(x, 17, norm_type=1, group_count=4),
+        lambda: npu_moe_gating_top_k(x, 2, norm_type=1, group_count=32, k_group=2),
+        lambda: npu_moe_gating_top_k(x, 2, norm_type=1, renorm=1),
+        lambda: npu_moe_gating_top_k(x.bfloat16(), 2, bias=torch.zeros(64), norm_type=1),
+        lambda: npu_moe_gating_top_k(x.double(), 2, norm_type=1),
+        lambda: npu_moe_gating_top_k_softmax(x, k=65),
+        lambda: npu_moe_gating_top_k_softmax(x.double(), k=6),
+    ):
+        with pytest.raises(ValueError):
+            wrong()
+    with pytest.raises(TypeError):
+        npu_moe_gating_top_k(x, 2, None)  # type: ignore[misc]
+    assert npu_moe_gating_top_k(x, 2, norm_type=1)[1].tolist() == [[0, 1]] * 2
+    assert npu_moe_gating_top_k(x, 2, norm_type=0)[0].isnan().all()
 
 
 # ---- Triton ----

@@ -56,6 +56,12 @@ OPERATORS: Mapping[str, Entry] = {
     "linear_cross_entropy": Entry(
         "mindspeed_lite.bench.operators.linear_cross_entropy", "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
     ),
+    "moe_router": Entry(
+        "mindspeed_lite.bench.operators.moe_router",
+        "TOKENSxEXPERTS,k=TOPK and, if wanted in this order, scores=FUNCTION (softmax), pre=1, groups=NUMBER/CHOSEN, "
+        "bias=1",
+        "4096x64,k=6",
+    ),
     "permute": Entry("mindspeed_lite.bench.operators.permute", "TOKENSxHIDDENxEXPERTSxTOPK", "4096x512x64x6"),
     "rms_norm": Entry("mindspeed_lite.bench.operators.rms_norm", "ROWSxHIDDEN", "1024x4096"),
     "rope": Entry(

@@ -49,6 +49,11 @@ _SHAPES = {
         "s=130,n=2,d=64,w=20,causal=0",
     ),
     "layer_norm": ("64x1024", "37x1000", "300x64"),
+    "moe_router": (
+        "64x64,k=6,pre=1",
+        "100x64,k=8,scores=sigmoid,groups=8/4,bias=1",
+        "37x60,k=4,scores=sigmoid",
+    ),
     "permute": ("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
     "rms_norm": ("64x1024", "37x1000", "512x4096", "300x64"),
     "rope": (

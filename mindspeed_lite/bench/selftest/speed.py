@@ -26,6 +26,7 @@ _TINY = {
     "activation": "32x64",
     "attention": "s=64,n=2,d=32",
     "grouped_matmul": "64x32x16x4",
+    "moe_router": "64x16,k=2,pre=1",
     "permute": "32x64x4x2",
     "rms_norm": "32x64",
     "rope": "s=64,n=2,d=32",

@@ -1,0 +1,116 @@
+"""moe_router on Ascend NPUs: torch_npu's gating operators, whose gradient is ours.
+
+They are documented for inference and compute scores, choice and probabilities, in fp32 of fp32 logits. Of equal scores
+npu_moe_gating_top_k is documented to take those of the lowest experts; npu_moe_gating_top_k_softmax, like torch.topk,
+leaves it open. Experts and groups of any number want CANN 8.3 or newer. What they do not document as it is meant here
+(the softmax of the chosen logits, other scores, a choice by normalised scores) is refused.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+from mindspeed_lite.ops.moe_router import autograd, reference
+from mindspeed_lite.ops.moe_router.form import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.moe_router import Case
+
+# Limits of the operators as they are documented.
+_MOST_EXPERTS = 2048
+_MOST_CHOSEN = 1024
+_LANES = 32
+
+
+def supported(case: Case) -> list[str]:
+    if case.form is None:
+        return ["the auxiliary scores: torch_npu's operators choose by scores that are not normalised"]
+    reasons = []
+    if case.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        reasons.append(f"dtype {case.dtype}: torch_npu's operators take float16, bfloat16 and float32")
+    return reasons + (_softmax(case.form) if case.form.scores == PRE_SOFTMAX else _sigmoid(case.form, case.experts))
+
+
+def _softmax(form: Form) -> list[str]:
+    """Why npu_moe_gating_top_k_softmax does not do."""
+    reasons = []
+    if form.groups is not None:
+        reasons.append("groups of experts chosen by a softmax: npu_moe_gating_top_k_softmax has no groups")
+    if form.topk > _MOST_CHOSEN:
+        reasons.append(f"{form.topk} experts for a token: npu_moe_gating_top_k_softmax takes {_MOST_CHOSEN}")
+    return reasons
+
+
+def _sigmoid(form: Form, experts: int) -> list[str]:
+    """Why npu_moe_gating_top_k does not do."""
+    if form.scores == SOFTMAX:
+        return ["the softmax of the chosen logits: torch_npu's operators choose by the softmax of all of them"]
+    if form.scores != SIGMOID:
+        return [f"{form.scores}: torch_npu's operators have softmax and sigmoid"]
+    reasons = []
+    if form.topk == 1:
+        reasons.append("one expert for a token: npu_moe_gating_top_k divides its score by itself")
+    groups = form.groups or Groups(1, 1, 1)
+    size = experts // groups.number
+    if groups.best > 2:
+        reasons.append(f"groups judged by their {groups.best} best experts: npu_moe_gating_top_k takes one or two")
+    if size <= 2 or -(-size // _LANES) * _LANES * groups.number > _MOST_EXPERTS:
+        reasons.append(
+            f"{groups.number} groups of {size} experts: npu_moe_gating_top_k wants more than 2 in each, and at most "
+            f"{_MOST_EXPERTS} in all, each group filled up to a multiple of {_LANES}"
+        )
+    return reasons
+
+
+def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
+    if torch.compiler.is_compiling() or logits.shape[0] == 0:
+        return reference.moe_router(function, logits, *arguments)
+    return autograd.route(_PASS, logits, *arguments)
+
+
+def _forward(logits: torch.Tensor, expert_bias: torch.Tensor | None, form: Form) -> autograd.Routed:
+    x = logits.detach().to(torch.float32)  # [T, E]
+    if form.scores == PRE_SOFTMAX:
+        probs, experts, _ = torch_npu.npu_moe_gating_top_k_softmax(x, finished=None, k=form.topk)
+        probs = probs * form.scale
+    else:
+        groups = form.groups or Groups(1, 1, 1)
+        probs, experts, _ = torch_npu.npu_moe_gating_top_k(
+            x,
+            form.topk,
+            bias=None if expert_bias is None else expert_bias.to(torch.float32),
+            k_group=groups.chosen,
+            group_count=groups.number,
+            group_select_mode=groups.best - 1,  # 0: by the highest score, 1: by the sum of the two highest
+            renorm=0,
+            norm_type=1,  # sigmoid
+            out_flag=False,
+            routed_scaling_factor=form.scale,
+            eps=EPS,
+        )
+    probs, indices = probs.to(logits.dtype), experts.to(torch.int64)  # [T, topk]
+    kept = None if form.scores == PRE_SOFTMAX else torch.sigmoid(x.gather(1, indices))
+    if form.dense:
+        return autograd.Routed(probs, indices, indices, kept)
+    wide = logits.new_zeros(logits.shape).scatter_(1, indices, probs)
+    return autograd.Routed(wide, reference.routing_map(logits, indices), indices, kept)
+
+
+def _backward(
+    dprobs: torch.Tensor, indices: torch.Tensor, kept: torch.Tensor, form: Form, experts: int
+) -> torch.Tensor:
+    g = (dprobs if form.dense else dprobs.gather(1, indices)).to(torch.float32) * form.scale  # [T, topk]
+    if form.scores == PRE_SOFTMAX:
+        p = torch.softmax(kept, dim=-1, dtype=torch.float32)  # [T, E]
+        g = g * p.gather(1, indices)
+        dlogits = (p * -g.sum(dim=-1, keepdim=True)).scatter_add_(1, indices, g)
+        return dlogits.to(dprobs.dtype)
+    total = kept.sum(dim=-1, keepdim=True) + EPS
+    d = (g - (g * kept).sum(dim=-1, keepdim=True) / total) / total * kept * (1 - kept)
+    return dprobs.new_zeros(dprobs.shape[0], experts).scatter_(1, indices, d.to(dprobs.dtype))
+
+
+_PASS = autograd.Pass(_forward, _backward)

@@ -1,0 +1,71 @@
+"""npu_moe_gating_top_k and npu_moe_gating_top_k_softmax."""
+
+from __future__ import annotations
+
+import torch
+
+from . import NPU_DTYPES
+
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@torch.no_grad()  # for inference
+def npu_moe_gating_top_k(
+    x: torch.Tensor,
+    k: int,
+    *,
+    bias: torch.Tensor | None = None,
+    k_group: int = 1,
+    group_count: int = 1,
+    group_select_mode: int = 0,
+    renorm: int = 0,
+    norm_type: int = 0,
+    out_flag: bool = False,
+    routed_scaling_factor: float = 1.0,
+    eps: float = 1e-20,
+) -> Triple:
+    if x.dim() != 2 or x.dtype not in NPU_DTYPES:
+        raise ValueError(f"x {x.dtype} {tuple(x.shape)}")
+    tokens, experts = x.shape
+    if bias is not None and (bias.dtype != x.dtype or bias.shape != (experts,)):
+        raise ValueError(f"bias {bias.dtype} {tuple(bias.shape)} for x {x.dtype} {tuple(x.shape)}")
+    size = experts // group_count
+    if experts % group_count or size <= 2 or -(-size // 32) * 32 * group_count > 2048:
+        raise ValueError(f"{group_count} groups of {experts} experts")
+    if not 1 <= k_group <= group_count or not 1 <= k <= k_group * size:
+        raise ValueError(f"{k} experts of {k_group} groups of {size}")
+    if renorm != 0 or norm_type not in (0, 1) or group_select_mode not in (0, 1):
+        raise ValueError(f"renorm {renorm}, norm_type {norm_type}, group_select_mode {group_select_mode}")
+    wide = x.float()
+    norm = wide.sigmoid() if norm_type else wide.softmax(-1)
+    by = norm if bias is None else norm + bias.float()
+    if group_count > 1:
+        grouped = by.view(tokens, group_count, size)
+        worth = grouped.amax(-1) if group_select_mode == 0 else grouped.topk(2, dim=-1).values.sum(-1)
+        closed = torch.ones_like(worth, dtype=torch.bool).scatter(1, _first(worth, k_group), False)
+        by = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).view(tokens, experts)
+    indices = _first(by, k)
+    y = norm.gather(1, indices)
+    # Of the softmax one page divides these by their sum too, another does not.
+    y = y / (y.sum(-1, keepdim=True) + eps) if norm_type == 1 else torch.full_like(y, float("nan"))
+    out = norm if out_flag else torch.full_like(norm, float("nan"))
+    return (y * routed_scaling_factor).to(x.dtype), indices.int(), out
+
+
+@torch.no_grad()
+def npu_moe_gating_top_k_softmax(x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1) -> Triple:
+    if x.dim() not in (2, 3) or x.dtype not in NPU_DTYPES:
+        raise ValueError(f"x {x.dtype} {tuple(x.shape)}")
+    if finished is not None:
+        raise NotImplementedError
+    if not 0 < k <= min(x.shape[-1], 1024):
+        raise ValueError(f"{k} of {x.shape[-1]} experts")
+    probs = x.float().softmax(-1)
+    indices = _first(probs, k)
+    rows = torch.arange(indices.numel(), dtype=torch.int32).view(k, -1).t().reshape(indices.shape)
+    return probs.gather(-1, indices).to(x.dtype), indices.int(), rows
+
+
+def _first(x: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the k highest are; of equal ones the first."""
+    return x.sort(dim=-1, descending=True, stable=True).indices[..., :k]
