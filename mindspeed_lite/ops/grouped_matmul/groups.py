@@ -19,8 +19,8 @@ def on_host(counts: Counts, rows: int) -> list[int]:
 
 
 def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
-    """As an int64 tensor; nobody waits for it to arrive."""
+    """As an int64 tensor; what is sent from the host is waited for, but on CUDA."""
     if isinstance(counts, torch.Tensor):
         return counts.to(device)
-    host = torch.tensor(counts, dtype=torch.int64, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    cuda = device.type == "cuda"
+    return torch.tensor(counts, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=cuda)
