@@ -34,7 +34,7 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
     Only the all-to-all dispatcher gives both probabilities and a plain number of rows, and only where nothing is
     dropped or padded; the others count rows on the device, or keep the part of the map that is their own.
     """
-    rows = tokens.shape[0]
+    rows = int(tokens.shape[0])
     if probs is None or drop_and_pad or not isinstance(num_out_tokens, int) or not rows or num_out_tokens % rows:
         return None
     return num_out_tokens // rows

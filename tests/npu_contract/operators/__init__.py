@@ -51,8 +51,14 @@ IN_MODEL: Mapping[str, Callable[[Mapping[str, Any]], tuple[int, int]]] = {
 }
 
 
+# What torch_npu does for `Tensor.type_as` and its like: no operator of ours, and nothing to get wrong.
+CASTS = ("_npu_dtype_cast", "_npu_dtype_cast_backward")
+
+
 def violations(call: Call) -> list[str]:
     """Every sentence of the operator's contract that `call` breaks; to have no contract is a violation too."""
+    if call.operator in CASTS:
+        return []
     contract = CONTRACTS.get(call.operator)
     if contract is None:
         return [f"{call.operator} has no contract: write one in tests/npu_contract/operators"]
