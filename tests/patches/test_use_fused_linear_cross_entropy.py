@@ -87,7 +87,8 @@ def assert_near(on, off, dtype=torch.bfloat16):
     assert error(on[0], off[0]) <= rounding
     assert on[1].keys() == off[1].keys()
     for name, gradient in on[1].items():
-        assert error(gradient, off[1][name]) <= 4 * rounding, name
+        # Sums over tokens and vocabulary in another order.
+        assert error(gradient, off[1][name]) <= 8 * rounding, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
