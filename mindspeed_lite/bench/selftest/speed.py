@@ -23,6 +23,7 @@ _ONCE = timing.Effort(sample_seconds=0.0, rounds=(3, 3), seconds=0.0, warmup=1)
 _NEGLIGIBLE = 0.03
 # For --quick: what no machine is slow at.
 _TINY = {
+    "accumulate_wgrad": "64x128x192",
     "activation": "32x64",
     "attention": "s=64,n=2,d=32",
     "grouped_matmul": "64x32x16x4",
