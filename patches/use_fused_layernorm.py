@@ -10,14 +10,16 @@ memory-efficient norm, which Megatron refuses.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option
 from mindspeed_lite.ops.layer_norm import layer_norm, reference
 from mindspeed_lite.verify import Exact
+
+from . import _norms
 
 
 class FusedLayerNorm(torch.nn.LayerNorm):
@@ -60,11 +62,6 @@ class FusedLayerNorm(torch.nn.LayerNorm):
             out: torch.Tensor = reference.layer_norm(x, weight, bias, self.eps, self.zero_centered)
             return out
 
-        against = "torch.nn.LayerNorm"
-        if self.zero_centered:
-            against = "the plain definition, since Megatron's local path has no LayerNorm with zero-centred gamma"
-        elif getattr(self.weight, "sequence_parallel", False):
-            against += ", which Megatron's local path refuses under sequence parallelism"
         self.verifier.check(
             FEATURE.name,
             "layer_norm",
@@ -72,42 +69,14 @@ class FusedLayerNorm(torch.nn.LayerNorm):
             ours,
             definition if self.zero_centered else torchs,
             {"x": x, "weight": self.weight, "bias": self.bias},
-            against=against,
+            against=_norms.compared_with("LayerNorm", self),
             exact=[Exact(definition)],
             variant="zero-centred" if self.zero_centered else "",
         )
 
 
-def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __new__(
-        cls: Any,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> Any:
-        # Megatron's own answer to a memory-efficient norm is a refusal that should stand.
-        if config.normalization != "LayerNorm" or config.memory_efficient_layer_norm:
-            return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
-        norm = FusedLayerNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
-        if session.verifier is not None:
-            norm.verifier = session.verifier
-        return norm
-
-    return __new__
-
-
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own fused norm")
-    normalization = context.arg("normalization", "LayerNorm")
-    if normalization != "LayerNorm":
-        reasons.append(f"the model has --normalization {normalization}, not LayerNorm")
-    if context.arg("memory_efficient_layer_norm", False):
-        reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
+    reasons = _norms.why_not(context, "LayerNorm")
     if importlib.util.find_spec("apex") is not None:
         reasons.append("Apex is installed, whose fused norm Megatron's local implementation takes for LayerNorm")
     return reasons
@@ -120,6 +89,5 @@ FEATURE = Feature(
     numerics="ulp",
     condition=_why_not,
     operators=("layer_norm",),
-    # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.
-    patches=(Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _new, order=10),),
+    patches=(_norms.instead_of("LayerNorm", FusedLayerNorm),),
 )

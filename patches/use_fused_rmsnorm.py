@@ -9,14 +9,16 @@ zero-centred gamma that torch's own norm has in Megatron.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option
 from mindspeed_lite.ops.rms_norm import reference, rms_norm
 from mindspeed_lite.verify import Exact
+
+from . import _norms
 
 
 class FusedRMSNorm(torch.nn.RMSNorm):
@@ -60,11 +62,6 @@ class FusedRMSNorm(torch.nn.RMSNorm):
             out: torch.Tensor = reference.rms_norm(x, weight, self.eps, self.zero_centered)
             return out
 
-        against = "torch.nn.RMSNorm"
-        if self.zero_centered:
-            against = "the plain definition, since Megatron's local path has no RMSNorm with zero-centred gamma"
-        elif getattr(self.weight, "sequence_parallel", False):
-            against += ", which Megatron's local path refuses under sequence parallelism"
         self.verifier.check(
             FEATURE.name,
             "rms_norm",
@@ -72,43 +69,14 @@ class FusedRMSNorm(torch.nn.RMSNorm):
             ours,
             definition if self.zero_centered else torchs,
             {"x": x, "weight": self.weight},
-            against=against,
+            against=_norms.compared_with("RMSNorm", self),
             exact=[Exact(definition)],
             variant="zero-centred" if self.zero_centered else "",
         )
 
 
-def _new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __new__(
-        cls: Any,
-        config: Any,
-        hidden_size: int,
-        eps: float = 1e-5,
-        persist_layer_norm: bool = False,
-        zero_centered_gamma: bool = False,
-        normalization: str = "LayerNorm",
-    ) -> Any:
-        # Megatron's own answer to a memory-efficient norm is a refusal that should stand.
-        if config.normalization != "RMSNorm" or config.memory_efficient_layer_norm:
-            return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
-        norm = FusedRMSNorm(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
-        if session.verifier is not None:
-            norm.verifier = session.verifier
-        return norm
-
-    return __new__
-
-
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own fused norm")
-    normalization = context.arg("normalization", "RMSNorm")
-    if normalization != "RMSNorm":
-        reasons.append(f"the model has --normalization {normalization}, not RMSNorm")
-    if context.arg("memory_efficient_layer_norm", False):
-        reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
-    return reasons
+    return _norms.why_not(context, "RMSNorm")
 
 
 FEATURE = Feature(
@@ -118,6 +86,5 @@ FEATURE = Feature(
     numerics="ulp",
     condition=_why_not,
     operators=("rms_norm",),
-    # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.
-    patches=(Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _new, order=10),),
+    patches=(_norms.instead_of("RMSNorm", FusedRMSNorm),),
 )
