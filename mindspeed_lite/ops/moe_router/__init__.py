@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,11 @@ def topk_routing(
 
     Raises ValueError for an unknown score function and for sizes that do not fit.
     """
-    form = _form(logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output)
+    _check(logits, topk, score_function)
+    form = _form(
+        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     bias = _bias(logits, expert_bias, score_function)
     implementation: Callable[..., Any] = OPERATOR.choose(_case(logits, form, bias))
     probs, chosen = implementation("topk_routing", logits, bias, form)
@@ -144,7 +149,11 @@ def why_not(
     dense_output: bool = False,
 ) -> list[str]:
     """Every reason why this topk_routing would run on the reference, not on its device's backend; empty if none."""
-    form = _form(logits, topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output)
+    _check(logits, topk, score_function)
+    form = _form(
+        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
+        torch.is_grad_enabled(),
+    )  # fmt: skip
     return OPERATOR.why_not(_case(logits, form, _bias(logits, expert_bias, score_function)))
 
 
@@ -163,8 +172,9 @@ def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:
         raise ValueError(f"moe_router: topk {topk} of {logits.shape[1]} experts")
 
 
+@functools.lru_cache(maxsize=64)
 def _form(
-    logits: torch.Tensor,
+    experts: int,
     topk: int,
     use_pre_softmax: bool,
     num_groups: int | None,
@@ -172,11 +182,10 @@ def _form(
     scaling_factor: float | None,
     score_function: str,
     dense_output: bool,
+    ordered: bool,
 ) -> Form:
-    _check(logits, topk, score_function)
     groups = None
     if group_topk:
-        experts = logits.shape[1]
         best = topk // group_topk
         if not num_groups or experts % num_groups or not group_topk <= num_groups:
             raise ValueError(f"moe_router: {group_topk} of {num_groups} groups of {experts} experts")
@@ -188,7 +197,7 @@ def _form(
             )
         groups = Groups(num_groups, group_topk, best)
     scores = PRE_SOFTMAX if use_pre_softmax and score_function == SOFTMAX else score_function
-    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, torch.is_grad_enabled())
+    return Form(scores, topk, groups, float(scaling_factor or 1.0), dense_output, ordered)
 
 
 def _bias(logits: torch.Tensor, expert_bias: torch.Tensor | None, score_function: str) -> torch.Tensor | None:
