@@ -83,6 +83,8 @@ def _measure(release: str, steps: int) -> Iterator[dict[str, Any]]:
         yardstick: list[float] = []
         for layout, (nproc, options) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
             options = {"steps": steps, "lr": 1e-3, "text": text, **options}
+            if "experts" in options:
+                options["moe"] = {"moe_router_dtype": "fp32", **options.get("moe", {})}
             off = _losses(trainer.core("device", nproc, options, timeout=900))
             if layout in ("single", "experts"):
                 nudged = _losses(trainer.core("device", 1, {**options, "nudge": True}, timeout=900))

@@ -3,7 +3,8 @@
 Reaches the functions that Megatron's router calls with its fused form in mind: `topk_routing_with_score_function`,
 `compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Same choices as Megatron's own code, ties
 included. Leaves alone the calls that Megatron makes without asking for the fused form, and steps aside for routing
-that is replayed or chosen by the caller.
+that is replayed or chosen by the caller, and before 0.18, which rounds scores to the logits' dtype before it chooses,
+for 16-bit logits.
 """
 
 from __future__ import annotations
@@ -12,23 +13,34 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
 from mindspeed_lite.ops import moe_router as ops
 
 ARGUMENT = "moe_router_fusion"
 _UTILS = "megatron.core.transformer.moe.moe_utils"
+_ROUNDED = (
+    "this release rounds the scores of 16-bit logits before it chooses, and the operator does not; "
+    "--moe-router-dtype fp32 has nothing to round"
+)
 _CHOSEN = "the experts are chosen or recorded outside the router, which Megatron's own code does"
 
 
 def _route(
-    session: Session, plain: Callable[..., Any], fused: bool, unusual: Any, logits: Any, topk: int, how: Any
+    session: Session, plain: Callable[..., Any], fused: bool, why_not: str, logits: Any, topk: int, how: Any
 ) -> Any:
     """The operator where the fused form is asked for; else, and for what it has not, `plain`."""
-    if fused and unusual is None:
+    if fused and not why_not:
         return ops.topk_routing(logits, topk, **how)
     if fused:
-        session.fallback(FEATURE.name, _CHOSEN)
+        session.fallback(FEATURE.name, why_not)
     return plain(logits, topk)
+
+
+def _rounded(logits: Any, rounds: bool) -> str:
+    """Why logits are left to a release that `rounds` their scores to the logits' dtype before it chooses."""
+    return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
 def _topk(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -48,14 +60,14 @@ def _topk(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     ) -> Any:
         how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
         how["dense_output"] = dense_output
-        unusual = precomputed_indices if router_replay is None else router_replay
+        why_not = "" if router_replay is None and precomputed_indices is None else _CHOSEN
         rest = {"router_replay": router_replay, "precomputed_indices": precomputed_indices}
-        return _route(session, functools.partial(wrapped, **how, **rest), fused, unusual, logits, topk, how)
+        return _route(session, functools.partial(wrapped, **how, **rest), fused, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
 
 
-def _topk_without_indices(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _topk_without_indices(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
     def topk_routing_with_score_function(
         logits: Any,
         topk: int,
@@ -72,12 +84,15 @@ def _topk_without_indices(wrapped: Callable[..., Any], session: Session) -> Call
         how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
         how["dense_output"] = dense_output
         plain = functools.partial(wrapped, **how, router_replay=router_replay)
-        return _route(session, plain, fused, router_replay, logits, topk, how)
+        why_not = _rounded(logits, rounds) if router_replay is None else _CHOSEN
+        return _route(session, plain, fused, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
 
 
-def _topk_without_dense_output(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _topk_without_dense_output(
+    wrapped: Callable[..., Any], session: Session, rounds: bool = True
+) -> Callable[..., Any]:
     def topk_routing_with_score_function(
         logits: Any,
         topk: int,
@@ -92,7 +107,8 @@ def _topk_without_dense_output(wrapped: Callable[..., Any], session: Session) ->
     ) -> Any:
         how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
         plain = functools.partial(wrapped, **how, router_replay=router_replay)
-        return _route(session, plain, fused, router_replay, logits, topk, how)
+        why_not = _rounded(logits, rounds) if router_replay is None else _CHOSEN
+        return _route(session, plain, fused, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
 
@@ -115,12 +131,15 @@ def _how(
     }
 
 
-def _aux_scores(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
     def compute_routing_scores_for_aux_loss(
         logits: Any, topk: int, score_function: str, fused: bool = False, padding_mask: Any = None
     ) -> Any:
-        if not fused:
-            return wrapped(logits, topk, score_function, fused, padding_mask)
+        why_not = _rounded(logits, rounds)
+        if not fused or why_not:
+            if fused:
+                session.fallback(FEATURE.name, why_not)
+            return wrapped(logits, topk, score_function, False, padding_mask)
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
@@ -182,9 +201,19 @@ FEATURE = Feature(
     operators=("moe_router",),
     patches=(
         Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),
-        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.17,<0.19"),
+        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.18,<0.19"),
+        Wrap(
+            f"{_UTILS}:topk_routing_with_score_function",
+            functools.partial(_topk_without_indices, rounds=True),
+            versions=">=0.17,<0.18",
+        ),
         Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_dense_output, versions="<0.17"),
-        Wrap(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores),
+        Wrap(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
+        Wrap(
+            f"{_UTILS}:compute_routing_scores_for_aux_loss",
+            functools.partial(_aux_scores, rounds=True),
+            versions="<0.17",
+        ),
         Wrap(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss),
     ),
 )

@@ -15,7 +15,7 @@ from .test_core import DRIFT, losses
 GROUPED = {"moe_grouped_gemm": True, "strict": True}
 ALL = {**GROUPED, "moe_permute_fusion": True, "moe_router_fusion": True}
 # What a user of Megatron-core sets in the model's configuration himself.
-CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True}
+CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}
 STEPS = 8
 
 # Layout: processes, options. TP with experts wants sequence parallelism.
@@ -47,6 +47,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def compare(
     train: Trainer, nproc: int, options: dict[str, Any], flags: dict[str, Any], moe: dict[str, Any], steps: int = STEPS
 ) -> tuple[list[float], list[float]]:
+    moe = {"moe_router_dtype": "fp32", **moe}
     options = {"experts": 4, "steps": steps, **options}
     off = losses(train.core("device", nproc, {**options, "moe": moe}))
     fused = {name: True for name in CONFIGURED if name in flags}
@@ -91,7 +92,7 @@ def test_gradients_are_accumulated_and_activations_recomputed(trainer: Callable[
     fusion = {**ALL, "use_gradient_accumulation_fusion": True, "use_fused_swiglu": True}
     options = {"ep": 2, "wgrad_fusion": True, "overlap_grad_reduce": True, "distributed_optimizer": True}
     options = {"experts": 4, "steps": STEPS, **options}
-    off = losses(train.core("device", 2, {**options, "wgrad_fusion": False}))
+    off = losses(train.core("device", 2, {**options, "wgrad_fusion": False, "moe": {"moe_router_dtype": "fp32"}}))
     plain = train.core("features", 2, {**options, "moe": CONFIGURED}, flags=fusion)
     for a, b in zip(off, losses(plain), strict=True):
         assert abs(a - b) <= DRIFT * abs(a)
