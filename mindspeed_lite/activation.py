@@ -296,6 +296,8 @@ def activate_for_training(
 
     Sets the arguments that the applied features ask for, prints the report on rank 0 and writes the report file.
     """
+    from mindspeed_lite.platform import megatron
+
     global _training
     earlier = _training if _training in _stack else None
     if earlier is not None:
@@ -309,7 +311,9 @@ def activate_for_training(
             _stack.append(earlier)
         raise
     for name, value in active.plan.adjustments.items():
-        setattr(args, name, value)
+        for holder in megatron.argument_holders(args):
+            if holder is args or hasattr(holder, name):
+                setattr(holder, name, value)
     _training = active
     if _rank() != 0:
         return

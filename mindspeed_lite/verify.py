@@ -112,6 +112,7 @@ class Verifier:
         against: str,
         exact: Sequence[Exact] = (),
         variant: str = "",
+        sizes_vary: bool = False,
     ) -> None:
         """Compare `ours` with `original`, both functions of the tensors of `inputs`, if this call is among the first.
 
@@ -126,13 +127,15 @@ class Verifier:
             against: what `original` is, for the report.
             exact: the definition in one piece, or parts, of which the one where both differ most is evaluated.
             variant: what sets calls of the same shapes apart.
+            sizes_vary: calls are the same whatever the first dimension of their inputs, which each batch decides.
 
         Raises:
             VerifyError: strict, and an error is above its bound or the two could not be run.
         """
         if torch.compiler.is_compiling() or getattr(_inside, "active", False) or _cannot_run(inputs):
             return
-        key = (feature, operator, variant, tuple((t.shape, t.dtype) for t in inputs.values()))
+        first = 1 if sizes_vary else 0
+        key = (feature, operator, variant, tuple((t.shape[first:], t.dtype) for t in inputs.values()))
         with self._lock:
             number = self._seen.get(key, 0)
             if number >= self.calls:

@@ -96,9 +96,14 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
             args = wrapped(extra_args_provider, ignore_unknown_args)
             if args is not parsed.namespace and parsed.namespace is not None:
                 # A YAML file has replaced the command line's arguments; ours are still the user's.
+                holders = megatron.argument_holders(args)
                 for option in (*activation.GENERAL, *activation.catalogue().options()):
-                    if option.dest in parsed.explicit or not hasattr(args, option.dest):
-                        setattr(args, option.dest, getattr(parsed.namespace, option.dest, option.default))
+                    # A model's field stands a level down and may not stand twice.
+                    having = [holder for holder in holders if hasattr(holder, option.dest)]
+                    if option.dest in parsed.explicit or not having:
+                        value = getattr(parsed.namespace, option.dest, option.default)
+                        for holder in having or [args]:
+                            setattr(holder, option.dest, value)
                 parsed.explicit = frozenset()
             for change in _changes:
                 change(args)

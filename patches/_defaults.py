@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_lite.engine import OptionError
+from mindspeed_lite.platform import megatron
 
 
 @dataclass(frozen=True)
@@ -138,9 +139,7 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
         OptionError: the user asked by flag for something absent; `args` is unchanged then.
     """
     switches = []
-    # A YAML file keeps the model's arguments one level down.
-    holders = [args, *(getattr(args, part, None) for part in ("language_model", "model_parallel"))]
-    for holder, default in itertools.product(holders, DEFAULTS):
+    for holder, default in itertools.product(megatron.argument_holders(args), DEFAULTS):
         if getattr(holder, default.dest, default.instead) != default.demanding:
             continue
         if default.stand_in and getattr(args, default.stand_in, False):

@@ -22,6 +22,7 @@ import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Provide, Replace, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
+from mindspeed_lite.platform import megatron
 from mindspeed_lite.verify import Exact
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
@@ -68,7 +69,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
     if ARGUMENT in context.explicit and not context.arg(ARGUMENT, True):
         reasons.append("--no-gradient-accumulation-fusion is given")
-    if any(getattr(part, ARGUMENT, True) is False for part in _yaml(context)):
+    if any(getattr(part, ARGUMENT, True) is False for part in _sections(context)):
         reasons.append(f"`{ARGUMENT}` is false in the arguments of the YAML file, which this flag does not change")
     for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if context.arg(flag, False):
@@ -76,14 +77,14 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _yaml(context: Context) -> list[Any]:
-    """Where the arguments of a YAML file have the model's fields: a level down."""
-    parts = (context.arg(name) for name in ("language_model", "model_parallel"))
-    return [part for part in parts if part is not None]
+def _sections(context: Context) -> list[Any]:
+    """Where the arguments of a YAML file have the model's fields."""
+    sections = (context.arg(name) for name in megatron.SECTIONS)
+    return [section for section in sections if section is not None]
 
 
 def _adjust(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or _yaml(context):
+    if context.host_args is None or _sections(context):
         return {}
     return {ARGUMENT: True}
 

@@ -14,18 +14,23 @@ Megatron's MLP of its own linear layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.grouped_matmul import Counts, accumulate_weight_gradients, weight_gradients
-from mindspeed_lite.ops.grouped_matmul.linear import TakeGradients, grouped_linear
+from mindspeed_lite.engine import Feature, Option, Session, Wrap
+from mindspeed_lite.ops.grouped_matmul import (
+    Counts,
+    TakeGradients,
+    accumulate_weight_gradients,
+    grouped_matmul,
+    weight_gradients,
+)
+from mindspeed_lite.verify import Exact
 
-from . import delay_wgrad_compute
+from . import _experts, delay_wgrad_compute
 
-ARGUMENT = "moe_grouped_gemm"
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
 
@@ -65,7 +70,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 session.fallback(FEATURE.name, "; ".join(reasons))
         if reasons:
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
-        together = _Through(lambda hidden, probs: (_experts(self, hidden, tokens_per_expert, probs), None))
+        together = _Through(lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None))
         # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
         one = _InPlaceOf(self, num_local_experts=1, local_experts=[together])
         return wrapped(one, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
@@ -73,7 +78,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _experts(module: Any, hidden: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
+def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
     experts = module.local_experts
     first = experts[0]
     fc1 = [expert.linear_fc1 for expert in experts]
@@ -85,39 +90,73 @@ def _experts(module: Any, hidden: torch.Tensor, counts: Counts, probs: torch.Ten
         found: torch.Tensor = type(first).forward(middle, x, probs)[0]
         return found
 
-    x = _linear(fc1, hidden, counts)
-    x = _add_biases(fc1, x, counts)
+    fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
+    x = _linear(session, fc1, hidden, counts, fc1_biases)
     if not _recomputes(module.config):
-        y = activation(x, probs)
-        return _add_biases(fc2, _linear(fc2, y, counts), counts, probs)
+        return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
     from megatron.core import tensor_parallel
 
     checkpoint = tensor_parallel.CheckpointWithoutOutput(module.config.fp8)
-    y = checkpoint.checkpoint(activation, x, probs)
-    out = _linear(fc2, y, counts)
+    out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
     checkpoint.discard_output_and_register_recompute(out)
-    return _add_biases(fc2, out, counts, probs)
+    return _finish(fc2, out, counts, probs)
 
 
 def _recomputes(config: Any) -> bool:
     return config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
 
 
-def _linear(layers: Sequence[Any], x: torch.Tensor, counts: Counts) -> torch.Tensor:
-    return grouped_linear(x, [layer.weight for layer in layers], counts, _gradients(layers))
-
-
-def _add_biases(
-    layers: Sequence[Any], x: torch.Tensor, counts: Counts, scale: torch.Tensor | None = None
+def _linear(
+    session: Session, layers: Sequence[Any], x: torch.Tensor, counts: Counts, biases: Sequence[Any] | None = None
 ) -> torch.Tensor:
-    """Each expert's bias on its rows, times the rows' probabilities for the layer whose bias Megatron adds itself."""
+    weights = [layer.weight for layer in layers]
+    if session.verifier is not None:
+        _verify(session, x, weights, counts, biases)
+    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(layers))
+
+
+def _verify(
+    session: Session, x: torch.Tensor, weights: Sequence[Any], counts: Counts, biases: Sequence[Any] | None
+) -> None:
+    number = len(weights)
+
+    def split(tensors: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any] | None]:
+        return tensors[:number], tensors[number:] or None
+
+    def ours(x: torch.Tensor, *both: Any) -> torch.Tensor:
+        weights, biases = split(both)
+        return grouped_matmul(x, weights, counts, biases)
+
+    def loop(x: torch.Tensor, *both: Any) -> torch.Tensor:
+        weights, biases = split(both)
+        rows = torch.split(x, torch.as_tensor(counts).tolist())
+        linear = torch.nn.functional.linear
+        return torch.cat([linear(rows[e], weights[e], biases[e] if biases else None) for e in range(number)])
+
+    inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
+    inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
+    session.verifier.check(
+        FEATURE.name,
+        "grouped_matmul",
+        FEATURE.numerics,
+        ours,
+        loop,
+        inputs,
+        against="one linear layer after the other",
+        exact=[Exact(loop)],
+        sizes_vary=True,
+    )
+
+
+def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
+    """The second layer's biases, which Megatron adds itself, each times the row's probability."""
     if layers[0].bias is None:
         return x
     # One row per token of a small matrix: index_select has a gradient that sums over the rows of an expert.
     counts = torch.as_tensor(counts, device=x.device)
     expert = torch.repeat_interleave(torch.arange(len(layers), device=x.device), counts, output_size=x.shape[0])
     biases = torch.stack([layer.bias for layer in layers]).index_select(0, expert)
-    return x + biases if scale is None else (x + biases * scale.unsqueeze(-1)).to(x.dtype)
+    return (x + biases * probs.unsqueeze(-1)).to(x.dtype)
 
 
 def _gradients(layers: Sequence[Any]) -> TakeGradients:
@@ -187,19 +226,6 @@ def _modules_or_legacy(wrapped: Callable[..., Any], session: Session) -> Callabl
     return grouped_mlp_modules
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has grouped experts of its own")
-    if context.host_args is not None and not context.arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    return reasons
-
-
-def _adjust(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
-
-
 FEATURE = Feature(
     name="moe_grouped_gemm",
     summary="all experts of a rank in one grouped product per layer",
@@ -211,8 +237,8 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
-    condition=_why_not,
-    adjust=_adjust,
+    condition=_experts.why_not("grouped experts"),
+    adjust=_experts.turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(
         Wrap("megatron.core.transformer.moe.experts:SequentialMLP.forward", _forward),

@@ -10,13 +10,16 @@ Steps aside for padding to the tile of a quantised product, which only Transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
+from mindspeed_lite.engine import Feature, Option, Provide, Session, Wrap
 from mindspeed_lite.ops import permute as ops
+from mindspeed_lite.ops.permute import reference
+from mindspeed_lite.verify import Exact
 
-ARGUMENT = "moe_permute_fusion"
+from . import _experts
+
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 # What TransformerConfig looks for.
 _NAMES = (
@@ -40,6 +43,51 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
     return num_out_tokens // rows
 
 
+def _permuted(session: Session, plain: Callable[..., Any], given: Sequence[Any]) -> Any:
+    """The operator on Megatron's arguments; `plain` is Megatron's function of the first five in its unfused form."""
+    tokens, routing_map, probs, num_out_tokens, drop_and_pad = given
+    rest = {"num_out_tokens": num_out_tokens, "drop_and_pad": drop_and_pad}
+    topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
+
+    def ours(tokens: Any, probs: Any) -> Any:
+        return ops.permute(tokens, routing_map, probs, topk=topk, **rest)
+
+    def theirs(tokens: Any, probs: Any) -> Any:
+        return plain(tokens, routing_map, probs, **rest)
+
+    if session.verifier is not None:
+        _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], tokens=tokens)
+        if probs is not None:
+            rows = tokens.detach()
+            of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
+            _verify(session, "permute", *of_rows, variant="probabilities", probs=probs)
+    return ours(tokens, probs)
+
+
+def _verify(
+    session: Session,
+    operator: str,
+    ours: Any,
+    theirs: Any,
+    variant: str = "",
+    against: str = "Megatron's function",
+    **inputs: Any,
+) -> None:
+    session.verifier.check(
+        FEATURE.name,
+        operator,
+        FEATURE.numerics,
+        ours,
+        theirs,
+        inputs,
+        against=against,
+        # What only moves and adds is exact in float64.
+        exact=[Exact(theirs)],
+        variant=variant,
+        sizes_vary=True,
+    )
+
+
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def permute(
         tokens: Any,
@@ -55,8 +103,7 @@ def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             return wrapped(
                 tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, tokens_per_expert, align_size
             )
-        topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
-        found = ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad, topk=topk)
+        found = _permuted(session, wrapped, (tokens, routing_map, probs, num_out_tokens, drop_and_pad))
         return *found, None, tokens_per_expert
 
     return permute
@@ -71,12 +118,28 @@ def _permute_of_three(wrapped: Callable[..., Any], session: Session) -> Callable
         fused: bool = False,
         drop_and_pad: bool = False,
     ) -> Any:
+        given = (tokens, routing_map, probs, num_out_tokens)
         if not fused:
-            return wrapped(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
-        topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
-        return ops.permute(tokens, routing_map, probs, num_out_tokens, drop_and_pad, topk=topk)
+            return wrapped(*given, fused, drop_and_pad)
+        return _permuted(session, wrapped, (*given, drop_and_pad))
 
     return permute
+
+
+def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> Any:
+    permuted_tokens, sorted_indices, restore_shape, probs, routing_map = given
+
+    def ours(x: Any, probs: Any = None) -> Any:
+        return ops.unpermute(x, sorted_indices, restore_shape, probs, routing_map, drop_and_pad)
+
+    def definition(x: Any, probs: Any = None) -> Any:
+        return reference.unpermute(x, sorted_indices, restore_shape[0], probs, routing_map, drop_and_pad)
+
+    if session.verifier is not None:
+        # Megatron's function cannot read the row ids that the operator's permute has left it.
+        inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
+        _verify(session, "unpermute", ours, definition, against="the sums in plain PyTorch", **inputs)
+    return ours(permuted_tokens, probs)
 
 
 def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -93,7 +156,7 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
         given = (permuted_tokens, sorted_indices, restore_shape, probs, routing_map)
         if not fused or pad_offsets is not None:
             return wrapped(*given, fused, drop_and_pad, pad_offsets)
-        return ops.unpermute(*given, drop_and_pad)
+        return _unpermuted(session, given, drop_and_pad)
 
     return unpermute
 
@@ -109,7 +172,9 @@ def _unpermute_without_padding(wrapped: Callable[..., Any], session: Session) ->
         drop_and_pad: bool = False,
     ) -> Any:
         given = (permuted_tokens, sorted_indices, restore_shape, probs, routing_map)
-        return ops.unpermute(*given, drop_and_pad) if fused else wrapped(*given, fused, drop_and_pad)
+        if not fused:
+            return wrapped(*given, fused, drop_and_pad)
+        return _unpermuted(session, given, drop_and_pad)
 
     return unpermute
 
@@ -120,13 +185,21 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
     ) -> Any:
         if not fused:
             return wrapped(input, split_sizes, sorted_idxs, probs, fused)
+        if session.verifier is not None:
+            order = (split_sizes, sorted_idxs)
+            functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
+            _verify(session, "sort_chunks", *functions, input=input)
         return ops.sort_chunks(input, split_sizes, sorted_idxs, probs)
 
     return sort_chunks_by_idxs
 
 
 def _supplied(session: Session) -> Callable[..., Any]:
-    """What stands under the names of Transformer Engine's functions; the functions above leave nobody to call it."""
+    """What stands under the names of Transformer Engine's functions, for the configuration to find.
+
+    The functions above leave two who would call it: padding to a tile, which Megatron asks for with fp8 or fp4 only,
+    and somebody's own code. The operator has no such padding, so both are told.
+    """
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(
@@ -135,19 +208,6 @@ def _supplied(session: Session) -> Callable[..., Any]:
         )
 
     return fused_form
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has a permutation of its own")
-    if context.host_args is not None and not context.arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    return reasons
-
-
-def _adjust(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
 
 
 FEATURE = Feature(
@@ -161,8 +221,8 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
-    condition=_why_not,
-    adjust=_adjust,
+    condition=_experts.why_not("a permutation"),
+    adjust=_experts.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
         Wrap(f"{_UTILS}:permute", _permute, versions=">=0.17"),

@@ -10,15 +10,16 @@ for 16-bit logits.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Feature, Option, Session, Wrap
 from mindspeed_lite.ops import moe_router as ops
 
-ARGUMENT = "moe_router_fusion"
+from . import _experts
+
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUNDED = (
     "this release rounds the scores of 16-bit logits before it chooses, and the operator does not; "
@@ -32,10 +33,26 @@ def _route(
 ) -> Any:
     """The operator where the fused form is asked for; else, and for what it has not, `plain`."""
     if fused and not why_not:
+        if session.verifier is not None:
+            functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
+            _verify(session, "topk_routing", *functions, logits=logits)
         return ops.topk_routing(logits, topk, **how)
     if fused:
         session.fallback(FEATURE.name, why_not)
     return plain(logits, topk)
+
+
+def _verify(session: Session, operator: str, ours: Any, theirs: Any, **inputs: Any) -> None:
+    session.verifier.check(
+        FEATURE.name,
+        operator,
+        FEATURE.numerics,
+        ours,
+        theirs,
+        inputs,
+        against="Megatron's function",
+        sizes_vary=True,
+    )
 
 
 def _rounded(logits: Any, rounds: bool) -> str:
@@ -140,6 +157,10 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
             if fused:
                 session.fallback(FEATURE.name, why_not)
             return wrapped(logits, topk, score_function, False, padding_mask)
+        if session.verifier is not None:
+            given = (topk, score_function)
+            functions = (lambda x: ops.aux_loss_scores(x, *given)[1], lambda x: wrapped(x, *given)[1])
+            _verify(session, "aux_loss_scores", *functions, logits=logits)
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
@@ -167,22 +188,12 @@ def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         if padding_mask is not None:
             # Here True is a token that counts.
             probs = probs * padding_mask.unsqueeze(-1)
+        if session.verifier is not None:
+            functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))
+            _verify(session, "load_balancing_loss", *functions, probs=probs)
         return ops.load_balancing_loss(probs, *given)
 
     return switch_load_balancing_loss_func
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has a fused router of its own")
-    if context.host_args is not None and not context.arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    return reasons
-
-
-def _adjust(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
 
 
 FEATURE = Feature(
@@ -196,8 +207,8 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
-    condition=_why_not,
-    adjust=_adjust,
+    condition=_experts.why_not("a fused router"),
+    adjust=_experts.turn_on("moe_router_fusion"),
     operators=("moe_router",),
     patches=(
         Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),

@@ -38,6 +38,9 @@ from mindspeed_lite.engine import (
 
 HOST = "megatron-core"
 
+# Where arguments from a YAML file hold the model's fields.
+SECTIONS = ("language_model", "model_parallel")
+
 # Packages that hold nothing of Megatron's by value: the engine need not look through them.
 LIBRARIES = frozenset(
     "torch numpy triton sympy mpmath networkx jinja2 pydantic pydantic_core yaml einops packaging wrapt functorch "
@@ -59,6 +62,12 @@ def version() -> str | None:
         if info.is_file():
             return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
     return None
+
+
+def argument_holders(args: Any) -> list[Any]:
+    """Where Megatron's arguments stand: in `args` and, from a YAML file, a model's fields also one level down."""
+    sections = (getattr(args, name, None) for name in SECTIONS)
+    return [args, *(section for section in sections if section is not None)]
 
 
 def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> Feature:

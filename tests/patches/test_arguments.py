@@ -347,6 +347,18 @@ def test_a_key_in_the_yaml_file_is_a_flag_and_the_command_line_counts_more(tmp_p
 
 
 @forked("megatron")
+def test_a_flag_that_is_also_a_field_of_a_yaml_files_model_is_set_where_the_model_reads_it(tmp_path):
+    import_adaptor()
+    flags = ("--moe-grouped-gemm", "--moe-permute-fusion")
+    text = YAML.replace("num_moe_experts: null", "num_moe_experts: 4, moe_permute_fusion: false")
+    (tmp_path / "c.yaml").write_text(text + "num_experts: 4\n")
+    args, _ = validated("--yaml-cfg", str(tmp_path / "c.yaml"), *flags, plain=[])
+    assert args.language_model.moe_grouped_gemm is args.moe_grouped_gemm is True
+    assert args.language_model.moe_permute_fusion is args.moe_permute_fusion is True
+    assert entry("moe_grouped_gemm").status == entry("moe_permute_fusion").status == "applied"
+
+
+@forked("megatron")
 def test_conditions_see_the_nested_values_of_a_yaml_file(tmp_path):
     import_adaptor()
     text = YAML.replace("normalization: RMSNorm", "normalization: LayerNorm")

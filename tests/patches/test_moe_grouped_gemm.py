@@ -6,14 +6,12 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import moe_grouped_gemm as patch
 from tests.ops.compare import error
 from tests.platform.forked import forked
 
 from .test_gradient_accumulation_fusion import start
 
-FEATURE = patch.FEATURE
 ON = {"moe_grouped_gemm": True, "strict": True}
 COUNTS = [5, 0, 9, 2]
 
@@ -63,7 +61,8 @@ def close(on, off):
     for got, want in zip(on, off, strict=True):
         # An expert without a token has no gradient in the loop's graph.
         want = torch.zeros_like(got) if want is None else want
-        assert got.dtype == want.dtype and error(got, want.double()) <= 2**-7
+        # Two eps of bf16, and two more: Megatron rounds once before it adds a bias, and once after.
+        assert got.dtype == want.dtype and error(got, want.double()) <= 2**-6
 
 
 MODELS = {
@@ -87,18 +86,15 @@ def test_experts_together_are_the_loop(model):
     off = run(experts)
     names = list(experts.state_dict())
     with mindspeed_lite.enabled(**ON):
-        from mindspeed_lite.ops import grouped_matmul
-
         calls = []
-        inner = patch.grouped_linear
-        patch.grouped_linear = lambda *args: calls.append(1) or inner(*args)
+        inner = patch.grouped_matmul
+        patch.grouped_matmul = lambda *args, **how: calls.append(1) or inner(*args, **how)
         try:
             close(run(experts), off)
         finally:
-            patch.grouped_linear = inner
+            patch.grouped_matmul = inner
         assert len(calls) == 2, "one product for each of the two layers, not one for each expert"
         close(run(experts, [0, 16, 0, 0]), run(experts, [0, 16, 0, 0]))
-        assert grouped_matmul.OPERATOR is not None
     assert list(experts.state_dict()) == names
     again = run(experts)
     assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(off, again, strict=True))
@@ -123,17 +119,17 @@ def test_the_activation_is_recomputed_with_the_same_bits():
         assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
         tokens = torch.randn(sum(COUNTS), 32).bfloat16().requires_grad_()
         alive = []
-        inner = patch.grouped_linear
+        inner = patch.grouped_matmul
 
-        def watched(x, *rest):
+        def watched(x, *rest, **how):
             alive.append(x)
-            return inner(x, *rest)
+            return inner(x, *rest, **how)
 
-        patch.grouped_linear = watched
+        patch.grouped_matmul = watched
         try:
             out, _ = recomputed(tokens, torch.tensor(COUNTS), torch.rand(sum(COUNTS)))
         finally:
-            patch.grouped_linear = inner
+            patch.grouped_matmul = inner
         assert alive[1].untyped_storage().size() == 0, "the second layer's input is not kept"
         out.sum().backward()
 
@@ -171,12 +167,13 @@ def test_what_it_cannot_do_is_left_to_the_loop():
     assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(on, off, strict=True))
 
 
-def test_conditions():
-    def reasons(**args):
-        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
-
-    assert reasons(num_experts=4, transformer_impl="local") == []
-    assert "--num-experts" in reasons(num_experts=None)[0]
-    assert "transformer_engine" in reasons(num_experts=4, transformer_impl="transformer_engine")[0]
-    assert list(FEATURE.condition(Context(Settings({}), "cpu", {}, None))) == []
-    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, {"num_experts": 4})) == {"moe_grouped_gemm": True}
+@pytest.mark.parametrize("model", ["glu", "bias"])
+@forked("megatron")
+def test_it_is_compared_with_one_layer_after_the_other(model):
+    start()
+    with mindspeed_lite.enabled(**ON, verify=2):
+        for counts in (COUNTS, [1, 2, 3, 4], COUNTS):
+            run(experts_of(**MODELS[model]), counts)
+        found = mindspeed_lite.report().verifications
+    assert len(found) == 2 and {each.operator for each in found} == {"grouped_matmul"}, "one for each layer"
+    assert all((each.verdict, each.calls) == ("ok", 2) for each in found), "batches of other sizes are no other calls"

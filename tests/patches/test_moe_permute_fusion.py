@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import moe_permute_fusion as patch
 from tests.ops.compare import error
 from tests.platform.forked import forked
 
-FEATURE = patch.FEATURE
 ON = {"moe_permute_fusion": True, "strict": True}
 T, H, E, K = 24, 16, 6, 2
 
@@ -90,11 +87,14 @@ def test_the_configuration_takes_the_flag_only_while_it_is_on():
     assert moe_utils.fused_permute is None
 
 
-def test_conditions():
-    def reasons(**args):
-        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
+@pytest.mark.parametrize("drop_and_pad", [False, True])
+@forked("megatron")
+def test_it_is_compared_with_megatrons_functions(drop_and_pad):
+    with mindspeed_lite.enabled(**ON, verify=1):
+        there_and_back(True, drop_and_pad)
+        from megatron.core.transformer.moe import moe_utils
 
-    assert reasons(num_experts=4, transformer_impl="local") == []
-    assert "--num-experts" in reasons(num_experts=None)[0]
-    assert "transformer_engine" in reasons(num_experts=4, transformer_impl="transformer_engine")[0]
-    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, {"num_experts": 4})) == {"moe_permute_fusion": True}
+        moe_utils.sort_chunks_by_idxs(torch.randn(8, H), torch.tensor([5, 3]), torch.tensor([1, 0]), fused=True)
+        found = mindspeed_lite.report().verifications
+    assert [each.operator for each in found] == ["permute", "permute", "unpermute", "sort_chunks"]
+    assert all(each.verdict == "ok" and not each.problem for each in found)

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import moe_router_fusion as patch
 from tests.ops.compare import error
 from tests.platform.forked import forked
 
-FEATURE = patch.FEATURE
 ON = {"moe_router_fusion": True, "strict": True}
 T, E = 40, 8
 ROUTERS = {
@@ -87,11 +84,16 @@ def test_experts_that_somebody_else_chose_are_left_to_megatron():
         moe_utils.topk_routing_with_score_function(logits, 2, fused=True)
 
 
-def test_conditions():
-    def reasons(**args):
-        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
+@pytest.mark.parametrize("router", ROUTERS)
+@forked("megatron")
+def test_it_is_compared_with_megatrons_functions(router):
+    from megatron.core.transformer.moe import moe_utils
 
-    assert reasons(num_experts=4, transformer_impl="local") == []
-    assert "--num-experts" in reasons(num_experts=None)[0]
-    assert "transformer_engine" in reasons(num_experts=4, transformer_impl="transformer_engine")[0]
-    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, {"num_experts": 4})) == {"moe_router_fusion": True}
+    with mindspeed_lite.enabled(**ON, verify=1):
+        logits = logits_of(torch.float32, False)
+        moe_utils.topk_routing_with_score_function(logits, 4, fused=True, **ROUTERS[router])
+        chosen, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "softmax", fused=True)
+        moe_utils.switch_load_balancing_loss_func(scores, chosen.sum(0), T, 2, E, 0.1, fused=True)
+        found = mindspeed_lite.report().verifications
+    assert [each.operator for each in found] == ["topk_routing", "aux_loss_scores", "load_balancing_loss"]
+    assert all(each.verdict == "ok" and not each.problem for each in found)

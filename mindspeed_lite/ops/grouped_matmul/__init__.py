@@ -10,12 +10,14 @@ import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.grouped_matmul import reference
+from mindspeed_lite.ops.grouped_matmul.autograd import TakeGradients
 from mindspeed_lite.ops.grouped_matmul.groups import Counts
 
 __all__ = [
     "OPERATOR",
     "Case",
     "Counts",
+    "TakeGradients",
     "accumulate_weight_gradients",
     "grouped_matmul",
     "weight_gradients",
@@ -58,6 +60,7 @@ def grouped_matmul(
     biases: Tensors | None = None,
     *,
     transposed: bool = True,
+    take_gradients: TakeGradients | None = None,
 ) -> torch.Tensor:
     """y_e = x_e w_e^T + b_e, or y_e = x_e w_e unless `transposed`, for the rows x_e of every expert e.
 
@@ -68,14 +71,19 @@ def grouped_matmul(
     dtype. y: [T, N] in that dtype, contiguous, summed in fp32 (float64 for float64) and rounded once.
 
     For the backward pass x, weights and counts are kept. An expert without rows gets zeros for its gradients.
+    `take_gradients` is called there once in place of `weight_gradients`, with the same arguments, and returns what
+    autograd is given for each weight: None where the gradient is kept elsewhere. It goes with a sequence of weights
+    [N, K].
 
     Raises ValueError for shapes, dtypes and counts that do not fit.
     """
     matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
     width = _check(x, matrices, biases, transposed)
+    if take_gradients is not None and not (matrices is weights and transposed):
+        raise ValueError("grouped_matmul: take_gradients goes with a sequence of weights [N, K]")
     known = _known(counts, x, len(matrices))
     case = _case(x, len(matrices), width, biased=biases is not None)
-    y: torch.Tensor = _module(case, x, width).grouped_matmul(x, weights, known, biases, transposed)
+    y: torch.Tensor = _module(case, x, width).grouped_matmul(x, weights, known, biases, transposed, take_gradients)
     return y
 
 

@@ -12,6 +12,9 @@ from mindspeed_lite.ops.grouped_matmul.groups import Counts
 
 Tensors = Sequence[torch.Tensor]
 
+# From dy [T, N], x [T, K] and counts to a gradient per weight, or None where it is kept elsewhere.
+TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Tensor | None]]
+
 # Tensors with memory: no fake ones, no subclasses.
 _REAL = (torch.Tensor, torch.nn.Parameter)
 
@@ -34,6 +37,7 @@ def run(
     counts: Counts,
     biases: Tensors | None,
     transposed: bool,
+    take_gradients: TakeGradients | None,
 ) -> torch.Tensor:
     """The product, recorded for the backward pass where one may follow."""
     # One tensor of all weights has one gradient.
@@ -42,7 +46,7 @@ def run(
     if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in both)):
         stacked = isinstance(weights, torch.Tensor)
         y: torch.Tensor = _GroupedMatmul.apply(  # type: ignore[no-untyped-call]
-            x, counts, products, transposed, stacked, len(given), *both
+            x, counts, products, transposed, take_gradients, stacked, len(given), *both
         )
         return y
     return products.forward(
@@ -63,6 +67,7 @@ class _GroupedMatmul(torch.autograd.Function):
         counts: Counts,
         products: Products,
         transposed: bool,
+        take_gradients: TakeGradients | None,
         stacked: bool,
         number: int,
         *both: torch.Tensor,
@@ -72,6 +77,7 @@ class _GroupedMatmul(torch.autograd.Function):
         ctx.save_for_backward(x, *weights, *kept)
         ctx.counts = None if kept else counts
         ctx.products, ctx.transposed, ctx.stacked, ctx.number = products, transposed, stacked, number
+        ctx.take_gradients = take_gradients
         return products.forward(x, weights[0].unbind() if stacked else weights, counts, biases or None, transposed)
 
     @staticmethod
@@ -79,7 +85,7 @@ class _GroupedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, *weights = ctx.saved_tensors
         counts = weights.pop() if ctx.counts is None else ctx.counts
-        wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[6:]
+        wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
         wants_weights, wants_biases = any(wanted[: ctx.number]), any(wanted[ctx.number :])
         products, transposed = ctx.products, ctx.transposed
         dx: torch.Tensor | None = None
@@ -87,7 +93,9 @@ class _GroupedMatmul(torch.autograd.Function):
         dbiases: Sequence[torch.Tensor | None] = [None] * (len(wanted) - ctx.number)
         if wants_x:
             dx = products.forward(dy, weights[0].unbind() if ctx.stacked else weights, counts, None, not transposed)
-        if wants_weights:
+        if wants_weights and ctx.take_gradients is not None:
+            dweights = ctx.take_gradients(dy, x, counts)
+        elif wants_weights:
             found = products.weight_gradients(*((dy, x) if transposed else (x, dy)), counts)
             dweights = [torch.stack(found)] if ctx.stacked else found
         if wants_biases:
@@ -95,4 +103,4 @@ class _GroupedMatmul(torch.autograd.Function):
             found = products.weight_gradients(dy, dy.new_ones(dy.shape[0], 1), counts)
             dbiases = [each.squeeze(-1) for each in found]
         parts = [each if wants else None for each, wants in zip((*dweights, *dbiases), wanted, strict=True)]
-        return (dx, None, None, None, None, None, *parts)
+        return (dx, None, None, None, None, None, None, *parts)

@@ -33,10 +33,11 @@ def grouped_matmul(
     counts: groups.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
+    take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
     if autograd.is_traced(x):
-        return reference.grouped_matmul(x, weights, counts, biases, transposed)
-    return autograd.run(_PRODUCTS, x, weights, groups.on_host(counts, x.shape[0]), biases, transposed)
+        return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
+    return autograd.run(_PRODUCTS, x, weights, groups.on_host(counts, x.shape[0]), biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Sequence[torch.Tensor]:

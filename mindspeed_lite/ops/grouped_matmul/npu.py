@@ -61,8 +61,9 @@ def grouped_matmul(
     counts: groups.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
+    take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed)
+    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:

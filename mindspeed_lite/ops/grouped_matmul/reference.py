@@ -17,13 +17,14 @@ def grouped_matmul(
     counts: groups.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
+    take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
     """y_e = x_e w_e^T + b_e, keeping only its inputs for the backward pass."""
     counts = groups.on_host(counts, x.shape[0])
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and take_gradients is None:
         matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
         return product(x, matrices, counts, biases, transposed)
-    return autograd.run(PRODUCTS, x, weights, counts, biases, transposed)
+    return autograd.run(PRODUCTS, x, weights, counts, biases, transposed, take_gradients)
 
 
 def product(
