@@ -1,8 +1,7 @@
 """permute and unpermute: against what Megatron's dispatchers compute, with sorts of the map and sums by scatter_add.
 
 Every token goes to TOPK experts, its rows are weighted and summed again; probs are fp32 as a router makes them. Only
-what is in between differs from a layer: the experts are left out. Where Megatron-core is installed its own functions
-race too, as `megatron`.
+what is in between differs from a layer: the experts are left out.
 
 Counted as bytes: forward reads each token and writes its rows, reads the rows and writes the sums; backward the same
 with gradients, and the rows again for the gradient of probs. The map and what there is per row are left out. Counted as
@@ -12,18 +11,12 @@ sums). None of them is a matmul's.
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from mindspeed_lite.bench import operators
 from mindspeed_lite.bench.operators import OURS, TORCH, Case, Contender, Work, compiled, dtype_name
 from mindspeed_lite.ops.permute import permute, unpermute
-
-Function = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def shapes(device: str, quick: bool) -> list[str]:
@@ -67,18 +60,6 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
         sums = torch.zeros(tokens, hidden, dtype=rows.dtype, device=x.device)
         return sums.scatter_add(0, token.unsqueeze(1).expand(-1, hidden), rows).to(x.dtype)
 
-    def megatron() -> Function:
-        utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-
-        def function(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-            rows, _, order, *_ = utils.permute(x, routes(x), num_out_tokens=count)
-            out: torch.Tensor = utils.unpermute(rows, order, x.shape, probs=probs, routing_map=routes(x))
-            return out
-
-        return function
-
-    # Unlike the peers of a GPU, it runs wherever PyTorch does.
-    peer = (Contender("megatron", megatron),) if operators._is_installed("megatron.core") else ()
     one, many = tokens * hidden * dtype.itemsize, count * hidden * dtype.itemsize
     forward = Work(2 * (one + many), 2 * count * hidden)
     backward = Work(2 * one + 3 * many, 4 * count * hidden)
@@ -94,6 +75,5 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
             Contender(OURS, lambda: ours),
             Contender(TORCH, lambda: plain),
             compiled(lambda: plain),
-            *peer,
         ),
     )

@@ -10,6 +10,7 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.activation import autograd, recompute, reference
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
@@ -24,9 +25,6 @@ _lib = native.Library(
         "activation_backward_fp32": _BACKWARD,
     },
 )
-
-# Tensors with memory: no fake ones, no subclasses.
-_REAL = (torch.Tensor, torch.nn.Parameter)
 
 # The order in which cpu.cpp numbers the kinds.
 _NUMBER = {kind: number for number, kind in enumerate((*reference.GATED, *reference.PLAIN))}
@@ -53,7 +51,7 @@ def activation(
     linear_offset: float = 0.0,
     clamp: float | None = None,
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling() or type(x) not in _REAL:
+    if is_traced(x):
         # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
         return recompute.activation(x, kind, bias, weights, linear_offset, clamp)
     return autograd.run(_PASS, x, bias, weights, autograd.Form(kind, linear_offset, clamp))

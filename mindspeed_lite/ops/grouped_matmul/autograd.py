@@ -15,9 +15,6 @@ Tensors = Sequence[torch.Tensor]
 # From dy [T, N], x [T, K] and counts to a gradient per weight, or None where it is kept elsewhere.
 TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Tensor | None]]
 
-# Tensors with memory: no fake ones, no subclasses.
-_REAL = (torch.Tensor, torch.nn.Parameter)
-
 
 class Products(NamedTuple):
     """What a backend computes, without gradients.
@@ -52,11 +49,6 @@ def run(
     return products.forward(
         x, given[0].unbind() if isinstance(weights, torch.Tensor) else given, counts, biases, transposed
     )
-
-
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether a compiler looks on, or tensors have no memory that an address or a number could be read from."""
-    return torch.compiler.is_compiling() or type(x) not in _REAL
 
 
 class _GroupedMatmul(torch.autograd.Function):

@@ -14,6 +14,7 @@ import torch
 from mindspeed_lite.ops import cpu_products
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -35,19 +36,19 @@ def grouped_matmul(
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    if autograd.is_traced(x):
+    if is_traced(x):
         return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
     return autograd.run(_PRODUCTS, x, weights, groups.on_host(counts, x.shape[0]), biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Sequence[torch.Tensor]:
-    if autograd.is_traced(x):
+    if is_traced(x):
         return reference.weight_gradients(dy, x, counts)
     return _weight_gradients(dy, x, groups.on_host(counts, x.shape[0]))
 
 
 def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
-    if autograd.is_traced(x):
+    if is_traced(x):
         reference.accumulate_weight_gradients(main_grads, dy, x, counts)
         return
     sizes = groups.on_host(counts, x.shape[0])

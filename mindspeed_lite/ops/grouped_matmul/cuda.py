@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -64,13 +65,13 @@ def grouped_matmul(
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    if autograd.is_traced(x):
+    if is_traced(x):
         return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
     return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed, take_gradients)
 
 
 def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:
-    if autograd.is_traced(x):
+    if is_traced(x):
         return reference.weight_gradients(dy, x, counts)
     found = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
     _multiply_gradients(found, None, dy, x, groups.on_device(counts, x.device))
@@ -78,7 +79,7 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -
 
 
 def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
-    if autograd.is_traced(x):
+    if is_traced(x):
         reference.accumulate_weight_gradients(main_grads, dy, x, counts)
         return
     _multiply_gradients(main_grads[0], main_grads, dy, x, groups.on_device(counts, x.device))

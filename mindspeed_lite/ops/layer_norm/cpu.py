@@ -18,12 +18,10 @@ from mindspeed_lite.ops import native
 from mindspeed_lite.ops.dispatch import report_fallback
 from mindspeed_lite.ops.layer_norm import reference
 from mindspeed_lite.ops.rows import as_rows
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.layer_norm import Case
-
-# Fake tensors and others of a type of their own have no address.
-_WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _PAIRS = {(x, weight): f"{_NAMES[x]}_{_NAMES[weight]}" for x in _NAMES for weight in _NAMES}
@@ -52,7 +50,7 @@ def layer_norm(
     zero_centered: bool = False,
     residual: torch.Tensor | None = None,
 ) -> Any:
-    if torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY or x.numel() == 0:
+    if is_traced(x) or x.numel() == 0:
         return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
     pair = _PAIRS.get((x.dtype, weight.dtype))
     if pair is None:

@@ -17,6 +17,7 @@ from mindspeed_lite.ops import native
 from mindspeed_lite.ops.moe_router import autograd, reference
 from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.moe_router import Case
@@ -34,9 +35,6 @@ _lib = native.Library(
 _NONE, _AS_THEY_ARE = 0, 2
 _KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}
 
-# Tensors with memory: no fake ones, no subclasses.
-_REAL = (torch.Tensor, torch.nn.Parameter)
-
 
 def supported(case: Case) -> list[str]:
     reasons = []
@@ -52,7 +50,7 @@ def supported(case: Case) -> list[str]:
 
 
 def moe_router(function: str, logits: torch.Tensor, *arguments: Any) -> Any:
-    if torch.compiler.is_compiling() or type(logits) not in _REAL:
+    if is_traced(logits):
         # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
         return reference.moe_router(function, logits, *arguments)
     if function == "topk_routing":

@@ -10,6 +10,7 @@ import torch
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.permute import autograd, reference, rows
 from mindspeed_lite.ops.rows import as_rows
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.permute import Case
@@ -22,9 +23,6 @@ _lib = native.Library(
     | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
     | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
 )
-
-# Tensors with memory: no fake ones, no subclasses.
-_REAL = (torch.Tensor, torch.nn.Parameter)
 
 
 def supported(case: Case) -> list[str]:
@@ -41,7 +39,7 @@ def permute(
     count: int,
     capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    if torch.compiler.is_compiling() or type(tokens) not in _REAL:
+    if is_traced(tokens):
         return reference.permute(tokens, routing_map, probs, count, capacity)
     return autograd.permute(_KERNELS, tokens, routing_map, probs, count, capacity)
 
@@ -54,7 +52,7 @@ def unpermute(
     routing_map: torch.Tensor | None,
     drop_and_pad: bool,
 ) -> torch.Tensor:
-    if torch.compiler.is_compiling() or type(permuted) not in _REAL:
+    if is_traced(permuted):
         return reference.unpermute(permuted, row_ids, tokens, probs, routing_map, drop_and_pad)
     return autograd.unpermute(_KERNELS, permuted, row_ids, tokens, probs)
 
