@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench test test-npu lint format fingerprints docs clean
+.PHONY: help install demo bench test test-whole test-npu lint format fingerprints docs clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
-	@echo "make test          lint, types and all tests, on four Megatron-core releases; with test-npu where it can run"
+	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
+	@echo "make test-whole    the same with every layout on every release, and what is long (about an hour on two cores)"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
@@ -48,8 +49,9 @@ lint: .releases/.prepared
 	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES) --check
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
-test: install lint .releases/.prepared
-	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile
+test: PART = -m "not whole"
+test test-whole: install lint .releases/.prepared
+	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile $(PART)
 
 # torch_npu and stubs for CANN live in .npu, apart from the environment; made once.
 test-npu: install

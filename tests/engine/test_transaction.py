@@ -491,7 +491,7 @@ def draw_features(host, data):
     return features
 
 
-@settings(max_examples=40, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_sequence_of_apply_and_undo_over_any_features_restores_everything(host, data):
     before = host.state()
