@@ -135,7 +135,8 @@ def test_checkpoints_of_experts_are_interchangeable_with_off(trainer: Callable[[
         saving = [*expert_parallel, *writer, "--save", str(place), "--save-interval", "3", "--exit-interval", "3"]
         written = train(trainer("0.19.2"), "adaptor", 2, [*experts, *saving], 6).check()
         nproc, layout = readers
-        loading = [*experts, *layout, "--load", str(place)]
+        # Megatron's optimizer has other groups of parameters without expert parallelism and does not load these.
+        loading = [*experts, *layout, "--load", str(place), "--no-load-optim"]
         found = [
             lm_losses(train(trainer("0.19.2"), "adaptor", nproc, [*loading, *reader], 6).check()) for reader in (on, [])
         ]
