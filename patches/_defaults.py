@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_lite.engine import OptionError
-from mindspeed_lite.platform import megatron
 
 
 @dataclass(frozen=True)
@@ -138,6 +137,9 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
     Raises:
         OptionError: the user asked by flag for something absent; `args` is unchanged then.
     """
+    # The doctor reads the table without torch.
+    from mindspeed_lite.platform import megatron
+
     switches = []
     for holder, default in itertools.product(megatron.argument_holders(args), DEFAULTS):
         if getattr(holder, default.dest, default.instead) != default.demanding:

@@ -29,33 +29,11 @@ from mindspeed_lite.ops.grouped_matmul import (
 )
 from mindspeed_lite.verify import Exact
 
-from . import _experts, delay_wgrad_compute
+from . import _experts, delay_wgrad_compute, recompute_activation_function
+from ._stand_ins import InPlaceOf, Through
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
-
-
-class _Through(torch.nn.Module):
-    """A function where Megatron asks for a module; it is called often and holds nothing, so nothing is set up."""
-
-    function: Callable[..., Any]
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        object.__setattr__(self, "function", function)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
-
-
-class _InPlaceOf:
-    """`original`, but for the attributes given."""
-
-    def __init__(self, original: Any, **others: Any) -> None:
-        self._original = original
-        self.__dict__.update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -70,9 +48,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 session.fallback(FEATURE.name, "; ".join(reasons))
         if reasons:
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
-        together = _Through(lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None))
+        together = Through(lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None))
         # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
-        one = _InPlaceOf(self, num_local_experts=1, local_experts=[together])
+        one = InPlaceOf(self, num_local_experts=1, local_experts=[together])
         return wrapped(one, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
 
     return forward
@@ -86,13 +64,19 @@ def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Count
 
     def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         # What Megatron's MLP does between its two linear layers.
-        middle = _InPlaceOf(first, linear_fc1=_Through(lambda _: (x, None)), linear_fc2=_Through(lambda y: (y, None)))
+        middle = InPlaceOf(
+            first,
+            linear_fc1=Through(lambda _: (x, None)),
+            linear_fc2=Through(lambda y: (y, None)),
+            # It is given up here, if at all: for all experts at once.
+            **{recompute_activation_function.CHOSEN: False},
+        )
         found: torch.Tensor = type(first).forward(middle, x, probs)[0]
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
     x = _linear(session, fc1, hidden, counts, fc1_biases)
-    if not _recomputes(module.config):
+    if not (_recomputes(module.config) or recompute_activation_function.is_recomputed(first)):
         return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
     from megatron.core import tensor_parallel
 

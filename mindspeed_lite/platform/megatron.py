@@ -25,6 +25,7 @@ from mindspeed_lite.engine import (
     ImportHandle,
     Patch,
     Provide,
+    Replace,
     Report,
     Session,
     Settings,
@@ -227,6 +228,22 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
     return compile_helpers
 
 
+def _given_back(session: Session) -> Callable[..., Any]:
+    """A recomputed output is copied into the storage that was released, as before 0.17.
+
+    Since then Megatron lets both share one storage by an extension that is compiled when it is first needed, in every
+    environment, which takes a compiler and ninja. Here the copy's own storage is released at once.
+    """
+
+    def share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+        storage, found = output.untyped_storage(), recomputed.untyped_storage()
+        storage.resize_(found.size())
+        storage.copy_(found)
+        recomputed.data = output.detach()
+
+    return lambda: share_storage
+
+
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
     """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
 
@@ -269,6 +286,12 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         "training scripts start on a wheel, which has the dataset helpers compiled and no makefile",
         ("cpu", "npu"),
         Wrap("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
+    ),
+    _assumption(
+        "device_recomputed_output",
+        "outputs that are released and computed again need no compiler",
+        ("cpu", "npu"),
+        Replace("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, bind=True, versions=">=0.17"),
     ),
     _assumption(
         "device_router_gemm",

@@ -30,7 +30,7 @@ def rms_norm(x, weight, eps, zero_centered):
     global calls
     calls += 1
     if fault == "slow":
-        time.sleep(0.02)
+        time.sleep(0.05)
     elif fault == "leak":
         kept.append(torch.ones(1 << 20))
     elif calls > 20 and fault == "crash":

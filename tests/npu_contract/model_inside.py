@@ -52,7 +52,9 @@ def _one(given: Mapping[str, Any]) -> dict[str, Any]:
         report = mindspeed_lite.report()
         assert report is not None
         names = {feature.name for feature in activation.catalogue()}
-        result["applied"] = [entry.feature for entry in report.entries if entry.feature in names and not entry.reasons]
+        result["applied"] = [
+            entry.feature for entry in report.entries if entry.feature in names and entry.status == "applied"
+        ]
         result["left_off"] = [text for text in report.notices if text.startswith("auto leaves ")]
         result["fallbacks"] = [f"{each.feature}: {each.reason}" for each in report.fallbacks]
     result["name"] = given["name"]

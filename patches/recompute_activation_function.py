@@ -1,0 +1,104 @@
+"""`--recompute-activation-function`: the MLP's activation is given up after the second linear layer has used it.
+
+Reaches every MLP of the local implementation: dense, experts one by one or in a grouped product
+(`--moe-grouped-gemm`), shared experts. The output of the activation, [s, b, ffn / TP], is kept by the second linear
+layer alone; its memory is released as soon as that layer has run, and the activation runs again from its own input,
+which is kept anyway, when the layer's gradient arrives. Neither matrix product runs again. The machinery is Megatron's
+`CheckpointWithoutOutput`, which it uses for norms and grouped experts; the MLP's own forward runs, in two pieces.
+
+With `--recompute-activation-function-num-layers N` the first N layers of each pipeline rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+
+from . import _recompute
+from ._stand_ins import InPlaceOf, Through
+
+FLAG = "--recompute-activation-function"
+NUMBER = "recompute_activation_function_num_layers"
+CHOSEN = "activation_is_recomputed"
+
+
+def is_recomputed(mlp: Any) -> bool:
+    """Whether the activation of this MLP is given up, for those that run it in another way."""
+    return getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
+
+
+def _prepare(layer: Any, session: Session) -> None:
+    from megatron.core.transformer.mlp import MLP
+
+    mlp, modules = layer.mlp, layer.config.recompute_modules or ()
+    selective = layer.config.recompute_granularity == "selective"
+    # What is computed again as a whole keeps nothing that could be given up.
+    if isinstance(mlp, MLP):
+        setattr(mlp, CHOSEN, not (selective and "mlp" in modules))
+    elif not (selective and "moe" in modules):
+        for expert in getattr(getattr(mlp, "experts", None), "local_experts", ()):
+            setattr(expert, CHOSEN, True)
+        shared = getattr(mlp, "shared_experts", None)
+        if shared is not None and layer.config.moe_shared_expert_overlap:
+            session.fallback(FEATURE.name, "shared experts that overlap communication keep their activation")
+        elif shared is not None:
+            setattr(shared, CHOSEN, not (selective and "shared_experts" in modules))
+
+
+def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
+        biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
+        if not is_recomputed(self) or biased:
+            if biased and is_recomputed(self):
+                session.fallback(FEATURE.name, "an expert's second layer has a bias, which Megatron adds in place")
+            return wrapped(self, hidden_states, per_token_scale, **kwargs)
+        from megatron.core import tensor_parallel
+
+        x, bias = self.linear_fc1(hidden_states)
+        given = {"bias": bias, "scale": per_token_scale}
+        names = [name for name, tensor in given.items() if tensor is not None]
+
+        def activation(x: Any, *rest: Any) -> Any:
+            others = dict(zip(names, rest, strict=True))
+            fc1 = Through(lambda _: (x, others.get("bias")))
+            between = InPlaceOf(self, linear_fc1=fc1, linear_fc2=Through(lambda y: (y, None)))
+            return wrapped(between, x, others.get("scale"), **kwargs)[0]
+
+        # Without fp8: what is not None asks Transformer Engine.
+        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+        y = checkpoint.checkpoint(activation, x, *(given[name] for name in names))
+        output, output_bias = self.linear_fc2(y)
+        checkpoint.discard_output_and_register_recompute(output)
+        return output, output_bias
+
+    return forward
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    return _recompute.why_not(context, FLAG, NUMBER)
+
+
+FEATURE = Feature(
+    name="recompute_activation_function",
+    summary="the MLP's activation given up after use and computed again",
+    options=(
+        Option(FLAG, help="Release the MLP's activation after use and compute it again in the backward pass."),
+        Option(
+            f"{FLAG}-num-layers",
+            help="How many layers of each pipeline rank do so; all if not given.",
+            default=None,
+            type=int,
+            metavar="N",
+        ),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    patches=(
+        _recompute.in_chosen_layers(NUMBER, _prepare),
+        Wrap("megatron.core.transformer.mlp:MLP.forward", _forward),
+    ),
+)

@@ -1,0 +1,68 @@
+"""`--recompute-norm`: the two norms of a layer are given up after use and computed again from the layer's input.
+
+Reaches the norm before attention and the one before the MLP or the experts. Each output, [s, b, h] (divided by TP
+under sequence parallelism), is kept by the linear layers behind it; its memory is released when attention or the MLP
+has run, and the norm runs again when their gradient arrives. Megatron has that for all layers as `layernorm` in
+`--recompute-modules`, for selective recomputation alone; this flag turns it on layer by layer and beside
+`--recompute-granularity full` with its method `block`.
+
+Megatron's machinery for it takes its own default for a sign of fp8 and fails without Transformer Engine; that is put
+right.
+
+With `--recompute-norm-num-layers N` the first N layers of each pipeline rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+
+from . import _recompute
+
+FLAG = "--recompute-norm"
+NUMBER = "recompute_norm_num_layers"
+
+
+def _prepare(layer: Any, session: Session) -> None:
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    # Norms that are part of the linear layer behind them have an empty module in their place.
+    layer.recompute_input_layernorm = not isinstance(layer.input_layernorm, IdentityOp)
+    layer.recompute_pre_mlp_layernorm = not isinstance(layer.pre_mlp_layernorm, IdentityOp)
+
+
+def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core.tensor_parallel import random
+
+    def __init__(self: Any, fp8: Any = False) -> None:
+        wrapped(self, fp8 if random.HAVE_TE else fp8 or None)
+
+    return __init__
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    return _recompute.why_not(context, FLAG, NUMBER)
+
+
+FEATURE = Feature(
+    name="recompute_norm",
+    summary="a layer's norms given up after use and computed again",
+    options=(
+        Option(FLAG, help="Release the norms of a layer after use and compute them again in the backward pass."),
+        Option(
+            f"{FLAG}-num-layers",
+            help="How many layers of each pipeline rank do so; all if not given.",
+            default=None,
+            type=int,
+            metavar="N",
+        ),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    patches=(
+        _recompute.in_chosen_layers(NUMBER, _prepare),
+        Wrap("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8),
+    ),
+)

@@ -1,0 +1,51 @@
+"""Which layers give up an output, and the reasons that both features share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches import _recompute, recompute_activation_function, recompute_norm
+
+
+def chosen(number, layers=4, chunks=1, **fields):
+    values = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, **fields}
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **values)
+    return [
+        (chunk, place)
+        for place in range(layers)
+        for chunk in range(chunks)
+        if _recompute.is_chosen(config, place, chunk if chunks > 1 else None, number)
+    ]
+
+
+def test_layers_are_taken_from_all_chunks_in_turn():
+    assert len(chosen(None)) == 4 and chosen(2) == [(0, 0), (0, 1)]
+    assert chosen(3, chunks=2) == [(0, 0), (1, 0), (0, 1)]
+    assert len(chosen(None, chunks=3)) == 12
+
+
+def test_layers_that_are_computed_again_as_a_whole_are_passed_over():
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    assert chosen(None, **block) == [(0, 1), (0, 2), (0, 3)]
+    assert chosen(2, chunks=2, **block) == [(0, 1), (1, 1)]
+    assert chosen(None, **{**block, "recompute_method": "uniform"}) == []
+    assert len(chosen(None, recompute_granularity="selective")) == 4
+
+
+@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
+def test_reasons(patch):
+    def reasons(settings=None, **args):
+        return list(patch.FEATURE.condition(Context(Settings(settings or {}), "cpu", {}, args)))
+
+    assert reasons() == reasons(recompute_granularity="full", recompute_method="block") == []
+    assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
+    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph"):
+        assert len(reasons(**{name: True})) == 1
+    assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
+    assert "by name" in reasons({"mindspeed_lite_auto": True})[0]
+    assert reasons({"mindspeed_lite_auto": True, patch.FEATURE.name: True}) == []
+    with pytest.raises(OptionError, match=f"{patch.FLAG}-num-layers 0: want how many layers"):
+        reasons({patch.NUMBER: 0})

@@ -1,0 +1,58 @@
+"""`--recompute-norm` in real Megatron: the same bits, and exactly the memory that arithmetic gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mindspeed_lite
+from tests.platform.forked import forked
+
+from .recomputed import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+
+ON = {"recompute_norm": True, "strict": True}
+TWO = 2 * 2 * SEQUENCE * BATCH * HIDDEN
+
+
+@pytest.mark.parametrize("number", [None, 1])
+@pytest.mark.parametrize("norm", [{}, {"use_fused_rmsnorm": True}], ids=["torch", "fused"])
+@forked("megatron")
+def test_two_norms_for_each_layer_are_not_kept(norm, number):
+    with mindspeed_lite.enabled(**norm):
+        off = step(model_of())
+    flags = {**ON, **norm, **({} if number is None else {"recompute_norm_num_layers": number})}
+    with mindspeed_lite.enabled(**flags):
+        on = step(model_of())
+    saved = off[0] - on[0]
+    if norm:
+        # And the reciprocal of each row's root mean square, in fp32.
+        assert saved == (number or LAYERS) * (TWO + 2 * 4 * SEQUENCE * BATCH)
+    else:
+        assert saved > (number or LAYERS) * TWO, "torch's norm keeps more than it should"
+    assert same(on, off)
+
+
+@forked("megatron")
+def test_beside_the_activation():
+    off = step(model_of())
+    with mindspeed_lite.enabled(**ON):
+        norms = step(model_of())
+    with mindspeed_lite.enabled(**ON, recompute_activation_function=True):
+        both = step(model_of())
+    assert both[0] < norms[0] < off[0] and same(both, off)
+
+
+@forked("megatron")
+def test_a_recomputed_output_gets_its_storage_back_without_a_compiler():
+    from megatron.core.tensor_parallel import random
+
+    from mindspeed_lite import platform
+
+    platform.activate()
+    output, again = torch.zeros(4, 8), torch.randn(4, 8)
+    view, values = output[1:], again.clone()
+    output.untyped_storage().resize_(0)
+    random._get_share_storage()(output, again)
+    assert torch.equal(output, values) and torch.equal(view, values[1:]) and output._version == 0
+    assert again.data_ptr() == output.data_ptr(), "one memory for both"
+    assert random._share_storage_ext is None, "nothing was compiled"
