@@ -312,7 +312,9 @@ def test_both_features_hold_their_class_beside_megatron(dtype):
     assert report.notices == []
     found = report.verifications
     assert {entry.verdict for entry in found} == {"ok"} and {entry.measured_from for entry in found} == {"float64"}
-    assert all(entry.gradient_error > 0 or entry.output_error == 0 for entry in found)
+    # One of them may be equal by chance.
+    for operator in ("attention", "rms_norm"):
+        assert any(entry.gradient_error > 0 for entry in found if entry.operator == operator), operator
     variants = {entry.shape.rpartition("] ")[2] for entry in found if entry.operator == "attention"}
     assert variants >= {"causal", "mask", "window(8,0)"}
     assert any("zero-centred gamma" in entry.against for entry in found)

@@ -35,7 +35,7 @@ def test_every_feature_and_every_flag_is_there_at_every_width(capsys, monkeypatc
 
 
 def test_a_wide_terminal_has_a_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "190")
+    monkeypatch.setenv("COLUMNS", "210")
     _, out, _ = say(capsys)
     assert out.splitlines()[0].split()[:2] == ["feature", "flags"]
 
