@@ -312,9 +312,8 @@ def test_both_features_hold_their_class_beside_megatron(dtype):
     assert report.notices == []
     found = report.verifications
     assert {entry.verdict for entry in found} == {"ok"} and {entry.measured_from for entry in found} == {"float64"}
-    # One of them may be equal by chance.
-    for operator in ("attention", "rms_norm"):
-        assert any(entry.gradient_error > 0 for entry in found if entry.operator == operator), operator
+    # A norm in 16 bits may round to the very same numbers.
+    assert all(entry.gradient_error > 0 for entry in found if entry.operator == "attention")
     variants = {entry.shape.rpartition("] ")[2] for entry in found if entry.operator == "attention"}
     assert variants >= {"causal", "mask", "window(8,0)"}
     assert any("zero-centred gamma" in entry.against for entry in found)
