@@ -18,7 +18,6 @@ from mindspeed_lite.engine import (
     Feature,
     ImportHandle,
     Session,
-    Table,
     Transaction,
     Wrap,
     add_arguments,
@@ -163,8 +162,7 @@ def install() -> None:
 
 def _applier(feature: Feature) -> Callable[[Any], None]:
     def apply(module: Any) -> None:
-        current = platform.current()
-        transaction, _ = megatron.place(feature, current.name if current is not None else "cpu", Table())
+        transaction, _ = megatron.place(feature)
         _applied.append(transaction)
 
     return apply

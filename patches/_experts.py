@@ -1,11 +1,12 @@
-"""What the features for mixtures of experts share: when one of them makes sense, and the argument that turns it on."""
+"""What the features for mixtures of experts share: when one makes sense, what turns it on, and its comparison."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Context
+from mindspeed_lite.engine import Context, Feature, Session
+from mindspeed_lite.verify import Exact
 
 
 def why_not(theirs: str) -> Callable[[Context], list[str]]:
@@ -29,3 +30,32 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
         return {} if context.host_args is None else {argument: True}
 
     return adjust
+
+
+def compare(
+    session: Session,
+    feature: Feature,
+    operator: str,
+    ours: Callable[..., Any],
+    theirs: Callable[..., Any],
+    inputs: Mapping[str, Any],
+    against: str = "Megatron's function",
+    exact_in_fp64: bool = False,
+    variant: str = "",
+) -> None:
+    """Have the session's verifier compare an operator whose number of rows each batch decides.
+
+    exact_in_fp64: `theirs` in float64 is what both are measured by.
+    """
+    session.verifier.check(
+        feature.name,
+        operator,
+        feature.numerics,
+        ours,
+        theirs,
+        inputs,
+        against=against,
+        exact=[Exact(theirs)] if exact_in_fp64 else (),
+        variant=variant,
+        sizes_vary=True,
+    )

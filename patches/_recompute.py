@@ -11,7 +11,90 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Context, OptionError, Session, Wrap
+from mindspeed_lite.engine import Context, Option, OptionError, Session, Settings, Wrap
+
+# What is at odds with giving an output up, by Megatron's name for it in its arguments and in its configuration.
+_AT_ODDS = {
+    "fp8": "--fp8-format keeps outputs in another form",
+    "fp4": "--fp4-format keeps outputs in another form",
+    "cpu_offloading": "--cpu-offloading moves what is given up here",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is given up here",
+    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
+    "external_cuda_graph": "--external-cuda-graph records a layer once",
+    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+}
+
+
+class Switch:
+    """`flag`, which gives an output up in all layers, and `flag`-num-layers, which does so in the first ones alone."""
+
+    def __init__(self, feature: str, help: str) -> None:
+        self.feature = feature
+        self.flag = f"--{feature.replace('_', '-')}"
+        self.number = f"{feature}_num_layers"
+        self.options = (
+            Option(self.flag, help=help),
+            Option(
+                f"{self.flag}-num-layers",
+                help=f"{self.flag} for the first N layers of each pipeline rank.",
+                default=None,
+                type=int,
+                metavar="N",
+            ),
+        )
+
+    def enabled(self, settings: Settings) -> bool:
+        """By either of the two: a number of layers says that they are to do it."""
+        return bool(settings.get(self.feature)) or settings.get(self.number) is not None
+
+    def why_not(self, context: Context) -> list[str]:
+        """The feature's condition. Raises OptionError for a number of layers that is none."""
+        number = context.settings.get(self.number)
+        if number is not None and number < 1:
+            raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
+        reasons = []
+        if context.settings.get("mindspeed_lite_auto") and not self.enabled(context.settings):
+            reasons.append("it trades time for memory: ask for it by name")
+        if context.arg("transformer_impl", "local") == "transformer_engine":
+            reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
+        if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
+            reasons.append("--recompute-granularity full computes every layer again as a whole")
+        return reasons + _at_odds(lambda name: context.arg(name, None))
+
+    def in_chosen_layers(self, prepare: Callable[[Any, Session], None]) -> Wrap:
+        """The patch that calls `prepare(layer, session)` for every chosen layer that is built."""
+
+        def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+            signature = inspect.signature(wrapped)
+
+            def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
+                wrapped(layer, *args, **kwargs)
+                given = signature.bind(layer, *args, **kwargs).arguments
+                # The number within the chunk, before Megatron adds those of earlier stages.
+                place = given.get("layer_number", 1) - 1
+                if is_chosen(layer.config, place, given.get("vp_stage"), session.settings[self.number]):
+                    # The condition has seen the arguments of a script; a model may be built without any.
+                    reasons = _at_odds(lambda name: getattr(layer.config, name, None))
+                    if reasons:
+                        session.fallback(self.feature, "; ".join(reasons))
+                    else:
+                        prepare(layer, session)
+
+            return __init__
+
+        return Wrap("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around)
+
+
+def _at_odds(value_of: Callable[[str], Any]) -> list[str]:
+    return [why for name, why in _AT_ODDS.items() if value_of(name) not in (None, False, "none")]
+
+
+def giving_up() -> Any:
+    """Megatron's checkpoint of a function whose output is given up."""
+    from megatron.core import tensor_parallel
+
+    # Anything but None, its default included, asks Transformer Engine about fp8.
+    return tensor_parallel.CheckpointWithoutOutput(fp8=None)
 
 
 def is_chosen(config: Any, place: int, chunk: int | None, number: int | None) -> bool:
@@ -22,49 +105,3 @@ def is_chosen(config: Any, place: int, chunk: int | None, number: int | None) ->
         return False
     turn = (place - passed_over) * (config.virtual_pipeline_model_parallel_size or 1) + (chunk or 0)
     return number is None or turn < number
-
-
-def in_chosen_layers(number_of: str, prepare: Callable[[Any, Session], None]) -> Wrap:
-    """The patch that calls `prepare(layer, session)` for every chosen layer that is built.
-
-    number_of: where the settings have how many layers of a rank are chosen.
-    """
-
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        signature = inspect.signature(wrapped)
-
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            wrapped(self, *args, **kwargs)
-            given = signature.bind(self, *args, **kwargs).arguments
-            # The number within the chunk, before Megatron adds those of earlier stages.
-            place = given.get("layer_number", 1) - 1
-            if is_chosen(self.config, place, given.get("vp_stage"), session.settings[number_of]):
-                prepare(self, session)
-
-        return __init__
-
-    return Wrap("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around)
-
-
-def why_not(context: Context, flag: str, number_of: str) -> list[str]:
-    """Reasons that hold for both. Raises OptionError for a number of layers that is none."""
-    number = context.settings.get(number_of)
-    if number is not None and number < 1:
-        raise OptionError(f"{flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
-    reasons = []
-    if context.settings.get("mindspeed_lite_auto") and not context.settings.get(flag[2:].replace("-", "_")):
-        reasons.append("it trades time for memory: ask for it by name")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-    if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
-        reasons.append("--recompute-granularity full computes every layer again as a whole")
-    for name, what in (
-        ("fp8", "--fp8-format keeps outputs in another form"),
-        ("fp4", "--fp4-format keeps outputs in another form"),
-        ("cpu_offloading", "--cpu-offloading moves what is given up here"),
-        ("fine_grained_activation_offloading", "--fine-grained-activation-offloading moves what is given up here"),
-        ("enable_cuda_graph", "--enable-cuda-graph records a layer once"),
-    ):
-        if context.arg(name, None):
-            reasons.append(what)
-    return reasons

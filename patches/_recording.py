@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from mindspeed_lite import platform
-from mindspeed_lite.engine import ImportHandle, Session, Table, Transaction, Wrap, when_imported
+from mindspeed_lite.engine import ImportHandle, Session, Transaction, Wrap, when_imported
 from mindspeed_lite.platform import megatron
 
 TRAINING = "megatron.training.training"
@@ -46,8 +45,7 @@ def install(listener: Listener) -> Callable[[], None]:
     feature = megatron.always("recording", "a benchmark listens", Wrap(f"{TRAINING}:train_step", around))
 
     def place(module: Any) -> None:
-        current = platform.current()
-        transaction, _ = megatron.place(feature, current.name if current is not None else "cpu", Table())
+        transaction, _ = megatron.place(feature)
         applied.append(transaction)
 
     handle: ImportHandle = when_imported(TRAINING, place)

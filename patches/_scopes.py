@@ -19,8 +19,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.nn.modules import module as torch_module
 
-from mindspeed_lite import platform
-from mindspeed_lite.engine import Session, Table, Wrap
+from mindspeed_lite.engine import Session, Wrap
 from mindspeed_lite.platform import megatron
 
 # The ranges are called PREFIX + category; `mindspeed_lite.bench.breakdown` reads them.
@@ -152,8 +151,7 @@ def _wrap_functions() -> Callable[[], Any]:
         "ranges for the profiler around the parts of a model",
         *(Wrap(target, _around(category)) for category, target in targets),
     )
-    current = platform.current()
-    transaction, _ = megatron.place(feature, current.name if current is not None else "cpu", Table())
+    transaction, _ = megatron.place(feature)
     return transaction.undo
 
 

@@ -27,9 +27,8 @@ from mindspeed_lite.ops.grouped_matmul import (
     grouped_matmul,
     weight_gradients,
 )
-from mindspeed_lite.verify import Exact
 
-from . import _experts, delay_wgrad_compute, recompute_activation_function
+from . import _experts, _recompute, delay_wgrad_compute, recompute_activation_function
 from ._stand_ins import InPlaceOf, Through
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
@@ -76,17 +75,15 @@ def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Count
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
     x = _linear(session, fc1, hidden, counts, fc1_biases)
-    if not (_recomputes(module.config) or recompute_activation_function.is_recomputed(first)):
+    if not (_has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)):
         return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
-    from megatron.core import tensor_parallel
-
-    checkpoint = tensor_parallel.CheckpointWithoutOutput(module.config.fp8)
+    checkpoint = _recompute.giving_up()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
     checkpoint.discard_output_and_register_recompute(out)
     return _finish(fc2, out, counts, probs)
 
 
-def _recomputes(config: Any) -> bool:
+def _has_moe_act(config: Any) -> bool:
     return config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
 
 
@@ -119,16 +116,8 @@ def _verify(
 
     inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
     inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
-    session.verifier.check(
-        FEATURE.name,
-        "grouped_matmul",
-        FEATURE.numerics,
-        ours,
-        loop,
-        inputs,
-        against="one linear layer after the other",
-        exact=[Exact(loop)],
-        sizes_vary=True,
+    _experts.compare(
+        session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", exact_in_fp64=True
     )
 
 

@@ -10,13 +10,12 @@ Steps aside for padding to the tile of a quantised product, which only Transform
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Feature, Option, Provide, Session, Wrap
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
-from mindspeed_lite.verify import Exact
 
 from . import _experts
 
@@ -56,36 +55,17 @@ def _permuted(session: Session, plain: Callable[..., Any], given: Sequence[Any])
         return plain(tokens, routing_map, probs, **rest)
 
     if session.verifier is not None:
-        _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], tokens=tokens)
+        _verify(session, "permute", lambda x: ours(x, None)[0], lambda x: theirs(x, None)[0], {"tokens": tokens})
         if probs is not None:
             rows = tokens.detach()
             of_rows = (lambda p: ours(rows, p)[1], lambda p: theirs(rows, p)[1])
-            _verify(session, "permute", *of_rows, variant="probabilities", probs=probs)
+            _verify(session, "permute", *of_rows, {"probs": probs}, variant="probabilities")
     return ours(tokens, probs)
 
 
-def _verify(
-    session: Session,
-    operator: str,
-    ours: Any,
-    theirs: Any,
-    variant: str = "",
-    against: str = "Megatron's function",
-    **inputs: Any,
-) -> None:
-    session.verifier.check(
-        FEATURE.name,
-        operator,
-        FEATURE.numerics,
-        ours,
-        theirs,
-        inputs,
-        against=against,
-        # What only moves and adds is exact in float64.
-        exact=[Exact(theirs)],
-        variant=variant,
-        sizes_vary=True,
-    )
+def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
+    # What only moves and adds is exact in float64.
+    _experts.compare(session, FEATURE, operator, ours, theirs, inputs, exact_in_fp64=True, **more)
 
 
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -138,7 +118,7 @@ def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> A
     if session.verifier is not None:
         # Megatron's function cannot read the row ids that the operator's permute has left it.
         inputs = {"permuted_tokens": permuted_tokens, **({} if probs is None else {"probs": probs})}
-        _verify(session, "unpermute", ours, definition, against="the sums in plain PyTorch", **inputs)
+        _verify(session, "unpermute", ours, definition, inputs, against="the sums in plain PyTorch")
     return ours(permuted_tokens, probs)
 
 
@@ -188,7 +168,7 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
         if session.verifier is not None:
             order = (split_sizes, sorted_idxs)
             functions = (lambda x: ops.sort_chunks(x, *order)[0], lambda x: wrapped(x, *order)[0])
-            _verify(session, "sort_chunks", *functions, input=input)
+            _verify(session, "sort_chunks", *functions, {"input": input})
         return ops.sort_chunks(input, split_sizes, sorted_idxs, probs)
 
     return sort_chunks_by_idxs

@@ -35,24 +35,11 @@ def _route(
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
-            _verify(session, "topk_routing", *functions, logits=logits)
+            _experts.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits})
         return ops.topk_routing(logits, topk, **how)
     if fused:
         session.fallback(FEATURE.name, why_not)
     return plain(logits, topk)
-
-
-def _verify(session: Session, operator: str, ours: Any, theirs: Any, **inputs: Any) -> None:
-    session.verifier.check(
-        FEATURE.name,
-        operator,
-        FEATURE.numerics,
-        ours,
-        theirs,
-        inputs,
-        against="Megatron's function",
-        sizes_vary=True,
-    )
 
 
 def _rounded(logits: Any, rounds: bool) -> str:
@@ -160,7 +147,7 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
         if session.verifier is not None:
             given = (topk, score_function)
             functions = (lambda x: ops.aux_loss_scores(x, *given)[1], lambda x: wrapped(x, *given)[1])
-            _verify(session, "aux_loss_scores", *functions, logits=logits)
+            _experts.compare(session, FEATURE, "aux_loss_scores", *functions, {"logits": logits})
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
@@ -190,7 +177,7 @@ def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
             probs = probs * padding_mask.unsqueeze(-1)
         if session.verifier is not None:
             functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))
-            _verify(session, "load_balancing_loss", *functions, probs=probs)
+            _experts.compare(session, FEATURE, "load_balancing_loss", *functions, {"probs": probs})
         return ops.load_balancing_loss(probs, *given)
 
     return switch_load_balancing_loss_func

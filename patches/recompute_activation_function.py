@@ -6,23 +6,25 @@ layer alone; its memory is released as soon as that layer has run, and the activ
 which is kept anyway, when the layer's gradient arrives. Neither matrix product runs again. The machinery is Megatron's
 `CheckpointWithoutOutput`, which it uses for norms and grouped experts; the MLP's own forward runs, in two pieces.
 
-With `--recompute-activation-function-num-layers N` the first N layers of each pipeline rank.
+With `--recompute-activation-function-num-layers N` that holds for the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Feature, Session, Wrap
 
 from . import _recompute
 from ._stand_ins import InPlaceOf, Through
 
-FLAG = "--recompute-activation-function"
-NUMBER = "recompute_activation_function_num_layers"
+SWITCH = _recompute.Switch(
+    "recompute_activation_function",
+    help="Release the MLP's activation after use and compute it again in the backward pass.",
+)
 CHOSEN = "activation_is_recomputed"
 
 
@@ -56,8 +58,6 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             if biased and is_recomputed(self):
                 session.fallback(FEATURE.name, "an expert's second layer has a bias, which Megatron adds in place")
             return wrapped(self, hidden_states, per_token_scale, **kwargs)
-        from megatron.core import tensor_parallel
-
         x, bias = self.linear_fc1(hidden_states)
         given = {"bias": bias, "scale": per_token_scale}
         names = [name for name, tensor in given.items() if tensor is not None]
@@ -68,8 +68,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             between = InPlaceOf(self, linear_fc1=fc1, linear_fc2=Through(lambda y: (y, None)))
             return wrapped(between, x, others.get("scale"), **kwargs)[0]
 
-        # Without fp8: what is not None asks Transformer Engine.
-        checkpoint = tensor_parallel.CheckpointWithoutOutput(fp8=None)
+        checkpoint = _recompute.giving_up()
         y = checkpoint.checkpoint(activation, x, *(given[name] for name in names))
         output, output_bias = self.linear_fc2(y)
         checkpoint.discard_output_and_register_recompute(output)
@@ -78,27 +77,15 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    return _recompute.why_not(context, FLAG, NUMBER)
-
-
 FEATURE = Feature(
-    name="recompute_activation_function",
+    name=SWITCH.feature,
     summary="the MLP's activation given up after use and computed again",
-    options=(
-        Option(FLAG, help="Release the MLP's activation after use and compute it again in the backward pass."),
-        Option(
-            f"{FLAG}-num-layers",
-            help="How many layers of each pipeline rank do so; all if not given.",
-            default=None,
-            type=int,
-            metavar="N",
-        ),
-    ),
+    options=SWITCH.options,
+    enabled=SWITCH.enabled,
     numerics="bitwise",
-    condition=_why_not,
+    condition=SWITCH.why_not,
     patches=(
-        _recompute.in_chosen_layers(NUMBER, _prepare),
+        SWITCH.in_chosen_layers(_prepare),
         Wrap("megatron.core.transformer.mlp:MLP.forward", _forward),
     ),
 )

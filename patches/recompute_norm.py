@@ -9,20 +9,21 @@ has run, and the norm runs again when their gradient arrives. Megatron has that 
 Megatron's machinery for it takes its own default for a sign of fp8 and fails without Transformer Engine; that is put
 right.
 
-With `--recompute-norm-num-layers N` the first N layers of each pipeline rank.
+With `--recompute-norm-num-layers N` that holds for the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Feature, Session, Wrap
 
 from . import _recompute
 
-FLAG = "--recompute-norm"
-NUMBER = "recompute_norm_num_layers"
+SWITCH = _recompute.Switch(
+    "recompute_norm", help="Release the norms of a layer after use and compute them again in the backward pass."
+)
 
 
 def _prepare(layer: Any, session: Session) -> None:
@@ -42,27 +43,15 @@ def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[.
     return __init__
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    return _recompute.why_not(context, FLAG, NUMBER)
-
-
 FEATURE = Feature(
-    name="recompute_norm",
+    name=SWITCH.feature,
     summary="a layer's norms given up after use and computed again",
-    options=(
-        Option(FLAG, help="Release the norms of a layer after use and compute them again in the backward pass."),
-        Option(
-            f"{FLAG}-num-layers",
-            help="How many layers of each pipeline rank do so; all if not given.",
-            default=None,
-            type=int,
-            metavar="N",
-        ),
-    ),
+    options=SWITCH.options,
+    enabled=SWITCH.enabled,
     numerics="bitwise",
-    condition=_why_not,
+    condition=SWITCH.why_not,
     patches=(
-        _recompute.in_chosen_layers(NUMBER, _prepare),
+        SWITCH.in_chosen_layers(_prepare),
         Wrap("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8),
     ),
 )

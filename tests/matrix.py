@@ -1,7 +1,7 @@
 """Which part of a matrix of tests `make test` runs, and which only `make test-whole`.
 
-Twenty minutes on two cores do not hold every layout on every release. The newest release runs all; of the older ones
-each takes the columns that come to it in turn, so that every column runs on one of them too.
+Twenty minutes on two cores do not hold every layout on every release. The newest release runs most; the older ones run
+what differs between releases.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from tests import releases
 whole = pytest.mark.whole
 
 
-def of_releases(columns: Sequence[Any], among: Sequence[str] = releases.ALL) -> list[Any]:
-    """Parameters (release, column) for all pairs, those left to the whole run marked."""
-    *older, newest = among
+def only(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Parameters for all values, of which a tuple stands for several; those not `kept` are left to the whole run."""
     return [
-        pytest.param(release, column, marks=() if release == newest or older[place % len(older)] == release else whole)
-        for release in among
-        for place, column in enumerate(columns)
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=() if value in kept else whole)
+        for value in values
     ]
 
 
-def only(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Parameters for all values; those not `kept` are left to the whole run."""
-    return [pytest.param(value, marks=() if value in kept else whole) for value in values]
+def pairs(columns: Sequence[Any], older: Sequence[tuple[str, Any]], among: Sequence[str] = releases.ALL) -> list[Any]:
+    """Parameters (release, column) for all pairs: on the newest release all run, of the others those of `older`."""
+    every = [(release, column) for release in among for column in columns]
+    return only([*older, *((among[-1], column) for column in columns)], every)

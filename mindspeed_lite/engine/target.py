@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
@@ -225,24 +225,32 @@ def holders(
         if top in skip:
             continue
         space = namespace(module)
-        if type(space) is not dict or id(space) in seen:
-            continue
-        seen.add(id(space))
-        for owner, name, value in _members(module, space, seen if top in packages else None, packages):
-            if id(value) in found:
-                found[id(value)].append((owner, name))
+        if type(space) is dict and id(space) not in seen:
+            seen.add(id(space))
+            _look_through(module, space, found)
+            if top in packages:
+                _look_through_classes(space, found, seen, packages)
     return found
 
 
-def _members(
-    owner: Owner, space: Any, seen: set[int] | None, packages: Collection[str]
-) -> Iterator[tuple[Owner, str, Any]]:
+def _look_through(owner: Owner, space: Any, found: dict[int, list[Place]]) -> None:
+    # There are some hundred thousand attributes, nearly all in places that hold nothing: those cost no Python code.
+    values = list(space.values())
+    if found.keys().isdisjoint(map(id, values)):
+        return
     for name, value in list(space.items()):
-        yield owner, name, value
-        if seen is not None and is_class(value) and id(value) not in seen:
+        if id(value) in found:
+            found[id(value)].append((owner, name))
+
+
+def _look_through_classes(space: Any, found: dict[int, list[Place]], seen: set[int], packages: Collection[str]) -> None:
+    for value in list(space.values()):
+        if is_class(value) and id(value) not in seen:
             seen.add(id(value))
-            if top_level(str(namespace(value).get("__module__", ""))) in packages:
-                yield from _members(value, namespace(value), seen, packages)
+            inside = namespace(value)
+            if top_level(str(inside.get("__module__", ""))) in packages:
+                _look_through(value, inside, found)
+                _look_through_classes(inside, found, seen, packages)
 
 
 def render_signature(parameters: Iterable[tuple[str, Any, bool]]) -> str:

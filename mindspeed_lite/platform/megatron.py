@@ -84,15 +84,25 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
     )
 
 
-def place(feature: Feature, device: str, fingerprints: Table) -> tuple[Transaction, Report]:
-    """Put one feature without a flag in force by itself, on a release that need not be a verified one."""
+def place(
+    *features: Feature, device: str | None = None, fingerprints: Table | None = None
+) -> tuple[Transaction, Report]:
+    """Put features without a flag in force by themselves, on a release that need not be a verified one.
+
+    device: what they are told they run on; the active device if not given.
+    """
+    if device is None:
+        from mindspeed_lite import platform
+
+        current = platform.current()
+        device = "cpu" if current is None else current.name
     context = Context(Settings({}), device, {})
     session = Session(context.settings, context, Report({}, device))
     plan = make_plan(
-        [feature],
+        features,
         context,
         host_version=version() or "0",
-        fingerprints=fingerprints,
+        fingerprints=Table() if fingerprints is None else fingerprints,
         session=session,
         allow_unverified=True,
         skip_modules=LIBRARIES,
@@ -314,22 +324,26 @@ _entries: list[Entry] = []
 
 def attach(device: str) -> None:
     """Put the assumptions about `device` right as the modules they live in are imported (or now, if they are)."""
+    context = Context(Settings({}), device, {})
+    present: list[Feature] = []
     for feature in ASSUMPTIONS:
-        context = Context(Settings({}), device, {})
         if feature.condition is not None and feature.condition(context):
             continue
         module = feature.patches[0].target.partition(":")[0]
-        _waiting.append(when_imported(module, _applier(feature, context)))
+        if sys.modules.get(module) is not None:
+            present.append(feature)
+        else:
+            _waiting.append(when_imported(module, functools.partial(_put_right, [feature], device)))
+    # Together, since each transaction looks through every loaded module.
+    _put_right(present, device)
 
 
-def _applier(feature: Feature, context: Context) -> Callable[[Any], None]:
-    def apply(module: Any) -> None:
-        if any(matches(patch.versions, version() or "0") for patch in feature.patches):
-            transaction, report = place(feature, context.device, _known())
-            _applied.append(transaction)
-            _entries.extend(report.entries)
-
-    return apply
+def _put_right(features: Sequence[Feature], device: str, module: Any = None) -> None:
+    fitting = [each for each in features if any(matches(patch.versions, version() or "0") for patch in each.patches)]
+    if fitting:
+        transaction, report = place(*fitting, device=device, fingerprints=_known())
+        _applied.append(transaction)
+        _entries.extend(report.entries)
 
 
 def entries() -> list[Entry]:

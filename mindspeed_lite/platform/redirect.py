@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -55,9 +55,9 @@ class Redirects:
         new_by_old = {
             id(before): after for _, _, before, after in self._journal if before is not _ABSENT and callable(before)
         }
-        for module, name, value in _module_items():
-            after = new_by_old.get(id(value))
-            if after is not None and value is not after:
+        for module, name, value in _held_by_modules(new_by_old):
+            after = new_by_old[id(value)]
+            if value is not after:
                 self.set(module, name, after)
 
     def undo(self) -> None:
@@ -74,10 +74,8 @@ class Redirects:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-        for module, name, value in _module_items():
-            befores = moved.get(id(value))
-            if befores is None:
-                continue
+        for module, name, value in _held_by_modules(moved):
+            befores = moved[id(value)]
             # One replacement may stand for several names; then the importer's own name tells which.
             before = befores.get(name, next(iter(befores.values())) if len(befores) == 1 else _ABSENT)
             if before is not _ABSENT:
@@ -88,14 +86,17 @@ class Redirects:
         return [(owner, name) for owner, name, _, _ in self._journal]
 
 
-def _module_items() -> list[tuple[ModuleType, str, Any]]:
-    items: list[tuple[ModuleType, str, Any]] = []
+def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, str, Any]]:
+    """Where the modules that follow the device layer hold one of the objects, given by identity."""
+    found: list[tuple[ModuleType, str, Any]] = []
     for module_name, module in list(sys.modules.items()):
         top = module_name.partition(".")[0]
         if top in MACHINE_PACKAGES or top in _QUIET or not isinstance(module, ModuleType):
             continue
-        items.extend((module, name, value) for name, value in list(vars(module).items()))
-    return items
+        # Most modules hold none, and finding that out runs no Python code.
+        if not identities.keys().isdisjoint(map(id, list(vars(module).values()))):
+            found += [(module, name, value) for name, value in list(vars(module).items()) if id(value) in identities]
+    return found
 
 
 _QUIET = frozenset(sys.stdlib_module_names) - {"__main__"}

@@ -14,6 +14,7 @@ import pytest
 from mindspeed_lite.bench import compose, harness
 from mindspeed_lite.bench.harness import Job, Outcome
 from mindspeed_lite.bench.plan import Arm
+from tests import matrix
 from tests.training.test_script import MODEL, NO_DROPOUT
 
 HERE = Path(__file__).parent
@@ -42,25 +43,34 @@ def report(outcomes: list[Outcome], complete: bool = True) -> dict:
     )
 
 
+class Outcomes(dict[str, list[Outcome]]):
+    """Real runs by the name of their arm, made when a test first asks for them."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, name: str) -> list[Outcome]:
+        arms = {
+            "off": Arm(name, "off"),
+            "yardstick": Arm(name, "off", arithmetic="float32"),
+            "right": Arm(name, "only", (*FEATURE, "use_flash_attn")),
+        }
+        # The slow one is judged by its interval, and of two pairs little can be said.
+        repeats = 3 if name in ("off", "slow") else 1
+        # A hang is given longer than a run takes to begin; a step takes a fraction of a second.
+        given = job(self._folder, timeout=20.0 if name == "hang" else 90.0)
+        arm = arms.get(name, Arm(name, "only", FEATURE))
+        self[name] = [harness.run(given, arm, each + 1, profile=name == "right") for each in range(repeats)]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Outcome]]:
-    """Real runs: off and the slow one three times (of two pairs little can be said), each fault, the yardstick."""
-    folder = tmp_path_factory.mktemp("bench")
-    found: dict[str, list[Outcome]] = {}
-    for repeat in (1, 2, 3):
-        found.setdefault("off", []).append(harness.run(job(folder), Arm("off", "off"), repeat))
-        for name in ("wrong", "slow", "leak") if repeat == 1 else ("slow",):
-            found.setdefault(name, []).append(harness.run(job(folder), Arm(name, "only", FEATURE), repeat))
-    right = Arm("right", "only", (*FEATURE, "use_flash_attn"))
-    found["right"] = [harness.run(job(folder), right, 1, profile=True)]
-    found["crash"] = [harness.run(job(folder), Arm("crash", "only", FEATURE), 1)]
-    # Longer than a run takes to begin; a step takes a fraction of a second.
-    found["hang"] = [harness.run(job(folder, timeout=20.0), Arm("hang", "only", FEATURE), 1)]
-    found["yardstick"] = [harness.run(job(folder), Arm("yardstick", "off", arithmetic="float32"), 1)]
-    return found
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return Outcomes(tmp_path_factory.mktemp("bench"))
 
 
-def comparison(outcomes: dict[str, list[Outcome]], name: str) -> tuple[dict, dict]:
+def comparison(outcomes: Outcomes, name: str) -> tuple[dict, dict]:
     chosen = [*outcomes["off"], *outcomes[name], *outcomes["yardstick"]]
     found = report(chosen)
     return found["comparisons"][0], found
@@ -70,7 +80,7 @@ def failures(found: dict) -> list[str]:
     return [row["text"] for row in found["findings"] if row["severity"] == "failure"]
 
 
-def test_a_right_feature_agrees_and_off_is_itself(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_right_feature_agrees_and_off_is_itself(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "right")
     assert not failures(found)
     assert row["loss"]["verdict"] == "agrees" and 0 < row["loss"]["times_yardstick"] < 2
@@ -86,7 +96,7 @@ def test_a_right_feature_agrees_and_off_is_itself(outcomes: dict[str, list[Outco
     assert arms["off"]["summary"]["peak_memory_bytes"] > 1e6
 
 
-def test_the_profiled_step_is_taken_apart(outcomes: dict[str, list[Outcome]]) -> None:
+def test_the_profiled_step_is_taken_apart(outcomes: Outcomes) -> None:
     _, found = comparison(outcomes, "right")
     breakdown = {arm["name"]: arm for arm in found["arms"]}["right"]["breakdown"]
     categories = breakdown["categories"]
@@ -97,7 +107,7 @@ def test_the_profiled_step_is_taken_apart(outcomes: dict[str, list[Outcome]]) ->
     assert [step["measured"] for step in steps[:9]] == [False] * 2 + [True] * 6 + [False]
 
 
-def test_a_yardstick_that_fails_is_a_warning(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_yardstick_that_fails_is_a_warning(outcomes: Outcomes) -> None:
     from dataclasses import replace
 
     from mindspeed_lite.bench import render_summary
@@ -109,13 +119,13 @@ def test_a_yardstick_that_fails_is_a_warning(outcomes: dict[str, list[Outcome]])
     assert {each.severity for each in render_summary.findings(found)} == {"warning"}
 
 
-def test_a_wrong_loss_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_wrong_loss_is_a_failure(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "wrong")
     assert row["loss"]["verdict"] == "differs"
     assert "the training is not the same" in failures(found)[0]
 
 
-def test_a_slow_step_is_said(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_slow_step_is_said(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "slow")
     # Five norms a micro-batch, four micro-batches, 50 ms each.
     on, off = ({arm["name"]: arm for arm in found["arms"]}[name]["summary"]["step_seconds"] for name in ("slow", "off"))
@@ -125,7 +135,8 @@ def test_a_slow_step_is_said(outcomes: dict[str, list[Outcome]]) -> None:
     assert any("a step is slower" in each["text"] for each in found["findings"])
 
 
-def test_a_leak_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
+@matrix.whole
+def test_a_leak_is_a_failure(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "leak")
     # 5 norms, 4 micro-batches, 4 MiB each.
     assert row["growth"]["bytes_per_step_on"] == pytest.approx(20 * (4 << 20), rel=0.2)
@@ -134,7 +145,8 @@ def test_a_leak_is_a_failure(outcomes: dict[str, list[Outcome]]) -> None:
     assert comparison(outcomes, "right")[0]["growth"]["verdict"] == "steady"
 
 
-def test_a_crash_keeps_the_other_arm_and_shows_its_log(outcomes: dict[str, list[Outcome]]) -> None:
+@matrix.whole
+def test_a_crash_keeps_the_other_arm_and_shows_its_log(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "crash")
     assert row["speed"] is None and row["loss"] is None
     run = {arm["name"]: arm for arm in found["arms"]}["crash"]["runs"][0]
@@ -145,7 +157,7 @@ def test_a_crash_keeps_the_other_arm_and_shows_its_log(outcomes: dict[str, list[
     assert found["complete"] is False
 
 
-def test_a_hang_is_ended_and_says_where_it_stood(outcomes: dict[str, list[Outcome]]) -> None:
+def test_a_hang_is_ended_and_says_where_it_stood(outcomes: Outcomes) -> None:
     _, found = comparison(outcomes, "hang")
     run = {arm["name"]: arm for arm in found["arms"]}["hang"]["runs"][0]
     assert run["status"] == "hung"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 
 from .test_gradient_accumulation_fusion import start
@@ -29,22 +31,34 @@ def model_of(**fields):
     return TransformerBlock(config=config, spec=spec, post_layer_norm=False).bfloat16()
 
 
+@contextlib.contextmanager
+def keeping():
+    """Collects the storages that are kept for the backward pass inside, by their address."""
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def size_without(kept, others):
+    apart = {each.untyped_storage()._cdata for each in others}
+    return sum(storage.nbytes() for key, storage in kept.items() if key not in apart)
+
+
 def step(model):
     """(bytes kept beside the weights, output and gradients) of one forward and backward pass."""
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
-    kept = []
-
-    def pack(tensor):
-        kept.append(tensor.untyped_storage())
-        return tensor
-
     for parameter in model.parameters():
         parameter.grad = None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with keeping() as kept:
         out = model(x, attention_mask=None)
         out = out[0] if isinstance(out, tuple) else out
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    size = sum({each._cdata: each.nbytes() for each in kept if each._cdata not in weights}.values())
+    size = size_without(kept, model.parameters())
     out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).bfloat16())
     return size, [out.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
 

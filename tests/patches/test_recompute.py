@@ -44,8 +44,30 @@ def test_reasons(patch):
     assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
     for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph"):
         assert len(reasons(**{name: True})) == 1
+    assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
     assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
     assert "by name" in reasons({"mindspeed_lite_auto": True})[0]
     assert reasons({"mindspeed_lite_auto": True, patch.FEATURE.name: True}) == []
-    with pytest.raises(OptionError, match=f"{patch.FLAG}-num-layers 0: want how many layers"):
-        reasons({patch.NUMBER: 0})
+    with pytest.raises(OptionError, match=f"{patch.SWITCH.flag}-num-layers 0: want how many layers"):
+        reasons({patch.SWITCH.number: 0})
+
+
+@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
+def test_a_number_of_layers_turns_it_on(patch):
+    def enabled(**given):
+        return patch.FEATURE.is_enabled(Settings.of(patch.FEATURE.options, given))
+
+    assert not enabled() and enabled(**{patch.FEATURE.name: True}) and enabled(**{patch.SWITCH.number: 2})
+
+
+def test_a_model_built_without_arguments_is_asked_itself():
+    said, prepared = [], []
+    settings = Settings({"recompute_norm_num_layers": None})
+    session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
+    wrap = recompute_norm.SWITCH.in_chosen_layers(lambda layer, session: prepared.append(layer))
+    build = wrap.around(lambda layer, config: setattr(layer, "config", config), session)
+    fields = {"recompute_granularity": None, "virtual_pipeline_model_parallel_size": None}
+    build(SimpleNamespace(), SimpleNamespace(**fields, cuda_graph_impl="none"))
+    assert len(prepared) == 1 and not said
+    build(SimpleNamespace(), SimpleNamespace(**fields, fp8="e4m3", cuda_graph_impl="local"))
+    assert len(prepared) == 1 and len(said) == 1 and "fp8" in said[0][1] and "--cuda-graph-impl" in said[0][1]

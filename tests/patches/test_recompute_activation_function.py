@@ -19,29 +19,32 @@ ONE = 2 * SEQUENCE * BATCH * FFN
 @forked("megatron")
 def test_an_activation_for_each_layer_is_not_kept(number):
     off = step(model_of())
-    flags = {**ON, **({} if number is None else {"recompute_activation_function_num_layers": number})}
+    flags = ON if number is None else {"recompute_activation_function_num_layers": number, "strict": True}
     with mindspeed_lite.enabled(**flags):
         on = step(model_of())
     assert off[0] - on[0] == min(number or LAYERS, LAYERS) * ONE
     assert same(on, off)
 
 
+GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    "fields, given_up",
     [
-        {"bias_activation_fusion": False},
-        {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
-        {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "add_bias_linear": True},
+        # The unfused product keeps both its factors too, the second one after an offset.
+        ({"bias_activation_fusion": False}, 3 * ONE),
+        ({**GELU, "bias_activation_fusion": False}, ONE),
+        ({**GELU, "add_bias_linear": True}, ONE),
     ],
     ids=["unfused", "plain", "bias"],
 )
 @forked("megatron")
-def test_every_kind_of_activation(fields):
+def test_every_kind_of_activation(fields, given_up):
     off = step(model_of(**fields))
     with mindspeed_lite.enabled(**ON):
         on = step(model_of(**fields))
-    # What an unfused activation keeps of its own is given up too.
-    assert off[0] - on[0] >= LAYERS * ONE and same(on, off)
+    assert off[0] - on[0] == LAYERS * given_up and same(on, off)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN, "moe_router_dtype": "fp32"}
@@ -55,7 +58,7 @@ def test_experts_give_up_theirs(grouped):
         off = step(model_of(**EXPERTS))
     with mindspeed_lite.enabled(**ON, **more):
         on = step(model_of(**EXPERTS))
-    assert off[0] - on[0] >= 2 * LAYERS * ONE and same(on, off), "two experts for each token"
+    assert off[0] - on[0] == 2 * LAYERS * ONE and same(on, off), "two experts for each token"
 
 
 @forked("megatron")

@@ -8,7 +8,7 @@ import torch
 import mindspeed_lite
 from tests.platform.forked import forked
 
-from .recomputed import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from .recomputed import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
 
 ON = {"recompute_norm": True, "strict": True}
 TWO = 2 * 2 * SEQUENCE * BATCH * HIDDEN
@@ -20,15 +20,19 @@ TWO = 2 * 2 * SEQUENCE * BATCH * HIDDEN
 def test_two_norms_for_each_layer_are_not_kept(norm, number):
     with mindspeed_lite.enabled(**norm):
         off = step(model_of())
+        layer = model_of().layers[0].input_layernorm
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN).bfloat16().requires_grad_()
+        with keeping() as kept:
+            out = layer(x)
+        inside = size_without(kept, [x, out, *layer.parameters()])
     flags = {**ON, **norm, **({} if number is None else {"recompute_norm_num_layers": number})}
     with mindspeed_lite.enabled(**flags):
         on = step(model_of())
-    saved = off[0] - on[0]
-    if norm:
-        # And the reciprocal of each row's root mean square, in fp32.
-        assert saved == (number or LAYERS) * (TWO + 2 * 4 * SEQUENCE * BATCH)
-    else:
-        assert saved > (number or LAYERS) * TWO, "torch's norm keeps more than it should"
+    # Ours keeps the input and the reciprocal of each row's root mean square; torch's copies in fp32 and not the input,
+    # which is kept in their place then.
+    instead = 0 if norm else TWO
+    assert off[0] - on[0] == (number or LAYERS) * (TWO + 2 * inside - instead)
+    assert inside == 4 * SEQUENCE * BATCH if norm else inside > TWO
     assert same(on, off)
 
 

@@ -157,6 +157,9 @@ def main() -> None:
     os.dup2(1, 2)
     for name in PRELOADED[sys.argv[1]]:
         importlib.import_module(name)
+    if sys.argv[1] == "megatron":
+        # Megatron compiles its fused functions, in every fork anew; they are arithmetic, and not what is tested.
+        importlib.import_module("torch").compiler.set_stance("force_eager")
     # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
     gc.freeze()
     while True:
