@@ -88,6 +88,8 @@ class Active:
 
     def end(self) -> list[str]:
         """Take the features back; returns what could not be, as the transaction names it."""
+        while self.session.at_end:
+            self.session.at_end.pop()()
         left = self.transaction.undo()
         while self._unsubscribe:
             self._unsubscribe.pop()()
@@ -240,7 +242,8 @@ def _choose_all(context: Context) -> tuple[Settings, dict[str, list[str]]]:
     left_off: dict[str, list[str]] = {}
     features = catalogue()
     enabled = {feature.name for feature in features if feature.is_enabled(context.settings)}
-    for feature in features:
+    # What requires others comes after them.
+    for feature in sorted(features, key=lambda each: len(each.requires)):
         if feature.name in enabled:
             continue
         reasons = _why_not_automatic(feature, context, enabled)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.adamw import adamw, reference
+from mindspeed_lite.ops.adamw import Rule, adamw, reference
 from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW, adopt
 from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.ops.l2norm import reference as l2norm_reference
@@ -33,14 +33,14 @@ from mindspeed_lite.verify import Exact
 _adopted: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _is_ours(optimizer: Any) -> bool:
+def is_ours(optimizer: Any) -> bool:
     return isinstance(optimizer, (FusedAdamW, FusedAdam))
 
 
 def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
         wrapped(self, optimizer, config, init_state_fn)
-        if optimizer is None or _is_ours(optimizer):
+        if optimizer is None or is_ours(optimizer):
             return
         fused = adopt(optimizer)
         if fused is None:
@@ -60,7 +60,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def prepare_grads(self: Any) -> Any:
-        if _is_ours(self.optimizer):
+        if is_ours(self.optimizer):
             # Of a step that was skipped after its clipping.
             self.optimizer.grad_scales = {}
         return wrapped(self)
@@ -106,9 +106,9 @@ def _owners(parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
 def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def step_with_ready_grads(self: Any) -> Any:
         inner = self.optimizer
-        if not _is_ours(inner):
+        if not is_ours(inner):
             return wrapped(self)
-        inner.copies, inner.copied = _copies(self), False
+        inner.copies, inner.copied = copies(self), False
         try:
             return wrapped(self)
         finally:
@@ -117,7 +117,7 @@ def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return step_with_ready_grads
 
 
-def _copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+def copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     """fp32 main parameter -> the memory into which Megatron would copy it; empty where it does more than copy."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
@@ -126,7 +126,7 @@ def _copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     quantized = ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp")
     if ddp is None or any(getattr(ddp, name, False) for name in quantized):
         return {}
-    copies = {}
+    found = {}
     for mains, models in (
         *zip(optimizer.shard_fp32_from_float16_groups, optimizer.model_float16_groups, strict=True),
         *zip(optimizer.shard_fp32_groups, optimizer.model_fp32_groups, strict=True),
@@ -137,13 +137,13 @@ def _copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
             shard = optimizer.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             # An fp32 parameter is usually a piece of that buffer itself.
             if shard.data_ptr() != main.data_ptr():
-                copies[main] = shard
-    return copies
+                found[main] = shard
+    return found
 
 
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def _copy_main_params_to_model_params(self: Any) -> Any:
-        if _is_ours(self.optimizer) and self.optimizer.copied:
+        if is_ours(self.optimizer) and self.optimizer.copied:
             return None
         return wrapped(self)
 
@@ -209,6 +209,9 @@ def _verification(verifier: Any) -> Callable[..., None]:
         optimizer.state[param[0]] = {"step": step, "exp_avg": exp_avg[0], "exp_avg_sq": exp_avg_sq[0]}
         optimizer.step()
 
+    def definition(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, **rule: Any) -> None:
+        reference.adamw(param, grad, exp_avg, exp_avg_sq, Rule(**rule))
+
     def before_update(*lists: Sequence[torch.Tensor], **rule: Any) -> None:
         for tensors in zip(*lists, strict=True):
             if not tensors[0].numel():
@@ -221,7 +224,7 @@ def _verification(verifier: Any) -> Callable[..., None]:
                 through(torchs, rule),
                 dict(zip(names, tensors, strict=True)),
                 against="torch.optim.AdamW" if rule["decoupled"] else "torch.optim.Adam",
-                exact=[Exact(through(reference.adamw, rule))],
+                exact=[Exact(through(definition, rule))],
                 variant="" if rule["decoupled"] else "L2",
             )
 
@@ -256,6 +259,8 @@ FEATURE = Feature(
     name="use_fused_adamw",
     summary="Adam, clipping and the copy into 16-bit weights in one pass",
     options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
+    # Main parameters that share storage with the weights are updated by this step alone.
+    enabled=lambda settings: bool(settings.get("use_fused_adamw") or settings.get("reuse_fp32_param")),
     numerics="ulp",
     condition=_why_not,
     operators=("adamw", "l2norm"),

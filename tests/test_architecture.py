@@ -222,6 +222,7 @@ SURFACE = {
         "--recompute-activation-function-num-layers",
         "--recompute-norm",
         "--recompute-norm-num-layers",
+        "--reuse-fp32-param",
         "--use-flash-attn",
         "--use-fused-adamw",
         "--use-fused-cross-entropy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .errors import FallbackError
@@ -27,6 +28,8 @@ class Session:
         self.transaction: Transaction | None = None
         # Who compares replaced operators with the originals; set before patches are bound, or nobody does.
         self.verifier: Any = None
+        # What objects that outlive the session need done before the patches go, latest first.
+        self.at_end: list[Callable[[], None]] = []
         self._said: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
 

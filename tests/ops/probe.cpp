@@ -1,4 +1,5 @@
-// Every function of numbers.h over an array, for tests/ops/test_native.py.
+// Every function of numbers.h over an array, for tests/ops/test_native.py, and halves.h over every number.
+#include "halves.h"
 #include "numbers.h"
 
 #define OVER(name, expression)                                                                  \
@@ -18,4 +19,18 @@ extern "C" void narrow(const float* x, bf16* y, int64_t n) {
 
 extern "C" void widen(const bf16* x, float* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) store(y + i, load(x + i));
+}
+
+// How many of all numbers do not come back from their halves, and how many that are no NaN are rounded otherwise.
+extern "C" void halves(int64_t* wrong, int threads) {
+    int64_t lost = 0, otherwise = 0;
+#pragma omp parallel for reduction(+ : lost, otherwise) num_threads(threads)
+    for (int64_t bits = 0; bits < int64_t(1) << 32; ++bits) {
+        const float value = as_float(static_cast<uint32_t>(bits));
+        const Halves halves = split(value);
+        lost += as_bits(join(halves)) != static_cast<uint32_t>(bits);
+        otherwise += value == value && halves.high != rounded(value);
+    }
+    wrong[0] = lost;
+    wrong[1] = otherwise;
 }

@@ -141,6 +141,7 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
         grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),
         use_distributed_optimizer=distributed_optimizer,
         overlap_grad_reduce=options.get("overlap_grad_reduce", False),
+        overlap_param_gather=options.get("overlap_param_gather", False),
         delay_wgrad_compute=options.get("ddp_delay_wgrad_compute", False),
     )
     models = [DistributedDataParallel(config, ddp_config, Float16Module(config, chunk.cuda())) for chunk in chunks]
@@ -152,6 +153,7 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
             bf16=True,
             params_dtype=torch.bfloat16,
             use_distributed_optimizer=distributed_optimizer,
+            overlap_param_gather=options.get("overlap_param_gather", False),
             clip_grad=1.0,
         ),
         models,

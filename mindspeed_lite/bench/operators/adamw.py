@@ -14,7 +14,7 @@ import torch
 from torch.optim.adamw import adamw as torchs_adamw
 
 from mindspeed_lite.bench.operators import OURS, TORCH, Case, Contender, Work, compiled, dtype_name
-from mindspeed_lite.ops.adamw import adamw, torch_fused
+from mindspeed_lite.ops.adamw import Rule, adamw, torch_fused
 
 RULE: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
@@ -82,7 +82,8 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
     def fused(*tensors: torch.Tensor) -> torch.Tensor:
         *state, outs = lists(tensors)
         torch._foreach_mul_(state[1], SCALE)
-        torch_fused.adamw(*state, **RULE, step=STEP, outs=outs)
+        params, grads, exp_avgs, exp_avg_sqs = state
+        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, Rule(**RULE, step=STEP), outs)
         return outs[0]
 
     bytes_of_one = 7 * state.itemsize + dtype.itemsize

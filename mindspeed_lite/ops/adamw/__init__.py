@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_lite.ops.adamw import reference
+from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "adamw", "why_not"]
+__all__ = ["OPERATOR", "Case", "Rule", "adamw", "why_not"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     out_dtype: torch.dtype | None
     decoupled: bool
     contiguous: bool
+    halves: bool = False
 
 
 OPERATOR = Operator(
@@ -52,6 +54,7 @@ def adamw(
     grad_scale: float | torch.Tensor | None = None,
     decoupled: bool = True,
     outs: Tensors | None = None,
+    lows: Tensors | None = None,
 ) -> None:
     """For every p, g, m, v of the lists, with t = `step` counted from 1 and (b1, b2) = `betas`:
 
@@ -65,25 +68,15 @@ def adamw(
     params, exp_avgs, exp_avg_sqs: fp32 (all three float64 for tests), one dtype; grads: fp32, bf16 or fp16, one
     dtype; outs: as many, one dtype. Shapes of one place in the lists agree, or at least their sizes. grad_scale: a
     number or a tensor of one element on the device, into which an inverse loss scale and a clip coefficient go.
+    lows: with these (int16) the params are bf16, fp32 numbers in two halves, a bit of which stands in the sign of
+    exp_avg_sqs (see `halves`); then there are no outs. The numbers become what they would as fp32, bit for bit.
     Everything is computed in fp32. There is no gradient, and nothing is kept.
     """
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0)
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows)
     if case is None:
         return
-    OPERATOR.choose(case)(
-        params,
-        grads,
-        exp_avgs,
-        exp_avg_sqs,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        grad_scale=grad_scale,
-        decoupled=case.decoupled,
-        outs=outs,
-    )
+    rule = Rule(lr, betas, eps, weight_decay, step, grad_scale, case.decoupled)
+    OPERATOR.choose(case)(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
 
 
 def why_not(
@@ -93,16 +86,23 @@ def why_not(
     exp_avg_sqs: Tensors,
     decoupled: bool = True,
     outs: Tensors | None = None,
+    lows: Tensors | None = None,
 ) -> list[str]:
     """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled)
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled, lows)
     return [] if case is None else OPERATOR.why_not(case)
 
 
 def _case(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, outs: Tensors | None, decoupled: bool
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    outs: Tensors | None,
+    decoupled: bool,
+    lows: Tensors | None,
 ) -> Case | None:
-    lists = (params, grads, exp_avgs, exp_avg_sqs) if outs is None else (params, grads, exp_avgs, exp_avg_sqs, outs)
+    lists = [params, grads, exp_avgs, exp_avg_sqs, *(each for each in (outs, lows) if each is not None)]
     count = len(params)
     if any(len(each) != count for each in lists):
         raise ValueError(f"adamw: lists of different lengths: {', '.join(str(len(each)) for each in lists)}")
@@ -122,9 +122,22 @@ def _case(
                 shapes = [", ".join(str(tuple(t.shape)) for t in place) for place in zip(*lists, strict=True)]
                 raise ValueError(f"adamw: shapes do not fit: {'; '.join(shapes)}")
             contiguous = contiguous and tensor.is_contiguous()
+    kind, grad_dtype = first.device.type, dtypes[1]
+    if lows is not None:
+        if (dtypes[0], dtypes[2], dtypes[3], dtypes[-1]) != _IN_HALVES or outs is not None:
+            raise ValueError(
+                f"adamw: want halves in bfloat16 and int16, moments in float32 and no outs, not {dtypes[0]}, "
+                f"{dtypes[-1]}, {dtypes[2]}, {dtypes[3]}{'' if outs is None else ' with outs'}"
+            )
+        if not contiguous:
+            raise ValueError("adamw: parameters in halves must be contiguous")
+        return Case(kind, torch.float32, grad_dtype, None, decoupled, contiguous, halves=True)
     dtype = dtypes[0]
     if dtype not in (torch.float32, torch.float64) or dtypes[2] != dtype or dtypes[3] != dtype:
         raise ValueError(
             f"adamw: want parameters and both moments in float32, not {dtypes[0]}, {dtypes[2]}, {dtypes[3]}"
         )
-    return Case(first.device.type, dtype, dtypes[1], None if outs is None else dtypes[4], decoupled, contiguous)
+    return Case(kind, dtype, grad_dtype, None if outs is None else dtypes[4], decoupled, contiguous)
+
+
+_IN_HALVES = (torch.bfloat16, torch.float32, torch.float32, torch.int16)

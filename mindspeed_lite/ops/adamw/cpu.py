@@ -15,10 +15,14 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.adamw import reference, torch_fused
+from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
+
+# The kernel's `Form`.
+_ALONE, _COPIED, _HALVES = range(3)
 
 _lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"adamw": "pliiifffffffffi"})
 
@@ -39,15 +43,9 @@ def adamw(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    grad_scale: float | torch.Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
+    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     # A compiler fuses the plain formula itself, and has no addresses to hand over.
     instead: Callable[..., None] | None = reference.adamw if torch.compiler.is_compiling() else None
@@ -55,22 +53,14 @@ def adamw(
         report_fallback("adamw", "cpu", (reason,), to="torch's fused AdamW")
         instead = torch_fused.adamw
     if instead is not None:
-        instead(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            grad_scale=grad_scale,
-            decoupled=decoupled,
-            outs=outs,
-        )
+        instead(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
         return
-    copies = outs is not None and outs[0].dtype == torch.bfloat16
+    written, form = outs, _ALONE
+    if lows is not None:
+        # The kernel's first column is what it keeps beside the bf16 one.
+        params, written, form = lows, params, _HALVES
+    elif outs is not None and outs[0].dtype == torch.bfloat16:
+        form = _COPIED
     table, work = array("q"), 0
     for place, param in enumerate(params):
         size = param.numel()
@@ -81,27 +71,19 @@ def adamw(
                 grads[place].data_ptr(),
                 exp_avgs[place].data_ptr(),
                 exp_avg_sqs[place].data_ptr(),
-                outs[place].data_ptr() if copies and outs is not None else 0,
+                written[place].data_ptr() if form != _ALONE and written is not None else 0,
                 size,
             )
         )
-    beta1, beta2 = betas
     _lib.adamw(
         table.buffer_info()[0],
         len(params),
         grads[0].dtype == torch.bfloat16,
-        copies,
-        not decoupled,
-        1.0 if grad_scale is None else float(grad_scale),
-        1 - lr * weight_decay,
-        weight_decay,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        lr / (1 - beta1**step),
-        (1 - beta2**step) ** 0.5,
-        eps,
+        form,
+        not rule.decoupled,
+        1.0 if rule.grad_scale is None else float(rule.grad_scale),
+        *rule.numbers(),
         native.threads(work),
     )
-    if outs is not None and not copies:
+    if outs is not None and form == _ALONE:
         torch._foreach_copy_(list(outs), [p.view_as(o) for p, o in zip(params, outs, strict=True)])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_lite.ops.adamw import torch_fused
+from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 
 try:
@@ -53,58 +54,33 @@ def adamw(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    grad_scale: float | torch.Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
+    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     if _missing:
         report_fallback("adamw", "cuda", (_missing,), to="torch's fused AdamW")
-        torch_fused.adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            step=step,
-            grad_scale=grad_scale,
-            decoupled=decoupled,
-            outs=outs,
-        )
+        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
         return
     device = params[0].device
-    lists = (params, grads, exp_avgs, exp_avg_sqs, params if outs is None else outs)
-    addresses, aligned = _addresses(lists, device)
+    first, last = (params, params if outs is None else outs) if lows is None else (lows, params)
+    addresses, aligned = _addresses((first, grads, exp_avgs, exp_avg_sqs, last), device)
     pieces, count = _pieces(tuple(param.numel() for param in params), device)
     if not count:
         return
-    beta1, beta2 = betas
-    scale_tensor = grad_scale if isinstance(grad_scale, torch.Tensor) else None
+    scale = rule.grad_scale
+    scale_tensor = scale if isinstance(scale, torch.Tensor) else None
     with torch.cuda.device(device) if device.type == "cuda" else torch.no_grad():
         kernel.step[(count,)](
             addresses,
             pieces,
             scale_tensor,
-            1.0 if grad_scale is None or scale_tensor is not None else grad_scale,
-            1 - lr * weight_decay if decoupled else 1.0,
-            0.0 if decoupled else weight_decay,
-            1 - beta1,
-            beta2,
-            1 - beta2,
-            lr / (1 - beta1**step),
-            (1 - beta2**step) ** 0.5,
-            eps,
+            1.0 if scale is None or scale_tensor is not None else scale,
+            *rule.numbers(),
             GRAD=_TYPES[grads[0].dtype],
             OUT=None if outs is None else _TYPES[outs[0].dtype],
-            L2=not decoupled,
+            HALVES=lows is not None,
+            L2=not rule.decoupled,
             ALIGNED=aligned,
             BLOCK=_BLOCK,
             num_warps=_WARPS,
@@ -112,7 +88,10 @@ def adamw(
 
 
 def _addresses(lists: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Rows of param, grad, exp_avg, exp_avg_sq, out, size on the device, and whether all addresses are aligned."""
+    """Rows of param, grad, exp_avg, exp_avg_sq, out, size on the device, and whether all addresses are aligned.
+
+    Of parameters in halves the first column has the low and the fifth the high one.
+    """
     rows = tuple((*(t.data_ptr() for t in tensors), tensors[0].numel()) for tensors in zip(*lists, strict=True))
     key = (device, rows)
     found = _tables.get(key)

@@ -24,6 +24,7 @@ def step(
     eps,
     GRAD: tl.constexpr,
     OUT: tl.constexpr,
+    HALVES: tl.constexpr,
     L2: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -38,9 +39,9 @@ def step(
     # Only the last block of a tensor has a mask: of a size that the compiler cannot know, it would make every
     # access one number wide.
     if left >= BLOCK:
-        _update(row, start, left, rule, GRAD, OUT, L2, False, ALIGNED, BLOCK)
+        _update(row, start, left, rule, GRAD, OUT, HALVES, L2, False, ALIGNED, BLOCK)
     else:
-        _update(row, start, left, rule, GRAD, OUT, L2, True, ALIGNED, BLOCK)
+        _update(row, start, left, rule, GRAD, OUT, HALVES, L2, True, ALIGNED, BLOCK)
 
 
 @triton.jit
@@ -51,6 +52,7 @@ def _update(
     rule,
     GRAD: tl.constexpr,
     OUT: tl.constexpr,
+    HALVES: tl.constexpr,
     L2: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -59,14 +61,20 @@ def _update(
     scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps = rule
     at = tl.arange(0, BLOCK)
     mask = at < left if MASKED else None
-    param_at = _pointer(row, 0, "fp32", start, ALIGNED) + at
+    param_at = _pointer(row, 0, "int16" if HALVES else "fp32", start, ALIGNED) + at
     grad_at = _pointer(row, 1, GRAD, start, ALIGNED) + at
     exp_avg_at = _pointer(row, 2, "fp32", start, ALIGNED) + at
     exp_avg_sq_at = _pointer(row, 3, "fp32", start, ALIGNED) + at
     g = tl.load(grad_at, mask=mask).to(tl.float32) * scale
-    p = tl.load(param_at, mask=mask)
     m = tl.load(exp_avg_at, mask=mask)
     v = tl.load(exp_avg_sq_at, mask=mask)
+    if HALVES:
+        high_at = _pointer(row, 4, "int16", start, ALIGNED) + at
+        sign = v.to(tl.uint32, bitcast=True) >> 31
+        p = _join(tl.load(high_at, mask=mask), tl.load(param_at, mask=mask), sign)
+        v = tl.abs(v)
+    else:
+        p = tl.load(param_at, mask=mask)
     if L2:
         g = g + l2 * p
     else:
@@ -76,10 +84,39 @@ def _update(
     # Divisions and root rounded to nearest: memory is the bound, and an error in the parameters stays.
     p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
     tl.store(exp_avg_at, m, mask=mask)
-    tl.store(exp_avg_sq_at, v, mask=mask)
-    tl.store(param_at, p, mask=mask)
+    if HALVES:
+        high, low, bit = _split(p)
+        tl.store(high_at, high, mask=mask)
+        tl.store(param_at, low, mask=mask)
+        bits = (v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | (bit << 31)
+        tl.store(exp_avg_sq_at, bits.to(tl.float32, bitcast=True), mask=mask)
+    else:
+        tl.store(exp_avg_sq_at, v, mask=mask)
+        tl.store(param_at, p, mask=mask)
     if OUT is not None:
         tl.store(_pointer(row, 4, OUT, start, ALIGNED) + at, p.to(tl.dtype(OUT)), mask=mask)
+
+
+@triton.jit
+def _join(high, low, bit):
+    # The codec of halves.py, on numbers without a sign.
+    high = high.to(tl.uint16, bitcast=True).to(tl.uint32)
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return ((((high + bit) << 16) | low) - 0x8000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(p):
+    bits = p.to(tl.uint32, bitcast=True)
+    away = bits + 0x8000
+    low = away & 0xFFFF
+    bit = ((low == 0).to(tl.uint32) & (away >> 16)) | ((away ^ bits) >> 31)
+    return _as_int16((away >> 16) - bit), _as_int16(low), bit
+
+
+@triton.jit
+def _as_int16(number):
+    return number.to(tl.uint16).to(tl.int16, bitcast=True)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 Of the two operators that torch_npu has, this one runs on aclnnApplyAdamWV2; `npu_apply_adam_w` goes through the older
 aclop interface. torch_npu takes `grad_scale` and `found_inf` and ignores them, so the scaled gradient is made here; and
 it computes `_fused_adam_`, which is L2 regularisation, on the host, so that is left to the reference. The copies are
-made last. The count of steps must be a tensor on the device.
+made last. The count of steps must be a tensor on the device. Parameters in halves are put together piece by piece.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
+
+from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.rule import Rule
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -34,33 +37,30 @@ def adamw(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    grad_scale: float | torch.Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
+    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+    if lows is not None:
+        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
+        return
+    count = torch.full((), float(rule.step), dtype=torch.float32, device=params[0].device)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         if not param.numel():
             continue
         g = grad.to(param.dtype)
         torch._fused_adamw_(
             [param],
-            [g if grad_scale is None else g * grad_scale],
+            [g if rule.grad_scale is None else g * rule.grad_scale],
             [exp_avg],
             [exp_avg_sq],
             [],
             [count],
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=rule.lr,
+            beta1=rule.betas[0],
+            beta2=rule.betas[1],
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
             amsgrad=False,
             maximize=False,
         )

@@ -1,7 +1,8 @@
 """torch's Adam and AdamW with the step of `adamw`: same groups, same state, same checkpoints.
 
 `adopt` turns an optimizer that exists into one of these. Three attributes let the code around a step hand over what
-would otherwise be passes of its own over all parameters; a step uses them up:
+would otherwise be passes of its own over all parameters; a step uses them up (`shared` says which parameters stand in
+halves, and stays):
 
 grad_scales   parameter -> factor of its gradient, such as a clip coefficient
 copies        parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter
@@ -10,6 +11,7 @@ copied        after a step: whether all of `copies` have been written
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 
 from mindspeed_lite.ops.adamw import adamw
+from mindspeed_lite.ops.adamw.halves import join
+from mindspeed_lite.ops.adamw.shared import Shared
 
 _NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
@@ -30,6 +34,7 @@ class _Fused(torch.optim.Optimizer):
     grad_scales: Mapping[torch.Tensor, float] = _NOTHING
     copies: Mapping[torch.Tensor, torch.Tensor] = _NOTHING
     copied = False
+    shared: Shared | None = None
     decoupled: bool
     #: Called with the reasons when a step is torch's own.
     on_step_aside: Callable[[list[str]], None] | None = None
@@ -52,14 +57,16 @@ class _Fused(torch.optim.Optimizer):
             if self.on_step_aside is not None:
                 self.on_step_aside(reasons)
             scale_gradients(scales)
-            # Without the profiler's hooks, which are around this call already.
-            inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
+            with contextlib.nullcontext() if self.shared is None else self.shared.whole():
+                # Without the profiler's hooks, which are around this call already.
+                inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
-        updated = self._update(scales, copies)
+        in_halves = {} if self.shared is None else self.shared.halves()
+        updated = self._update(scales, copies, in_halves)
         if copies:
-            for parameter in copies.keys() - updated:
+            for parameter in copies.keys() - updated - in_halves.keys():
                 copies[parameter].copy_(parameter.view_as(copies[parameter]))
-            self.copied = True
+        self.copied = bool(copies or in_halves)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # by the decorator; torch asks when the class is instantiated
@@ -82,7 +89,10 @@ class _Fused(torch.optim.Optimizer):
         return list(dict.fromkeys(found))
 
     def _update(
-        self, scales: Mapping[torch.Tensor, float], copies: Mapping[torch.Tensor, torch.Tensor]
+        self,
+        scales: Mapping[torch.Tensor, float],
+        copies: Mapping[torch.Tensor, torch.Tensor],
+        in_halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
     ) -> set[torch.Tensor]:
         """Update every parameter that has a gradient, with as few calls as there are different rules."""
         updated: set[torch.Tensor] = set()
@@ -97,27 +107,29 @@ class _Fused(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                    layout = torch.contiguous_format if parameter in in_halves else torch.preserve_format
+                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=layout)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=layout)
                 step = state["step"]
                 if id(step) in seen_steps:
                     # A loader may give one tensor to all; a step would then count once for each of them.
                     step = state["step"] = step - 1
                 seen_steps.add(id(step))
                 step += 1
-                out = copies.get(parameter)
+                # The last is a copy to write, or a low half.
+                first, last = in_halves.get(parameter, (parameter, copies.get(parameter)))
                 key = (
                     parameter.device,
                     grad.dtype,
-                    None if out is None else out.dtype,
+                    None if last is None else last.dtype,
                     float(step),
                     scales.get(parameter),
                 )
                 lists = batches.setdefault(key, [[], [], [], [], []])
-                row = (parameter, grad, state["exp_avg"], state["exp_avg_sq"], out)
+                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last)
                 for each, tensor in zip(lists, row, strict=True):
                     each.append(tensor)
-            for (_, _, out_dtype, count, scale), lists in batches.items():
+            for (_, _, last_dtype, count, scale), lists in batches.items():
                 arguments = {
                     "lr": group["lr"],
                     "betas": group["betas"],
@@ -127,10 +139,24 @@ class _Fused(torch.optim.Optimizer):
                     "grad_scale": scale,
                     "decoupled": self.decoupled,
                 }
+                lows = lists[4] if last_dtype == torch.int16 else None
+                outs = None if last_dtype is None or lows is not None else lists[4]
                 if self.before_update is not None:
-                    self.before_update(*lists[:4], **arguments)
-                adamw(*lists[:4], **arguments, outs=None if out_dtype is None else lists[4])
+                    self.before_update(*(lists[:4] if lows is None else _joined(*lists)), **arguments)
+                adamw(*lists[:4], **arguments, outs=outs, lows=lows)
         return updated
+
+
+def _joined(
+    highs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    exp_avgs: list[torch.Tensor],
+    exp_avg_sqs: list[torch.Tensor],
+    lows: list[torch.Tensor],
+) -> tuple[list[torch.Tensor], ...]:
+    """The first four lists of fp32 parameters, as copies where these stand in halves."""
+    params = [join(*tensors) for tensors in zip(highs, lows, exp_avg_sqs, strict=True)]
+    return params, grads, exp_avgs, [each.abs() for each in exp_avg_sqs]
 
 
 class FusedAdamW(_Fused, torch.optim.AdamW):

@@ -6,37 +6,37 @@ from collections.abc import Sequence
 
 import torch
 
+from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.rule import Rule
+
 
 def adamw(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    grad_scale: float | torch.Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
+    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """AdamW as `torch.optim.AdamW` computes it tensor by tensor, or Adam with L2 regularisation."""
-    beta1, beta2 = betas
-    rate = lr / (1 - beta1**step)
-    root = (1 - beta2**step) ** 0.5
+    if lows is not None:
+        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
+        return
+    beta1, beta2 = rule.betas
+    rate = rule.lr / (1 - beta1**rule.step)
+    root = (1 - beta2**rule.step) ** 0.5
     for place, (param, grad, exp_avg, exp_avg_sq) in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
         g = grad.to(param.dtype).view_as(param)
-        if grad_scale is not None:
-            g = g * grad_scale
-        if decoupled:
-            param.mul_(1 - lr * weight_decay)
+        if rule.grad_scale is not None:
+            g = g * rule.grad_scale
+        if rule.decoupled:
+            param.mul_(1 - rule.lr * rule.weight_decay)
         else:
-            g = g.add(param, alpha=weight_decay)
+            g = g.add(param, alpha=rule.weight_decay)
         exp_avg.lerp_(g.view_as(exp_avg), 1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(g.view_as(exp_avg_sq), g.view_as(exp_avg_sq), value=1 - beta2)
-        denominator = (exp_avg_sq.sqrt() / root).add_(eps)
+        denominator = (exp_avg_sq.sqrt() / root).add_(rule.eps)
         param.addcdiv_(exp_avg.view_as(param), denominator.view_as(param), value=-rate)
         if outs is not None:
             outs[place].copy_(param.view_as(outs[place]))

@@ -10,24 +10,24 @@ from collections.abc import Sequence
 
 import torch
 
+from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.rule import Rule
+
 
 def adamw(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    step: float,
-    grad_scale: float | torch.Tensor | None = None,
-    decoupled: bool = True,
+    rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
+    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
-    count = torch.full((), float(step), dtype=torch.float32, device=params[0].device)
+    if lows is not None:
+        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
+        return
+    fused = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    count = torch.full((), float(rule.step), dtype=torch.float32, device=params[0].device)
 
     def update(some: slice, gradients: list[torch.Tensor]) -> None:
         fused(
@@ -37,20 +37,20 @@ def adamw(
             list(exp_avg_sqs[some]),
             [],
             [count] * len(gradients),
-            lr=lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=rule.lr,
+            beta1=rule.betas[0],
+            beta2=rule.betas[1],
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
             amsgrad=False,
             maximize=False,
         )
 
-    if grad_scale is None and grads[0].dtype == params[0].dtype:
+    if rule.grad_scale is None and grads[0].dtype == params[0].dtype:
         update(slice(None), list(grads))
     else:
         for place, (param, grad) in enumerate(zip(params, grads, strict=True)):
             g = grad.to(param.dtype)
-            update(slice(place, place + 1), [g if grad_scale is None else g * grad_scale])
+            update(slice(place, place + 1), [g if rule.grad_scale is None else g * rule.grad_scale])
     if outs is not None:
         torch._foreach_copy_(list(outs), [p.view_as(o) for p, o in zip(params, outs, strict=True)])

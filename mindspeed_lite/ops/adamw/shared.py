@@ -1,0 +1,86 @@
+"""Parameters of an optimizer that stand in halves: in the bf16 weights of a model and 16 bits each beside them.
+
+The parameters stay the objects they were, in the optimizer's groups and as keys of its state, with shape and dtype,
+but hold no numbers: what reads them finds NaN, and what writes them fails. `whole` gives them their numbers for a
+while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.adamw import halves
+
+Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
+
+
+class Shared:
+    """The low halves of an optimizer's parameters, and where the high ones are.
+
+    Args:
+        state: the optimizer's own: parameter -> dictionary with `exp_avg_sq`, once there is one.
+        highs: parameter -> the bf16 tensor that is its high half, of any shape, contiguous; asked for when needed,
+            since whoever owns the weights may move them.
+    """
+
+    def __init__(self, state: Mapping[torch.Tensor, Mapping[str, Any]], highs: Highs) -> None:
+        self._state = state
+        self._highs = highs
+        self._lows: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter, high in highs().items():
+            low = torch.empty(parameter.numel(), dtype=torch.int16, device=parameter.device)
+            self._give_up(parameter, high, low)
+
+    def halves(self) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Parameter -> (high, low) for all that are not whole at the moment."""
+        highs = self._highs()
+        return {parameter: (highs[parameter], low) for parameter, low in self._lows.items()}
+
+    def joined(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of what has no plain form while a parameter stands in halves; empty if it does not."""
+        low = self._lows.get(parameter)
+        if low is None:
+            return {}
+        squares = self._squares(parameter)
+        word = halves.join(self._highs()[parameter], low, squares).view(parameter.shape)
+        return {"param": word} if squares is None else {"param": word, "exp_avg_sq": squares.abs()}
+
+    @contextmanager
+    def whole(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Inside, the parameters (all, if not given) are fp32 and may be read and written; after it in halves again."""
+        lows: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for parameter in list(self._lows if parameters is None else parameters):
+                if parameter in self._lows:
+                    lows[parameter] = self._restore(parameter)
+            yield
+        finally:
+            highs = self._highs()
+            for parameter, low in lows.items():
+                self._give_up(parameter, highs[parameter], low)
+
+    def end(self) -> None:
+        """Give all parameters their numbers for good."""
+        for parameter in list(self._lows):
+            self._restore(parameter)
+
+    def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Make the parameter fp32; returns the low half, now free."""
+        plain, squares = self.joined(parameter), self._squares(parameter)
+        if squares is not None:
+            squares.abs_()
+        parameter.data = plain["param"]
+        return self._lows.pop(parameter)
+
+    def _give_up(self, parameter: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+        halves.split(parameter.data.contiguous(), high, low, self._squares(parameter))
+        parameter.data = torch.full((), float("nan"), device=parameter.device).expand(parameter.shape)
+        self._lows[parameter] = low
+
+    def _squares(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        found: torch.Tensor | None = self._state.get(parameter, {}).get("exp_avg_sq")
+        return found

@@ -1,0 +1,194 @@
+"""`--reuse-fp32-param`: the bf16 weights are one half of the fp32 main parameters, which exist no more beside them.
+
+Mixed precision keeps a weight twice, as bf16 for the model and as fp32 for the optimizer. The upper half of an fp32
+number, rounded to nearest even, is that bf16; so the optimizer keeps the lower 16 bits alone. The fused AdamW
+(`--use-fused-adamw`, which this flag turns on) puts both together in registers, updates the number and takes it apart
+again: there are no passes that convert and at no time a second copy. One bit more than 32 is needed to undo the
+rounding; it stands in the sign of the second moment.
+
+Reaches the mixed-precision optimizers where they have made their main parameters (`__init__`), and every method that
+reads or writes these beside the step: what goes into a checkpoint are plain copies, what comes out of one is taken
+apart on arrival. The objects in between keep shape and dtype and read as NaN.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
+from mindspeed_lite.ops.adamw.shared import Shared
+
+from . import use_fused_adamw
+
+
+def _shared_of(optimizer: Any) -> Shared | None:
+    return getattr(getattr(optimizer, "optimizer", None), "shared", None)
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        inner = self.optimizer
+        if inner is None or getattr(self, "is_stub_optimizer", False):
+            return
+        if not use_fused_adamw.is_ours(inner):
+            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
+            return
+        owner = weakref.ref(self)
+
+        def highs() -> Mapping[torch.Tensor, torch.Tensor]:
+            return {
+                main: high
+                for main, high in use_fused_adamw.copies(owner()).items()
+                if main.dtype == torch.float32 and high.dtype == torch.bfloat16 and high.is_contiguous()
+            }
+
+        def end() -> None:
+            # What is trained on without the patches is an ordinary optimizer.
+            shared = _shared_of(owner())
+            if shared is not None:
+                shared.end()
+
+        inner.shared = Shared(inner.state, highs)
+        session.at_end.append(end)
+
+    return __init__
+
+
+def _around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Megatron's method with main parameters that are there."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = _shared_of(self)
+        if shared is None:
+            return wrapped(self, *args, **kwargs)
+        with shared.whole():
+            return wrapped(self, *args, **kwargs)
+
+    return method
+
+
+def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _copy_main_params_to_model_params(self: Any) -> Any:
+        shared = _shared_of(self)
+        if shared is None:
+            return wrapped(self)
+        if self.optimizer.copied:
+            return None
+        with shared.whole():
+            return wrapped(self)
+
+    return _copy_main_params_to_model_params
+
+
+def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """What is saved holds its tensors on, beyond this call: so copies go into it."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        shared = _shared_of(self)
+        if shared is None:
+            return wrapped(self, *args, **kwargs)
+        found = wrapped(self, *args, **kwargs)
+        groups = self.fp32_from_float16_groups
+        plain = {main: shared.joined(main) for group in groups for main in group}
+        found["fp32_from_fp16_params"] = [[plain[main].get("param", main) for main in group] for group in groups]
+        # torch numbers the parameters in the order of the groups.
+        mains = [main for group in self.optimizer.param_groups for main in group["params"]]
+        state = found["optimizer"]["state"]
+        for number, main in enumerate(mains):
+            if number in state and "exp_avg_sq" in plain.get(main, {}):
+                state[number] = {**state[number], "exp_avg_sq": plain[main]["exp_avg_sq"]}
+        return found
+
+    return state_dict
+
+
+def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
+        found, shared = wrapped(self, model_param), _shared_of(self)
+        return found if shared is None else {**found, **shared.joined(found["param"])}
+
+    return _get_main_param_and_optimizer_states
+
+
+def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        shared = _shared_of(self)
+        if shared is None:
+            return wrapped(self, model_param, tensors)
+        group, place = self.model_param_group_index_map[model_param]
+        with shared.whole([self.optimizer.param_groups[group]["params"][place]]):
+            return wrapped(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def _dummy_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The step that makes states for a checkpoint leaves the weights alone, which are the model's."""
+
+    def _init_optimizer_states_with_dummy_values(self: Any) -> Any:
+        if _shared_of(self) is None:
+            return wrapped(self)
+        groups = self.optimizer.param_groups
+        rates = [group["lr"] for group in groups]
+        try:
+            for group in groups:
+                group["lr"] = 0.0
+            return wrapped(self)
+        finally:
+            for group, rate in zip(groups, rates, strict=True):
+                group["lr"] = rate
+
+    return _init_optimizer_states_with_dummy_values
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.host_args is not None and not context.arg("bf16", False):
+        reasons.append("--bf16 is not given: only a bf16 weight is half of an fp32 number")
+    for name, what in (
+        ("fp8_param_gather", "--fp8-param-gather keeps weights in fp8"),
+        ("fp4_param_gather", "--fp4-param-gather keeps weights in fp4"),
+        ("fp8_param", "--fp8-param-gather keeps weights in fp8"),
+        ("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself"),
+        ("qk_clip", "--qk-clip changes main parameters inside attention"),
+        ("log_params_norm", "--log-params-norm reads the fp32 main parameters"),
+        ("rl_offload_optimizer_during_inference", "--rl-offload-optimizer-during-inference moves main parameters"),
+    ):
+        if context.arg(name, None):
+            reasons.append(what)
+    return reasons
+
+
+_FLOAT16 = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
+
+FEATURE = Feature(
+    name="reuse_fp32_param",
+    summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
+    options=(
+        Option("--reuse-fp32-param", help="Keep no fp32 copy of the weights: 16 bits beside the bf16 ones hold it."),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
+    operators=("adamw",),
+    patches=(
+        Wrap(f"{_FLOAT16}.__init__", _init),
+        Wrap(f"{_FLOAT16}.state_dict", _state_dict),
+        Wrap(f"{_FLOAT16}.load_state_dict", _around_whole),
+        Wrap(f"{_FLOAT16}._copy_model_params_to_main_params", _around_whole),
+        Wrap(f"{_FLOAT16}._copy_main_params_to_model_params", _copy),
+        Wrap(f"{_DISTRIBUTED}.__init__", _init),
+        Wrap(f"{_DISTRIBUTED}._get_main_param_and_optimizer_states", _get),
+        Wrap(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _set),
+        Wrap(f"{_DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", _around_whole),
+        Wrap(f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step),
+        Wrap(f"{_DISTRIBUTED}._copy_model_params_to_main_params", _around_whole),
+        Wrap(f"{_DISTRIBUTED}._copy_main_params_to_model_params", _copy),
+    ),
+)

@@ -1,0 +1,236 @@
+"""`--reuse-fp32-param` in real Megatron: the training of the fused AdamW bit for bit, in 2 bytes a parameter less."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, EngineError, Settings
+from mindspeed_lite.patches import reuse_fp32_param as patch
+from mindspeed_lite.patches import use_fused_adamw
+from tests.platform.forked import forked
+
+from . import test_use_fused_adamw
+from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
+
+ON = {"reuse_fp32_param": True, "strict": True}
+OFF = {"use_fused_adamw": True, "strict": True}
+BF16 = ["bf16", "bf16, distributed", "L2", "no clipping", "constant loss scale"]
+KINDS = {**KINDS, "constant loss scale, distributed": {**KINDS["constant loss scale"], **KINDS["bf16, distributed"]}}
+
+
+def found(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What `train` leaves, with main parameters and moments as a checkpoint would hold them."""
+    result = train(options, **more)
+    return {name: result[name] for name in ("history", "model", "scale")}
+
+
+@pytest.mark.parametrize("kind", BF16)
+@forked("megatron")
+def test_training_is_bit_for_bit_that_of_the_fused_step(kind: str, groups: Path) -> None:  # noqa: F811
+    start(groups)
+    with mindspeed_lite.enabled(**OFF):
+        off = found(KINDS[kind])
+    with mindspeed_lite.enabled(**ON):
+        on = found(KINDS[kind])
+    assert on["history"] == off["history"]
+    for name, weight in off["model"].items():
+        assert torch.equal(on["model"][name], weight), name
+
+
+@pytest.mark.parametrize("kind", ["constant loss scale", "constant loss scale, distributed"])
+@forked("megatron")
+def test_a_step_that_is_skipped_changes_nothing(kind: str, groups: Path) -> None:  # noqa: F811
+    start(groups)
+    with mindspeed_lite.enabled(**OFF):
+        off = found(KINDS[kind], overflow=2)
+    with mindspeed_lite.enabled(**ON):
+        on = found(KINDS[kind], overflow=2)
+    assert [done for done, _, _ in on["history"]] == [True, True, False, True, True, True]
+    assert on["history"] == off["history"]
+    assert all(torch.equal(on["model"][name], weight) for name, weight in off["model"].items())
+
+
+def live_bytes(model: Any, optimizer: Any) -> int:
+    """Of every storage that parameters, gradients and the optimizer hold, each counted once."""
+    tensors = [
+        *model.parameters(),
+        *(parameter.main_grad for parameter in model.parameters()),
+        *optimizer.get_parameters(),
+        *(parameter.grad for parameter in optimizer.get_parameters()),
+        *(each for state in inner(optimizer).state.values() for name, each in state.items() if name != "step"),
+    ]
+    shared = inner(optimizer).shared
+    if shared is not None:
+        tensors += [low for _, low in shared.halves().values()]
+        (stand_in,) = {main.untyped_storage().nbytes() for main in shared.halves()}
+        assert stand_in == 4
+        tensors = [each for each in tensors if each not in shared.halves()]
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors if each is not None}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@forked("megatron")
+def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:  # noqa: F811
+    start(groups)
+    sizes = []
+    for flags in (OFF, ON):
+        with mindspeed_lite.enabled(**flags):
+            model, optimizer = optimizer_of(**KINDS["bf16"])
+            gradients(model, 0)
+            optimizer.step()
+            sizes.append(live_bytes(model, optimizer))
+    narrow = sum(each.numel() for each in model.parameters() if each.dtype == torch.bfloat16)
+    wide = sum(each.numel() for each in model.parameters() if each.dtype == torch.float32)
+    # Gradient buffers are padded.
+    padding = sum(buffer.grad_data.nbytes for buffer in model.buffers) - 4 * (narrow + wide)
+    assert sizes == [18 * narrow + 16 * wide + padding, 16 * narrow + 16 * wide + padding]
+
+
+class Narrow(test_use_fused_adamw.Model):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        del self.router
+
+
+def saved(model: Any, optimizer: Any) -> Any:
+    """What a checkpoint has; of the distributed optimizer what all its formats are made of."""
+    chained = optimizer.chained_optimizers[0]
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if hasattr(chained, "model_param_group_index_map"):
+        places = chained.model_param_group_index_map
+        state["states"] = [chained._get_main_param_and_optimizer_states(each) for each in places]
+    return tree_map(lambda each: each.detach().clone() if isinstance(each, torch.Tensor) else each, state)
+
+
+@pytest.mark.parametrize("writer", ["on", "off"])
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path) -> None:  # noqa: F811
+    """Saved after three steps in one, loaded into a fresh optimizer of the other, and three more: the same bits."""
+    start(groups)
+    flags = {"on": ON, "off": OFF}
+    options = KINDS[kind]
+    if "distributed" in kind:
+        # Megatron mistakes one parameter for another where a group has some in fp32 and some in bf16.
+        test_use_fused_adamw.Model = Narrow  # in this fork
+
+    def steps(first: int, loaded: Any) -> Any:
+        model, optimizer = optimizer_of(**options)
+        chained = optimizer.chained_optimizers[0]
+        if loaded is not None:
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+            places = getattr(chained, "model_param_group_index_map", ())
+            for parameter, tensors in zip(places, loaded.get("states", ()), strict=True):
+                with torch.no_grad():
+                    chained._set_main_param_and_optimizer_states(parameter, tensors)
+        for step in range(first, first + 3):
+            gradients(model, step)
+            optimizer.step()
+        return saved(model, optimizer)
+
+    with mindspeed_lite.enabled(**flags["off"]):
+        whole = steps(3, steps(0, None))
+    with mindspeed_lite.enabled(**flags[writer]):
+        written = steps(0, None)
+    with mindspeed_lite.enabled(**flags["off" if writer == "on" else "on"]):
+        read = steps(3, written)
+    assert_equal(read, whole)
+
+
+def assert_equal(one: Any, other: Any, where: str = "") -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other), where
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            assert_equal(one[key], other[key], f"{where}/{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for place, pair in enumerate(zip(one, other, strict=True)):
+            assert_equal(*pair, f"{where}/{place}")
+    else:
+        assert one == other, where
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: Path) -> None:  # noqa: F811
+    start(groups)
+    ended = []
+    for flags in (OFF, ON):
+        with mindspeed_lite.enabled(**flags):
+            model, optimizer = optimizer_of(**KINDS[kind])
+            gradients(model, 0)
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.copy_(parameter * 0.5 + 0.1)
+            optimizer.reload_model_params()
+            gradients(model, 1)
+            optimizer.step()
+            ended.append(saved(model, optimizer))
+    assert_equal(*ended)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
+@forked("megatron")
+def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:  # noqa: F811
+    start(groups)
+    with mindspeed_lite.enabled(**OFF):
+        model, optimizer = optimizer_of(**KINDS[kind])
+        for step in range(2):
+            gradients(model, step)
+            optimizer.step()
+    expected = [parameter.clone() for parameter in model.parameters()]
+    with mindspeed_lite.enabled(**ON):
+        model, optimizer = optimizer_of(**KINDS[kind])
+        gradients(model, 0)
+        optimizer.step()
+    assert not any(main.isnan().any() for main in optimizer.get_parameters())
+    gradients(model, 1)
+    optimizer.step()
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter, wanted, rtol=2**-7, atol=2e-7)
+
+
+@forked("megatron")
+def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:  # noqa: F811
+    start(groups)
+    report = mindspeed_lite.enable(reuse_fp32_param=True)
+    status = {entry.feature: entry.status for entry in report.entries}
+    assert status["reuse_fp32_param"] == status["use_fused_adamw"] == "applied"
+    optimizer_of(bf16=True, optimizer="sgd")
+    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
+    assert ("reuse_fp32_param", "the optimizer is SGD, without the fused step") in reasons
+    mindspeed_lite.disable()
+    mindspeed_lite.enable(**ON)
+    with pytest.raises(EngineError, match="SGD"):
+        optimizer_of(bf16=True, optimizer="sgd")
+
+
+@forked("megatron")
+def test_verify_compares_numbers_that_are_put_together(groups: Path) -> None:  # noqa: F811
+    start(groups)
+    mindspeed_lite.enable(**ON, verify=2)
+    train(KINDS["bf16"], 3)
+    verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
+    assert verdicts["adamw"] == "ok"
+
+
+def test_conditions_name_the_flag_that_is_in_the_way() -> None:
+    def reasons(**host_args: Any) -> list[str]:
+        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, {"bf16": True, **host_args})))
+
+    assert reasons() == []
+    assert "--bf16 is not given" in reasons(bf16=False)[0]
+    for flag in ("fp8_param_gather", "qk_clip", "log_params_norm"):
+        (found,) = reasons(**{flag: True})
+        assert f"--{flag.replace('_', '-')}" in found
+    assert use_fused_adamw.FEATURE.is_enabled(Settings({"reuse_fp32_param": True}))

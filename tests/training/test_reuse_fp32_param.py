@@ -1,0 +1,69 @@
+"""Weights that are half of their main parameters, in real training: the losses of the fused AdamW to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import matrix, releases
+
+from .jobs import Result, Trainer
+from .test_core import LAYOUTS, losses
+from .test_script import NO_DROPOUT, lm_losses, train
+
+OFF = {"use_fused_adamw": True, "strict": True}
+ON = {"reuse_fp32_param": True, "strict": True}
+STEPS = 12
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "tied": (2, {"pp": 2, "tied": True}),
+    "overlapped": (2, {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "overlapped experts": (2, {**LAYOUTS["ep2"][1], "distributed_optimizer": True, "overlap_grad_reduce": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.only(
+        [("0.19.2", "tp2_sp"), ("0.19.2", "tied"), ("0.19.2", "overlapped experts"), ("0.16.1", "overlapped")],
+        [(release, layout) for release in releases.ALL for layout in MORE],
+    ),
+)
+def test_no_bit_differs_from_the_fused_step(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    nproc, options = MORE[layout]
+    options = {**options, "steps": STEPS}
+    off, on = (trainer(release).core("features", nproc, options, flags=flags) for flags in (OFF, ON))
+    assert len(losses(on)) == STEPS and losses(on)[-1] < losses(on)[0] - 0.3
+    assert on.history() == off.history()
+
+
+@matrix.whole
+def test_two_hundred_steps(trainer: Callable[[str], Trainer]) -> None:
+    off, on = (trainer("0.19.2").core("features", 1, {"steps": 200}, flags=flags) for flags in (OFF, ON))
+    assert len(on.history()) == 200 and on.history() == off.history()
+
+
+def test_checkpoints_are_those_of_off_in_every_layout(trainer: Callable[[str], Trainer], tmp_path: Path) -> None:
+    """Written by two data-parallel ranks, read by one, and by two tensor-parallel ones, with the flag and without."""
+    script = [*NO_DROPOUT, "--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--use-fused-adamw"]
+    script += ["--dist-ckpt-optim-fully-reshardable"]
+    shared = ["--reuse-fp32-param"]
+
+    def run(nproc: int, *more: str) -> Result:
+        return train(trainer("0.19.2"), "adaptor", nproc, [*script, *more], 6).check()
+
+    written = []
+    for name, flags in (("on", shared), ("off", [])):
+        saving = ["--save", str(tmp_path / name), "--save-interval", "3", "--exit-interval", "3"]
+        written.append(lm_losses(run(2, *flags, *saving)))
+    assert written[0] == written[1]
+    for nproc, layout in ((1, []), (2, ["--tensor-model-parallel-size", "2"])):
+        read = [
+            lm_losses(run(nproc, *layout, "--load", str(tmp_path / name), *flags))
+            for name, flags in (("on", []), ("off", shared), ("off", []))
+        ]
+        assert len(read[0]) == 3 and written[0][0] > read[0][0]
+        assert read[0] == read[1] == read[2]
