@@ -24,6 +24,7 @@ from tests.training.jobs import ROOT, Trainer
 ALLOWED = 1.0
 
 DENSE: dict[str, dict[str, Any]] = {
+    "reuse_fp32_param": {},
     "use_flash_attn": {},
     "use_fused_adamw": {},
     "use_fused_cross_entropy": {},

@@ -24,7 +24,12 @@ def only(kept: Sequence[Any], values: Sequence[Any]) -> list[Any]:
     ]
 
 
-def pairs(columns: Sequence[Any], older: Sequence[tuple[str, Any]], among: Sequence[str] = releases.ALL) -> list[Any]:
-    """Parameters (release, column) for all pairs: on the newest release all run, of the others those of `older`."""
-    every = [(release, column) for release in among for column in columns]
-    return only([*older, *((among[-1], column) for column in columns)], every)
+def pairs(
+    columns: Sequence[Any],
+    older: Sequence[tuple[str, Any]],
+    newest: Sequence[Any] | None = None,
+    among: Sequence[str] = releases.ALL,
+) -> list[Any]:
+    """Parameters (release, column) for all pairs: on the newest release run `newest` (all), of the others `older`."""
+    kept = [*older, *((among[-1], column) for column in (columns if newest is None else newest))]
+    return only(kept, [(release, column) for release in among for column in columns])

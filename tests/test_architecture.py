@@ -218,6 +218,7 @@ SURFACE = {
         "--moe-permute-fusion",
         "--moe-router-fusion",
         "--moe-tp-extend-ep",
+        "--param-gather-once",
         "--recompute-activation-function",
         "--recompute-activation-function-num-layers",
         "--recompute-norm",

@@ -23,6 +23,7 @@ class Arm:
         name: as the report calls it.
         choice: `off`: none; `given`: those the command turns on itself; `all`: every one that applies; `only`:
             those in `features` and no other.
+        beside: features that are on whatever the choice: in every arm, off too.
         arithmetic: `as given`, or for the yardstick off in float32 or with sums in another order.
     """
 
@@ -30,6 +31,7 @@ class Arm:
     choice: Choice
     features: tuple[str, ...] = ()
     arithmetic: Arithmetic = "as given"
+    beside: tuple[str, ...] = ()
 
     @property
     def role(self) -> str:
@@ -70,7 +72,7 @@ class Plan:
     def read(cls, path: str) -> Plan:
         data: dict[str, Any] = json.loads(Path(path).read_text())
         arm = data.pop("arm")
-        arm["features"] = tuple(arm["features"])
+        arm |= {name: tuple(arm[name]) for name in ("features", "beside")}
         return cls(arm=Arm(**arm), **data)
 
 

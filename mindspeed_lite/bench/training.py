@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,14 @@ class Request:
     Attributes:
         mode: `features`, `each`, `all` or `noise`; see `arms_for`.
         features: names, for mode `features`; empty: what the command turns on itself.
+        beside: features that are on in every arm, off too.
         yardstick: `auto`, `float32`, `order` or `none`.
     """
 
     job: Job
     mode: str
     features: tuple[str, ...]
+    beside: tuple[str, ...]
     repeats: int
     yardstick: str
     profile: bool
@@ -108,12 +110,14 @@ class Benchmark:
                 "steps": request.job.steps,
                 "timeout": request.job.timeout,
                 "mode": request.mode,
+                "beside": list(request.beside),
                 "yardstick": request.yardstick,
                 "allocator": request.job.allocator or "as the command has it",
             },
         )
 
     def _run(self, arm: Arm, repeat: int, last: bool) -> Outcome:
+        arm = replace(arm, beside=self.request.beside)
         profile = last and self.request.profile and arm.role != "yardstick"
         trace = self.request.job.folder / "trace" / arm.name if profile and self.request.trace else None
         self._progress.run += 1

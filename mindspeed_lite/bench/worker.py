@@ -53,11 +53,11 @@ def _choose(args: Any, plan: Plan) -> list[str]:
     settings = Settings.of(catalogue.options(), args)
     given = [feature.name for feature in catalogue if feature.is_enabled(settings)]
     arm = plan.arm
-    if arm.choice == "given":
-        return given
-    setattr(args, activation.AUTO.dest, arm.choice == "all")
+    if arm.choice != "given":
+        setattr(args, activation.AUTO.dest, arm.choice == "all")
+    chosen = {"only": arm.features, "given": given}.get(arm.choice, ())
     for feature in catalogue:
-        wanted = arm.choice == "only" and feature.name in arm.features
+        wanted = feature.name in arm.beside or feature.name in chosen
         if wanted and feature.name not in given:
             switch = feature.options[0] if feature.options else None
             if switch is None or not switch.is_switch:

@@ -59,9 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     from mindspeed_lite.bench.harness import Job
 
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
-    features = tuple(dict.fromkeys(name.strip() for name in (options.features or "").split(",") if name.strip()))
+    features, beside = _names(options.features), _names(options.beside)
     try:
-        training.check_features(features)
+        training.check_features([*features, *beside])
         training.prepare_folder(folder)
     except training.BenchError as error:
         return fail(PROGRAM, error)
@@ -77,6 +77,7 @@ def main(arguments: Sequence[str]) -> int:
             ),
             mode=options.mode or "features",
             features=features,
+            beside=beside,
             repeats=options.repeats,
             yardstick=options.yardstick,
             profile=not options.no_profile,
@@ -85,6 +86,10 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     return _measure(benchmark, folder, training.BenchError)
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
 
 
 def _measure(benchmark: Benchmark, folder: Path, error_type: type[Exception]) -> int:
@@ -216,6 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--noise", dest="mode", action="store_const", const="noise", help="off against off: what is noise here"
     )
+    parser.add_argument("--beside", metavar="A,B", help="these features in every arm, off too")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm (default %(default)s)")
     parser.add_argument("--warmup", type=int, default=3, metavar="K", help="steps not measured (default %(default)s)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps (default %(default)s)")

@@ -15,12 +15,14 @@ from mindspeed_lite.bench.selftest import device, numerics, speed, worker
 from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, SLOWER, Check, Outcome
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import streams
+from tests import matrix
 from tests.cli.support import command, fails_in_one_line
 
 WITHOUT_GRADIENT = ("adamw", "l2norm")
 EXACT = ("l2norm", "vocab_embedding")
 
 
+@matrix.whole
 def test_it_passes_here(tmp_path):
     out = tmp_path / "selftest.json"
     run = command("doctor", "--selftest", "--quick", "--out", out, MINDSPEED_LITE_DEVICE="cpu")

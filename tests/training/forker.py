@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import runpy
@@ -63,6 +64,14 @@ def _record_training_log(history: list[dict[str, str]]) -> None:
     training.training_log = training_log
 
 
+def _fork_helpers() -> None:
+    """Megatron saves through a process that it spawns, which imports the script anew for eight seconds: fork it."""
+    saving = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    queue = inspect.unwrap(getattr(saving, "get_write_results_queue", _fork_helpers))
+    if "mp_mode" in inspect.signature(queue).parameters:
+        queue.__defaults__ = ("fork",)
+
+
 def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     out = Path(job["out"])
     log = os.open(out / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -83,6 +92,7 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     torch.set_num_threads(1)
     if not job.get("compile"):
         torch.compiler.set_stance("force_eager")
+    _fork_helpers()
     if job["arm"] == "device":
         os.environ["MINDSPEED_LITE_DISABLE"] = "1"
         importlib.import_module("mindspeed_lite.platform").activate()

@@ -28,7 +28,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
-        [("0.19.2", "tp2_sp"), ("0.19.2", "tied"), ("0.19.2", "overlapped experts"), ("0.16.1", "overlapped")],
+        [("0.19.2", "tp2_sp"), ("0.19.2", "tied"), ("0.19.2", "overlapped experts"), ("0.16.1", "single")],
         [(release, layout) for release in releases.ALL for layout in MORE],
     ),
 )
@@ -46,10 +46,24 @@ def test_two_hundred_steps(trainer: Callable[[str], Trainer]) -> None:
     assert len(on.history()) == 200 and on.history() == off.history()
 
 
-def test_checkpoints_are_those_of_off_in_every_layout(trainer: Callable[[str], Trainer], tmp_path: Path) -> None:
-    """Written by two data-parallel ranks, read by one, and by two tensor-parallel ones, with the flag and without."""
-    script = [*NO_DROPOUT, "--use-distributed-optimizer", "--ckpt-format", "torch_dist", "--use-fused-adamw"]
-    script += ["--dist-ckpt-optim-fully-reshardable"]
+# Of a checkpoint by two data-parallel ranks: whether the optimizer is distributed, and who reads it.
+READERS: dict[str, tuple[bool, int, str]] = {
+    "one rank": (True, 1, ""),
+    "tensor parallel": (True, 2, "--tensor-model-parallel-size 2"),
+    "pipeline": (True, 2, "--pipeline-model-parallel-size 2"),
+    "one rank, plain optimizer": (False, 1, ""),
+    "tensor parallel, plain optimizer": (False, 2, "--tensor-model-parallel-size 2"),
+}
+
+
+@pytest.mark.parametrize("reader", matrix.only(["tensor parallel"], [*READERS]))
+def test_checkpoints_are_those_of_off_in_every_layout(
+    trainer: Callable[[str], Trainer], reader: str, tmp_path: Path
+) -> None:
+    distributed, nproc, layout = READERS[reader]
+    script = [*NO_DROPOUT, "--ckpt-format", "torch_dist", "--use-fused-adamw"]
+    if distributed:
+        script += ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
     shared = ["--reuse-fp32-param"]
 
     def run(nproc: int, *more: str) -> Result:
@@ -60,10 +74,9 @@ def test_checkpoints_are_those_of_off_in_every_layout(trainer: Callable[[str], T
         saving = ["--save", str(tmp_path / name), "--save-interval", "3", "--exit-interval", "3"]
         written.append(lm_losses(run(2, *flags, *saving)))
     assert written[0] == written[1]
-    for nproc, layout in ((1, []), (2, ["--tensor-model-parallel-size", "2"])):
-        read = [
-            lm_losses(run(nproc, *layout, "--load", str(tmp_path / name), *flags))
-            for name, flags in (("on", []), ("off", shared), ("off", []))
-        ]
-        assert len(read[0]) == 3 and written[0][0] > read[0][0]
-        assert read[0] == read[1] == read[2]
+    read = [
+        lm_losses(run(nproc, *layout.split(), "--load", str(tmp_path / name), *flags))
+        for name, flags in (("on", []), ("off", shared), ("off", []))
+    ]
+    assert len(read[0]) == 3 and written[0][0] > read[0][0]
+    assert read[0] == read[1] == read[2]

@@ -12,7 +12,7 @@ from .test_core import DRIFT, losses
 
 FUSION = {"use_gradient_accumulation_fusion": True, "strict": True}
 DELAY = {**FUSION, "delay_wgrad_compute": True}
-STEPS = 20
+STEPS = 12
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tied, across a pipeline": (2, {"pp": 2, "tied": True}),

@@ -63,8 +63,9 @@ def update(
 ) -> None:
     """`step` of fp32 parameters on those in halves, at most `CHUNK` numbers of which exist at a time."""
     for tensors in zip(highs, lows, grads, exp_avgs, exp_avg_sqs, strict=True):
-        pieces: list[Sequence[torch.Tensor]] = [torch.split(each.view(-1), CHUNK) for each in tensors]
-        for high, low, grad, exp_avg, exp_avg_sq in zip(*pieces, strict=True):
+        flat = [each.view(-1) for each in tensors]
+        for start in range(0, flat[0].numel(), CHUNK):
+            high, low, grad, exp_avg, exp_avg_sq = (each[start : start + CHUNK] for each in flat)
             word = join(high, low, exp_avg_sq)
             exp_avg_sq.abs_()
             step([word], [grad], [exp_avg], [exp_avg_sq], rule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ class AdamW(Case):
     grad_dtype: str = "float32"
     scale: float | None = None
     out: bool = False
+    halves: bool = False
     shape: tuple[int, ...] = (6, 4)
 
     operator = "adamw"
@@ -36,7 +38,9 @@ class AdamW(Case):
 
     def leaves(self, device: str) -> Tensors:
         shapes = [self.shape] * self.count + [(0,)]
-        dtypes = {"param": "float32", "grad": self.grad_dtype, "m": "float32", "v": "float32", "out": "bfloat16"}
+        dtypes = {"param": "float32", "grad": self.grad_dtype, "m": "float32", "v": "float32", "last": "bfloat16"}
+        if self.halves:
+            dtypes |= {"param": "bfloat16", "last": "int16"}
         return {
             f"{name}{place}": torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             for place, shape in enumerate(shapes)
@@ -46,18 +50,19 @@ class AdamW(Case):
     def run(self, leaves: Tensors) -> None:
         from mindspeed_lite.ops.adamw import adamw
 
-        *lists, outs = self._lists(leaves)
+        *lists, last = self._lists(leaves)
         rule: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "step": 3}
-        adamw(*lists, **rule, grad_scale=self.scale, outs=outs if self.out else None)
+        adamw(*lists, **rule, grad_scale=self.scale, **self._given(last))
 
     def why_not(self, leaves: Tensors) -> list[str]:
         from mindspeed_lite.ops.adamw import why_not
 
-        *lists, outs = self._lists(leaves)
-        return why_not(*lists, outs=outs if self.out else None)
+        *lists, last = self._lists(leaves)
+        return why_not(*lists, **self._given(last))
 
     def arguments(self) -> Mapping[str, Any]:
-        tensor = Tensor("float32", self.shape, "")
+        # Halves become flat numbers, for the length of a step.
+        tensor = Tensor("float32", (math.prod(self.shape),) if self.halves else self.shape, "")
         lists = {name: [tensor] for name in LISTS[:4]} | {"state_steps": [Tensor("float32", (), "")]}
         return {
             **lists,
@@ -78,7 +83,10 @@ class AdamW(Case):
 
     def _lists(self, leaves: Tensors) -> list[list[torch.Tensor]]:
         places = range(self.count + 1)
-        return [[leaves[f"{name}{place}"] for place in places] for name in ("param", "grad", "m", "v", "out")]
+        return [[leaves[f"{name}{place}"] for place in places] for name in ("param", "grad", "m", "v", "last")]
+
+    def _given(self, last: list[torch.Tensor]) -> dict[str, list[torch.Tensor] | None]:
+        return {"lows": last} if self.halves else {"outs": last if self.out else None}
 
 
 CASES = (
@@ -88,6 +96,7 @@ CASES = (
     AdamW("narrow gradients", grad_dtype="bfloat16"),
     AdamW("copies", out=True),
     AdamW("one dimension", shape=(64,)),
+    AdamW("halves", halves=True, scale=0.25, grad_dtype="bfloat16"),
 )
 
 
@@ -129,12 +138,13 @@ MUTATIONS = {
     ),
     "count on the host": Mutation("device=params[0].device", 'device="cpu"', "cpu"),
     "count as a list": Mutation("torch.full(()", "torch.full((2,)", "want one number"),
-    "betas exchanged": Mutation("beta1=betas[0]", "beta1=betas[1]", "beta1 is 0.95: want 0.9"),
-    "decay left out": Mutation("weight_decay=weight_decay", "weight_decay=0.0", "weight_decay is 0.0: want 0.1"),
+    "betas exchanged": Mutation("beta1=rule.betas[0]", "beta1=rule.betas[1]", "beta1 is 0.95: want 0.9"),
+    "decay left out": Mutation("weight_decay=rule.weight_decay", "weight_decay=0.0", "weight_decay is 0.0: want 0.1"),
     "gradient in its own dtype": Mutation("grad.to(param.dtype)", "grad", "grads is bfloat16"),
     "scaled in its own dtype": Mutation("grad.to(param.dtype)", "grad.to(grad.dtype)", "grads is bfloat16"),
     "moments left out": Mutation("            [exp_avg_sq],\n", "            [],\n", "want one length"),
     "empty tensors too": Mutation("if not param.numel():", "if False:", "forward called"),
+    "halves not put together": Mutation("if lows is not None:", "if False:", "bfloat16"),
     "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
 }  # fmt: skip
 

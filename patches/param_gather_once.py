@@ -1,0 +1,74 @@
+"""`--param-gather-once`: with experts, the distributed optimizer gathers every parameter once a step, not twice.
+
+Megatron has one distributed optimizer for dense parameters and one for experts, and each of them gathers the parameters
+of the whole model after its step: the first one those of the experts as they were, the second one the dense ones again.
+Here an optimizer's step gathers the buckets it has updated.
+
+Reaches `_ParamAndGradBucketGroup.start_param_sync` for as long as `DistributedOptimizer.step_with_ready_grads` runs.
+Gathering that is overlapped with the forward pass (`--overlap-param-gather`) is dispatched elsewhere, bucket by bucket
+and once, and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+
+# The parameters whose optimizer is in its step; the innermost is last.
+_stepping: list[Any] = []
+
+
+def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def step_with_ready_grads(self: Any) -> Any:
+        # One without parameters has no map; what it gathers is not known to be anybody else's.
+        updated = getattr(self, "model_param_gbuf_map", None)
+        if updated is None:
+            return wrapped(self)
+        _stepping.append(updated)
+        try:
+            return wrapped(self)
+        finally:
+            _stepping.pop()
+
+    return step_with_ready_grads
+
+
+def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def start_param_sync(self: Any, force_sync: bool = False) -> Any:
+        if _stepping and not any(param in _stepping[-1] for bucket in self.buckets for param in bucket.params):
+            return None
+        return wrapped(self, force_sync)
+
+    return start_param_sync
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons: list[str] = []
+    if context.host_args is None:
+        return reasons
+    if not context.arg("use_distributed_optimizer", False):
+        reasons.append("--use-distributed-optimizer is not given: no parameters are gathered")
+    if not context.arg("num_experts", None):
+        reasons.append("--num-experts is not given: there is one optimizer, which gathers once")
+    if context.arg("overlap_param_gather", False):
+        reasons.append("--overlap-param-gather gathers once already")
+    if context.arg("use_megatron_fsdp", False):
+        reasons.append("--use-megatron-fsdp gathers by itself")
+    return reasons
+
+
+FEATURE = Feature(
+    name="param_gather_once",
+    summary="parameters gathered once a step where dense ones and experts have an optimizer each",
+    options=(
+        Option("--param-gather-once", help="Let each distributed optimizer gather the parameters that it updates."),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    patches=(
+        Wrap("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
+        Wrap("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync", _gather),
+    ),
+)
