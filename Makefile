@@ -1,7 +1,7 @@
 # `make demo` and `make test` work on a bare machine with Python 3.12: they make .venv and install what they need.
 
-# Processes that run tests side by side; a file's tests stay together. More than two cores, since many tests wait.
-WORKERS ?= 3
+# Processes that run tests side by side; a file's tests stay together.
+WORKERS ?= 2
 PYTHON ?= $(shell command -v python3.12 || command -v python3 || echo python3)
 VENV := .venv
 BIN := $(VENV)/bin

@@ -73,14 +73,12 @@ def _around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[...
 
 
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    around_whole = _around_whole(wrapped, session)
+
     def _copy_main_params_to_model_params(self: Any) -> Any:
-        shared = _shared_of(self)
-        if shared is None:
-            return wrapped(self)
-        if self.optimizer.copied:
+        if _shared_of(self) is not None and self.optimizer.copied:
             return None
-        with shared.whole():
-            return wrapped(self)
+        return around_whole(self)
 
     return _copy_main_params_to_model_params
 

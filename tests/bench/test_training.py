@@ -158,6 +158,7 @@ def test_a_crash_keeps_the_other_arm_and_shows_its_log(outcomes: Outcomes) -> No
     assert found["complete"] is False
 
 
+@matrix.whole
 def test_a_hang_is_ended_and_says_where_it_stood(outcomes: Outcomes) -> None:
     _, found = comparison(outcomes, "hang")
     run = {arm["name"]: arm for arm in found["arms"]}["hang"]["runs"][0]
@@ -166,6 +167,7 @@ def test_a_hang_is_ended_and_says_where_it_stood(outcomes: Outcomes) -> None:
     assert any("planted.py" in line for line in run["log_tail"]), "the stack stands in the log"
 
 
+@matrix.whole
 def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
     """Step times are Megatron's own to a few per cent; the loss is read from the rank that has it."""
     extra = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "1")

@@ -60,14 +60,16 @@ def compare(
     return off, on
 
 
-@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "ep2")]))
+@pytest.mark.parametrize(
+    ("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "ep2")], newest=["ep2", "tp2_etp1_ep2"])
+)
 def test_layouts_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     off, on = compare(trainer(release), *LAYOUTS[layout], ALL, {})
     assert off[-1] < off[0] - 0.3, "the model does not learn"
     assert on != off, "the features changed no bit: they were not in force"
 
 
-@pytest.mark.parametrize("model", matrix.only(["padded", "shared, overlapped", "sigmoid, groups, bias"], [*MODELS]))
+@pytest.mark.parametrize("model", matrix.only(["padded", "sigmoid, groups, bias"], [*MODELS]))
 @pytest.mark.parametrize("release", matrix.only(["0.19.2"], ["0.17.1", "0.19.2"]))
 def test_models_train_as_off_does(trainer: Callable[[str], Trainer], release: str, model: str) -> None:
     compare(trainer(release), *LAYOUTS["ep2"], ALL, MODELS[model])
@@ -93,6 +95,7 @@ def test_whole_experts_on_tensor_parallel_ranks_are_the_same_model(trainer: Call
         assert abs(a - b) <= DRIFT * abs(a)
 
 
+@matrix.whole
 def test_gradients_are_accumulated_and_activations_recomputed(trainer: Callable[[str], Trainer]) -> None:
     train = trainer("0.19.2")
     fusion = {**ALL, "use_gradient_accumulation_fusion": True, "use_fused_swiglu": True}

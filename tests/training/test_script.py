@@ -45,11 +45,8 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 # Where Megatron's fused functions are compiled, as they are for a user; it costs ten seconds a process. They are
 # arithmetic on tensors: what the device layer and the hooks change is not in them, whatever the layout.
 COMPILED = {("0.19.2", "single")}
-# Those layouts that differ most, and one of them on an older release.
-CORNERS = [
-    *(("0.19.2", layout) for layout in ("tp2_sp", "pp2_vpp2", "dp2_distributed_optimizer", "ep2")),
-    ("0.17.1", "tp2_sp"),
-]
+# Those layouts that differ most.
+CORNERS = [("0.19.2", "tp2_sp"), ("0.19.2", "ep2")]
 MATRIX = matrix.only(CORNERS, [(release, layout) for release in releases.WITH_TRAINING for layout in LAYOUTS])
 
 
