@@ -200,7 +200,7 @@ def _settings(effort: timing.Effort, quick: bool, cases: Sequence[Case]) -> dict
         "allocator": None,
         "mode": None,
         "yardstick": None,
-        "beside": [],
+        "beside": None,
         "confidence": timing.CONFIDENCE,
         "quick": quick,
         "operators": list(dict.fromkeys(case.operator for case in cases)),
