@@ -14,7 +14,7 @@ help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
-	@echo "make test-whole    the same with every layout on every release, and what is long (about an hour on two cores)"
+	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"

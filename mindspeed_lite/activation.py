@@ -242,7 +242,7 @@ def _choose_all(context: Context) -> tuple[Settings, dict[str, list[str]]]:
     left_off: dict[str, list[str]] = {}
     features = catalogue()
     enabled = {feature.name for feature in features if feature.is_enabled(context.settings)}
-    # What requires others comes after them.
+    # What requires others comes after them; nothing that is required requires something itself.
     for feature in sorted(features, key=lambda each: len(each.requires)):
         if feature.name in enabled:
             continue

@@ -55,6 +55,10 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
         inner.shared = Shared(inner.state, highs)
         session.at_end.append(end)
+        groups = getattr(self, "fp32_from_float16_groups", None) or getattr(self, "shard_fp32_from_float16_groups", [])
+        alone = sum(main is not None for group in groups for main in group) - len(inner.shared.halves())
+        if alone:
+            session.fallback(FEATURE.name, f"{alone} main parameters have no bf16 weight to be half of")
 
     return __init__
 
@@ -151,7 +155,6 @@ def _why_not(context: Context) -> Sequence[str]:
     for name, what in (
         ("fp8_param_gather", "--fp8-param-gather keeps weights in fp8"),
         ("fp4_param_gather", "--fp4-param-gather keeps weights in fp4"),
-        ("fp8_param", "--fp8-param-gather keeps weights in fp8"),
         ("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself"),
         ("qk_clip", "--qk-clip changes main parameters inside attention"),
         ("log_params_norm", "--log-params-norm reads the fp32 main parameters"),

@@ -234,7 +234,7 @@ def holders(
 
 
 def _look_through(owner: Owner, space: Any, found: dict[int, list[Place]]) -> None:
-    # There are some hundred thousand attributes, nearly all in places that hold nothing: those cost no Python code.
+    # Nearly all places hold none of the objects: those cost no Python code.
     values = list(space.values())
     if found.keys().isdisjoint(map(id, values)):
         return

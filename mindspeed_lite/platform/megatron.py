@@ -92,10 +92,10 @@ def place(
     device: what they are told they run on; the active device if not given.
     """
     if device is None:
-        from mindspeed_lite import platform
+        from . import current
 
-        current = platform.current()
-        device = "cpu" if current is None else current.name
+        active = current()
+        device = "cpu" if active is None else active.name
     context = Context(Settings({}), device, {})
     session = Session(context.settings, context, Report({}, device))
     plan = make_plan(

@@ -11,8 +11,6 @@ from mindspeed_lite import activation
 from mindspeed_lite.bench import worker
 from mindspeed_lite.bench.plan import Arm
 
-OTHERS = {"records": "", "warmup": 1, "steps": 2, "profile": False, "trace": "", "allocator": "", "launched": 0.0}
-
 
 def chosen(arm: Arm, *given: str) -> tuple[set[str], bool]:
     """(features that are on, whether auto is) for a command that turns `given` on itself."""
@@ -20,7 +18,7 @@ def chosen(arm: Arm, *given: str) -> tuple[set[str], bool]:
     args: Any = SimpleNamespace(**{option.dest: option.default for option in options})
     for name in given:
         setattr(args, name, True)
-    assert worker._choose(args, SimpleNamespace(arm=arm, **OTHERS)) == sorted(given)
+    assert worker._choose(args, SimpleNamespace(arm=arm)) == sorted(given)
     on = {feature.name for feature in activation.catalogue() if feature.is_enabled(vars(args))}
     return on, bool(getattr(args, activation.AUTO.dest, False))
 

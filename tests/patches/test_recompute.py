@@ -42,7 +42,8 @@ def test_reasons(patch):
 
     assert reasons() == reasons(recompute_granularity="full", recompute_method="block") == []
     assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
-    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph"):
+    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph",
+                 "external_cuda_graph"):  # fmt: skip
         assert len(reasons(**{name: True})) == 1
     assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
     assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]

@@ -40,11 +40,6 @@ MODELS = {
 }  # fmt: skip
 
 
-def eager():
-    """Megatron's functions are compiled by torch, which takes long and is not what is asked here."""
-    torch.compiler.set_stance("force_eager")
-
-
 class Linear(torch.nn.Module):
     """Stands for fc1 and fc2: hands on what it gets, and a bias beside it."""
 
@@ -106,7 +101,6 @@ def inputs_of(model, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @forked("megatron")
 def test_an_mlp_is_at_least_as_near_to_the_truth(dtype):
-    eager()
     plain = {}
     for model, parts in MODELS.items():
         inputs, dout = inputs_of(model, dtype)
@@ -128,7 +122,6 @@ def test_an_mlp_is_at_least_as_near_to_the_truth(dtype):
 def test_local_experts_are_reached():
     from megatron.core.transformer.moe.experts import SequentialMLP
 
-    eager()
     experts = SequentialMLP.__new__(SequentialMLP)
     torch.nn.Module.__init__(experts)
     one, other = (mlp_of({"activation": "silu", "gated_linear_unit": True}) for _ in range(2))
@@ -145,7 +138,6 @@ def test_local_experts_are_reached():
 
 @forked("megatron")
 def test_only_the_input_is_kept_for_the_backward_pass():
-    eager()
     x = torch.randn(ROWS, BATCH, WIDTH, requires_grad=True)
     with mindspeed_lite.enabled(use_fused_swiglu=True):
         kept = []
@@ -158,7 +150,6 @@ def test_only_the_input_is_kept_for_the_backward_pass():
 def test_what_the_operator_does_not_do_steps_aside_with_its_reason():
     from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 
-    eager()
     x, weights = torch.randn(3, 8), torch.rand(3, 1)
     swiglu, quick = fused_bias_swiglu, fused_bias_geglu
     calls = {
@@ -195,7 +186,6 @@ def test_bias_and_weights_together_which_megatron_refuses_are_computed():
 
 @forked("megatron")
 def test_verification_compares_with_megatrons_own_function():
-    eager()
     with mindspeed_lite.enabled(use_fused_swiglu=True, verify=1, strict=True):
         for model in MODELS:
             inputs, _ = inputs_of(model, torch.bfloat16)

@@ -65,7 +65,7 @@ def _record_training_log(history: list[dict[str, str]]) -> None:
 
 
 def _fork_helpers() -> None:
-    """Megatron saves through a process that it spawns, which imports the script anew for eight seconds: fork it."""
+    """Megatron saves through a process that it spawns, which imports the script anew: fork it."""
     saving = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
     queue = inspect.unwrap(getattr(saving, "get_write_results_queue", _fork_helpers))
     if "mp_mode" in inspect.signature(queue).parameters:

@@ -85,7 +85,7 @@ def test_no_flag_is_bitwise_the_device_layer_alone(
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
-        [("0.17.1", "tp2_sp"), ("0.19.2", "tp2_sp")],
+        [("0.17.1", "tp2_sp"), *COMPILED],
         [*((release, "tp2_sp") for release in releases.WITH_TRAINING), *sorted(COMPILED)],
     ),
 )
@@ -111,7 +111,7 @@ def test_flags_turn_features_on_and_the_report_says_so(
 
 
 def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:
-    log = without_flags(trainer("0.19.2"), "0.19.2", "tp2_sp").log()
+    log = without_flags(trainer("0.19.2"), "0.19.2", "single").log()
     line = next(line for line in log.splitlines() if "memory (MB)" in line)
     allocated = float(line.partition("allocated: ")[2].split()[0])
     assert 200 < allocated < 4000, line

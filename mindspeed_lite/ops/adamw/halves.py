@@ -13,9 +13,10 @@ payload, those with nothing in its upper 7 bits may read as infinity. Arithmetic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
+
+from mindspeed_lite.ops.adamw.rule import Rule
 
 # Elements that are put together at a time where a backend has no kernel that does it in registers.
 CHUNK = 1 << 22
@@ -59,7 +60,7 @@ def update(
     grads: Sequence[torch.Tensor],
     exp_avgs: Sequence[torch.Tensor],
     exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Any,
+    rule: Rule,
 ) -> None:
     """`step` of fp32 parameters on those in halves, at most `CHUNK` numbers of which exist at a time."""
     for tensors in zip(highs, lows, grads, exp_avgs, exp_avg_sqs, strict=True):
