@@ -60,6 +60,10 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "experts tp2 etp1 ep2": (2, {"experts": 4, "tp": 2, "sp": True, "etp": 1, "ep": 2}),
     "experts ep4": (4, {"experts": 4, "ep": 4}),
     "experts dropped": (2, {"experts": 4, "ep": 2, "moe": {"moe_expert_capacity_factor": 1.0}}),
+    "experts padded": (
+        2,
+        {"experts": 4, "ep": 2, "moe": {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}},
+    ),
     "experts shared": (2, {"experts": 4, "ep": 2, "moe": {"moe_shared_expert_intermediate_size": 64}}),
 }
 

@@ -7,8 +7,8 @@ again: there are no passes that convert and at no time a second copy. One bit mo
 rounding; it stands in the sign of the second moment.
 
 Reaches the mixed-precision optimizers where they have made their main parameters (`__init__`), and every method that
-reads or writes these beside the step: what goes into a checkpoint are plain copies, what comes out of one is taken
-apart on arrival. The objects in between keep shape and dtype and read as NaN.
+reads or writes these beside the step, those of checkpoints among them (`_optimizer_forms`). The objects in between
+keep shape and dtype and read as NaN.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, W
 from mindspeed_lite.ops.adamw.shared import Shared
 
 from . import use_fused_adamw
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, around_whole, end_with
 
 
 def _shared_of(optimizer: Any) -> Shared | None:
@@ -47,14 +48,8 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
                 if main.dtype == torch.float32 and high.dtype == torch.bfloat16 and high.is_contiguous()
             }
 
-        def end() -> None:
-            # What is trained on without the patches is an ordinary optimizer.
-            shared = _shared_of(owner())
-            if shared is not None:
-                shared.end()
-
-        inner.shared = Shared(inner.state, highs)
-        session.at_end.append(end)
+        inner.shared = Shared(inner, highs)
+        end_with(session, inner)
         groups = getattr(self, "fp32_from_float16_groups", None) or getattr(self, "shard_fp32_from_float16_groups", [])
         alone = sum(main is not None for group in groups for main in group) - len(inner.shared.halves())
         if alone:
@@ -63,70 +58,15 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return __init__
 
 
-def _around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Megatron's method with main parameters that are there."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared = _shared_of(self)
-        if shared is None:
-            return wrapped(self, *args, **kwargs)
-        with shared.whole():
-            return wrapped(self, *args, **kwargs)
-
-    return method
-
-
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    around_whole = _around_whole(wrapped, session)
+    whole = around_whole(wrapped, session)
 
     def _copy_main_params_to_model_params(self: Any) -> Any:
         if _shared_of(self) is not None and self.optimizer.copied:
             return None
-        return around_whole(self)
+        return whole(self)
 
     return _copy_main_params_to_model_params
-
-
-def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """What is saved holds its tensors on, beyond this call: so copies go into it."""
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        shared = _shared_of(self)
-        if shared is None:
-            return wrapped(self, *args, **kwargs)
-        found = wrapped(self, *args, **kwargs)
-        groups = self.fp32_from_float16_groups
-        plain = {main: shared.joined(main) for group in groups for main in group}
-        found["fp32_from_fp16_params"] = [[plain[main].get("param", main) for main in group] for group in groups]
-        # torch numbers the parameters in the order of the groups.
-        mains = [main for group in self.optimizer.param_groups for main in group["params"]]
-        state = found["optimizer"]["state"]
-        for number, main in enumerate(mains):
-            if number in state and "exp_avg_sq" in plain.get(main, {}):
-                state[number] = {**state[number], "exp_avg_sq": plain[main]["exp_avg_sq"]}
-        return found
-
-    return state_dict
-
-
-def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
-        found, shared = wrapped(self, model_param), _shared_of(self)
-        return found if shared is None else {**found, **shared.joined(found["param"])}
-
-    return _get_main_param_and_optimizer_states
-
-
-def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
-        shared = _shared_of(self)
-        if shared is None:
-            return wrapped(self, model_param, tensors)
-        group, place = self.model_param_group_index_map[model_param]
-        with shared.whole([self.optimizer.param_groups[group]["params"][place]]):
-            return wrapped(self, model_param, tensors)
-
-    return _set_main_param_and_optimizer_states
 
 
 def _dummy_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -165,9 +105,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-_FLOAT16 = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
-_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-
 FEATURE = Feature(
     name="reuse_fp32_param",
     summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
@@ -179,17 +116,13 @@ FEATURE = Feature(
     requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
     operators=("adamw",),
     patches=(
-        Wrap(f"{_FLOAT16}.__init__", _init),
-        Wrap(f"{_FLOAT16}.state_dict", _state_dict),
-        Wrap(f"{_FLOAT16}.load_state_dict", _around_whole),
-        Wrap(f"{_FLOAT16}._copy_model_params_to_main_params", _around_whole),
-        Wrap(f"{_FLOAT16}._copy_main_params_to_model_params", _copy),
-        Wrap(f"{_DISTRIBUTED}.__init__", _init),
-        Wrap(f"{_DISTRIBUTED}._get_main_param_and_optimizer_states", _get),
-        Wrap(f"{_DISTRIBUTED}._set_main_param_and_optimizer_states", _set),
-        Wrap(f"{_DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", _around_whole),
-        Wrap(f"{_DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step),
-        Wrap(f"{_DISTRIBUTED}._copy_model_params_to_main_params", _around_whole),
-        Wrap(f"{_DISTRIBUTED}._copy_main_params_to_model_params", _copy),
+        Wrap(f"{FLOAT16}.__init__", _init),
+        Wrap(f"{FLOAT16}._copy_model_params_to_main_params", around_whole),
+        Wrap(f"{FLOAT16}._copy_main_params_to_model_params", _copy),
+        Wrap(f"{DISTRIBUTED}.__init__", _init),
+        Wrap(f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step),
+        Wrap(f"{DISTRIBUTED}._copy_model_params_to_main_params", around_whole),
+        Wrap(f"{DISTRIBUTED}._copy_main_params_to_model_params", _copy),
+        *PATCHES,
     ),
 )

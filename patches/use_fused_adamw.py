@@ -259,8 +259,10 @@ FEATURE = Feature(
     name="use_fused_adamw",
     summary="Adam, clipping and the copy into 16-bit weights in one pass",
     options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
-    # Main parameters that share storage with the weights are updated by this step alone.
-    enabled=lambda settings: bool(settings.get("use_fused_adamw") or settings.get("reuse_fp32_param")),
+    # Main parameters that share storage with the weights, and narrow moments, are updated by this step alone.
+    enabled=lambda settings: any(
+        settings.get(name) for name in ("use_fused_adamw", "reuse_fp32_param", "quant_states")
+    ),
     numerics="ulp",
     condition=_why_not,
     operators=("adamw", "l2norm"),

@@ -219,6 +219,7 @@ SURFACE = {
         "--moe-router-fusion",
         "--moe-tp-extend-ep",
         "--param-gather-once",
+        "--quant-states",
         "--recompute-activation-function",
         "--recompute-activation-function-num-layers",
         "--recompute-norm",

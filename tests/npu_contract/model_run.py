@@ -120,6 +120,7 @@ FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
     "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
+    "quant_states": "it needs a value, and changes what training computes",
     "recompute_activation_function": "it trades time for memory and is asked for by name",
     "recompute_norm": "it trades time for memory and is asked for by name",
     "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",

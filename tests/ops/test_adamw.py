@@ -33,9 +33,9 @@ SLACK = torch.finfo(torch.float32).eps / 2
 def through(implementation: Any) -> Callable[..., None]:
     """An implementation called as the operator is."""
 
-    def adamw(*lists: Any, outs: Any = None, lows: Any = None, **rule: Any) -> None:
+    def adamw(*lists: Any, outs: Any = None, lows: Any = None, blocks: Any = None, **rule: Any) -> None:
         with torch.no_grad():
-            implementation.adamw(*lists, Rule(**rule), outs, lows)
+            implementation.adamw(*lists, Rule(**rule), outs, lows, blocks)
 
     return adamw
 
@@ -285,16 +285,26 @@ def test_without_a_compiler_torchs_fused_one_serves_and_it_is_said_once(
 
 
 @pytest.mark.parametrize("grad", ["fp32", "bf16"])
-@pytest.mark.parametrize("out", [None, "bf16", "halves"])
-def test_the_kernel_needs_few_registers(grad: str, out: str | None) -> None:
-    numbers = ("scale", "keep", "l2", "beta1_rest", "beta2", "beta2_rest", "rate", "root", "eps")
+@pytest.mark.parametrize(
+    ("out", "moments"), [(None, "fp32"), ("bf16", "fp32"), ("halves", "fp32"), ("halves", "bf16"), ("halves", "uint8")]
+)
+def test_the_kernel_needs_few_registers(grad: str, out: str | None, moments: str) -> None:
+    names = ("scale", "keep", "l2", "beta1_rest", "beta2", "beta2_rest", "rate", "root", "eps")
+    numbers = {**dict.fromkeys(names, "fp32"), "seed": "i32"}
     found = compile_sm90(
         "mindspeed_lite.ops.adamw.kernel:step",
-        {"addresses": "*i64", "pieces": "*i32", "scale_tensor": "*fp32", **dict.fromkeys(numbers, "fp32")},
+        {
+            "addresses": "*i64",
+            "pieces": "*i32",
+            "scale_tensor": "*fp32",
+            **dict.fromkeys(numbers, "fp32"),
+            "seed": "i32",
+        },
         {
             "GRAD": grad,
             "OUT": "bf16" if out == "bf16" else None,
             "HALVES": out == "halves",
+            "MOMENTS": moments,
             "L2": False,
             "ALIGNED": True,
             "BLOCK": cuda._BLOCK,
@@ -303,7 +313,8 @@ def test_the_kernel_needs_few_registers(grad: str, out: str | None) -> None:
     )
     # 80 registers let three programs of 256 threads share a processor; shared memory turns fp32's order of elements
     # into that of 16 bit, where there is any.
-    assert found.spills == 0 and found.registers <= 80
+    # Two, where moments are bytes and beside the numbers stand the bits to encode.
+    assert found.spills == 0 and found.registers <= (128 if moments == "uint8" else 80)
     assert found.shared <= (0 if out is None and grad == "fp32" else 4 * cuda._BLOCK)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, reference, torch_fused, why_not
+from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, pieces, reference, torch_fused, why_not
 from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 from mindspeed_lite.ops.adamw.shared import Shared
 from mindspeed_lite.ops.dispatch import force
@@ -127,14 +127,15 @@ def test_large_tensors_have_ties_and_threads_change_no_bit() -> None:
 
 
 def test_pieces_are_put_together_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "CHUNK", 1000)
+    monkeypatch.setattr(pieces, "CHUNK", 1000)
     seen: list[int] = []
 
+    @pieces.piecewise
     def step(words: list[torch.Tensor], *rest: Any) -> None:
         seen.append(words[0].numel())
 
     high, low, squares = taken_apart(torch.randn(2500))
-    halves.update(step, [high], [low], [torch.zeros(2500)], [torch.zeros(2500)], [squares], None)
+    step([high], [torch.zeros(2500)], [torch.zeros(2500)], [squares], None, None, [low])
     assert seen == [1000, 1000, 500]
 
 
@@ -157,7 +158,7 @@ def test_errors_name_what_is_wrong() -> None:
     highs, lows = [word.bfloat16() for word in words], [torch.zeros(word.numel(), dtype=torch.int16) for word in words]
     state = (grads, exp_avgs, exp_avg_sqs)
     assert why_not(highs, *state, lows=lows) == [] or cpu._lib.unusable() is not None
-    with pytest.raises(ValueError, match=r"want halves in bfloat16 and int16, .* not torch\.float32, torch\.int16"):
+    with pytest.raises(ValueError, match=r"want halves in bfloat16 and int16 .* not torch\.float32, torch\.int16"):
         adamw(words, *state, **RULE, lows=lows)
     with pytest.raises(ValueError, match="with outs"):
         adamw(highs, *state, **RULE, lows=lows, outs=outs)
@@ -172,7 +173,7 @@ def sharing(kind: type = FusedAdamW, **options: Any) -> tuple[Any, list[torch.Te
     weights = [main.bfloat16() for main in mains]
     optimizer = kind(mains, lr=1e-2, weight_decay=0.1, **options)
     # The last parameter is none of those that share.
-    optimizer.shared = Shared(optimizer.state, lambda: dict(zip(mains[:2], weights[:2], strict=True)))
+    optimizer.shared = Shared(optimizer, lambda: dict(zip(mains[:2], weights[:2], strict=True)))
     return optimizer, mains, weights
 
 
@@ -207,6 +208,22 @@ def test_an_optimizer_that_shares_trains_as_one_that_does_not(kind: type) -> Non
         found = optimizer.shared.joined(main)
         assert torch.equal(found["param"].bfloat16(), weight) and (found["exp_avg_sq"] >= 0).all()
     assert optimizer.shared.joined(mains[2]) == {}
+
+
+def test_ties_survive_a_state_that_was_loaded() -> None:
+    """torch puts another dictionary in the place of an optimizer's state."""
+    optimizer, mains, _ = sharing()
+    steps(optimizer, mains, 1)
+    words = ((bits(torch.randn(mains[0].shape)) & ~0xFFFF) | 0x8000).view(torch.float32)
+    with optimizer.shared.whole():
+        mains[0].copy_(words)
+        before = optimizer.state
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.state is not before
+    assert torch.equal(optimizer.shared.joined(mains[0])["param"], words)
+    optimizer.param_groups[0]["lr"] = 0.0
+    steps(optimizer, mains, 1, first=1)
+    assert torch.equal(optimizer.shared.joined(mains[0])["param"], words)
 
 
 def test_what_writes_a_parameter_that_is_not_there_fails() -> None:

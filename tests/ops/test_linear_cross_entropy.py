@@ -111,8 +111,12 @@ def test_every_path_agrees_with_the_definition(
         chunks._NARROWEST = before
     # Logits are rounded to their dtype, which moves a probability by that much of the logit's size; then the result.
     bound = 12 * torch.finfo(dtype).eps * (2 if backend == "triton" else 1) + 1e-6
+    # Where the target is nearly certain, loss and gradients are differences of numbers of another size.
+    largest = [each.abs().max().item() if each.numel() else 0.0 for each in (h.double() @ w.double().T, h, w)]
+    sizes = {"loss": 1.0, "dhidden": 1.5 * largest[2], "dweight": 1.5 * largest[1]}
     for name, a, b in zip(NAMES, got, exact, strict=True):
-        assert error(a, b) <= bound, name
+        apart = (a.double() - b).abs().max().item() if a.numel() else 0.0
+        assert error(a, b) <= bound or apart <= bound * largest[0] * sizes[name], name
 
 
 def test_gradcheck() -> None:

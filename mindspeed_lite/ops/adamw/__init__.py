@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.adamw import reference
+from mindspeed_lite.ops.adamw import moments, reference
+from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import Operator
 
@@ -26,6 +27,7 @@ class Case(NamedTuple):
     decoupled: bool
     contiguous: bool
     halves: bool = False
+    moments: torch.dtype = torch.float32
 
 
 OPERATOR = Operator(
@@ -55,6 +57,7 @@ def adamw(
     decoupled: bool = True,
     outs: Tensors | None = None,
     lows: Tensors | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
     """For every p, g, m, v of the lists, with t = `step` counted from 1 and (b1, b2) = `betas`:
 
@@ -70,13 +73,15 @@ def adamw(
     number or a tensor of one element on the device, into which an inverse loss scale and a clip coefficient go.
     lows: with these (int16) the params are bf16, fp32 numbers in two halves, a bit of which stands in the sign of
     exp_avg_sqs (see `halves`); then there are no outs. The numbers become what they would as fp32, bit for bit.
+    blocks: the moments may be bf16, or uint8 codes with these, pairs of exponents (uint8, see `moments.exponents`);
+    the new ones are rounded by chance, which is a function of them and `step` alone (see `moments`).
     Everything is computed in fp32. There is no gradient, and nothing is kept.
     """
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows)
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows, blocks)
     if case is None:
         return
     rule = Rule(lr, betas, eps, weight_decay, step, grad_scale, case.decoupled)
-    OPERATOR.choose(case)(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
+    OPERATOR.choose(case)(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
 
 
 def why_not(
@@ -87,9 +92,10 @@ def why_not(
     decoupled: bool = True,
     outs: Tensors | None = None,
     lows: Tensors | None = None,
+    blocks: Blocks | None = None,
 ) -> list[str]:
     """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled, lows)
+    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled, lows, blocks)
     return [] if case is None else OPERATOR.why_not(case)
 
 
@@ -101,6 +107,7 @@ def _case(
     outs: Tensors | None,
     decoupled: bool,
     lows: Tensors | None,
+    blocks: Blocks | None,
 ) -> Case | None:
     lists = [params, grads, exp_avgs, exp_avg_sqs, *(each for each in (outs, lows) if each is not None)]
     count = len(params)
@@ -122,22 +129,29 @@ def _case(
                 shapes = [", ".join(str(tuple(t.shape)) for t in place) for place in zip(*lists, strict=True)]
                 raise ValueError(f"adamw: shapes do not fit: {'; '.join(shapes)}")
             contiguous = contiguous and tensor.is_contiguous()
-    kind, grad_dtype = first.device.type, dtypes[1]
+    kind, dtype, grad_dtype = first.device.type, dtypes[0], dtypes[1]
     if lows is not None:
-        if (dtypes[0], dtypes[2], dtypes[3], dtypes[-1]) != _IN_HALVES or outs is not None:
+        if (dtype, dtypes[-1]) != (torch.bfloat16, torch.int16) or outs is not None:
             raise ValueError(
-                f"adamw: want halves in bfloat16 and int16, moments in float32 and no outs, not {dtypes[0]}, "
-                f"{dtypes[-1]}, {dtypes[2]}, {dtypes[3]}{'' if outs is None else ' with outs'}"
+                f"adamw: want halves in bfloat16 and int16 and no outs, not {dtype}, {dtypes[-1]}"
+                f"{'' if outs is None else ' with outs'}"
             )
-        if not contiguous:
-            raise ValueError("adamw: parameters in halves must be contiguous")
-        return Case(kind, torch.float32, grad_dtype, None, decoupled, contiguous, halves=True)
-    dtype = dtypes[0]
-    if dtype not in (torch.float32, torch.float64) or dtypes[2] != dtype or dtypes[3] != dtype:
+        dtype = torch.float32
+    moment = dtypes[2]
+    if dtype not in (torch.float32, torch.float64) or moment != dtypes[3] or moment not in (dtype, *_NARROW):
         raise ValueError(
-            f"adamw: want parameters and both moments in float32, not {dtypes[0]}, {dtypes[2]}, {dtypes[3]}"
+            f"adamw: want parameters and both moments in float32, or moments in bfloat16 or uint8, not {dtypes[0]}, "
+            f"{dtypes[2]}, {dtypes[3]}"
         )
-    return Case(kind, dtype, grad_dtype, None if outs is None else dtypes[4], decoupled, contiguous)
+    if (moment == torch.uint8) != (blocks is not None):
+        raise ValueError(f"adamw: moments in {moment} {'without' if blocks is None else 'with'} exponents of blocks")
+    for size, pair in zip(sizes, blocks or (), strict=blocks is not None):
+        if any(each.numel() != -(-size // moments.BLOCK) or each.dtype != torch.uint8 for each in pair):
+            raise ValueError(f"adamw: want {-(-size // moments.BLOCK)} exponents in uint8 for {size} numbers")
+    if not contiguous and (lows is not None or moment != dtype):
+        raise ValueError("adamw: parameters in halves and narrow moments must be contiguous")
+    out_dtype = None if outs is None else dtypes[4]
+    return Case(kind, dtype, grad_dtype, out_dtype, decoupled, contiguous, lows is not None, moment)
 
 
-_IN_HALVES = (torch.bfloat16, torch.float32, torch.float32, torch.int16)
+_NARROW = (torch.bfloat16, torch.uint8)

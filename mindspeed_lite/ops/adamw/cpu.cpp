@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "halves.h"
+#include "moments.h"
 #include "numbers.h"
 
 namespace {
@@ -10,12 +11,17 @@ namespace {
 // bf16 one and `param` the other.
 enum class Form : int { alone, copied, halves };
 
+// The moments: fp32, bf16, or a byte with an exponent for every block.
+enum class Moments : int { fp32, bf16, fp8 };
+
 struct Entry {
     void* param;
     const void* grad;
-    float* exp_avg;
-    float* exp_avg_sq;
+    void* exp_avg;
+    void* exp_avg_sq;
     bf16* out;
+    uint8_t* exponent;
+    uint8_t* exponent_sq;
     int64_t size;
 };
 
@@ -27,17 +33,16 @@ struct Piece {
     int64_t entry, start;
 };
 
-// Small enough to share work evenly, long enough that a piece is many pages.
+// Small enough to share work evenly, long enough that a piece is many pages; whole blocks of moments.
 constexpr int64_t PIECE = 1 << 15;
 
+// `n` numbers of the entry from `start` on, whose moments are fp32 and stand elsewhere.
 template <class Grad, Form form, bool adds_l2>
-void update(const Entry& entry, int64_t start, const Rule rule) {
-    const int64_t n = std::min(PIECE, entry.size - start);
+void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_avg, float* __restrict exp_avg_sq,
+            const Rule rule) {
     float* __restrict param = static_cast<float*>(entry.param) + (form == Form::halves ? 0 : start);
     uint16_t* __restrict low = static_cast<uint16_t*>(entry.param) + (form == Form::halves ? start : 0);
     const Grad* __restrict grad = static_cast<const Grad*>(entry.grad) + start;
-    float* __restrict exp_avg = entry.exp_avg + start;
-    float* __restrict exp_avg_sq = entry.exp_avg_sq + start;
     bf16* __restrict out = form == Form::alone ? nullptr : entry.out + start;
 #pragma omp simd
     for (int64_t i = 0; i < n; ++i) {
@@ -66,34 +71,67 @@ void update(const Entry& entry, int64_t start, const Rule rule) {
     }
 }
 
+using Update = void (*)(const Entry&, int64_t, int64_t, float*, float*, Rule);
+
+void piece(const Entry& entry, int64_t start, Moments moments, uint32_t seed, Update update, const Rule rule) {
+    const int64_t end = std::min(start + PIECE, entry.size);
+    if (moments == Moments::fp32) {
+        update(entry, start, end - start, static_cast<float*>(entry.exp_avg) + start,
+               static_cast<float*>(entry.exp_avg_sq) + start, rule);
+        return;
+    }
+    float exp_avg[BLOCK], exp_avg_sq[BLOCK];
+    for (; start < end; start += BLOCK) {
+        const int64_t n = std::min(BLOCK, end - start);
+        if (moments == Moments::bf16) {
+            uint16_t* first = static_cast<uint16_t*>(entry.exp_avg) + start;
+            uint16_t* second = static_cast<uint16_t*>(entry.exp_avg_sq) + start;
+            unpack(first, second, n, exp_avg, exp_avg_sq);
+            update(entry, start, n, exp_avg, exp_avg_sq, rule);
+            pack(exp_avg, exp_avg_sq, n, seed, first, second);
+        } else {
+            uint8_t* first = static_cast<uint8_t*>(entry.exp_avg) + start;
+            uint8_t* second = static_cast<uint8_t*>(entry.exp_avg_sq) + start;
+            uint8_t *const exponent = entry.exponent + start / BLOCK, *const exponent_sq = entry.exponent_sq + start / BLOCK;
+            unpack(first, second, *exponent, *exponent_sq, n, exp_avg, exp_avg_sq);
+            update(entry, start, n, exp_avg, exp_avg_sq, rule);
+            pack(exp_avg, exp_avg_sq, n, seed, first, second, exponent, exponent_sq);
+        }
+    }
+}
+
 template <class Grad, Form form>
-void step(const Entry* table, int64_t count, const Rule rule, bool adds_l2, int threads) {
+void step(const Entry* table, int64_t count, const Rule rule, Moments moments, uint32_t seed, bool adds_l2,
+          int threads) {
     std::vector<Piece> pieces;
     for (int64_t entry = 0; entry < count; ++entry)
         for (int64_t start = 0; start < table[entry].size; start += PIECE) pieces.push_back({entry, start});
     const int64_t total = static_cast<int64_t>(pieces.size());
-    const auto run = adds_l2 ? update<Grad, form, true> : update<Grad, form, false>;
+    const Update run = adds_l2 ? update<Grad, form, true> : update<Grad, form, false>;
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t i = 0; i < total; ++i) run(table[pieces[i].entry], pieces[i].start, rule);
+    for (int64_t i = 0; i < total; ++i)
+        piece(table[pieces[i].entry], pieces[i].start, moments, seed, run, rule);
 }
 
 template <class Grad>
-void step(const Entry* table, int64_t count, const Rule rule, Form form, bool adds_l2, int threads) {
-    if (form == Form::alone) step<Grad, Form::alone>(table, count, rule, adds_l2, threads);
-    if (form == Form::copied) step<Grad, Form::copied>(table, count, rule, adds_l2, threads);
-    if (form == Form::halves) step<Grad, Form::halves>(table, count, rule, adds_l2, threads);
+void step(const Entry* table, int64_t count, const Rule rule, Form form, Moments moments, uint32_t seed, bool adds_l2,
+          int threads) {
+    const auto run = form == Form::alone    ? step<Grad, Form::alone>
+                     : form == Form::copied ? step<Grad, Form::copied>
+                                            : step<Grad, Form::halves>;
+    run(table, count, rule, moments, seed, adds_l2, threads);
 }
 
 }  // namespace
 
-// table: rows of six 64-bit words: addresses of param (of its low half), grad, exp_avg, exp_avg_sq and out (of the high
-// half; unused where parameters stand alone), and the number of elements.
-extern "C" void adamw(const Entry* table, int64_t count, int narrow_grads, int form, int adds_l2, float scale,
-                      float keep, float l2, float beta1_rest, float beta2, float beta2_rest, float rate, float root,
-                      float eps, int threads) {
+// table: rows of eight 64-bit words: addresses of param (of its low half), grad, exp_avg, exp_avg_sq, out (of the high
+// half; unused where parameters stand alone) and the exponents of both moments (unused without), and the number of
+// elements.
+extern "C" void adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed, int adds_l2,
+                      float scale, float keep, float l2, float beta1_rest, float beta2, float beta2_rest, float rate,
+                      float root, float eps, int threads) {
     const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
-    if (narrow_grads)
-        step<bf16>(table, count, rule, static_cast<Form>(form), adds_l2, threads);
-    else
-        step<float>(table, count, rule, static_cast<Form>(form), adds_l2, threads);
+    const auto run = narrow_grads ? step<bf16> : step<float>;
+    run(table, count, rule, static_cast<Form>(form), static_cast<Moments>(moments), static_cast<uint32_t>(seed), adds_l2,
+        threads);
 }

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import reference, torch_fused
+from mindspeed_lite.ops.adamw import moments, reference, torch_fused
+from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 
@@ -23,8 +24,10 @@ if TYPE_CHECKING:
 
 # The kernel's `Form`.
 _ALONE, _COPIED, _HALVES = range(3)
+# And its `Moments`.
+_MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
-_lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"adamw": "pliiifffffffffi"})
+_lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"adamw": "pliiiiifffffffffi"})
 
 
 def supported(case: Case) -> list[str]:
@@ -46,6 +49,7 @@ def adamw(
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
     lows: Sequence[torch.Tensor] | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
     # A compiler fuses the plain formula itself, and has no addresses to hand over.
     instead: Callable[..., None] | None = reference.adamw if torch.compiler.is_compiling() else None
@@ -53,7 +57,7 @@ def adamw(
         report_fallback("adamw", "cpu", (reason,), to="torch's fused AdamW")
         instead = torch_fused.adamw
     if instead is not None:
-        instead(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
+        instead(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
         return
     written, form = outs, _ALONE
     if lows is not None:
@@ -72,6 +76,7 @@ def adamw(
                 exp_avgs[place].data_ptr(),
                 exp_avg_sqs[place].data_ptr(),
                 written[place].data_ptr() if form != _ALONE and written is not None else 0,
+                *((0, 0) if blocks is None else (each.data_ptr() for each in blocks[place])),
                 size,
             )
         )
@@ -80,6 +85,8 @@ def adamw(
         len(params),
         grads[0].dtype == torch.bfloat16,
         form,
+        _MOMENTS[exp_avgs[0].dtype],
+        moments.seed(rule.step),
         not rule.decoupled,
         1.0 if rule.grad_scale is None else float(rule.grad_scale),
         *rule.numbers(),

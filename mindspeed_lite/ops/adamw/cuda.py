@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_lite.ops.adamw import torch_fused
+from mindspeed_lite.ops.adamw import moments, torch_fused
+from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 # Triton's names.
 _TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_MOMENTS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.uint8: "uint8"}
 _BLOCK = 2048
 _WARPS = 8
 _ALIGNMENT = 16
@@ -57,14 +59,15 @@ def adamw(
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
     lows: Sequence[torch.Tensor] | None = None,
+    blocks: Blocks | None = None,
 ) -> None:
     if _missing:
         report_fallback("adamw", "cuda", (_missing,), to="torch's fused AdamW")
-        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows)
+        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
         return
     device = params[0].device
     first, last = (params, params if outs is None else outs) if lows is None else (lows, params)
-    addresses, aligned = _addresses((first, grads, exp_avgs, exp_avg_sqs, last), device)
+    addresses, aligned = _addresses((first, grads, exp_avgs, exp_avg_sqs, last), blocks, device)
     pieces, count = _pieces(tuple(param.numel() for param in params), device)
     if not count:
         return
@@ -77,9 +80,11 @@ def adamw(
             scale_tensor,
             1.0 if scale is None or scale_tensor is not None else scale,
             *rule.numbers(),
+            moments.seed(rule.step),
             GRAD=_TYPES[grads[0].dtype],
             OUT=None if outs is None else _TYPES[outs[0].dtype],
             HALVES=lows is not None,
+            MOMENTS=_MOMENTS[exp_avgs[0].dtype],
             L2=not rule.decoupled,
             ALIGNED=aligned,
             BLOCK=_BLOCK,
@@ -87,16 +92,22 @@ def adamw(
         )
 
 
-def _addresses(lists: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, bool]:
-    """Rows of param, grad, exp_avg, exp_avg_sq, out, size on the device, and whether all addresses are aligned.
+def _addresses(
+    lists: Sequence[Sequence[torch.Tensor]], blocks: Blocks | None, device: torch.device
+) -> tuple[torch.Tensor, bool]:
+    """Rows of param, grad, exp_avg, exp_avg_sq, out, two exponents, size on the device, and whether all but the
+    exponents are aligned.
 
     Of parameters in halves the first column has the low and the fifth the high one.
     """
-    rows = tuple((*(t.data_ptr() for t in tensors), tensors[0].numel()) for tensors in zip(*lists, strict=True))
-    key = (device, rows)
+    rows = []
+    for place, tensors in enumerate(zip(*lists, strict=True)):
+        exponents = (0, 0) if blocks is None else (each.data_ptr() for each in blocks[place])
+        rows.append((*(each.data_ptr() for each in tensors), *exponents, tensors[0].numel()))
+    key = (device, tuple(rows))
     found = _tables.get(key)
     if found is None:
-        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:-1])
+        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:5])
         found = _keep(key, (torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned))
     return found  # type: ignore[no-any-return]
 

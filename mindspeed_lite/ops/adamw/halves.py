@@ -12,14 +12,7 @@ payload, those with nothing in its upper 7 bits may read as infinity. Arithmetic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import torch
-
-from mindspeed_lite.ops.adamw.rule import Rule
-
-# Elements that are put together at a time where a backend has no kernel that does it in registers.
-CHUNK = 1 << 22
 
 _HALF = 0x8000
 
@@ -51,23 +44,3 @@ def join(high: torch.Tensor, low: torch.Tensor, exp_avg_sq: torch.Tensor | None)
         above = above + torch.signbit(exp_avg_sq.view(-1)).to(torch.int16)
     away = torch.stack((low.view(-1), above), dim=1).view(torch.int32)
     return (away - _HALF).view(torch.float32).view(high.shape)
-
-
-def update(
-    step: Callable[..., None],
-    highs: Sequence[torch.Tensor],
-    lows: Sequence[torch.Tensor],
-    grads: Sequence[torch.Tensor],
-    exp_avgs: Sequence[torch.Tensor],
-    exp_avg_sqs: Sequence[torch.Tensor],
-    rule: Rule,
-) -> None:
-    """`step` of fp32 parameters on those in halves, at most `CHUNK` numbers of which exist at a time."""
-    for tensors in zip(highs, lows, grads, exp_avgs, exp_avg_sqs, strict=True):
-        flat = [each.view(-1) for each in tensors]
-        for start in range(0, flat[0].numel(), CHUNK):
-            high, low, grad, exp_avg, exp_avg_sq = (each[start : start + CHUNK] for each in flat)
-            word = join(high, low, exp_avg_sq)
-            exp_avg_sq.abs_()
-            step([word], [grad], [exp_avg], [exp_avg_sq], rule)
-            split(word, high, low, exp_avg_sq)

@@ -7,10 +7,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mindspeed_lite.ops.adamw import kernel_moments as moments
+from mindspeed_lite.ops.adamw.kernel_moments import pointer
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["seed"])
 def step(
-    addresses,  # int64 [T, 6]
+    addresses,  # int64 [T, 8]
     pieces,  # int32 [gridDim, 2]
     scale_tensor,  # fp32 [1] or None
     scale,
@@ -22,26 +25,28 @@ def step(
     rate,
     root,
     eps,
+    seed,
     GRAD: tl.constexpr,
     OUT: tl.constexpr,
     HALVES: tl.constexpr,
+    MOMENTS: tl.constexpr,
     L2: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     piece = tl.program_id(0)
-    row = addresses + tl.load(pieces + 2 * piece) * 6
+    row = addresses + tl.load(pieces + 2 * piece) * 8
     start = tl.load(pieces + 2 * piece + 1).to(tl.int64) * BLOCK
-    left = tl.load(row + 5) - start
+    left = tl.load(row + 7) - start
     if scale_tensor is not None:
         scale = scale * tl.load(scale_tensor).to(tl.float32)
-    rule = (scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps)
+    rule = (scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps, seed)
     # Only the last block of a tensor has a mask: of a size that the compiler cannot know, it would make every
     # access one number wide.
     if left >= BLOCK:
-        _update(row, start, left, rule, GRAD, OUT, HALVES, L2, False, ALIGNED, BLOCK)
+        _update(row, start, left, rule, GRAD, OUT, HALVES, MOMENTS, L2, False, ALIGNED, BLOCK)
     else:
-        _update(row, start, left, rule, GRAD, OUT, HALVES, L2, True, ALIGNED, BLOCK)
+        _update(row, start, left, rule, GRAD, OUT, HALVES, MOMENTS, L2, True, ALIGNED, BLOCK)
 
 
 @triton.jit
@@ -53,23 +58,21 @@ def _update(
     GRAD: tl.constexpr,
     OUT: tl.constexpr,
     HALVES: tl.constexpr,
+    MOMENTS: tl.constexpr,
     L2: tl.constexpr,
     MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps = rule
+    scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps, seed = rule
     at = tl.arange(0, BLOCK)
     mask = at < left if MASKED else None
-    param_at = _pointer(row, 0, "int16" if HALVES else "fp32", start, ALIGNED) + at
-    grad_at = _pointer(row, 1, GRAD, start, ALIGNED) + at
-    exp_avg_at = _pointer(row, 2, "fp32", start, ALIGNED) + at
-    exp_avg_sq_at = _pointer(row, 3, "fp32", start, ALIGNED) + at
+    param_at = pointer(row, 0, "int16" if HALVES else "fp32", start, ALIGNED) + at
+    grad_at = pointer(row, 1, GRAD, start, ALIGNED) + at
     g = tl.load(grad_at, mask=mask).to(tl.float32) * scale
-    m = tl.load(exp_avg_at, mask=mask)
-    v = tl.load(exp_avg_sq_at, mask=mask)
+    m, v = moments.load(row, start, left, mask, MOMENTS, ALIGNED, BLOCK)
     if HALVES:
-        high_at = _pointer(row, 4, "int16", start, ALIGNED) + at
+        high_at = pointer(row, 4, "int16", start, ALIGNED) + at
         sign = v.to(tl.uint32, bitcast=True) >> 31
         p = _join(tl.load(high_at, mask=mask), tl.load(param_at, mask=mask), sign)
         v = tl.abs(v)
@@ -83,18 +86,17 @@ def _update(
     v = beta2 * v + beta2_rest * g * g
     # Divisions and root rounded to nearest: memory is the bound, and an error in the parameters stays.
     p = p - rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
-    tl.store(exp_avg_at, m, mask=mask)
     if HALVES:
         high, low, bit = _split(p)
         tl.store(high_at, high, mask=mask)
         tl.store(param_at, low, mask=mask)
         bits = (v.to(tl.uint32, bitcast=True) & 0x7FFFFFFF) | (bit << 31)
-        tl.store(exp_avg_sq_at, bits.to(tl.float32, bitcast=True), mask=mask)
+        v = bits.to(tl.float32, bitcast=True)
     else:
-        tl.store(exp_avg_sq_at, v, mask=mask)
         tl.store(param_at, p, mask=mask)
+    moments.store(row, m, v, start, left, mask, seed, MOMENTS, MASKED, ALIGNED, BLOCK)
     if OUT is not None:
-        tl.store(_pointer(row, 4, OUT, start, ALIGNED) + at, p.to(tl.dtype(OUT)), mask=mask)
+        tl.store(pointer(row, 4, OUT, start, ALIGNED) + at, p.to(tl.dtype(OUT)), mask=mask)
 
 
 @triton.jit
@@ -117,10 +119,3 @@ def _split(p):
 @triton.jit
 def _as_int16(number):
     return number.to(tl.uint16).to(tl.int16, bitcast=True)
-
-
-@triton.jit
-def _pointer(row, column: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    pointer = tl.load(row + column).to(tl.pointer_type(tl.dtype(TYPE))) + start
-    # What the compiler cannot know of an address that it loads, and needs for wide accesses.
-    return tl.multiple_of(pointer, 16) if ALIGNED else pointer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
 
-from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.pieces import piecewise
 from mindspeed_lite.ops.adamw.rule import Rule
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def supported(case: Case) -> list[str]:
     return reasons
 
 
+@piecewise
 def adamw(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -39,11 +40,7 @@ def adamw(
     exp_avg_sqs: Sequence[torch.Tensor],
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
-    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    if lows is not None:
-        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
-        return
     count = torch.full((), float(rule.step), dtype=torch.float32, device=params[0].device)
     for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         if not param.numel():

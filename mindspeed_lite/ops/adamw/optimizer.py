@@ -1,26 +1,30 @@
 """torch's Adam and AdamW with the step of `adamw`: same groups, same state, same checkpoints.
 
 `adopt` turns an optimizer that exists into one of these. Three attributes let the code around a step hand over what
-would otherwise be passes of its own over all parameters; a step uses them up (`shared` says which parameters stand in
-halves, and stays):
+would otherwise be passes of its own over all parameters; a step uses them up:
 
 grad_scales   parameter -> factor of its gradient, such as a clip coefficient
 copies        parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter
 copied        after a step: whether all of `copies` have been written
+
+Two say in what form the numbers stand, and stay; `whole` makes all plain for a while, `plain` gives copies:
+
+shared        which parameters stand in halves
+narrow        which moments have fewer bits than fp32
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from mindspeed_lite.ops.adamw import adamw
-from mindspeed_lite.ops.adamw.halves import join
+from mindspeed_lite.ops.adamw.narrow import Narrow
 from mindspeed_lite.ops.adamw.shared import Shared
 
 _NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
@@ -35,6 +39,7 @@ class _Fused(torch.optim.Optimizer):
     copies: Mapping[torch.Tensor, torch.Tensor] = _NOTHING
     copied = False
     shared: Shared | None = None
+    narrow: Narrow | None = None
     decoupled: bool
     #: Called with the reasons when a step is torch's own.
     on_step_aside: Callable[[list[str]], None] | None = None
@@ -57,7 +62,7 @@ class _Fused(torch.optim.Optimizer):
             if self.on_step_aside is not None:
                 self.on_step_aside(reasons)
             scale_gradients(scales)
-            with contextlib.nullcontext() if self.shared is None else self.shared.whole():
+            with self.whole():
                 # Without the profiler's hooks, which are around this call already.
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
@@ -70,6 +75,31 @@ class _Fused(torch.optim.Optimizer):
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # by the decorator; torch asks when the class is instantiated
+
+    @contextlib.contextmanager
+    def whole(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Inside, parameters (all, if not given) and their moments are fp32 and may be read, written and replaced."""
+        some = None if parameters is None else list(parameters)
+        with contextlib.ExitStack() as stack:
+            if self.narrow is not None:
+                stack.enter_context(self.narrow.whole(some))
+            if self.shared is not None:
+                stack.enter_context(self.shared.whole(some))
+            yield
+
+    def plain(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """fp32 copies by name (`param`, `exp_avg`, `exp_avg_sq`) of what has no such form; empty if all has."""
+        found = {} if self.narrow is None else self.narrow.plain(parameter)
+        if self.shared is not None:
+            found |= self.shared.joined(parameter, found.get("exp_avg_sq"))
+        return found
+
+    def end(self) -> None:
+        """Make all plain for good."""
+        if self.narrow is not None:
+            self.narrow.end()
+        if self.shared is not None:
+            self.shared.end()
 
     def reasons(self) -> list[str]:
         """Why the next step must be torch's own; empty if it need not."""
@@ -98,7 +128,7 @@ class _Fused(torch.optim.Optimizer):
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
-            batches: dict[Any, list[list[torch.Tensor]]] = {}
+            batches: dict[Any, tuple[list[Any], ...]] = {}
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None:
@@ -107,29 +137,34 @@ class _Fused(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    layout = torch.contiguous_format if parameter in in_halves else torch.preserve_format
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=layout)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=layout)
+                    if self.narrow is not None:
+                        self.narrow.zeros(parameter)
+                    else:
+                        layout = torch.contiguous_format if parameter in in_halves else torch.preserve_format
+                        state["exp_avg"] = torch.zeros_like(parameter, memory_format=layout)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=layout)
                 step = state["step"]
                 if id(step) in seen_steps:
                     # A loader may give one tensor to all; a step would then count once for each of them.
                     step = state["step"] = step - 1
                 seen_steps.add(id(step))
                 step += 1
+                blocks = None if self.narrow is None else self.narrow.blocks(parameter)
                 # The last is a copy to write, or a low half.
                 first, last = in_halves.get(parameter, (parameter, copies.get(parameter)))
                 key = (
                     parameter.device,
                     grad.dtype,
                     None if last is None else last.dtype,
+                    state["exp_avg"].dtype,
                     float(step),
                     scales.get(parameter),
                 )
-                lists = batches.setdefault(key, [[], [], [], [], []])
-                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last)
-                for each, tensor in zip(lists, row, strict=True):
+                batch = batches.setdefault(key, ([], [], [], [], [], [], []))
+                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last, blocks, parameter)
+                for each, tensor in zip(batch, row, strict=True):
                     each.append(tensor)
-            for (_, _, last_dtype, count, scale), lists in batches.items():
+            for (_, _, last_dtype, moment_dtype, count, scale), (*lists, lasts, exponents, own) in batches.items():
                 arguments = {
                     "lr": group["lr"],
                     "betas": group["betas"],
@@ -139,24 +174,25 @@ class _Fused(torch.optim.Optimizer):
                     "grad_scale": scale,
                     "decoupled": self.decoupled,
                 }
-                lows = lists[4] if last_dtype == torch.int16 else None
-                outs = None if last_dtype is None or lows is not None else lists[4]
+                lows = lasts if last_dtype == torch.int16 else None
+                outs = None if last_dtype is None or lows is not None else lasts
                 if self.before_update is not None:
-                    self.before_update(*(lists[:4] if lows is None else _joined(*lists)), **arguments)
-                adamw(*lists[:4], **arguments, outs=outs, lows=lows)
+                    self.before_update(*self._all_plain(own), **arguments)
+                adamw(
+                    *lists, **arguments, outs=outs, lows=lows, blocks=exponents if moment_dtype == torch.uint8 else None
+                )
         return updated
 
-
-def _joined(
-    highs: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    exp_avgs: list[torch.Tensor],
-    exp_avg_sqs: list[torch.Tensor],
-    lows: list[torch.Tensor],
-) -> tuple[list[torch.Tensor], ...]:
-    """The first four lists of fp32 parameters, as copies where these stand in halves."""
-    params = [join(*tensors) for tensors in zip(highs, lows, exp_avg_sqs, strict=True)]
-    return params, grads, exp_avgs, [each.abs() for each in exp_avg_sqs]
+    def _all_plain(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
+        """The four lists of `adamw` in fp32, as copies where they stand in other forms."""
+        lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
+        for parameter in parameters:
+            assert parameter.grad is not None
+            found = {"param": parameter, **self.state[parameter], **self.plain(parameter)}
+            row = (found["param"], parameter.grad, found["exp_avg"], found["exp_avg_sq"].abs())
+            for each, tensor in zip(lists, row, strict=True):
+                each.append(tensor)
+        return lists
 
 
 class FusedAdamW(_Fused, torch.optim.AdamW):

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.pieces import piecewise
 from mindspeed_lite.ops.adamw.rule import Rule
 
 
+@piecewise
 def adamw(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -17,12 +18,8 @@ def adamw(
     exp_avg_sqs: Sequence[torch.Tensor],
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
-    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
     """AdamW as `torch.optim.AdamW` computes it tensor by tensor, or Adam with L2 regularisation."""
-    if lows is not None:
-        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
-        return
     beta1, beta2 = rule.betas
     rate = rule.lr / (1 - beta1**rule.step)
     root = (1 - beta2**rule.step) ** 0.5

@@ -7,6 +7,7 @@ while.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,13 +23,14 @@ class Shared:
     """The low halves of an optimizer's parameters, and where the high ones are.
 
     Args:
-        state: the optimizer's own: parameter -> dictionary with `exp_avg_sq`, once there is one.
+        optimizer: whose state has, for each parameter, an `exp_avg_sq`, once there is one.
         highs: parameter -> the bf16 tensor that is its high half, of any shape, contiguous; asked for when needed,
             since whoever owns the weights may move them.
     """
 
-    def __init__(self, state: Mapping[torch.Tensor, Mapping[str, Any]], highs: Highs) -> None:
-        self._state = state
+    def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
+        # Not its state, which is another dictionary after a checkpoint has been loaded.
+        self._optimizer = weakref.ref(optimizer)
         self._highs = highs
         self._lows: dict[torch.Tensor, torch.Tensor] = {}
         for parameter, high in highs().items():
@@ -40,12 +42,15 @@ class Shared:
         highs = self._highs()
         return {parameter: (highs[parameter], low) for parameter, low in self._lows.items()}
 
-    def joined(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of what has no plain form while a parameter stands in halves; empty if it does not."""
+    def joined(self, parameter: torch.Tensor, squares: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Copies of what has no plain form while a parameter stands in halves; empty if it does not.
+
+        squares: the second moment with its sign, where the state has it in another form.
+        """
         low = self._lows.get(parameter)
         if low is None:
             return {}
-        squares = self._squares(parameter)
+        squares = self._squares(parameter) if squares is None else squares
         word = halves.join(self._highs()[parameter], low, squares).view(parameter.shape)
         return {"param": word} if squares is None else {"param": word, "exp_avg_sq": squares.abs()}
 
@@ -82,5 +87,7 @@ class Shared:
         self._lows[parameter] = low
 
     def _squares(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        found: torch.Tensor | None = self._state.get(parameter, {}).get("exp_avg_sq")
+        optimizer = self._optimizer()
+        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+        found: torch.Tensor | None = state.get("exp_avg_sq")
         return found

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_lite.ops.adamw import halves
+from mindspeed_lite.ops.adamw.pieces import piecewise
 from mindspeed_lite.ops.adamw.rule import Rule
 
 
+@piecewise
 def adamw(
     params: Sequence[torch.Tensor],
     grads: Sequence[torch.Tensor],
@@ -21,11 +22,7 @@ def adamw(
     exp_avg_sqs: Sequence[torch.Tensor],
     rule: Rule,
     outs: Sequence[torch.Tensor] | None = None,
-    lows: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    if lows is not None:
-        halves.update(adamw, params, lows, grads, exp_avgs, exp_avg_sqs, rule)
-        return
     fused = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     count = torch.full((), float(rule.step), dtype=torch.float32, device=params[0].device)
 

@@ -26,6 +26,7 @@ class AdamW(Case):
     scale: float | None = None
     out: bool = False
     halves: bool = False
+    moments: str = "float32"
     shape: tuple[int, ...] = (6, 4)
 
     operator = "adamw"
@@ -38,7 +39,7 @@ class AdamW(Case):
 
     def leaves(self, device: str) -> Tensors:
         shapes = [self.shape] * self.count + [(0,)]
-        dtypes = {"param": "float32", "grad": self.grad_dtype, "m": "float32", "v": "float32", "last": "bfloat16"}
+        dtypes = {"param": "float32", "grad": self.grad_dtype, "m": self.moments, "v": self.moments, "last": "bfloat16"}
         if self.halves:
             dtypes |= {"param": "bfloat16", "last": "int16"}
         return {
@@ -61,8 +62,9 @@ class AdamW(Case):
         return why_not(*lists, **self._given(last))
 
     def arguments(self) -> Mapping[str, Any]:
-        # Halves become flat numbers, for the length of a step.
-        tensor = Tensor("float32", (math.prod(self.shape),) if self.halves else self.shape, "")
+        # Other forms become flat numbers in fp32, for the length of a step.
+        flat = self.halves or self.moments != "float32"
+        tensor = Tensor("float32", (math.prod(self.shape),) if flat else self.shape, "")
         lists = {name: [tensor] for name in LISTS[:4]} | {"state_steps": [Tensor("float32", (), "")]}
         return {
             **lists,
@@ -85,8 +87,14 @@ class AdamW(Case):
         places = range(self.count + 1)
         return [[leaves[f"{name}{place}"] for place in places] for name in ("param", "grad", "m", "v", "last")]
 
-    def _given(self, last: list[torch.Tensor]) -> dict[str, list[torch.Tensor] | None]:
-        return {"lows": last} if self.halves else {"outs": last if self.out else None}
+    def _given(self, last: list[torch.Tensor]) -> dict[str, Any]:
+        from mindspeed_lite.ops.adamw import moments
+
+        given: dict[str, Any] = {"lows": last} if self.halves else {"outs": last if self.out else None}
+        if self.moments == "uint8":
+            sizes = [(each.numel(), each.device) for each in last]
+            given["blocks"] = [(moments.exponents(*size), moments.exponents(*size)) for size in sizes]
+        return given
 
 
 CASES = (
@@ -97,6 +105,8 @@ CASES = (
     AdamW("copies", out=True),
     AdamW("one dimension", shape=(64,)),
     AdamW("halves", halves=True, scale=0.25, grad_dtype="bfloat16"),
+    AdamW("narrow moments", moments="bfloat16", out=True),
+    AdamW("halves and moments in bytes", halves=True, moments="uint8", grad_dtype="bfloat16"),
 )
 
 
@@ -144,7 +154,7 @@ MUTATIONS = {
     "scaled in its own dtype": Mutation("grad.to(param.dtype)", "grad.to(grad.dtype)", "grads is bfloat16"),
     "moments left out": Mutation("            [exp_avg_sq],\n", "            [],\n", "want one length"),
     "empty tensors too": Mutation("if not param.numel():", "if False:", "forward called"),
-    "halves not put together": Mutation("if lows is not None:", "if False:", "bfloat16"),
+    "forms not put together": Mutation("@piecewise\n", "", "positional arguments"),
     "operator that runs on the host": Mutation("torch._fused_adamw_(", "torch._fused_adam_(", "forward called"),
 }  # fmt: skip
 

@@ -1,0 +1,67 @@
+"""Steps that know plain fp32 numbers alone, made to serve parameters in halves and narrow moments.
+
+Where a backend has no kernel that reads and writes these forms in registers, the numbers are put together piece by
+piece, updated and taken apart again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from mindspeed_lite.ops.adamw import halves, moments
+from mindspeed_lite.ops.adamw.rule import Rule
+
+Tensors = Sequence[torch.Tensor]
+# A pair of exponents of narrow moments for every parameter.
+Blocks = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+# Elements that are put together at a time, whole blocks of narrow moments.
+CHUNK = 1 << 22
+
+
+def piecewise(step: Callable[..., None]) -> Callable[..., None]:
+    """`step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)` in fp32, for the other forms as well."""
+
+    @functools.wraps(step)
+    def adamw(
+        params: Tensors,
+        grads: Tensors,
+        exp_avgs: Tensors,
+        exp_avg_sqs: Tensors,
+        rule: Rule,
+        outs: Tensors | None = None,
+        lows: Tensors | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        narrow = exp_avgs[0].dtype in (torch.bfloat16, torch.uint8)
+        if lows is None and not narrow:
+            step(params, grads, exp_avgs, exp_avg_sqs, rule, outs)
+            return
+        for place, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+            flat = [each.view(-1) for each in tensors]
+            for start in range(0, flat[0].numel(), CHUNK):
+                some = slice(start, start + CHUNK)
+                param, grad, exp_avg, exp_avg_sq = (each[some] for each in flat)
+                exponents = None
+                if blocks is not None:
+                    part = slice(start // moments.BLOCK, -(-(start + CHUNK) // moments.BLOCK))
+                    exponents = (blocks[place][0][part], blocks[place][1][part])
+                first, second = (
+                    moments.unpack(exp_avg, exp_avg_sq, exponents) if narrow else (exp_avg, exp_avg_sq)
+                )  # fmt: skip
+                out = [outs[place].view(-1)[some]] if outs is not None else None
+                if lows is None:
+                    step([param], [grad], [first], [second], rule, out)
+                else:
+                    low = lows[place].view(-1)[some]
+                    word = halves.join(param, low, second)
+                    second.abs_()
+                    step([word], [grad], [first], [second], rule, out)
+                    halves.split(word, param, low, second)
+                if narrow:
+                    moments.pack((first, second), exp_avg, exp_avg_sq, exponents, moments.seed(rule.step))
+
+    return adamw

@@ -1,0 +1,112 @@
+"""Checkpoints of optimizers whose numbers stand in other forms than plain fp32: parameters in halves, narrow moments.
+
+What goes into a checkpoint are plain copies, what comes out of one is taken apart on arrival, and a method of
+Megatron's that reads or writes the numbers in place finds them plain. So checkpoints are the same with and without.
+Features whose forms have this in common list these patches; applied twice they do the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_lite.engine import Session, Wrap
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+
+
+def formed(optimizer: Any) -> FusedAdam | FusedAdamW | None:
+    """The inner optimizer of one of Megatron's, if it has numbers in other forms."""
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, (FusedAdam, FusedAdamW)) or (inner.shared is None and inner.narrow is None):
+        return None
+    return inner
+
+
+def around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Megatron's method with numbers that are plain."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = formed(self)
+        if inner is None:
+            return wrapped(self, *args, **kwargs)
+        with inner.whole():
+            return wrapped(self, *args, **kwargs)
+
+    return method
+
+
+def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """What is saved holds its tensors on, beyond this call: so copies go into it."""
+
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, inner = wrapped(self, *args, **kwargs), formed(self)
+        if inner is None:
+            return found
+        # torch numbers the parameters in the order of the groups.
+        mains = [main for group in inner.param_groups for main in group["params"]]
+        plain = {main: inner.plain(main) for main in mains}
+        groups = getattr(self, "fp32_from_float16_groups", None)
+        if groups is not None:
+            found["fp32_from_fp16_params"] = [[plain[main].get("param", main) for main in group] for group in groups]
+        state = (found if groups is None else found["optimizer"])["state"]
+        for number, main in enumerate(mains):
+            if number in state:
+                moments = {name: each for name, each in plain[main].items() if name in state[number]}
+                state[number] = {**state[number], **moments}
+                if "exp_avg_sq" in moments:
+                    state[number]["exp_avg_sq"] = moments["exp_avg_sq"].abs()
+        return found
+
+    return state_dict
+
+
+def _get(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _get_main_param_and_optimizer_states(self: Any, model_param: Any) -> Any:
+        found, inner = wrapped(self, model_param), formed(self)
+        return found if inner is None else {**found, **inner.plain(found["param"])}
+
+    return _get_main_param_and_optimizer_states
+
+
+def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def _set_main_param_and_optimizer_states(self: Any, model_param: Any, tensors: Any) -> Any:
+        inner = formed(self)
+        if inner is None:
+            return wrapped(self, model_param, tensors)
+        group, place = self.model_param_group_index_map[model_param]
+        with inner.whole([inner.param_groups[group]["params"][place]]):
+            return wrapped(self, model_param, tensors)
+
+    return _set_main_param_and_optimizer_states
+
+
+def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
+    """Make its numbers plain when the features end: what is trained on then is an ordinary optimizer."""
+    owner = weakref.ref(optimizer)
+
+    def end() -> None:
+        found = owner()
+        if found is not None:
+            found.end()
+
+    session.at_end.append(end)
+
+
+OPTIMIZERS = "megatron.core.optimizer"
+FP32 = f"{OPTIMIZERS}.optimizer:FP32Optimizer"
+FLOAT16 = f"{OPTIMIZERS}.optimizer:Float16OptimizerWithFloat16Params"
+DISTRIBUTED = f"{OPTIMIZERS}.distrib_optimizer:DistributedOptimizer"
+
+PATCHES = (
+    Wrap(f"{FLOAT16}.state_dict", _state_dict),
+    Wrap(f"{FLOAT16}.load_state_dict", around_whole),
+    Wrap(f"{DISTRIBUTED}._get_main_param_and_optimizer_states", _get),
+    Wrap(f"{DISTRIBUTED}._set_main_param_and_optimizer_states", _set),
+    Wrap(f"{DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", around_whole),
+)
+# Of an optimizer whose parameters are the model's own.
+FP32_PATCHES = (
+    Wrap(f"{FP32}.state_dict", _state_dict),
+    Wrap(f"{FP32}.load_state_dict", around_whole),
+)

@@ -1,0 +1,99 @@
+"""`--quant-states`: the two moments of Adam in 2 bytes (bf16) or in one (fp8), instead of 4 each.
+
+The moments are means over many steps, and few of their bits matter; what matters is that small changes are not lost.
+So the fused AdamW (`--use-fused-adamw`, which this flag turns on) computes in fp32 registers, and what it writes back
+is rounded by chance: right on average. In fp8, 128 numbers share an exponent. Wants neither Transformer Engine nor the
+distributed optimizer, as Megatron's `--use-precision-aware-optimizer` does.
+
+Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and the methods of checkpoints
+(`_optimizer_forms`): these hold plain fp32 numbers, so they load with the flag, without it, and with its other value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
+from mindspeed_lite.ops.adamw.narrow import Narrow
+
+from . import use_fused_adamw
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, end_with
+
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    wanted = _DTYPES[session.settings.quant_states]
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        inner = self.optimizer
+        if inner is None or getattr(self, "is_stub_optimizer", False):
+            return
+        if not use_fused_adamw.is_ours(inner):
+            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
+            return
+        tied = _tied(self)
+
+        def dtype(parameter: torch.Tensor) -> torch.dtype:
+            if parameter.dtype != torch.float32:
+                return torch.float32
+            return torch.bfloat16 if parameter in tied else wanted
+
+        inner.narrow = Narrow(inner, dtype)
+        end_with(session, inner)
+
+    return __init__
+
+
+def _tied(optimizer: Any) -> set[torch.Tensor]:
+    """Main parameters of weights that other pipeline stages have as well, and must round in the same way.
+
+    The shards of the distributed optimizer divide such a weight in another place on each stage, and so would the
+    blocks of fp8.
+    """
+    return {
+        main
+        for mains, models in (
+            (f"{shard}fp32_from_float16_groups", f"{model}float16_groups")
+            for shard, model in (("", ""), ("shard_", "model_"))
+        )
+        for some, others in zip(getattr(optimizer, mains, ()), getattr(optimizer, models, ()), strict=True)
+        for main, weight in zip(some, others, strict=True)
+        if main is not None and getattr(weight, "shared_embedding", False)
+    }
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.arg("rl_offload_optimizer_during_inference", False):
+        return ["--rl-offload-optimizer-during-inference moves the moments itself"]
+    return []
+
+
+FEATURE = Feature(
+    name="quant_states",
+    summary="Adam's moments in bf16 or fp8, rounded by chance",
+    options=(
+        Option(
+            "--quant-states",
+            default=None,
+            choices=tuple(_DTYPES),
+            metavar="{bf16,fp8}",
+            help="Keep both moments of Adam in bf16, or in fp8 with an exponent for every 128.",
+        ),
+    ),
+    numerics="deviation",
+    condition=_why_not,
+    requires=(Relation("use_fused_adamw", "its step alone reads and writes narrow moments"),),
+    operators=("adamw",),
+    patches=(
+        Wrap(f"{FP32}.__init__", _init),
+        Wrap(f"{FLOAT16}.__init__", _init),
+        Wrap(f"{DISTRIBUTED}.__init__", _init),
+        *PATCHES,
+        *FP32_PATCHES,
+    ),
+)
