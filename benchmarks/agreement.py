@@ -1,6 +1,6 @@
 """Losses with features on beside those with them off, over 100 steps on real text: `python -m benchmarks.agreement`.
 
-    python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--page docs/benchmarks/agreement.md]
+    python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--layouts single experts ...] [--page FILE]
 
 Every feature alone, on one process and under tensor and sequence parallelism, and all of them together on every layout,
 in a training loop on Megatron-core: a model of two layers reads the English help texts of Python's standard library, a
@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,20 +74,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=releases.ALL)
+    every = {**LAYOUTS, **EXPERT_LAYOUTS}
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[*every],
+        choices=[*every],
+        metavar="LAYOUT",
+        help=f"of {', '.join(every)}; single and experts, which have the yardsticks, come with the others",
+    )
     parser.add_argument("--page", default=str(ROOT / "docs" / "benchmarks" / "agreement.md"), metavar="FILE")
     options = parser.parse_args(arguments)
-    rows = [row for release in options.releases for row in _measure(release, options.steps)]
-    Path(options.page).write_text(_page(rows, options.steps))
+    rows = [row for release in options.releases for row in _measure(release, options.steps, _chosen(options.layouts))]
+    Path(options.page).write_text(_page(rows, options.steps, options.layouts))
     print(f"wrote {options.page}")
     return int(any(row["share"] > ALLOWED for row in rows))
 
 
-def _measure(release: str, steps: int) -> Iterator[dict[str, Any]]:
+def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
+    """The layouts of these names, behind those of their yardsticks."""
+    wanted = {"experts" if name in EXPERT_LAYOUTS else "single" for name in names} | set(names)
+    return {name: layout for name, layout in {**LAYOUTS, **EXPERT_LAYOUTS}.items() if name in wanted}
+
+
+def _measure(release: str, steps: int, layouts: Mapping[str, tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(releases.folder(release), Path(scratch), training=False)
         text = _text(Path(scratch))
         yardstick: list[float] = []
-        for layout, (nproc, options) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
+        for layout, (nproc, options) in layouts.items():
             options = {"steps": steps, "lr": 1e-3, "text": text, **options}
             if "experts" in options:
                 options["moe"] = {"moe_router_dtype": "fp32", **options.get("moe", {})}
@@ -149,14 +165,17 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _page(rows: list[dict[str, Any]], steps: int) -> str:
+def _page(rows: list[dict[str, Any]], steps: int, layouts: Sequence[str]) -> str:
     held = sum(row["share"] <= ALLOWED for row in rows)
+    command = f"python -m benchmarks.agreement --steps {steps}"
+    if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
+        command += f" --layouts {shlex.join(layouts)}"
     lines = [
         "# Losses on against off",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
         "",
-        f"`python -m benchmarks.agreement --steps {steps}`, on CPU in bf16. {held} of {len(rows)} hold.",
+        f"`{command}`, on CPU in bf16. {held} of {len(rows)} hold.",
         "",
         "| Megatron | Layout | Features | Loss, first and last | Largest distance | Yardstick's | Worst share |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",

@@ -19,6 +19,7 @@ import mindspeed_lite
 from mindspeed_lite import activation, platform, verify
 from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings, VerifyError
 from mindspeed_lite.verify import Exact, Verifier
+from tests import matrix
 from tests.patches.test_use_flash_attn import CASES, inputs_of, module_of
 from tests.patches.test_use_fused_rmsnorm import HIDDEN, norm_of
 from tests.platform.forked import forked
@@ -425,7 +426,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", matrix.only(["sequence_parallel"], [*LAYOUTS]))
 def test_training_keeps_every_bit(trainer, layout, tmp_path: Path):
     ranks, flags = LAYOUTS[layout]
     features = "--use-fused-rmsnorm --use-flash-attn --attention-dropout 0 --mindspeed-lite-strict"

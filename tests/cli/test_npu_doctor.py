@@ -8,6 +8,7 @@ import time
 import pytest
 
 from mindspeed_lite.platform import npu
+from tests import matrix
 from tests.platform import stand_in
 
 from .support import command, fails_in_one_line
@@ -41,6 +42,7 @@ def test_a_missing_library_names_it_and_the_script_to_source(tmp_path):
     assert device["status"] == "problem" and "libhccl.so" in device["text"] and "set_env.sh" in device["text"]
 
 
+@matrix.whole
 def test_torch_that_loads_it_fails_with_it(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.NO_LIBRARY.format(library="libascendcl.so"), autoload=True)
     found = examined(tmp_path)
@@ -51,6 +53,7 @@ def test_torch_that_loads_it_fails_with_it(tmp_path):
     assert found["device"]["status"] == "ok" and found["device"]["text"].startswith("c")
 
 
+@matrix.whole
 @pytest.mark.parametrize("installed", [True, False])
 def test_one_for_another_torch(tmp_path, installed):
     stand_in.torch_npu(tmp_path, stand_in.ABORTS, version="2.1.0.post8", installed=installed)
@@ -71,6 +74,7 @@ def test_no_device(tmp_path):
     assert row["fix"] in found["device"]["text"]
 
 
+@matrix.whole
 def test_a_device_that_cannot_be_opened(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.BUSY)
     row = examined(tmp_path)["torch_npu"]
@@ -110,6 +114,7 @@ def test_everything_there(tmp_path):
     assert "attention:npu" in found["features"]["text"] and "rms_norm:npu" in found["features"]["text"]
 
 
+@matrix.whole
 def test_without_its_mapping_training_cannot_start(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.WORKS, transfer="raise ImportError('no such name')")
     row = examined(tmp_path)["torch_npu"]

@@ -13,7 +13,7 @@ import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, FallbackError, Settings
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
-from tests import releases
+from tests import matrix, releases
 from tests.ops.compare import assert_not_worse, error, forward_backward
 from tests.platform.forked import ROOT, clean_environment, forked
 
@@ -114,7 +114,7 @@ def test_every_form_is_at_least_as_near_to_the_truth():
     check_every_case()
 
 
-@pytest.mark.parametrize("release", [release for release in releases.ALL if releases.folder(release)])
+@pytest.mark.parametrize("release", matrix.only(["0.16.1"], releases.ALL[:-1]))
 def test_every_form_in_other_releases(release):
     code = "from tests.patches import test_use_fused_rotary_pos_emb as tests; tests.check_every_case()"
     environment = clean_environment(PYTHONPATH=f"{ROOT}:{releases.folder(release)}")

@@ -47,9 +47,7 @@ def losses(result: Result) -> list[float]:
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.pairs(
-        [*LAYOUTS], [("0.16.1", "tp2_sp"), ("0.18.2", "single")], newest=["single", "tp2_sp", "pp2_vpp2", "ep2"]
-    ),
+    matrix.pairs([*LAYOUTS], [("0.16.1", "tp2_sp"), ("0.18.2", "single")], newest=["single", "tp2_sp", "pp2_vpp2"]),
 )
 def test_features_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     nproc, options = LAYOUTS[layout]
@@ -95,7 +93,7 @@ def test_parallel_layouts_agree_with_one_process(trainer: Callable[[str], Traine
 
 
 @pytest.mark.parametrize("release", ["0.17.1"])
-@pytest.mark.parametrize("layout", ["pp2_vpp2", "ep2"])
+@pytest.mark.parametrize("layout", matrix.only(["pp2_vpp2"], ["pp2_vpp2", "ep2"]))
 def test_same_run_twice_is_bitwise_the_same(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     """Pipelines send tensors whose storage Megatron frees in flight; a race would show here."""
     nproc, options = LAYOUTS[layout]
