@@ -45,9 +45,8 @@ LAYOUTS: dict[str, tuple[int, str]] = {
 # Where Megatron's fused functions are compiled, as they are for a user; it costs ten seconds a process. They are
 # arithmetic on tensors: what the device layer and the hooks change is not in them, whatever the layout.
 COMPILED = {("0.19.2", "single")}
-MATRIX = matrix.only(
-    [("0.19.2", "tp2_sp")], [(release, layout) for release in releases.WITH_TRAINING for layout in LAYOUTS]
-)
+EVERY = [(release, layout) for release in releases.WITH_TRAINING for layout in LAYOUTS]
+MATRIX = matrix.only([("0.19.2", "tp2_sp")], EVERY)
 
 
 def train(trainer: Trainer, arm: str, nproc: int, arguments: list[str], iterations: int = 4, **job: Any) -> Result:
