@@ -110,9 +110,9 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     return chunks, config
 
 
-def _nudge(chunks: list[Any]) -> None:
+def _nudge(chunks: list[Any], seed: int) -> None:
     """Move every weight by one rounding, up or down by chance."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     for chunk in chunks:
         for parameter in chunk.parameters():
             sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
@@ -135,7 +135,7 @@ def train(options: dict[str, Any]) -> list[tuple[str, str]]:
         dist.init_process_group("nccl")
     chunks, config = build(options)
     if options.get("nudge"):
-        _nudge(chunks)
+        _nudge(chunks, options["nudge"])
     distributed_optimizer = options.get("distributed_optimizer", False)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),
