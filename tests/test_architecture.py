@@ -130,6 +130,13 @@ def test_parallel_mechanisms_know_torch_operators_and_the_platform(path):
     assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
+@pytest.mark.parametrize("path", files("mindspeed_lite/memory"), ids=module_name)
+def test_what_says_where_memory_is_knows_torch_operators_and_the_platform(path):
+    for name in ours(path):
+        assert within(name, "mindspeed_lite.memory", "mindspeed_lite.ops", "mindspeed_lite.platform"), name
+    assert not [name for name in imports(path) if within(name, "megatron")]
+
+
 @pytest.mark.parametrize("path", files("mindspeed_lite/platform"), ids=module_name)
 def test_the_platform_knows_the_engine_and_one_file_of_it_megatron(path):
     for name in imports(path):
@@ -234,6 +241,7 @@ SURFACE = {
         "--use-fused-rmsnorm",
         "--use-fused-rotary-pos-emb",
         "--use-fused-swiglu",
+        "--virtual-optimizer",
     ],
     "environment": [
         "MINDSPEED_LITE_ALLOCATOR",
@@ -241,6 +249,7 @@ SURFACE = {
         "MINDSPEED_LITE_CACHE",
         "MINDSPEED_LITE_DEVICE",
         "MINDSPEED_LITE_DISABLE",
+        "MINDSPEED_LITE_SWAP",
     ],
     "commands": ["bench", "bench-ops", "doctor", "features", "run"],
 }

@@ -11,6 +11,7 @@ import pytest
 
 from mindspeed_lite import activation, platform
 from mindspeed_lite.cli import COMMANDS
+from mindspeed_lite.memory import host
 from mindspeed_lite.ops.native import CACHE_VARIABLE
 from mindspeed_lite.patches._defaults import DEFAULTS
 from mindspeed_lite.platform import allocator
@@ -88,7 +89,13 @@ def test_flags_in_the_readme_exist() -> None:
 
 def test_variables_in_the_readme_exist() -> None:
     # The first stands in megatron_adaptor.py, which acts when it is imported.
-    known = {"MINDSPEED_LITE_DISABLE", platform.DEVICE_VARIABLE, allocator.ALLOCATOR_VARIABLE, CACHE_VARIABLE}
+    known = {
+        "MINDSPEED_LITE_DISABLE",
+        platform.DEVICE_VARIABLE,
+        allocator.ALLOCATOR_VARIABLE,
+        CACHE_VARIABLE,
+        host.FOLDER_VARIABLE,
+    }
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
     assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(README))) == known
 

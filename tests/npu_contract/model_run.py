@@ -124,6 +124,7 @@ LEFT_OFF = {
     "recompute_activation_function": "it trades time for memory and is asked for by name",
     "recompute_norm": "it trades time for memory and is asked for by name",
     "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",
+    "virtual_optimizer": "it needs a value, and trades time for memory",
 }
 
 

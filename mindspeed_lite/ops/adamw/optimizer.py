@@ -11,15 +11,16 @@ Two say in what form the numbers stand, and stay; `whole` makes all plain for a 
 
 shared        which parameters stand in halves
 narrow        which moments have fewer bits than fp32
+home          where moments are kept
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -31,6 +32,22 @@ _NOTHING: Mapping[torch.Tensor, Any] = MappingProxyType({})
 _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
+class Home(Protocol):
+    """Keeps the moments of parameters where they are to be; see `mindspeed_lite.memory.virtual`."""
+
+    def take(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Before a step: put the moments of the parameter in their place, unless they are there."""
+        ...
+
+    def portions(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """The parameters in parts, one after the other; each has been updated when the next is asked for."""
+        ...
+
+    def end(self) -> None:
+        """Bring all moments back."""
+        ...
+
+
 class _Fused(torch.optim.Optimizer):
     """The step; everything else is the class of torch that stands behind this one."""
 
@@ -40,6 +57,7 @@ class _Fused(torch.optim.Optimizer):
     copied = False
     shared: Shared | None = None
     narrow: Narrow | None = None
+    home: Home | None = None
     decoupled: bool
     #: Called with the reasons when a step is torch's own.
     on_step_aside: Callable[[list[str]], None] | None = None
@@ -95,7 +113,9 @@ class _Fused(torch.optim.Optimizer):
         return found
 
     def end(self) -> None:
-        """Make all plain for good."""
+        """Make all plain, in the device's own memory, for good."""
+        if self.home is not None:
+            self.home.end()
         if self.narrow is not None:
             self.narrow.end()
         if self.shared is not None:
@@ -149,7 +169,9 @@ class _Fused(torch.optim.Optimizer):
                     step = state["step"] = step - 1
                 seen_steps.add(id(step))
                 step += 1
-                blocks = None if self.narrow is None else self.narrow.blocks(parameter)
+                exponents = None if self.narrow is None else self.narrow.blocks(parameter)
+                if self.home is not None:
+                    self.home.take(parameter, state)
                 # The last is a copy to write, or a low half.
                 first, last = in_halves.get(parameter, (parameter, copies.get(parameter)))
                 key = (
@@ -161,10 +183,10 @@ class _Fused(torch.optim.Optimizer):
                     scales.get(parameter),
                 )
                 batch = batches.setdefault(key, ([], [], [], [], [], [], []))
-                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last, blocks, parameter)
+                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last, exponents, parameter)
                 for each, tensor in zip(batch, row, strict=True):
                     each.append(tensor)
-            for (_, _, last_dtype, moment_dtype, count, scale), (*lists, lasts, exponents, own) in batches.items():
+            for (_, _, last_dtype, moment_dtype, count, scale), (*lists, lasts, pairs, own) in batches.items():
                 arguments = {
                     "lr": group["lr"],
                     "betas": group["betas"],
@@ -178,9 +200,15 @@ class _Fused(torch.optim.Optimizer):
                 outs = None if last_dtype is None or lows is not None else lasts
                 if self.before_update is not None:
                     self.before_update(*self._all_plain(own), **arguments)
-                adamw(
-                    *lists, **arguments, outs=outs, lows=lows, blocks=exponents if moment_dtype == torch.uint8 else None
-                )
+                blocks = pairs if moment_dtype == torch.uint8 else None
+                for part in [slice(None)] if self.home is None else self.home.portions(own):
+                    adamw(
+                        *(each[part] for each in lists),
+                        **arguments,
+                        outs=None if outs is None else outs[part],
+                        lows=None if lows is None else lows[part],
+                        blocks=None if blocks is None else blocks[part],
+                    )
         return updated
 
     def _all_plain(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:

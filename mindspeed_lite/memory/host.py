@@ -1,0 +1,127 @@
+"""Memory of the host that a device addresses by itself: kernels read and write it as they do the device's own.
+
+CPU     a file, mapped: pages that are not in use can leave memory. The file has no name any more once it is mapped, so
+        nothing stays behind, whatever ends the process; its blocks are reserved, so it cannot run into a full disk.
+CUDA    pinned memory, as a tensor of the device: one address for both (unified virtual addressing).
+NPU     `torch_npu.empty_with_swapped_memory`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+# Where files are made, if not in the system's folder for temporary ones.
+FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+_MOUNTS = Path("/proc/mounts")
+_DONTNEED = 4  # of <sys/mman.h>
+
+
+def why_not(device: str) -> list[str]:
+    """Reasons why there is no such memory here; empty if there is."""
+    if device == "cpu":
+        folder = _folder()
+        if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+            return [f"{folder} is no folder that can be written: let {FOLDER_VARIABLE} name one"]
+        kind = _kind_of(Path(folder))
+        if kind in _IN_MEMORY:
+            return [f"{folder} is a {kind}, which is memory itself: let {FOLDER_VARIABLE} name a folder on a disk"]
+        return []
+    if device == "npu" and not hasattr(importlib.import_module("torch_npu"), "empty_with_swapped_memory"):
+        return ["this torch_npu has no empty_with_swapped_memory"]
+    return []
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of the device whose memory is the host's; contiguous, its numbers anything.
+
+    Raises:
+        MemoryError: there is no room, or it cannot be had in this form; nothing was taken.
+    """
+    try:
+        if device.type == "cpu":
+            return _file(shape, dtype)
+        if device.type == "cuda":
+            return _pinned(shape, dtype, device)
+        torch_npu = importlib.import_module("torch_npu")
+        return torch_npu.empty_with_swapped_memory(list(shape), dtype=dtype, device=device)  # type: ignore[no-any-return]
+    except (OSError, RuntimeError) as error:
+        raise MemoryError(f"no {shape.numel() * dtype.itemsize:,} bytes of host memory: {error}") from error
+
+
+def release(tensors: Iterable[torch.Tensor]) -> None:
+    """Let what these tensors hold leave memory until it is read again; nothing is lost. On CPU alone it means anything.
+
+    They are whole tensors of `empty`.
+    """
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            # Of a shared mapping: the pages are the file's, and come back from there.
+            _madvise(storage.data_ptr(), storage.nbytes())
+
+
+def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    size = shape.numel() * dtype.itemsize
+    handle, name = tempfile.mkstemp(prefix="mindspeed-lite-", dir=_folder())
+    try:
+        try:
+            os.posix_fallocate(handle, 0, max(size, 1))
+        finally:
+            os.close(handle)
+        return torch.from_file(name, shared=True, size=shape.numel(), dtype=dtype).view(shape)
+    finally:
+        os.unlink(name)
+
+
+class _Pinned:
+    """Pinned memory that says of itself that it is the device's."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        self._host = host
+        self.__cuda_array_interface__ = {
+            "shape": (host.numel(),),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _pinned(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    host = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, pin_memory=True)
+    found = torch.as_tensor(_Pinned(host), device=device)
+    if found.data_ptr() != host.data_ptr():
+        raise RuntimeError("the device has another address for pinned memory than the host")
+    return found.view(dtype).view(shape)
+
+
+def _folder() -> str:
+    return os.environ.get(FOLDER_VARIABLE) or tempfile.gettempdir()
+
+
+def _kind_of(folder: Path) -> str:
+    """The kind of the file system that a folder is on; empty if the system does not say."""
+    try:
+        mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
+    except OSError:
+        return ""
+    whole = folder.resolve()
+    above = [(len(place), kind) for place, kind in mounts if whole.is_relative_to(place)]
+    return max(above)[1] if above else ""
+
+
+def _madvise(address: int, size: int) -> None:
+    page = os.sysconf("SC_PAGE_SIZE")
+    first = -(-address // page) * page
+    length = (address + size - first) // page * page
+    if length > 0:
+        # Advice: where it is not taken, the pages stay where they are.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONTNEED)

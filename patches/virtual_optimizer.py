@@ -1,0 +1,113 @@
+"""`--virtual-optimizer`: Adam's moments in memory of the host that the device addresses, as much as a budget allows.
+
+A device has less memory than its host, and the moments are needed once a step. Kernels can read and write the host's
+memory by themselves, so the moments can stand there: the fused AdamW (`--use-fused-adamw`, which this flag turns on)
+goes over them where they are, and no code moves them. A budget per pipeline stage says how many, since stages hold
+different amounts of activations; the first parameters go first.
+
+Reaches Megatron's optimizers where they have made their main parameters (`__init__`). Keys, shapes and dtypes of the
+state are what they were, so checkpoints are Megatron's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session, Wrap
+from mindspeed_lite.memory import host
+from mindspeed_lite.memory.virtual import Virtual
+
+from . import use_fused_adamw
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, end_with
+
+_ALL = "all"
+_of_session: weakref.WeakKeyDictionary[Session, Virtual] = weakref.WeakKeyDictionary()
+
+
+def _amount(text: str) -> str | float:
+    """`all`, or a number of GiB."""
+    if text == _ALL:
+        return _ALL
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None:
+    """Bytes for this pipeline stage; None for as many as there are."""
+    if len(given) not in (1, stages):
+        raise OptionError(
+            f"--virtual-optimizer: `virtual_optimizer` takes one budget or one for each of {stages} pipeline stages, "
+            f"not {len(given)}: give {stages}, or one for all"
+        )
+    amount = given[stage if len(given) > 1 else 0]
+    return None if amount == _ALL else int(float(amount) * 2**30)
+
+
+def _shared(session: Session) -> Virtual:
+    """The one that all optimizers of this session share, as they share the budget."""
+    found = _of_session.get(session)
+    if found is None:
+        from megatron.core import parallel_state
+
+        stage, stages = 0, 1
+        if parallel_state.model_parallel_is_initialized():
+            stage = parallel_state.get_pipeline_model_parallel_rank()
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+        budget = _budget(session.settings.virtual_optimizer, stage, stages)
+        found = _of_session[session] = Virtual(budget, lambda reason: session.fallback(FEATURE.name, reason))
+    return found
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        inner = self.optimizer
+        if inner is None or getattr(self, "is_stub_optimizer", False):
+            return
+        if not use_fused_adamw.is_ours(inner):
+            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
+            return
+        inner.home = _shared(session)
+        end_with(session, inner)
+
+    return __init__
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    given = context.settings.get("virtual_optimizer")
+    if given:
+        # Of a command, whose mistake is said before anything is built.
+        _budget(given, 0, context.arg("pipeline_model_parallel_size", None) or len(given))
+    reasons = host.why_not(context.device)
+    if context.arg("rl_offload_optimizer_during_inference", False):
+        reasons.append("--rl-offload-optimizer-during-inference moves the moments itself")
+    return reasons
+
+
+FEATURE = Feature(
+    name="virtual_optimizer",
+    summary="Adam's moments in host memory that the device addresses",
+    options=(
+        Option(
+            "--virtual-optimizer",
+            default=None,
+            type=_amount,
+            nargs="+",
+            metavar="GIB",
+            help="Keep this much of Adam's moments in host memory, a number for each pipeline stage or one; or `all`.",
+        ),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    requires=(Relation("use_fused_adamw", "its step alone goes over moments where they are"),),
+    operators=("adamw",),
+    patches=(
+        Wrap(f"{FP32}.__init__", _init),
+        Wrap(f"{FLOAT16}.__init__", _init),
+        Wrap(f"{DISTRIBUTED}.__init__", _init),
+    ),
+)

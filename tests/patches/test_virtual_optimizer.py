@@ -1,0 +1,133 @@
+"""`--virtual-optimizer` in real Megatron: the same training to the last bit, moments elsewhere, and its budget."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.memory import host, virtual
+from mindspeed_lite.patches import virtual_optimizer as patch
+from tests.platform.forked import forked
+
+from .test_reuse_fp32_param import assert_equal, saved
+from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
+
+OFF = {"use_fused_adamw": True, "strict": True}
+
+
+def begin(groups: Path) -> None:  # noqa: F811
+    """The models of these tests are small."""
+    virtual._SMALLEST = 64
+    start(groups)
+
+
+def on(*budget: str | float, **more: Any) -> dict[str, Any]:
+    return {"virtual_optimizer": budget, "strict": True, **more}
+
+
+@pytest.mark.parametrize("more", [{}, {"quant_states": "fp8", "reuse_fp32_param": True}])
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32", "fp16"])
+@forked("megatron")
+def test_training_is_bit_for_bit_that_of_the_fused_step(
+    kind: str, more: dict[str, Any], groups: Path  # noqa: F811
+) -> None:  # fmt: skip
+    begin(groups)
+    more = more if kind.startswith("bf16") else {name: more[name] for name in more if name != "reuse_fp32_param"}
+    with mindspeed_lite.enabled(**OFF, **more):
+        off = train(KINDS[kind])
+    with mindspeed_lite.enabled(**on("all", **more)):
+        found = train(KINDS[kind])
+    for name in ("history", "model", "state"):
+        assert_equal(found[name], off[name])
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
+@forked("megatron")
+def test_moments_are_in_files_for_as_long_as_it_is_on(kind: str, groups: Path) -> None:  # noqa: F811
+    begin(groups)
+
+    def places() -> set[int]:
+        """Addresses of mapped files of ours."""
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        return {int(line.split("-")[0], 16) for line in lines if "mindspeed-lite-" in line}
+
+    with mindspeed_lite.enabled(**on("all")):
+        model, optimizer = optimizer_of(**KINDS[kind])
+        gradients(model, 0)
+        optimizer.step()
+        states = list(inner(optimizer).state.values())
+        large = [state for state in states if state["exp_avg"].nbytes >= 128]
+        assert large and all(
+            state[name].data_ptr() in places() for state in large for name in ("exp_avg", "exp_avg_sq")
+        )
+        saved(model, optimizer)
+    assert not any(state["exp_avg"].data_ptr() in places() for state in states)
+    gradients(model, 1)
+    optimizer.step()
+
+
+@forked("megatron")
+def test_a_budget_in_gib_is_kept(groups: Path) -> None:  # noqa: F811
+    begin(groups)
+    for budget, moments in ((0, 0), (24 * 40 * 8 / 2**30, 24 * 40 * 8), ("all", 8 * (24 * 40 + 32 * 8 + 24 + 6 * 8))):
+        with mindspeed_lite.enabled(**on(budget)):
+            model, optimizer = optimizer_of(**KINDS["bf16"])
+            gradients(model, 0)
+            optimizer.step()
+            held = inner(optimizer).home.nbytes
+            assert held <= moments and (held > 0) == (moments > 0)
+
+
+def test_conditions_name_the_flag_that_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert patch.FEATURE.condition is not None
+
+    def reasons(given: Any = ("all",), **host_args: Any) -> list[str]:
+        context = Context(Settings({"virtual_optimizer": given}), "cpu", {}, host_args)
+        return list(patch.FEATURE.condition(context))  # type: ignore[misc]
+
+    assert reasons() == reasons(("all", 2.0), pipeline_model_parallel_size=2) == []
+    assert "moves the moments itself" in reasons(rl_offload_optimizer_during_inference=True)[0]
+    monkeypatch.setattr(host, "why_not", lambda device: [f"no memory beside that of the {device}"])
+    assert reasons() == ["no memory beside that of the cpu"]
+    with pytest.raises(OptionError, match=r"one budget or one for each of 3 pipeline stages, not 2: give 3"):
+        reasons((1.0, 2.0), pipeline_model_parallel_size=3)
+
+
+@pytest.mark.parametrize("given", ["much", "-1", "inf"])
+def test_what_is_no_amount_is_refused(given: str) -> None:
+    with pytest.raises(OptionError, match="--virtual-optimizer"):
+        mindspeed_lite.enable(virtual_optimizer=[given])
+
+
+def test_a_budget_is_that_of_the_stage() -> None:
+    assert patch._budget(("all",), 3, 4) is None and patch._budget((1.5,), 3, 4) == 3 * 2**29
+    assert patch._budget((1.0, "all"), 0, 2) == 2**30 and patch._budget((1.0, "all"), 1, 2) is None
+
+
+@forked("megatron")
+def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:  # noqa: F811
+    begin(groups)
+    report = mindspeed_lite.enable(virtual_optimizer=["all"])
+    status = {entry.feature: entry.status for entry in report.entries}
+    assert status["virtual_optimizer"] == status["use_fused_adamw"] == "applied"
+    optimizer_of(bf16=True, optimizer="sgd")
+    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
+    assert ("virtual_optimizer", "the optimizer is SGD, without the fused step") in reasons
+
+
+@forked("megatron")
+def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:  # noqa: F811
+    begin(groups)
+
+    def empty(*arguments: Any) -> torch.Tensor:
+        raise MemoryError("no room")
+
+    host.empty = empty
+    with mindspeed_lite.enabled(virtual_optimizer=["all"]):
+        train(KINDS["bf16"], 2)
+        assert [each.reason for each in mindspeed_lite.report().fallbacks] == ["no room"]
