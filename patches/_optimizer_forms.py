@@ -81,8 +81,32 @@ def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _set_main_param_and_optimizer_states
 
 
+def after_init(feature: str, use: Callable[[Any, FusedAdam | FusedAdamW, Session], None]) -> Callable[..., Any]:
+    """For a wrap of an optimizer's `__init__`: what `use(optimizer, inner, session)` does where there is a fused step.
+
+    An inner optimizer without it is left alone, and that is said. When the features end, the inner one's numbers are
+    made plain: what is trained on then is an ordinary optimizer.
+    """
+
+    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(self, *args, **kwargs)
+            inner = self.optimizer
+            if inner is None or getattr(self, "is_stub_optimizer", False):
+                return
+            if not isinstance(inner, (FusedAdam, FusedAdamW)):
+                session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
+                return
+            use(self, inner, session)
+            end_with(session, inner)
+
+        return __init__
+
+    return around
+
+
 def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
-    """Make its numbers plain when the features end: what is trained on then is an ordinary optimizer."""
+    """Make its numbers plain when the features end."""
     owner = weakref.ref(optimizer)
 
     def end() -> None:

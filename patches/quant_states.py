@@ -11,42 +11,32 @@ Reaches Megatron's optimizers where they have made their main parameters (`__ini
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
 from mindspeed_lite.ops.adamw.narrow import Narrow
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 
-from . import use_fused_adamw
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, end_with
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, after_init
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    wanted = _DTYPES[session.settings.quant_states]
+def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+    wanted, tied = _DTYPES[session.settings.quant_states], _tied(optimizer)
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        inner = self.optimizer
-        if inner is None or getattr(self, "is_stub_optimizer", False):
-            return
-        if not use_fused_adamw.is_ours(inner):
-            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
-            return
-        tied = _tied(self)
+    def dtype(parameter: torch.Tensor) -> torch.dtype:
+        if parameter.dtype != torch.float32:
+            return torch.float32
+        return torch.bfloat16 if parameter in tied else wanted
 
-        def dtype(parameter: torch.Tensor) -> torch.dtype:
-            if parameter.dtype != torch.float32:
-                return torch.float32
-            return torch.bfloat16 if parameter in tied else wanted
+    inner.narrow = Narrow(inner, dtype)
 
-        inner.narrow = Narrow(inner, dtype)
-        end_with(session, inner)
 
-    return __init__
+_init = after_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:

@@ -20,42 +20,36 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 from mindspeed_lite.ops.adamw.shared import Shared
 
 from . import use_fused_adamw
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, around_whole, end_with
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, after_init, around_whole
 
 
 def _shared_of(optimizer: Any) -> Shared | None:
     return getattr(getattr(optimizer, "optimizer", None), "shared", None)
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        inner = self.optimizer
-        if inner is None or getattr(self, "is_stub_optimizer", False):
-            return
-        if not use_fused_adamw.is_ours(inner):
-            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
-            return
-        owner = weakref.ref(self)
+def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+    owner = weakref.ref(optimizer)
 
-        def highs() -> Mapping[torch.Tensor, torch.Tensor]:
-            return {
-                main: high
-                for main, high in use_fused_adamw.copies(owner()).items()
-                if main.dtype == torch.float32 and high.dtype == torch.bfloat16 and high.is_contiguous()
-            }
+    def highs() -> Mapping[torch.Tensor, torch.Tensor]:
+        return {
+            main: high
+            for main, high in use_fused_adamw.copies(owner()).items()
+            if main.dtype == torch.float32 and high.dtype == torch.bfloat16 and high.is_contiguous()
+        }
 
-        inner.shared = Shared(inner, highs)
-        end_with(session, inner)
-        groups = getattr(self, "fp32_from_float16_groups", None) or getattr(self, "shard_fp32_from_float16_groups", [])
-        alone = sum(main is not None for group in groups for main in group) - len(inner.shared.halves())
+    inner.shared = Shared(inner, highs)
+    for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
+        mains = [main for group in getattr(optimizer, name, ()) for main in group if main is not None]
+        alone = len(mains) - len(inner.shared.halves()) if mains else 0
         if alone:
             session.fallback(FEATURE.name, f"{alone} main parameters have no bf16 weight to be half of")
 
-    return __init__
+
+_init = after_init("reuse_fp32_param", _use)
 
 
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:

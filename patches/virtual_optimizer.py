@@ -12,15 +12,15 @@ state are what they were, so checkpoints are Megatron's own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session, Wrap
 from mindspeed_lite.memory import host
 from mindspeed_lite.memory.virtual import Virtual
+from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 
-from . import use_fused_adamw
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, end_with
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, after_init
 
 _ALL = "all"
 _of_session: weakref.WeakKeyDictionary[Session, Virtual] = weakref.WeakKeyDictionary()
@@ -62,19 +62,11 @@ def _shared(session: Session) -> Virtual:
     return found
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        inner = self.optimizer
-        if inner is None or getattr(self, "is_stub_optimizer", False):
-            return
-        if not use_fused_adamw.is_ours(inner):
-            session.fallback(FEATURE.name, f"the optimizer is {type(inner).__qualname__}, without the fused step")
-            return
-        inner.home = _shared(session)
-        end_with(session, inner)
+def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
+    inner.home = _shared(session)
 
-    return __init__
+
+_init = after_init("virtual_optimizer", _use)
 
 
 def _why_not(context: Context) -> Sequence[str]:

@@ -14,7 +14,7 @@ from mindspeed_lite.patches import quant_states as patch
 from tests.platform.forked import forked
 
 from . import test_use_fused_adamw
-from .test_reuse_fp32_param import Narrow, assert_equal, live_bytes, saved
+from .test_reuse_fp32_param import Narrow, assert_equal, live_bytes, saved, steps
 from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
 
 OFF = {"use_fused_adamw": True, "strict": True}
@@ -81,23 +81,6 @@ def test_a_moment_takes_two_bytes_or_one(form: str, shares: bool, moments: int, 
         assert live_bytes(model, optimizer) == expected
 
 
-def steps(kind: str, first: int, loaded: Any) -> Any:
-    """Three steps, after those of `loaded` if given, and what a checkpoint would have of them."""
-    model, optimizer = optimizer_of(**KINDS[kind])
-    chained = optimizer.chained_optimizers[0]
-    if loaded is not None:
-        model.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        places = getattr(chained, "model_param_group_index_map", ())
-        for parameter, tensors in zip(places, loaded.get("states", ()), strict=True):
-            with torch.no_grad():
-                chained._set_main_param_and_optimizer_states(parameter, tensors)
-    for step in range(first, first + 3):
-        gradients(model, step)
-        optimizer.step()
-    return saved(model, optimizer)
-
-
 def dtypes(tree: Any) -> set[torch.dtype]:
     if isinstance(tree, torch.Tensor):
         return {tree.dtype}
@@ -125,16 +108,16 @@ def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
             optimizer.step()
         written = saved(model, optimizer)
         assert dtypes(written["optimizer"]) | dtypes(written.get("states", [])) <= {torch.float32}
-        read = steps(kind, 3, written)
+        read = steps(KINDS[kind], 3, written)
         for step in range(3, 6):
             gradients(model, step)
             optimizer.step()
         assert_equal(read, saved(model, optimizer))
     with mindspeed_lite.enabled(**OFF):
-        plain = steps(kind, 3, written)
+        plain = steps(KINDS[kind], 3, written)
     with mindspeed_lite.enabled(**on("bf16" if form == "fp8" else "fp8", shares)):
-        other = steps(kind, 3, written)
-        wide = steps(kind, 3, plain)
+        other = steps(KINDS[kind], 3, written)
+        wide = steps(KINDS[kind], 3, plain)
     for found in (plain, other, wide):
         for name, weight in read["model"].items():
             assert (found["model"][name].float() - weight.float()).abs().max() < 0.2

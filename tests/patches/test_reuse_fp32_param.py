@@ -108,6 +108,23 @@ def saved(model: Any, optimizer: Any) -> Any:
     return tree_map(lambda each: each.detach().clone() if isinstance(each, torch.Tensor) else each, state)
 
 
+def steps(options: dict[str, Any], first: int, loaded: Any) -> Any:
+    """Three steps, after those of `loaded` if given, and what a checkpoint would have of them."""
+    model, optimizer = optimizer_of(**options)
+    chained = optimizer.chained_optimizers[0]
+    if loaded is not None:
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        places = getattr(chained, "model_param_group_index_map", ())
+        for parameter, tensors in zip(places, loaded.get("states", ()), strict=True):
+            with torch.no_grad():
+                chained._set_main_param_and_optimizer_states(parameter, tensors)
+    for step in range(first, first + 3):
+        gradients(model, step)
+        optimizer.step()
+    return saved(model, optimizer)
+
+
 @pytest.mark.parametrize("writer", ["on", "off"])
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
@@ -120,27 +137,12 @@ def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path
         # Megatron mistakes one parameter for another where a group has some in fp32 and some in bf16.
         test_use_fused_adamw.Model = Narrow  # in this fork
 
-    def steps(first: int, loaded: Any) -> Any:
-        model, optimizer = optimizer_of(**options)
-        chained = optimizer.chained_optimizers[0]
-        if loaded is not None:
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-            places = getattr(chained, "model_param_group_index_map", ())
-            for parameter, tensors in zip(places, loaded.get("states", ()), strict=True):
-                with torch.no_grad():
-                    chained._set_main_param_and_optimizer_states(parameter, tensors)
-        for step in range(first, first + 3):
-            gradients(model, step)
-            optimizer.step()
-        return saved(model, optimizer)
-
     with mindspeed_lite.enabled(**flags["off"]):
-        whole = steps(3, steps(0, None))
+        whole = steps(options, 3, steps(options, 0, None))
     with mindspeed_lite.enabled(**flags[writer]):
-        written = steps(0, None)
+        written = steps(options, 0, None)
     with mindspeed_lite.enabled(**flags["off" if writer == "on" else "on"]):
-        read = steps(3, written)
+        read = steps(options, 3, written)
     assert_equal(read, whole)
 
 
