@@ -17,6 +17,7 @@ import pytest
 
 from mindspeed_lite.bench import plots, render_html, render_markdown, render_text, wording
 from mindspeed_lite.bench.render_summary import findings, headline
+from tests import matrix
 from tests.bench import fixtures
 
 pytest.importorskip("rich")
@@ -25,6 +26,8 @@ pytest.importorskip("matplotlib")
 
 ANSI = re.compile(r"\x1b\[")
 NAMES = pytest.mark.parametrize("name", sorted(fixtures.EVERY))
+# Those that draw every plot: a whole report and the one with least in it.
+DRAWN = pytest.mark.parametrize("name", matrix.only(["broken", "full"], sorted(fixtures.EVERY)))
 BARE = {"loss": ("<svg></svg>", "<svg></svg>")}
 
 
@@ -174,7 +177,7 @@ def test_markdown_fences_hold_backticks() -> None:
     assert "![Loss of every arm, and its difference from off](loss.png)" in text
 
 
-@NAMES
+@DRAWN
 def test_the_page_fetches_nothing_and_runs_nothing(name: str) -> None:
     report = fixtures.EVERY[name]()
     source = render_html.render(report)
@@ -204,7 +207,7 @@ def test_plots_in_the_page_are_light_and_dark_and_keep_apart() -> None:
         assert "<metadata" not in light and "<style" not in light
 
 
-@NAMES
+@DRAWN
 def test_png_files(name: str, tmp_path: Path) -> None:
     report = fixtures.EVERY[name]()
     names = plots.draw(report, tmp_path / "plots")
@@ -261,7 +264,7 @@ def slim(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return report
 
 
-@NAMES
+@DRAWN
 def test_what_is_not_known_breaks_nothing(name: str) -> None:
     report = slim(fixtures.EVERY[name])
     every = sorted(places(report), key=str)
@@ -274,7 +277,7 @@ def test_what_is_not_known_breaks_nothing(name: str) -> None:
         html(changed)
 
 
-@NAMES
+@DRAWN
 def test_plots_stand_what_is_not_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from matplotlib.figure import Figure
 

@@ -30,6 +30,7 @@ def examined(folder, *options, **variables):
     return rows(command("doctor", "--json", *options, path=[folder], **{**BARE, **variables}))
 
 
+@matrix.whole
 def test_a_missing_library_names_it_and_the_script_to_source(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.NO_LIBRARY.format(library="libhccl.so"))
     found = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")
@@ -65,6 +66,7 @@ def test_one_for_another_torch(tmp_path, installed):
     assert row["text"] in found["device"]["text"] and row["fix"] in found["device"]["text"]
 
 
+@matrix.whole
 def test_no_device(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.NO_DEVICE)
     found = examined(tmp_path)
@@ -81,6 +83,7 @@ def test_a_device_that_cannot_be_opened(tmp_path):
     assert row["status"] == "note" and "cannot be opened: ZeroDivisionError" in row["text"] and "npu-smi" in row["fix"]
 
 
+@matrix.whole
 def test_one_that_ends_the_process(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.ABORTS)
     found = examined(tmp_path)

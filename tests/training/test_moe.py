@@ -60,14 +60,14 @@ def compare(
     return off, on
 
 
-@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "ep2")], newest=["tp2_etp1_ep2"]))
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "tp2_etp1_ep2")], newest=[]))
 def test_layouts_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     off, on = compare(trainer(release), *LAYOUTS[layout], ALL, {})
     assert off[-1] < off[0] - 0.3, "the model does not learn"
     assert on != off, "the features changed no bit: they were not in force"
 
 
-@pytest.mark.parametrize("model", matrix.only(["padded", "sigmoid, groups, bias"], [*MODELS]))
+@pytest.mark.parametrize("model", matrix.only(["sigmoid, groups, bias"], [*MODELS]))
 @pytest.mark.parametrize("release", matrix.only(["0.19.2"], ["0.17.1", "0.19.2"]))
 def test_models_train_as_off_does(trainer: Callable[[str], Trainer], release: str, model: str) -> None:
     compare(trainer(release), *LAYOUTS["ep2"], ALL, MODELS[model])

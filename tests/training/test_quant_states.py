@@ -21,12 +21,11 @@ STEPS = 12
 DRIFT = {"bf16": 2e-3, "fp8": 2e-2}
 
 
-@pytest.mark.parametrize("form", [*DRIFT])
 @pytest.mark.parametrize(
-    ("release", "layout"),
+    ("release", "layout", "form"),
     matrix.only(
-        [("0.19.2", "tied"), ("0.16.1", "single")],
-        [(release, layout) for release in releases.ALL for layout in MORE],
+        [("0.19.2", "tied", "fp8")],
+        [(release, layout, form) for release in releases.ALL for layout in MORE for form in DRIFT],
     ),
 )
 def test_losses_stay_beside_those_of_plain_moments(
