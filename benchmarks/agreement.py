@@ -197,7 +197,8 @@ def _line(row: dict[str, Any]) -> str:
 
 def _page(rows: list[dict[str, Any]], steps: int, layouts: Sequence[str], features: Sequence[str]) -> str:
     held = sum(row["share"] <= ALLOWED for row in rows)
-    command = f"python -m benchmarks.agreement --steps {steps}"
+    ran = " ".join(dict.fromkeys(row["release"] for row in rows))
+    command = f"python -m benchmarks.agreement --steps {steps} --releases {ran}"
     if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
         command += f" --layouts {shlex.join(layouts)}"
     if features:

@@ -53,7 +53,7 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
             return _pinned(shape, dtype, device)
         torch_npu = importlib.import_module("torch_npu")
         return torch_npu.empty_with_swapped_memory(list(shape), dtype=dtype, device=device)  # type: ignore[no-any-return]
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise MemoryError(f"no {shape.numel() * dtype.itemsize:,} bytes of host memory: {error}") from error
 
 

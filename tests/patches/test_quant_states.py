@@ -118,10 +118,11 @@ def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
         plain = steps(KINDS[kind], 3, written)
     with mindspeed_lite.enabled(**on("bf16" if form == "fp8" else "fp8", shares)):
         other = steps(KINDS[kind], 3, written)
-        wide = steps(KINDS[kind], 3, plain)
-    for found in (plain, other, wide):
+    for found in (plain, other):
         for name, weight in read["model"].items():
-            assert (found["model"][name].float() - weight.float()).abs().max() < 0.2
+            # Single weights may go elsewhere; the rate is 3e-2 for the embedding, 1e-2 else.
+            apart = (found["model"][name].float() - weight.float()).abs().mean()
+            assert apart < 8e-3, f"{name}: {apart}"
 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
@@ -141,7 +142,7 @@ def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) ->
 
 
 @forked("megatron")
-def test_a_weight_that_two_stages_have_is_rounded_alike(groups: Path) -> None:  # noqa: F811
+def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:  # noqa: F811
     start(groups)
     with mindspeed_lite.enabled(**on("fp8")):
         for options in (KINDS["bf16"], KINDS["bf16, distributed"]):

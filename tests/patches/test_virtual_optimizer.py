@@ -106,6 +106,8 @@ def test_what_is_no_amount_is_refused(given: str) -> None:
 
 def test_a_budget_is_that_of_the_stage() -> None:
     assert patch._budget(("all",), 3, 4) is None and patch._budget((1.5,), 3, 4) == 3 * 2**29
+    with pytest.raises(OptionError, match=r"--virtual-optimizer -1\.0: .* GiB from 0 on"):
+        patch._budget((-1.0,), 0, 1)
     assert patch._budget((1.0, "all"), 0, 2) == 2**30 and patch._budget((1.0, "all"), 1, 2) is None
 
 

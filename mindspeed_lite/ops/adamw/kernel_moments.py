@@ -10,7 +10,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_BLOCK = tl.constexpr(128)
+from mindspeed_lite.ops.adamw.moments import BLOCK
+
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit

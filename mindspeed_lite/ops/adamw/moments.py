@@ -4,8 +4,8 @@ bf16    the upper half of an fp32 number.
 fp8     a byte a number and a byte for every `BLOCK` of them: the exponent of the largest, rounded up. A first moment
         has sign, 4 bits of exponent below its block's and 3 of mantissa, a second one 5 and 2, since it spans the
         square.
-        Code 0 is zero. A first moment of less than 2^-15 of the largest in its block becomes zero; a second moment
-        does not unless it is zero, since the step divides by it.
+        Code 0 is zero. A first moment of less than about 2^-15 of the largest in its block becomes zero; a second
+        moment does not unless it is zero, since the step divides by it.
 
 A moment moves by a small part of itself in every step, the second by 1 - beta2 = 0.001: less than the distance
 between two narrow numbers, so rounding to nearest would hold it where it is. Rounded up as often as the remainder says,

@@ -7,7 +7,7 @@ grad_scales   parameter -> factor of its gradient, such as a clip coefficient
 copies        parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter
 copied        after a step: whether all of `copies` have been written
 
-Two say in what form the numbers stand, and stay; `whole` makes all plain for a while, `plain` gives copies:
+Three say in what form and where the numbers stand, and stay; `whole` makes all plain for a while, `plain` gives copies:
 
 shared        which parameters stand in halves
 narrow        which moments have fewer bits than fp32
