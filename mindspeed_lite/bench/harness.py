@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,14 +87,14 @@ def run(
         package_root=str(_ROOT),
     )  # fmt: skip
     plan.write(folder / "plan.json")
-    with log.open("w") as output:
+    with log.open("w") as output, _held_port() as port:
         try:
             process = subprocess.Popen(
                 job.command,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=_environment(job, folder / "plan.json"),
+                env=_environment(job, folder / "plan.json", port),
                 start_new_session=True,
             )
         except OSError as error:
@@ -202,7 +202,7 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def _environment(job: Job, plan: Path) -> dict[str, str]:
+def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
     paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed["PYTHONPATH"] = os.pathsep.join(paths)
@@ -210,14 +210,17 @@ def _environment(job: Job, plan: Path) -> dict[str, str]:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
     # A single process without torchrun needs to be told where it meets itself; torchrun tells its own.
     changed.setdefault("MASTER_ADDR", "127.0.0.1")
-    changed.setdefault("MASTER_PORT", str(_free_port()))
+    changed.setdefault("MASTER_PORT", str(port))
     return changed
 
 
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that the system gives nobody else meanwhile; torch's store, which reuses addresses, may listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
 
 
 def _relative(path: Path, job: Job) -> str:

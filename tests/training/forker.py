@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ PREPARED = (
 PREPARED_TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def _held_port() -> Iterator[int]:
+    """A port that the system gives nobody else meanwhile; torch's store, which reuses addresses, may listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
 
 
 def _record_training_log(history: list[dict[str, str]]) -> None:
@@ -122,9 +126,13 @@ def _is_time_to_kill(condition: dict[str, str], log: Path) -> bool:
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
     """Fork the ranks of `job` and wait; the first failure or the timeout ends them all."""
+    with _held_port() as port:
+        return _run(job, port)
+
+
+def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
     out = Path(job["out"])
     out.mkdir(parents=True, exist_ok=True)
-    port = _free_port()
     started = time.monotonic()
     ranks: dict[int, int] = {}
     for rank in range(job["nproc"]):
