@@ -1,4 +1,6 @@
-"""Checkpoints of optimizers whose numbers stand in other forms than plain fp32: parameters in halves, narrow moments.
+"""Checkpoints of optimizers whose numbers stand in other forms than plain fp32, or elsewhere than on the device.
+
+Parameters in halves, narrow moments, what is in host memory between steps.
 
 What goes into a checkpoint are plain copies, what comes out of one is taken apart on arrival, and a method of
 Megatron's that reads or writes the numbers in place finds them plain. So checkpoints are the same with and without.
@@ -11,16 +13,33 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Session, Wrap
+from mindspeed_lite.engine import Context, Session, Wrap
 from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 
 
 def formed(optimizer: Any) -> FusedAdam | FusedAdamW | None:
-    """The inner optimizer of one of Megatron's, if it has numbers in other forms."""
+    """The inner optimizer of one of Megatron's, if it has numbers in other forms, or elsewhere."""
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, (FusedAdam, FusedAdamW)) or (inner.shared is None and inner.narrow is None):
+    if not isinstance(inner, (FusedAdam, FusedAdamW)):
         return None
-    return inner
+    elsewhere = inner.home is not None and not inner.home.in_place
+    return inner if elsewhere or inner.shared is not None or inner.narrow is not None else None
+
+
+def main_params_are_used(context: Context) -> list[str]:
+    """Flags with which Megatron reads or writes main parameters in more places than the patches here reach."""
+    return [
+        what
+        for name, what in (
+            ("fp8_param_gather", "--fp8-param-gather keeps weights in fp8"),
+            ("fp4_param_gather", "--fp4-param-gather keeps weights in fp4"),
+            ("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself"),
+            ("qk_clip", "--qk-clip changes main parameters inside attention"),
+            ("log_params_norm", "--log-params-norm reads the fp32 main parameters"),
+            ("rl_offload_optimizer_during_inference", "--rl-offload-optimizer-during-inference moves main parameters"),
+        )
+        if context.arg(name, None)
+    ]
 
 
 def around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -34,6 +53,19 @@ def around_whole(wrapped: Callable[..., Any], session: Session) -> Callable[...,
             return wrapped(self, *args, **kwargs)
 
     return method
+
+
+def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The copy into the model's weights, of parameters that are plain, where the step has not written them."""
+    whole = around_whole(wrapped, session)
+
+    def _copy_main_params_to_model_params(self: Any) -> Any:
+        inner = formed(self)
+        if inner is not None and inner.copied:
+            return None
+        return whole(self)
+
+    return _copy_main_params_to_model_params
 
 
 def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
 from mindspeed_lite.ops.adamw.shared import Shared
 
 from . import use_fused_adamw
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, after_init, around_whole
+from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, after_init, around_whole, copy_main, main_params_are_used
 
 
 def _shared_of(optimizer: Any) -> Shared | None:
@@ -52,17 +52,6 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
 _init = after_init("reuse_fp32_param", _use)
 
 
-def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    whole = around_whole(wrapped, session)
-
-    def _copy_main_params_to_model_params(self: Any) -> Any:
-        if _shared_of(self) is not None and self.optimizer.copied:
-            return None
-        return whole(self)
-
-    return _copy_main_params_to_model_params
-
-
 def _dummy_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """The step that makes states for a checkpoint leaves the weights alone, which are the model's."""
 
@@ -86,17 +75,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.host_args is not None and not context.arg("bf16", False):
         reasons.append("--bf16 is not given: only a bf16 weight is half of an fp32 number")
-    for name, what in (
-        ("fp8_param_gather", "--fp8-param-gather keeps weights in fp8"),
-        ("fp4_param_gather", "--fp4-param-gather keeps weights in fp4"),
-        ("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself"),
-        ("qk_clip", "--qk-clip changes main parameters inside attention"),
-        ("log_params_norm", "--log-params-norm reads the fp32 main parameters"),
-        ("rl_offload_optimizer_during_inference", "--rl-offload-optimizer-during-inference moves main parameters"),
-    ):
-        if context.arg(name, None):
-            reasons.append(what)
-    return reasons
+    return reasons + main_params_are_used(context)
 
 
 FEATURE = Feature(
@@ -112,11 +91,11 @@ FEATURE = Feature(
     patches=(
         Wrap(f"{FLOAT16}.__init__", _init),
         Wrap(f"{FLOAT16}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{FLOAT16}._copy_main_params_to_model_params", _copy),
+        Wrap(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
         Wrap(f"{DISTRIBUTED}.__init__", _init),
         Wrap(f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step),
         Wrap(f"{DISTRIBUTED}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{DISTRIBUTED}._copy_main_params_to_model_params", _copy),
+        Wrap(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
         *PATCHES,
     ),
 )

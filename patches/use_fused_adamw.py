@@ -261,7 +261,8 @@ FEATURE = Feature(
     options=(Option("--use-fused-adamw", help="Update parameters with one fused operator."),),
     # Main parameters that share storage with the weights, and narrow moments, are updated by this step alone.
     enabled=lambda settings: any(
-        settings.get(name) for name in ("use_fused_adamw", "reuse_fp32_param", "quant_states", "virtual_optimizer")
+        settings.get(name)
+        for name in ("use_fused_adamw", "reuse_fp32_param", "quant_states", "swap_optimizer", "virtual_optimizer")
     ),
     numerics="ulp",
     condition=_why_not,

@@ -172,7 +172,14 @@ def test_auto_takes_what_applies_and_notes_the_rest():
     assert status("use_fused_rmsnorm", report) == status("use_flash_attn", report) == "applied"
     left_off = {each.split()[2] for each in report.notices if each.startswith("auto leaves")}
     by_name = {"use_fused_linear_cross_entropy", "recompute_activation_function", "recompute_norm"}
-    assert left_off == {*by_name, "moe_tp_extend_ep", "quant_states", "virtual_optimizer"}
+    assert left_off == {
+        *by_name,
+        "moe_tp_extend_ep",
+        "quant_states",
+        "swap_attention",
+        "swap_optimizer",
+        "virtual_optimizer",
+    }
     mindspeed_lite.disable()
     report = mindspeed_lite.enable(auto=True, host_args={"context_parallel_size": 2}, strict=True)
     assert status("use_fused_rmsnorm", report) == "applied" and status("use_flash_attn", report) == "off"

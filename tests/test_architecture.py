@@ -232,6 +232,11 @@ SURFACE = {
         "--recompute-norm",
         "--recompute-norm-num-layers",
         "--reuse-fp32-param",
+        "--swap-attention",
+        "--swap-attention-budget",
+        "--swap-modules",
+        "--swap-optimizer",
+        "--swap-optimizer-times",
         "--use-flash-attn",
         "--use-fused-adamw",
         "--use-fused-cross-entropy",
@@ -251,7 +256,7 @@ SURFACE = {
         "MINDSPEED_LITE_DISABLE",
         "MINDSPEED_LITE_SWAP",
     ],
-    "commands": ["bench", "bench-ops", "doctor", "features", "run"],
+    "commands": ["bench", "bench-ops", "doctor", "features", "memory", "run"],
 }
 
 

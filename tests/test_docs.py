@@ -24,7 +24,7 @@ PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 # Flags in README that are not Megatron's parser's: torchrun's, pip's, and those of our subcommands.
-OTHERS = {"--nproc-per-node", "--no-deps", "--allocator", "--each", "--selftest", "--npu-selftest"}
+OTHERS = {"--nproc-per-node", "--no-deps", "--allocator", "--each", "--measure", "--selftest", "--npu-selftest"}
 
 
 def text(page: Path) -> str:

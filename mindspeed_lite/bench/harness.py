@@ -35,6 +35,7 @@ class Job:
         folder: where logs and records go.
         timeout: seconds without a new step after which a run counts as hung.
         environment: variables set in every run, on top of this process's.
+        memory: whether bytes are counted by what they are for.
     """
 
     command: tuple[str, ...]
@@ -44,6 +45,7 @@ class Job:
     timeout: float
     allocator: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    memory: bool = False
 
 
 @dataclass
@@ -84,7 +86,7 @@ def run(
     plan = Plan(
         arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
         trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
-        package_root=str(_ROOT),
+        package_root=str(_ROOT), memory=job.memory,
     )  # fmt: skip
     plan.write(folder / "plan.json")
     with log.open("w") as output, _held_port() as port:

@@ -53,6 +53,7 @@ class Plan:
         allocator: `keep` or `system` for processes on the CPU; empty leaves it as the command has it.
         launched: time.time() at which the command was started.
         package_root: folder to import mindspeed_lite from where the command's Python has none.
+        memory: count bytes by what they are for; the steps are slower then.
     """
 
     arm: Arm
@@ -64,6 +65,7 @@ class Plan:
     allocator: str
     launched: float
     package_root: str
+    memory: bool = False
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))

@@ -19,6 +19,7 @@ class Process:
     breakdown: dict[str, Any] | None = None
     fallbacks: list[str] = field(default_factory=list)
     ended: bool = False
+    memory: dict[str, Any] | None = None
 
 
 def read(folder: Path) -> list[Process]:
@@ -59,6 +60,8 @@ def _process(path: Path) -> Process:
             process.steps.append(entry)
         elif kind == "profile":
             process.breakdown = entry["breakdown"]
+        elif kind == "memory":
+            process.memory = entry
         elif kind == "end":
             process.ended = True
             process.fallbacks = entry["fallbacks"]

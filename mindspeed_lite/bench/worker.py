@@ -6,6 +6,7 @@ import faulthandler
 import signal
 from typing import Any
 
+from mindspeed_lite.bench.memory import MemoryRecorder
 from mindspeed_lite.bench.plan import Plan
 from mindspeed_lite.bench.recorder import Recorder
 
@@ -20,17 +21,19 @@ def start(path: str) -> None:
     plan = Plan.read(path)
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform
-    from mindspeed_lite.patches import _arguments, _recording
+    from mindspeed_lite.patches import _arguments, _memory, _recording
     from mindspeed_lite.platform import allocator
 
     current = platform.current()
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
-    _recorder = Recorder(plan)
+    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan)
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         # The harness asks a process that hangs where it stands.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
     _arguments.before_validation(lambda args: _prepare(args, plan))
+    if isinstance(_recorder, MemoryRecorder):
+        _memory.install(_recorder.around)
     _recording.install(_recorder)
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "features": "every feature: flags, what it swaps, verified Megatron versions, backends",
     "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
     "bench-ops": "time every operator against plain PyTorch and installed peers",
+    "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "doctor": "what is there, what is missing and how to get it",
 }
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ class Virtual:
         budget: bytes, of all optimizers that share this; None for as many as there are.
         on_refusal: called once with the reason when there is no more host memory, though the budget has room.
     """
+
+    #: Of a `Home`: the numbers are read where they are.
+    in_place = True
 
     def __init__(self, budget: int | None, on_refusal: Callable[[str], None] | None = None) -> None:
         self._budget = budget
@@ -70,6 +74,12 @@ class Virtual:
                 yield slice(start, place + 1)
                 host.release(part)
                 start, part = place + 1, []
+
+    def whole(
+        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> AbstractContextManager[None]:
+        """Nothing is to be done."""
+        return nullcontext()
 
     def end(self) -> None:
         """Bring all moments back into the device's own memory."""

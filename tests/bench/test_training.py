@@ -26,7 +26,7 @@ def job(folder: Path, *, script: str = str(HERE / "planted.py"), timeout: float 
         nproc: int = 1, extra: tuple[str, ...] = ()) -> Job:  # fmt: skip
     start = [sys.executable]
     if nproc > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(nproc), "--master-port", "29611"]
+        start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     arguments = [*MODEL, *NO_DROPOUT, "--train-iters", "100", *extra]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -189,6 +189,7 @@ def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
     assert "exiting program at iteration 8" in log
 
 
+@matrix.whole
 def test_a_command_that_never_trains(tmp_path: Path) -> None:
     for command, text in (
         ([sys.executable, "-c", "print('hello')"], "without a training step of Megatron that could be seen"),

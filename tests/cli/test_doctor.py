@@ -14,6 +14,7 @@ import pytest
 from mindspeed_lite import cli
 from mindspeed_lite.cli import checks
 from mindspeed_lite.cli.checks import build, devices, environment, features, megatron, packages
+from tests import matrix
 from tests.platform import stand_in
 
 from .support import command, without
@@ -134,6 +135,7 @@ def test_a_torch_that_does_not_import(tmp_path):
     assert row["status"] == "problem" and "backend extension" in row["text"] and "AUTOLOAD" in row["fix"]
 
 
+@matrix.whole
 def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
     stand_in.torch_npu(tmp_path, "raise AttributeError('no _npu here')")
     found = examined(command("doctor", "--json", path=[tmp_path]))

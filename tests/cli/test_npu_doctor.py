@@ -93,6 +93,7 @@ def test_one_that_ends_the_process(tmp_path):
     assert found["device"]["status"] == "ok"
 
 
+@matrix.whole
 def test_one_that_hangs(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.HANGS)
     start = time.monotonic()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo import run
+from tests import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,6 +105,7 @@ def test_too_few_steps_to_say_anything_are_refused(capsys: pytest.CaptureFixture
     assert "at least 20 steps" in capsys.readouterr().err
 
 
+@matrix.whole
 def test_the_example_says_in_one_sentence_that_a_wheel_without_training_is_too_old() -> None:
     code = (
         "import runpy, sys; sys.modules['megatron.training'] = None; "

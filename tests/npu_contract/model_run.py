@@ -123,6 +123,8 @@ LEFT_OFF = {
     "quant_states": "it needs a value, and changes what training computes",
     "recompute_activation_function": "it trades time for memory and is asked for by name",
     "recompute_norm": "it trades time for memory and is asked for by name",
+    "swap_attention": "it trades time for memory and is asked for by name",
+    "swap_optimizer": "it trades time for memory and is asked for by name",
     "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",
     "virtual_optimizer": "it needs a value, and trades time for memory",
 }

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_lite.memory import streamed
+from mindspeed_lite.memory.streamed import Streamed
+from mindspeed_lite.memory.virtual import Virtual
 from mindspeed_lite.ops.adamw.narrow import Narrow
 from mindspeed_lite.ops.adamw.optimizer import FusedAdamW
 from mindspeed_lite.ops.adamw.shared import Shared
 from mindspeed_lite.patches import _optimizer_forms as forms
+from tests.memory.lanes import Lanes
 
 PATCHES = {patch.target.rpartition(".")[2]: patch.around for patch in forms.PATCHES}
 
@@ -83,6 +87,36 @@ def test_a_plain_optimizer_is_left_to_megatron() -> None:
     assert forms.formed(optimizer) is None and forms.formed(SimpleNamespace(optimizer=None)) is None
     found = tensors(PATCHES["state_dict"](state_dict, None)(optimizer))
     assert found[0] is optimizer.fp32_from_float16_groups[0][0]
+
+
+def test_numbers_that_are_elsewhere_are_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed, "_SMALLEST", 64)
+    optimizer, other = optimizer_of(False, False), optimizer_of(False, False)
+    optimizer.optimizer.home = Streamed(Lanes(), 1)
+    other.optimizer.home = Virtual(None)
+    assert forms.formed(optimizer) is optimizer.optimizer and forms.formed(other) is None
+    before = [each.detach().clone() for each in tensors(state_dict(optimizer))]
+    main = optimizer.fp32_from_float16_groups[0][0]
+    optimizer.optimizer.home.adopt([main])
+    assert main.isnan().all()
+    assert all(map(torch.equal, tensors(PATCHES["state_dict"](state_dict, None)(optimizer)), before))
+
+
+def test_the_copy_of_main_parameters_is_made_once() -> None:
+    optimizer, plain = optimizer_of(True, False), []
+
+    def megatrons(self: Any) -> None:
+        plain.append(bool(self.fp32_from_float16_groups[0][0].isfinite().all()))
+
+    copy = forms.copy_main(megatrons, None)  # type: ignore[arg-type]
+    assert optimizer.optimizer.copied, "by its step"
+    copy(optimizer)
+    assert plain == []
+    optimizer.optimizer.copied = False
+    copy(optimizer)
+    assert plain == [True]
+    copy(SimpleNamespace(optimizer=None, fp32_from_float16_groups=[[torch.ones(2)]]))
+    assert plain == [True, True], "of another optimizer it is Megatron's own"
 
 
 def test_the_end_makes_all_plain_and_holds_nothing_alive() -> None:

@@ -4,15 +4,16 @@ Started as `python -m tests.training.forker` with the Megatron release first on 
 line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 
     {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
-     "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}, "compile": BOOL}
+     "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}, "compile": BOOL,
+     "before": "MODULE:FUNCTION"}
 
 `entry` "core" trains `tests.training.core_loop` with `options`; "script" runs `argv[0]` as `__main__`. `arm`:
 "device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
 losses and gradient norms. `compile`: let Megatron's fused functions compile, which every process does anew and which
-takes most of a short job's time; without it they run as they are written. `kill_when` {"path": P} or {"log": TEXT}
-sends SIGKILL to every rank as soon as the path exists or the log of the last rank, which logs the iterations, holds
-the text.
+takes most of a short job's time; without it they run as they are written. `before`: called before features are turned
+on. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path exists or the log of the
+last rank, which logs the iterations, holds the text.
 """
 
 from __future__ import annotations
@@ -97,6 +98,9 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     if not job.get("compile"):
         torch.compiler.set_stance("force_eager")
     _fork_helpers()
+    if "before" in job:
+        module, _, name = job["before"].partition(":")
+        getattr(importlib.import_module(module), name)()
     if job["arm"] == "device":
         os.environ["MINDSPEED_LITE_DISABLE"] = "1"
         importlib.import_module("mindspeed_lite.platform").activate()

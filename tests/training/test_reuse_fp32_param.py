@@ -28,7 +28,7 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
-        [("0.19.2", "tied"), ("0.16.1", "single")],
+        [("0.19.2", "tied")],
         [(release, layout) for release in releases.ALL for layout in MORE],
     ),
 )

@@ -11,7 +11,7 @@ Three say in what form and where the numbers stand, and stay; `whole` makes all 
 
 shared        which parameters stand in halves
 narrow        which moments have fewer bits than fp32
-home          where moments are kept
+home          where moments are kept, and maybe parameters
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class Home(Protocol):
-    """Keeps the moments of parameters where they are to be; see `mindspeed_lite.memory.virtual`."""
+    """Keeps what belongs to parameters where it is to be; see `mindspeed_lite.memory`, virtual and streamed."""
+
+    #: Whether tensors have their numbers at all times; if not, outside of a step inside `whole` alone.
+    in_place: bool
 
     def take(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
         """Before a step: put the moments of the parameter in their place, unless they are there."""
@@ -43,8 +46,14 @@ class Home(Protocol):
         """The parameters in parts, one after the other; each has been updated when the next is asked for."""
         ...
 
+    def whole(
+        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Inside, parameters and what their state has may be read, written and replaced; not from a step."""
+        ...
+
     def end(self) -> None:
-        """Bring all moments back."""
+        """Bring all back."""
         ...
 
 
@@ -86,9 +95,11 @@ class _Fused(torch.optim.Optimizer):
             return loss
         in_halves = {} if self.shared is None else self.shared.halves()
         updated = self._update(scales, copies, in_halves)
-        if copies:
-            for parameter in copies.keys() - updated - in_halves.keys():
-                copies[parameter].copy_(parameter.view_as(copies[parameter]))
+        left = copies.keys() - updated - in_halves.keys()
+        if left:
+            with self.whole(left):
+                for parameter in left:
+                    copies[parameter].copy_(parameter.view_as(copies[parameter]))
         self.copied = bool(copies or in_halves)
         return loss
 
@@ -99,6 +110,9 @@ class _Fused(torch.optim.Optimizer):
         """Inside, parameters (all, if not given) and their moments are fp32 and may be read, written and replaced."""
         some = None if parameters is None else list(parameters)
         with contextlib.ExitStack() as stack:
+            if self.home is not None:
+                every = [each for group in self.param_groups for each in group["params"]]
+                stack.enter_context(self.home.whole(every if some is None else some, self._state_of))
             if self.narrow is not None:
                 stack.enter_context(self.narrow.whole(some))
             if self.shared is not None:
@@ -106,10 +120,27 @@ class _Fused(torch.optim.Optimizer):
             yield
 
     def plain(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies by name (`param`, `exp_avg`, `exp_avg_sq`) of what has no such form; empty if all has."""
+        """fp32 copies by name (`param`, `exp_avg`, `exp_avg_sq`) of what has no such form; empty if all has.
+
+        Where the numbers are not on the device, these are copies of all, in host memory.
+        """
+        if self.home is None or self.home.in_place:
+            return self._present(parameter)
+        with self.home.whole([parameter], self._state_of):
+            state = self.state.get(parameter, {})
+            found = {"param": parameter, **{name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}}
+            found |= self._present(parameter)
+            return {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
+
+    def _present(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`plain`, of numbers that are on the device."""
         found = {} if self.narrow is None else self.narrow.plain(parameter)
         if self.shared is not None:
             found |= self.shared.joined(parameter, found.get("exp_avg_sq"))
+        return found
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        found: dict[str, Any] = self.state.get(parameter, {})
         return found
 
     def end(self) -> None:
@@ -198,10 +229,10 @@ class _Fused(torch.optim.Optimizer):
                 }
                 lows = lasts if last_dtype == torch.int16 else None
                 outs = None if last_dtype is None or lows is not None else lasts
-                if self.before_update is not None:
-                    self.before_update(*self._all_plain(own), **arguments)
                 blocks = pairs if moment_dtype == torch.uint8 else None
                 for part in [slice(None)] if self.home is None else self.home.portions(own):
+                    if self.before_update is not None:
+                        self.before_update(*self._all_plain(own[part]), **arguments)
                     adamw(
                         *(each[part] for each in lists),
                         **arguments,
@@ -216,7 +247,7 @@ class _Fused(torch.optim.Optimizer):
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
         for parameter in parameters:
             assert parameter.grad is not None
-            found = {"param": parameter, **self.state[parameter], **self.plain(parameter)}
+            found = {"param": parameter, **self.state[parameter], **self._present(parameter)}
             row = (found["param"], parameter.grad, found["exp_avg"], found["exp_avg_sq"].abs())
             for each, tensor in zip(lists, row, strict=True):
                 each.append(tensor)

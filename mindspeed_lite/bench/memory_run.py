@@ -1,0 +1,114 @@
+"""Runs the user's command for two steps with bytes counted, and sets what was counted beside what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite.bench import harness
+from mindspeed_lite.bench.harness import Job
+from mindspeed_lite.bench.plan import Arm
+from mindspeed_lite.bench.records import Process
+from mindspeed_lite.memory.predict import Rank
+
+# What a prediction may be off, and from how many bytes on that is judged.
+TOLERANCE = 0.05
+JUDGED = 1_000_000
+
+
+class MeasureError(Exception):
+    """The command ended without what was to be counted; one line."""
+
+    def __init__(self, message: str, log_tail: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.log_tail = list(log_tail)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one process counted.
+
+    Attributes:
+        bytes: by category, with `host` for moments in host memory.
+        peak: bytes of the whole process or of the device's allocator, as `peak_kind` says.
+        kept: what the activations were at their peak, place by place in the code.
+    """
+
+    rank: int
+    parameters: int
+    bytes: Mapping[str, int]
+    peak: int
+    peak_kind: str
+    kept: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One category on one rank."""
+
+    rank: int
+    stage: int
+    category: str
+    predicted: int
+    measured: int
+
+    @property
+    def deviation(self) -> float:
+        """Of the prediction, as a share of what was measured."""
+        if not self.measured:
+            return 0.0 if not self.predicted else float("inf")
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_off(self) -> bool:
+        return max(self.predicted, self.measured) >= JUDGED and abs(self.deviation) > TOLERANCE
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run: its processes by rank, and what decides the prediction for them."""
+
+    processes: Sequence[Measured]
+    world_size: int
+    device: str
+
+
+def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
+    """Run the command with its own flags; two steps, since the first one makes the optimizer's states."""
+    job = Job(tuple(command), folder, warmup=0, steps=2, timeout=timeout, memory=True)
+    outcome = harness.run(job, Arm("memory", "given"), 1)
+    if outcome.status != "ok":
+        raise MeasureError(f"{outcome.reason} (log: {folder / outcome.log})", outcome.log_tail)
+    for process in outcome.processes:
+        if process.memory is None:
+            raise MeasureError(f"rank {process.rank} counted nothing (log: {folder / outcome.log})")
+    found = [measured(process) for process in outcome.processes]
+    environment = outcome.processes[0].run["environment"] if outcome.processes[0].run else {}
+    return Run(found, int(environment["world_size"]), str(environment["device_type"]))
+
+
+def measured(process: Process) -> Measured:
+    """What a process has written down."""
+    assert process.memory is not None and process.run is not None
+    taken = dict(process.memory)
+    kept, parameters = taken.pop("kept"), taken.pop("parameters")
+    peak = max(step["peak_memory_bytes"] for step in process.steps)
+    return Measured(process.rank, parameters, taken, peak, process.run["memory_kind"], kept)
+
+
+def compare(predicted: Sequence[Rank], processes: Sequence[Measured]) -> list[Comparison]:
+    """Every category of every process; host memory where one of both has any."""
+    found = []
+    for process in processes:
+        rank = next(each for each in predicted if each.ranks[0] <= process.rank <= each.ranks[1])
+        expected = {**rank.categories, "host": rank.states.host}
+        for category, size in expected.items():
+            counted = process.bytes[category]
+            if category != "host" or size or counted:
+                found.append(Comparison(process.rank, rank.stage, category, size, counted))
+    return found
+
+
+__all__ = ["Comparison", "JUDGED", "MeasureError", "Measured", "Run", "TOLERANCE", "compare", "measured", "run"]

@@ -1,0 +1,178 @@
+"""`mindspeed-lite memory`: what a training command takes on each rank, predicted, and on request measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_lite.memory import predict
+from mindspeed_lite.memory.predict.arguments import misspelt
+
+from . import memory_text, terminal
+from .terminal import fail
+
+if TYPE_CHECKING:
+    from mindspeed_lite.bench import memory_run
+
+PROGRAM = "mindspeed-lite memory"
+
+DESCRIPTION = """\
+Predicts from the arguments of COMMAND alone, without running it, the bytes that each rank takes for weights,
+gradients, optimizer states and activations, and what each feature would give or take. It needs neither a device nor
+as many ranks as the command is about. With --measure it also runs COMMAND for two training steps, counts the same, and
+shows both."""
+
+EPILOG = """\
+examples:
+  mindspeed-lite memory -- torchrun --nproc-per-node 8 pretrain_gpt.py --tensor-model-parallel-size 2 ...
+  mindspeed-lite memory --world-size 1024 --explain -- python pretrain_gpt.py --num-layers 80 --use-flash-attn ...
+  mindspeed-lite memory --measure -- torchrun --nproc-per-node 2 pretrain_gpt.py ...
+
+exit code: 0; 1 where with --measure the run fails, or a category of a rank over 1 MB is more than 5 % from its
+prediction; 2 for bad input; 130 after Ctrl-C."""
+
+_LAUNCHER = {"--nproc-per-node": "per node", "--nproc_per_node": "per node", "--nnodes": "nodes"}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Predict, and measure where that is asked for; returns the exit code."""
+    given = list(arguments)
+    place = given.index("--") if "--" in given else len(given)
+    options, command = _parser().parse_args(given[:place]), given[place + 1 :]
+    if not command:
+        return fail(
+            PROGRAM, f"no command to predict; write it after `--`: {PROGRAM} -- torchrun ... pretrain_gpt.py ..."
+        )
+    for word, meant in misspelt(command):
+        print(f"{PROGRAM}: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+    if options.json and not Path(options.json).absolute().parent.is_dir():
+        return fail(PROGRAM, f"--json {options.json}: there is no such folder")
+    try:
+        world_size = _world_size(options, command)
+        training = predict.read(command, world_size, options.device or _device(), options.vocabulary or 0)
+        predict.ranks(training)
+    except predict.ArgumentError as error:
+        return fail(PROGRAM, error)
+    measured = None
+    if options.measure:
+        if shutil.which(command[0]) is None:
+            return fail(PROGRAM, f"there is no program {command[0]!r} to run")
+        code, measured = _measure(options, command)
+        if measured is None:
+            return code
+        if measured.world_size != world_size:
+            return fail(
+                PROGRAM,
+                f"the command ran with {measured.world_size} ranks and was predicted for {world_size}: leave out "
+                "--world-size, or start as many",
+            )
+        training = training.having(device=options.device or measured.device)
+    return _show(options, training, measured)
+
+
+def _show(options: argparse.Namespace, training: predict.Training, measured: memory_run.Run | None) -> int:
+    ranks, changes = predict.ranks(training), list(predict.changes(training))
+    width, color = terminal.width(), terminal.has_color()
+    lines = memory_text.prediction(training, ranks, width, color)
+    if options.explain:
+        lines += ["", *memory_text.explanation(training, ranks, width, color)]
+    if changes:
+        lines += ["", *memory_text.changes(changes, width, color)]
+    comparisons: list[memory_run.Comparison] = []
+    if measured is not None:
+        from mindspeed_lite.bench import memory_run
+
+        comparisons = memory_run.compare(ranks, measured.processes)
+        lines += ["", *memory_text.comparison(comparisons, measured, width, color)]
+    print("\n".join(lines))
+    if options.json:
+        report = memory_text.report(training, ranks, changes, comparisons, measured)
+        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if any(each.is_off for each in comparisons) else 0
+
+
+def _measure(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, memory_run.Run | None]:
+    """The exit code, and what was counted if it was."""
+    try:
+        from mindspeed_lite.bench import memory_run
+    except ImportError as error:
+        return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing"), None
+    folder = Path(tempfile.mkdtemp(prefix="mindspeed-lite-memory-"))
+    print(f"two steps of the command are run and counted; log: {folder}", file=sys.stderr)
+    try:
+        found = memory_run.run(command, folder, options.timeout)
+    except KeyboardInterrupt:
+        return 130, None
+    except memory_run.MeasureError as error:
+        if error.log_tail:
+            print("\n".join(["--- the end of the log", *error.log_tail, "---"]), file=sys.stderr)
+        return fail(PROGRAM, error, 1), None
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0, found
+
+
+def _world_size(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """How many ranks: what is said, what torchrun is told, what the environment has, or one."""
+    if options.world_size is not None:
+        if options.world_size < 1:
+            raise predict.ArgumentError(f"--world-size is at least 1, not {options.world_size}")
+        return int(options.world_size)
+    found: dict[str, str] = {}
+    for place, word in enumerate(command):
+        flag, has_value, value = word.partition("=")
+        if flag in _LAUNCHER:
+            found[_LAUNCHER[flag]] = value if has_value else next(iter(command[place + 1 : place + 2]), "")
+    if "per node" not in found:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        return int(found["per node"]) * int(found.get("nodes", "1"))
+    except ValueError:
+        raise predict.ArgumentError(
+            "--nproc-per-node and --nnodes do not say how many ranks there will be: add --world-size N before the `--`"
+        ) from None
+
+
+def _device() -> str:
+    """The device that is asked for, the accelerator that is here, or the kind that most trainings are for."""
+    asked = os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
+    if asked in ("cpu", "cuda", "npu"):
+        return asked
+    return "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = terminal.Parser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} [options] -- COMMAND ...",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N",
+        help="ranks of the training (default: as torchrun in COMMAND is told, else WORLD_SIZE, else 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda", "npu"),
+        help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda; with --measure the "
+        "one it ran on)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vocabulary", type=int, metavar="N", help="words before padding, where a tokenizer in COMMAND decides"
+    )
+    parser.add_argument("--explain", action="store_true", help="show which tensors make up the activations")
+    parser.add_argument("--measure", action="store_true", help="run two steps of COMMAND and show both")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S",
+        help="seconds without a step after which a measured run has hung (default %(default)g)",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="write everything as JSON, with the tensors")
+    return parser

@@ -1,0 +1,267 @@
+"""Activations that wait for the backward pass in host memory: they leave and come back while layers compute.
+
+A pass is one forward pass through the layers of a chunk of a model; every layer of it is a group of what autograd
+saved there. What happens when:
+
+forward of layer i begins    the group of i-1 is complete and begins to leave, the group of i-2 has left: its device
+                             memory is free. So no more than three layers are on the device.
+forward of the last ends     all that left is freed. The last layer stays: its backward pass comes next.
+backward of layer i begins   the group of i-1 begins to come back. Each group knows the one before it in its own pass,
+                             so the order in which microbatches and chunks run does not matter.
+backward of layer i wants    a tensor: its copy has come, or compute waits for that copy alone.
+
+A storage leaves once, whoever saved it in how many views. Autograd holds the records; when it lets go of the last
+one the buffer serves again. A storage that somebody empties to compute it again later (recomputation) stays what it
+is, empty, and is not moved. One that somebody else holds on to stays too, since its leaving gives nothing; it is known
+again in the next pass, a table or mask by its storage and an activation by its place in the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .link import Buffer, Link, Mark, Pool, whole
+
+# Smaller storages cost more than they give.
+SMALLEST = 1 << 20
+
+
+class _Record:
+    """One storage that autograd saved, wherever it is now."""
+
+    def __init__(self, storage: torch.UntypedStorage, place: Hashable, pool: Pool) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.place = place
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.buffer: Buffer | None = None
+        #: Of the copy that is on its way in, until somebody has waited for it.
+        self.coming: Mark | None = None
+        self._pool = pool
+
+    def keep(self) -> None:
+        """It stays on the device; a copy that was begun is worth nothing."""
+        if self.buffer is not None:
+            self._pool.give(self.buffer)
+            self.buffer = None
+
+    def __del__(self) -> None:
+        self.keep()
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A tensor as a view of a record; autograd holds this in the tensor's place."""
+
+    record: _Record
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Group:
+    """What one layer saved in one pass, and the group of the layer before."""
+
+    def __init__(self, layer: Hashable, before: _Group | None) -> None:
+        self.layer = layer
+        self.before = before
+        # Autograd alone keeps records alive: what it has let go of need not move.
+        self.records: list[weakref.ref[_Record]] = []
+        self.sent: Mark | None = None
+        #: How many tensors that could move.
+        self.saved = 0
+
+    def alive(self) -> list[_Record]:
+        return [record for each in self.records if (record := each()) is not None]
+
+
+class _Pass:
+    """One forward pass through the layers of a chunk, while it runs."""
+
+    def __init__(self) -> None:
+        self.last: _Group | None = None
+        #: Address -> record of a storage on the device that has not been freed here; alive, so addresses are its own.
+        self.there: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
+
+
+class Offload:
+    """Takes what autograd saves within chosen modules to host memory.
+
+    Args:
+        link: copies between the device and the host.
+        device: the kind of device ("cuda", "npu") whose memory is meant.
+        budget: bytes of host memory; None for as many as it takes.
+        on_refusal: called once with the reason when the host has no more room; what has no room stays on the device.
+        smallest: bytes of a storage from which on it moves.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        device: str,
+        budget: int | None = None,
+        on_refusal: Callable[[str], None] | None = None,
+        smallest: int = SMALLEST,
+    ) -> None:
+        self._link = link
+        self._device = device
+        self._pool = Pool(link, budget)
+        self._on_refusal = on_refusal
+        self._smallest = smallest
+        self._pass: _Pass | None = None
+        self._group: _Group | None = None
+        #: Addresses of storages that never move: the layer's parameters, and tables and masks that all layers share.
+        self._own: frozenset[int] = frozenset()
+        self._shared: dict[int, StorageWeakRef] = {}
+        #: Layer, number of the tensor there and its storage's size: somebody else holds on to it in every pass.
+        self._held: set[Hashable] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that have been taken."""
+        return self._pool.nbytes
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around the forward pass of a chunk's layers."""
+        outer, self._pass = self._pass, _Pass()
+        self._shared = {address: each for address, each in self._shared.items() if not each.expired()}  # type: ignore[no-untyped-call]
+        try:
+            yield
+            if self._pass.last is not None:
+                self._free(self._pass.last.before)
+        finally:
+            self._pass = outer
+
+    @contextlib.contextmanager
+    def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
+        """Around the forward pass of `layer`, whatever names it; what it gives is to be called with its output.
+
+        Outside of a pass, where a layer is computed again for its backward pass for example, nothing moves.
+        """
+        current = self._pass
+        if current is None or self._group is not None or not torch.is_grad_enabled():
+            yield lambda output: None
+            return
+        before = current.last
+        if before is not None:
+            self._free(before.before)
+            self._send(before)
+        group = current.last = self._group = _Group(layer, before)
+        self._own = frozenset(each.untyped_storage().data_ptr() for each in parameters)
+        try:
+            yield lambda output: self._on_backward(group, output)
+        finally:
+            self._group = None
+
+    def saving(self) -> contextlib.AbstractContextManager[Any]:
+        """Around a module of the layer whose saved tensors are to move."""
+        if self._group is None:
+            return contextlib.nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        if self._group is None or self._pass is None or type(tensor) is not torch.Tensor:
+            return tensor
+        if tensor.device.type != self._device or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if storage.nbytes() < self._smallest or address in self._own:
+            return tensor
+        self._group.saved += 1
+        if address in self._shared and not self._shared[address].expired():  # type: ignore[no-untyped-call]
+            return tensor
+        record = self._pass.there.get(address)
+        # One that has been emptied does not stand there any more, and its address is another's.
+        if record is None or record.storage is None or record.storage.data_ptr() != address:
+            place = (self._group.layer, self._group.saved, storage.nbytes())
+            if place in self._held:
+                return tensor
+            record = self._pass.there[address] = _Record(storage, place, self._pool)
+            self._group.records.append(weakref.ref(record))
+        return _Saved(record, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        record = saved.record
+        if record.storage is None:
+            self._fetch(record)
+        if record.coming is not None:
+            self._link.wait(record.coming)
+            record.coming = None
+            record.keep()
+        assert record.storage is not None
+        tensor = torch.empty(0, dtype=saved.dtype, device=record.device)
+        return tensor.set_(record.storage, saved.offset, saved.size, saved.stride)  # type: ignore[call-overload, no-any-return]
+
+    def _send(self, group: _Group) -> None:
+        for record in group.alive():
+            # Emptied, to be filled again by whoever computes it again.
+            if record.storage is None or record.storage.nbytes() != record.nbytes:
+                continue
+            try:
+                record.buffer = self._pool.take(record.nbytes)
+            except MemoryError as error:
+                if self._on_refusal is not None:
+                    self._on_refusal(str(error))
+                    self._on_refusal = None
+                continue
+            group.sent = self._link.out(whole(record.storage), record.buffer)
+
+    def _free(self, group: _Group | None) -> None:
+        """Let go of the device memory of a group that was sent."""
+        if group is None or group.sent is None:
+            return
+        # A lane is in order. What is freed may be written by compute at once, so compute waits.
+        self._link.wait(group.sent)
+        group.sent = None
+        for record in group.alive():
+            if record.buffer is not None and record.storage is not None:
+                self._let_go(record)
+
+    def _let_go(self, record: _Record) -> None:
+        assert record.storage is not None
+        if record.storage.nbytes() != record.nbytes:
+            record.keep()
+            return
+        address, reference = record.storage.data_ptr(), StorageWeakRef(record.storage)  # type: ignore[no-untyped-call]
+        record.storage = None
+        # Autograd aside, who else would it stay for?
+        held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        if held is not None:
+            record.storage = held
+            record.keep()
+            self._shared[address] = reference
+            self._held.add(record.place)
+        elif self._pass is not None:
+            self._pass.there.pop(address, None)
+
+    def _fetch(self, record: _Record) -> None:
+        assert record.buffer is not None
+        target = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
+        record.coming = self._link.back(record.buffer, target)
+        record.storage = target.untyped_storage()
+
+    def _on_backward(self, group: _Group, output: torch.Tensor) -> None:
+        if not output.requires_grad:
+            return
+
+        def fetch(gradient: torch.Tensor) -> None:
+            before, group.before = group.before, None
+            if before is not None:
+                # The last one saved is wanted first.
+                for record in reversed(before.alive()):
+                    if record.storage is None:
+                        self._fetch(record)
+
+        output.register_hook(fetch)  # type: ignore[no-untyped-call]

@@ -1,0 +1,197 @@
+"""`--swap-attention`: activations of chosen modules wait for the backward pass in host memory.
+
+What autograd saves within the modules of `--swap-modules`, by default the norms and attention, is copied to pinned
+host memory while the next layer computes, and its device memory is freed; it comes back while the layer behind it
+computes its gradients. The last layer of every pass stays, for its backward pass comes next. Copies run on streams of
+their own beside compute, in buffers that are used again; `--swap-attention-budget` limits the host memory they take.
+
+Every pass through the layers of a chunk keeps its own order, so 1F1B and interleaved schedules, where passes of
+several microbatches are under way, need nothing of their own. Layers that recomputation runs again move nothing when
+they do, and an output that is given up (`--recompute-norm`, `--recompute-activation-function`) is not moved.
+
+Reaches the block that runs the layers (`TransformerBlock.forward`) and each layer where it is built, by hooks of
+PyTorch's modules and of its saved tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Wrap
+from mindspeed_lite.memory.link import Link, Streams
+from mindspeed_lite.memory.offload import Offload
+
+_DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
+# MindSpeed's names of modules that have other names in Megatron.
+_ALSO = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm"}
+_AT_ODDS = {
+    "cpu_offloading": "--cpu-offloading moves activations itself",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves activations itself",
+    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
+    "external_cuda_graph": "--external-cuda-graph records a layer once",
+    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
+}
+_keys = itertools.count()
+_of_session: weakref.WeakKeyDictionary[Session, Offload] = weakref.WeakKeyDictionary()
+
+
+def _names(given: str) -> tuple[str, ...]:
+    """Modules of a layer by Megatron's names, as a comma-separated list gives them."""
+    names = tuple(dict.fromkeys(_ALSO.get(name, name) for name in (each.strip() for each in given.split(",")) if name))
+    if not names:
+        raise OptionError(f"--swap-modules: `swap_attention` wants names of a layer's modules, such as {_DEFAULT}")
+    return names
+
+
+def _link_of(device: torch.device) -> Link:
+    return Streams(device)
+
+
+def _why_not_here(device: str) -> list[str]:
+    return [] if device != "cpu" else ["cpu has one memory: what leaves it is no smaller there"]
+
+
+def _shared(session: Session, device: torch.device) -> Offload:
+    """The one that all chunks of this session share, as they share its buffers."""
+    found = _of_session.get(session)
+    if found is None:
+        owner = weakref.ref(session)
+
+        def say(reason: str) -> None:
+            session = owner()
+            if session is not None:
+                session.fallback(FEATURE.name, f"{reason}; activations stay on the device")
+
+        budget = session.settings.swap_attention_budget
+        found = Offload(_link_of(device), device.type, None if budget is None else int(budget * 2**30), say)
+        _of_session[session] = found
+    return found
+
+
+def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        offload = _of_session.get(session)
+        with contextlib.nullcontext() if offload is None else offload.forward_pass():
+            return wrapped(self, *args, **kwargs)
+
+    return forward
+
+
+class _Around:
+    """Two hooks of a module that keep a context open while it runs, also when it is left by an exception."""
+
+    def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._open: list[tuple[contextlib.AbstractContextManager[Any], Any]] = []
+        self.handles = (
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        )
+
+    def _enter(self, module: torch.nn.Module, args: Any) -> None:
+        context = self._make()
+        self._open.append((context, context.__enter__()))
+
+    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        context, entered = self._open.pop()
+        context.__exit__(None, None, None)
+        if callable(entered) and output is not None:
+            entered(output[0] if isinstance(output, tuple) else output)
+
+
+def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
+    from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
+
+    modules = []
+    for name in _names(given):
+        try:
+            modules.append(layer.get_submodule(name))
+        except AttributeError:
+            there = ", ".join(each for each, _ in layer.named_children())
+            raise OptionError(
+                f"--swap-modules {name}: `swap_attention` finds no such module in a {type(layer).__name__}; there are "
+                f"{there}, and those within them, such as self_attention.core_attention"
+            ) from None
+    return [each for each in modules if not isinstance(each, (IdentityOp, IdentityFuncOp))]
+
+
+def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        modules = _chosen(self, session.settings.swap_modules)
+        # The condition has seen the arguments of a script; a model may be built without any.
+        reasons = _at_odds(lambda name: getattr(self.config, name, None))
+        if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
+            return
+        offload = _shared(session, next(self.parameters()).device)
+        key = next(_keys)
+        hooked = [
+            _Around(self, lambda: offload.layer(key, self.parameters())),
+            *(_Around(each, offload.saving) for each in modules),
+        ]
+        session.at_end.append(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
+
+    return __init__
+
+
+def _unhook(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _at_odds(value_of: Callable[[str], Any]) -> list[str]:
+    return [why for name, why in _AT_ODDS.items() if value_of(name) not in (None, False, "none")]
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    budget = context.settings.get("swap_attention_budget")
+    if budget is not None and not 0 < budget < float("inf"):
+        raise OptionError(f"--swap-attention-budget {budget}: `swap_attention` takes GiB above 0")
+    if context.settings.get("swap_attention"):
+        _names(context.settings.get("swap_modules") or "")
+    reasons = [*_why_not_here(context.device), *_at_odds(lambda name: context.arg(name, None))]
+    if context.settings.get("mindspeed_lite_auto") and not context.settings.get("swap_attention"):
+        reasons.append("it trades the host's memory and its link for memory: ask for it by name")
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine has its own --cpu-offloading")
+    if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
+        reasons.append("--recompute-granularity full keeps nothing within a layer")
+    return reasons
+
+
+FEATURE = Feature(
+    name="swap_attention",
+    summary="activations in host memory between forward and backward pass",
+    options=(
+        Option("--swap-attention", help="Keep activations of chosen modules in host memory until their backward pass."),
+        Option(
+            "--swap-modules",
+            help="Which modules of a layer, by name and comma-separated: norms and attention if not given.",
+            default=_DEFAULT,
+            type=str,
+            metavar="NAMES",
+        ),
+        Option(
+            "--swap-attention-budget",
+            help="Host memory that activations may take; what has no room stays on the device.",
+            default=None,
+            type=float,
+            metavar="GIB",
+        ),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    patches=(
+        Wrap("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
+        Wrap("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init),
+    ),
+)

@@ -1,0 +1,164 @@
+"""Predicted beside measured: real trainings in which weights, gradients, states and activations are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite.bench import memory_run, records
+from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
+from mindspeed_lite.memory.predict import ranks, read
+from tests import matrix, releases
+from tests.training.conftest import trainer  # noqa: F401
+from tests.training.jobs import ROOT, Trainer
+
+SCRIPT = str(ROOT / "tests" / "memory" / "measured.py")
+
+# Large enough that what is kept for every layer is most of it, small enough for seconds.
+RUN = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 "
+    "--micro-batch-size 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 2047 --log-interval 1 "
+    "--eval-iters 0 --eval-interval 1000 --seed 42 --train-iters 10 --disable-jit-fuser --bf16"
+)
+GPT2 = f"{RUN} --hidden-dropout 0.1 --attention-dropout 0.1"
+LLAMA = (
+    f"{RUN} --ffn-hidden-size 384 --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0"
+)
+# Untrained routers and few tokens: left to themselves they would spread unevenly.
+MOE = (
+    f"{LLAMA} --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-router-force-load-balancing"
+)
+ON = "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-cross-entropy --use-fused-rotary-pos-emb"
+GIVES_UP = (
+    "--use-flash-attn --use-fused-rmsnorm --use-fused-linear-cross-entropy --recompute-norm "
+    "--recompute-activation-function"
+)
+GROUPED = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+
+# Name -> (ranks, global batch size, arguments); a micro-batch is 2.
+TRAININGS: dict[str, tuple[int, int, str]] = {
+    "dense": (1, 4, LLAMA),
+    "dense, on": (1, 4, f"{LLAMA} {ON}"),
+    "dense, gives up": (1, 2, f"{LLAMA} {GIVES_UP}"),
+    "gpt2": (1, 4, GPT2),
+    "gpt2, on": (1, 4, f"{GPT2} --use-flash-attn --use-fused-layernorm --use-fused-swiglu"),
+    "fp32": (1, 4, LLAMA.replace("--bf16", "")),
+    "narrow states": (1, 4, f"{LLAMA} {ON} --reuse-fp32-param --quant-states fp8"),
+    "states in host memory": (1, 4, f"{LLAMA} {ON} --virtual-optimizer all"),
+    "recomputed": (
+        1,
+        4,
+        f"{LLAMA} {ON} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "partly recomputed": (
+        1,
+        4,
+        f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
+    ),
+    "selectively recomputed": (1, 4, f"{LLAMA} --recompute-granularity selective --recompute-modules core_attn mlp"),
+    "grouped queries": (1, 4, f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm"),
+    "tp2": (2, 4, f"{LLAMA} --tensor-model-parallel-size 2"),
+    "tp2 sp, on": (
+        2,
+        2,
+        f"{LLAMA} {ON} --tensor-model-parallel-size 2 --sequence-parallel --recompute-norm --group-query-attention "
+        "--num-query-groups 2 --qk-layernorm",
+    ),
+    "pp2": (2, 8, f"{LLAMA} --pipeline-model-parallel-size 2"),
+    "pp2 vpp2, on": (
+        2,
+        8,
+        f"{LLAMA} {ON} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "dp2": (2, 8, LLAMA),
+    "dp2 distributed, on": (2, 8, f"{LLAMA} {ON} --use-distributed-optimizer --reuse-fp32-param --quant-states bf16"),
+    "ep2": (2, 8, f"{MOE} --expert-model-parallel-size 2"),
+    "ep2, on": (
+        2,
+        4,
+        f"{MOE} {ON} {GROUPED} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256 "
+        "--use-distributed-optimizer --recompute-activation-function",
+    ),
+    "tp2 ep2": (
+        4,
+        8,
+        f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --moe-layer-freq 2",
+    ),
+    "tp2 pp2 ep2, on": (
+        4,
+        8,
+        f"{MOE} {ON} {GROUPED} --tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    ),
+}
+NEWEST = releases.WITH_TRAINING[-1]
+KEPT = [(NEWEST, name) for name in ("dense, gives up", "tp2 sp, on", "ep2, on")]
+# What differs between releases: experts, and what is recomputed.
+EVERY = [(NEWEST, name) for name in TRAININGS] + [
+    (release, name)
+    for release in releases.WITH_TRAINING[:-1]
+    for name in ("partly recomputed", "grouped queries", "ep2", "ep2, on")
+]
+
+Measured = Callable[[str, str], list[memory_run.Measured]]
+
+
+def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:  # noqa: F811
+    plan = Plan(
+        arm=Arm("memory", "given"), records=str(folder), warmup=0, steps=2, profile=False, trace="", allocator="",
+        launched=time.time(), package_root=str(ROOT), memory=True,
+    )  # fmt: skip
+    plan.write(folder / "plan.json")
+    environment = {VARIABLE: str(folder / "plan.json"), "MINDSPEED_LITE_DEVICE": "cpu"}
+    trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
+    processes = records.read(folder)
+    assert len(processes) == nproc
+    return [memory_run.measured(process) for process in processes]
+
+
+def asked(name: str) -> tuple[int, list[str]]:
+    nproc, batch, words = TRAININGS[name]
+    return nproc, [*words.split(), "--global-batch-size", str(batch)]
+
+
+@pytest.fixture(scope="module")
+def measured(
+    trainer: Callable[[str], Trainer],  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Measured:
+    """What a training took, run when a test first asks for it."""
+    done: dict[tuple[str, str], list[memory_run.Measured]] = {}
+
+    def of(release: str, name: str) -> list[memory_run.Measured]:
+        if (release, name) not in done:
+            done[release, name] = measure(trainer(release), *asked(name), tmp_path_factory.mktemp("memory"))
+        return done[release, name]
+
+    return of
+
+
+@pytest.mark.parametrize(("release", "name"), matrix.only(KEPT, EVERY))
+def test_every_category_of_every_rank_is_as_predicted(measured: Measured, release: str, name: str) -> None:
+    nproc, words = asked(name)
+    found, predicted = measured(release, name), ranks(read(words, nproc, "cpu"))
+    compared = memory_run.compare(predicted, found)
+    assert {each.category for each in compared} >= {"weights", "gradients", "optimizer", "activations"}
+    off = [(each, each.deviation) for each in compared if abs(each.deviation) > memory_run.TOLERANCE]
+    assert not off
+    # How many parameters there are is exact.
+    assert [each.parameters for each in found] == [
+        rank.parameters.total for each in found for rank in predicted if rank.ranks[0] <= each.rank <= rank.ranks[1]
+    ]
+
+
+def test_the_measurement_sees_a_feature_that_the_prediction_does_not(measured: Measured) -> None:
+    """Predicted with attention's scores and trained without them: off, so that the test above can fail."""
+    nproc, words = asked("dense, gives up")
+    without = [word for word in words if word != "--use-flash-attn"]
+    compared = memory_run.compare(ranks(read(without, nproc, "cpu")), measured(NEWEST, "dense, gives up"))
+    assert [each.category for each in compared if each.is_off] == ["activations"]
