@@ -12,15 +12,13 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import ImportHandle, Session, Transaction, Wrap, when_imported
-from mindspeed_lite.platform import megatron
+from mindspeed_lite.engine import Session
 
-TRAINING = "megatron.training.training"
+from ._recording import around_steps
 
 
 def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], None]:
     """Let `run(model, optimizer, step)` run every training step; returns the way back."""
-    applied: list[Transaction] = []
 
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         signature = inspect.signature(wrapped)
@@ -31,20 +29,7 @@ def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], N
 
         return train_step
 
-    feature = megatron.always("memory", "a measurement counts bytes", Wrap(f"{TRAINING}:train_step", around))
-
-    def place(module: Any) -> None:
-        transaction, _ = megatron.place(feature)
-        applied.append(transaction)
-
-    handle: ImportHandle = when_imported(TRAINING, place)
-
-    def remove() -> None:
-        handle.cancel()
-        while applied:
-            applied.pop().undo()
-
-    return remove
+    return around_steps("memory", "a measurement counts bytes", around)
 
 
 def weights(model: list[Any]) -> Iterator[torch.Tensor]:
@@ -80,10 +65,11 @@ def states(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (low for _, low in shared.halves().values())
 
 
-def in_host_memory(optimizer: Any) -> int:
-    """Bytes of moments that are not in the device's own memory."""
+def in_host_memory(optimizer: Any) -> tuple[int, int]:
+    """Bytes of states that are not in the device's own memory: tensors of `states`, and what has left its tensor."""
     homes = {id(home): home for each in inner_optimizers(optimizer) if (home := getattr(each, "home", None))}
-    return sum(home.nbytes for home in homes.values())
+    own, left = (sum(each.nbytes for each in homes.values() if each.in_place is place) for place in (True, False))
+    return own, left
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:

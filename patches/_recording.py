@@ -29,7 +29,6 @@ class Listener(Protocol):
 
 def install(listener: Listener) -> Callable[[], None]:
     """Let `listener` run every training step once Megatron's training module is there; returns the way back."""
-    applied: list[Transaction] = []
 
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +41,13 @@ def install(listener: Listener) -> Callable[[], None]:
 
         return train_step
 
-    feature = megatron.always("recording", "a benchmark listens", Wrap(f"{TRAINING}:train_step", around))
+    return around_steps("recording", "a benchmark listens", around)
+
+
+def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Wrap the training step once Megatron's training module is there; returns the way back."""
+    applied: list[Transaction] = []
+    feature = megatron.always(name, why, Wrap(f"{TRAINING}:train_step", around))
 
     def place(module: Any) -> None:
         transaction, _ = megatron.place(feature)

@@ -63,15 +63,9 @@ def _shared(session: Session, device: torch.device) -> Offload:
     """The one that all chunks of this session share, as they share its buffers."""
     found = _of_session.get(session)
     if found is None:
-        owner = weakref.ref(session)
-
-        def say(reason: str) -> None:
-            session = owner()
-            if session is not None:
-                session.fallback(FEATURE.name, f"{reason}; activations stay on the device")
-
         budget = session.settings.swap_attention_budget
-        found = Offload(_link_of(device), device.type, None if budget is None else int(budget * 2**30), say)
+        limit = None if budget is None else int(budget * 2**30)
+        found = Offload(_link_of(device), device.type, limit, session.fallback_of(FEATURE.name))
         _of_session[session] = found
     return found
 

@@ -13,7 +13,7 @@ between keep shape and dtype and read as NaN. Leaves gradients alone, and with t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,17 +50,6 @@ def _no_link(device: str) -> list[str]:
     return []
 
 
-def _say_to(owner: weakref.ref[Session]) -> Callable[[str], None]:
-    """A value that held its key would keep the session for ever."""
-
-    def say(reason: str) -> None:
-        session = owner()
-        if session is not None:
-            session.fallback(FEATURE.name, reason)
-
-    return say
-
-
 def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
     parameters = [each for group in inner.param_groups for each in group["params"]]
     if not parameters:
@@ -69,7 +58,7 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     if home is None:
         # One for all optimizers, which make their steps one after the other.
         times = session.settings.swap_optimizer_times
-        home = Streamed(_link_of(parameters[0].device), times, _say_to(weakref.ref(session)))
+        home = Streamed(_link_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
         _of_session[session] = home
     inner.home = home
     # What is copied into weights is not the weights.

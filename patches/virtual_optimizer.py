@@ -12,7 +12,7 @@ state are what they were, so checkpoints are Megatron's own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session, Wrap
@@ -49,17 +49,6 @@ def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None
     return None if amount == _ALL else int(float(amount) * 2**30)
 
 
-def _say_to(owner: weakref.ref[Session]) -> Callable[[str], None]:
-    """A value that held its key would keep the session for ever."""
-
-    def say(reason: str) -> None:
-        session = owner()
-        if session is not None:
-            session.fallback(FEATURE.name, reason)
-
-    return say
-
-
 def _shared(session: Session) -> Virtual:
     """The one that all optimizers of this session share, as they share the budget."""
     found = _of_session.get(session)
@@ -71,7 +60,7 @@ def _shared(session: Session) -> Virtual:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
         budget = _budget(session.settings.virtual_optimizer, stage, stages)
-        found = _of_session[session] = Virtual(budget, _say_to(weakref.ref(session)))
+        found = _of_session[session] = Virtual(budget, session.fallback_of(FEATURE.name))
     return found
 
 

@@ -36,13 +36,13 @@ class MemoryRecorder(recorder.Recorder):
             result = step()
         weights, gradients = list(_memory.weights(model)), list(_memory.gradients(model))
         states = list(_memory.states(optimizer))
-        in_host = _memory.in_host_memory(optimizer)
+        addressed, away = _memory.in_host_memory(optimizer)
         self._taken = {
             "parameters": sum(each.numel() for each in weights),
             "weights": size(weights),
             "gradients": size(gradients, weights),
-            "optimizer": size(states, [*weights, *gradients]) - in_host,
-            "host": in_host,
+            "optimizer": size(states, [*weights, *gradients]) - addressed,
+            "host": addressed + away,
             "activations": self._tracker.peak,
         }
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,17 @@ class Session:
             _log.warning("feature `%s` leaves a call to the host's own code: %s", feature, reason)
         if self.strict:
             raise FallbackError(f"feature `{feature}` fell back, which strict mode forbids: {reason}.")
+
+    def fallback_of(self, feature: str) -> Callable[[str], None]:
+        """`fallback` of one feature, for what must not keep the session; silent once that has gone."""
+        owner = weakref.ref(self)
+
+        def say(reason: str) -> None:
+            session = owner()
+            if session is not None:
+                session.fallback(feature, reason)
+
+        return say
 
     def notice(self, text: str) -> None:
         """Something the user should know; said once."""

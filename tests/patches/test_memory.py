@@ -11,7 +11,7 @@ import pytest
 
 import mindspeed_lite
 from mindspeed_lite.bench.memory import size
-from mindspeed_lite.patches import _memory
+from mindspeed_lite.patches import _memory, _recording
 from tests.platform.forked import forked
 
 from .test_use_fused_adamw import KINDS, gradients, groups, optimizer_of, start  # noqa: F401
@@ -56,25 +56,28 @@ def test_everything_is_found_once(kind: str, form: str, groups: Path) -> None:  
         steps = 8 * len(weights)
         found = size(states, [*weights, *sums])
         assert 0 <= found - width * counts[2] - moments * counts[4] <= steps
-        assert _memory.in_host_memory(optimizer) == 0
+        assert _memory.in_host_memory(optimizer) == (0, 0)
 
 
+@pytest.mark.parametrize("is_addressed", [True, False])
 @forked("megatron")
-def test_moments_in_host_memory_are_counted_apart(groups: Path) -> None:  # noqa: F811
+def test_what_is_in_host_memory_is_counted_apart(groups: Path, is_addressed: bool) -> None:  # noqa: F811
     start(groups)
 
     class Home:
         nbytes = 640
+        in_place = is_addressed
 
     _, optimizer = optimizer_of(**KINDS["bf16"])
     for inner in _memory.inner_optimizers(optimizer):
         inner.home = Home()
-    assert _memory.in_host_memory(optimizer) == 640 * len(_memory.inner_optimizers(optimizer))
+    found = 640 * len(_memory.inner_optimizers(optimizer))
+    assert _memory.in_host_memory(optimizer) == ((found, 0) if is_addressed else (0, found))
 
 
 def test_a_step_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its model and optimizer are handed over by name, and everything is as it was afterwards."""
-    training = ModuleType(_memory.TRAINING)
+    training = ModuleType(_recording.TRAINING)
 
     def train_step(
         forward_step_func: Any, data_iterator: Any, model: Any, optimizer: Any, iteration: Any = None
@@ -82,7 +85,7 @@ def test_a_step_passes_through(monkeypatch: pytest.MonkeyPatch) -> None:
         return forward_step_func, data_iterator, model, optimizer, iteration
 
     training.train_step = train_step  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, _memory.TRAINING, training)
+    monkeypatch.setitem(sys.modules, _recording.TRAINING, training)
     seen = []
 
     def run(model: Any, optimizer: Any, step: Any) -> Any:

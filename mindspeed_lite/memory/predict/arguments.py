@@ -124,6 +124,10 @@ def _checked(training: Training) -> Training:
     for budget in training.virtual_optimizer:
         if budget != "all":
             _number("--virtual-optimizer", budget, float)
+    if training.virtual_optimizer and training.swap_optimizer:
+        raise ArgumentError(
+            "--virtual-optimizer and --swap-optimizer both keep Adam's moments in host memory: drop one"
+        )
     if training.num_experts:
         _check_pattern(training)
     if len(training.virtual_optimizer) not in (0, 1, training.pp):

@@ -118,7 +118,9 @@ _TOGGLES = (
         lambda training: bool(training.virtual_optimizer),
         {"virtual_optimizer": ("all",)},
         {"virtual_optimizer": ()},
+        lambda training: not training.swap_optimizer,
     ),
+    _switch("--swap-optimizer", lambda training: not training.virtual_optimizer),
     _switch("--use-distributed-optimizer", lambda training: training.dp > 1),
     _Toggle(
         "--sequence-parallel",

@@ -42,6 +42,7 @@ ON = {
     "--use-fused-linear-cross-entropy": "use_fused_linear_cross_entropy",
     "--use-fused-adamw": "use_fused_adamw",
     "--reuse-fp32-param": "reuse_fp32_param",
+    "--swap-optimizer": "swap_optimizer",
     "--recompute-activation-function": "recompute_activation_function",
     "--recompute-norm": "recompute_norm",
 }
@@ -132,7 +133,6 @@ REFUSED = {
     "--use-torch-fsdp2": "fully sharded data parallelism is not predicted",
     "--use-precision-aware-optimizer": "it needs Transformer Engine; --quant-states does without",
     "--optimizer-cpu-offload": "it is not predicted: --virtual-optimizer is",
-    "--swap-optimizer": "states that move in groups are not predicted: --virtual-optimizer is",
     "--swap-attention": "offloading of activations is not predicted",
     "--distribute-saved-activations": "it is not predicted",
     "--moe-expert-capacity-factor": "dropped and padded tokens are not predicted",

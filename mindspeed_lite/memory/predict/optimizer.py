@@ -21,8 +21,8 @@ class States:
 
     Attributes:
         main: fp32 main parameters, or what stands in their place.
-        moments: Adam's two, in the device's own memory.
-        host: those in memory of the host.
+        moments: Adam's two, in the device's own memory between steps.
+        host: those in memory of the host, and main parameters that are there.
     """
 
     weights: int
@@ -39,15 +39,24 @@ class States:
 def states(training: Training, parameters: Parameters, stage: int) -> States:
     """For the parameters of a rank of this pipeline stage."""
     dense, experts = _share(training, parameters.dense, training.dp), _share(training, parameters.experts, training.edp)
-    moments = int((dense + experts) * _moment_width(training))
-    host = _in_host_memory(training, moments, stage)
+    main, moments = int((dense + experts) * _main_width(training)), int((dense + experts) * _moment_width(training))
+    if moves(training):
+        # Halves stay, and so do the exponents of fp8, which the step needs at once.
+        away = (0 if training.reuse_fp32_param else main, int((dense + experts) * int(_moment_width(training))))
+    else:
+        away = (0, _in_host_memory(training, moments, stage))
     return States(
         weights=parameters.total * training.width,
         gradients=parameters.total * gradient_width(training),
-        main=int((dense + experts) * _main_width(training)),
-        moments=moments - host,
-        host=host,
+        main=main - away[0],
+        moments=moments - away[1],
+        host=sum(away),
     )
+
+
+def moves(training: Training) -> bool:
+    """Whether `--swap-optimizer` is in force, which a CPU has no second memory for."""
+    return training.swap_optimizer and training.device != "cpu"
 
 
 def gradient_width(training: Training) -> int:

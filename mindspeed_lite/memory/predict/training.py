@@ -102,6 +102,7 @@ class Training:
     optimizer: str = "adam"
     quant_states: str = ""
     virtual_optimizer: tuple[str, ...] = ()
+    swap_optimizer: bool = False
     moe_grouped_gemm: bool = False
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
@@ -172,7 +173,8 @@ class Training:
     @property
     def fused_step(self) -> bool:
         """Whether the optimizer's step is ours, by its own flag or by that of a feature that turns it on."""
-        return bool(self.use_fused_adamw or self.reuse_fp32_param or self.quant_states or self.virtual_optimizer)
+        asked = self.use_fused_adamw or self.reuse_fp32_param or self.quant_states
+        return bool(asked or self.virtual_optimizer or self.swap_optimizer)
 
     @property
     def has_aux_loss(self) -> bool:

@@ -54,6 +54,9 @@ def test_sequence_parallelism_divides_all_of_it(h: int, s: int, b: int) -> None:
         ("--quant-states fp8", 1, 12 + 1 / 64),
         ("--reuse-fp32-param --quant-states fp8", 1, 10 + 1 / 64),
         ("--virtual-optimizer all", 1, 10.0),
+        ("--swap-optimizer", 1, 6.0),
+        ("--swap-optimizer --reuse-fp32-param", 1, 8.0),
+        ("--swap-optimizer --quant-states fp8", 1, 6 + 1 / 64),
         ("", 4, 18.0),
         ("--use-distributed-optimizer", 4, 6 + 12 / 4),
         ("--use-distributed-optimizer --reuse-fp32-param", 4, 6 + 10 / 4),
@@ -78,6 +81,13 @@ def test_a_budget_of_host_memory_is_that_of_its_stage() -> None:
     words = "--pipeline-model-parallel-size 2 --virtual-optimizer 0.0001 all".split()
     first, second = ranks(training(*words, world_size=2))
     assert first.states.host == int(0.0001 * 2**30) and second.states.moments == 0 < second.states.host
+
+
+def test_states_that_stream_are_in_host_memory_where_there_are_two_memories() -> None:
+    (rank,) = ranks(training("--swap-optimizer"))
+    assert rank.states.host == 12 * rank.parameters.total and rank.states.optimizer == 0
+    (rank,) = ranks(training("--swap-optimizer", device="cpu"))
+    assert rank.states.host == 0 and rank.states.optimizer == 12 * rank.parameters.total
 
 
 def test_full_recomputation_keeps_an_input_a_layer_and_one_layer() -> None:
