@@ -192,6 +192,7 @@ def test_the_page_fetches_nothing_and_runs_nothing(name: str) -> None:
     assert page.text.count("alert(") == str(report).count("alert(")
 
 
+@matrix.whole
 def test_plots_in_the_page_are_light_and_dark_and_keep_apart() -> None:
     report = fixtures.full()
     source = render_html.render(report)

@@ -135,6 +135,7 @@ def test_a_selftest_without_an_npu_says_why_in_the_same_words(tmp_path, monkeypa
     assert not (tmp_path / "selftest.json").exists()
 
 
+@matrix.whole
 def test_a_selftest_on_an_npu_that_computes_nothing_fails_and_reports(tmp_path):
     stand_in.torch_npu(tmp_path, stand_in.WORKS)
     out = tmp_path / "report.json"
