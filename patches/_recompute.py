@@ -8,20 +8,23 @@ computes again as a whole are passed over.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, Option, OptionError, Session, Settings, Wrap
 
+CUDA_GRAPHS = {
+    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
+    "external_cuda_graph": "--external-cuda-graph records a layer once",
+    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+}
 # What is at odds with giving an output up, by Megatron's name for it in its arguments and in its configuration.
 _AT_ODDS = {
     "fp8": "--fp8-format keeps outputs in another form",
     "fp4": "--fp4-format keeps outputs in another form",
     "cpu_offloading": "--cpu-offloading moves what is given up here",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is given up here",
-    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
-    "external_cuda_graph": "--external-cuda-graph records a layer once",
-    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+    **CUDA_GRAPHS,
 }
 
 
@@ -59,7 +62,7 @@ class Switch:
             reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
         if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
             reasons.append("--recompute-granularity full computes every layer again as a whole")
-        return reasons + _at_odds(lambda name: context.arg(name, None))
+        return reasons + at_odds(_AT_ODDS, lambda name: context.arg(name, None))
 
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None]) -> Wrap:
         """The patch that calls `prepare(layer, session)` for every chosen layer that is built."""
@@ -74,7 +77,7 @@ class Switch:
                 place = given.get("layer_number", 1) - 1
                 if is_chosen(layer.config, place, given.get("vp_stage"), session.settings[self.number]):
                     # The condition has seen the arguments of a script; a model may be built without any.
-                    reasons = _at_odds(lambda name: getattr(layer.config, name, None))
+                    reasons = at_odds(_AT_ODDS, lambda name: getattr(layer.config, name, None))
                     if reasons:
                         session.fallback(self.feature, "; ".join(reasons))
                     else:
@@ -85,8 +88,9 @@ class Switch:
         return Wrap("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around)
 
 
-def _at_odds(value_of: Callable[[str], Any]) -> list[str]:
-    return [why for name, why in _AT_ODDS.items() if value_of(name) not in (None, False, "none")]
+def at_odds(table: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
+    """The reasons of what is asked for, by Megatron's name for it in its arguments and in its configuration."""
+    return [why for name, why in table.items() if value_of(name) not in (None, False, "none")]
 
 
 def giving_up() -> Any:

@@ -28,15 +28,17 @@ from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session
 from mindspeed_lite.memory.link import Link, Streams
 from mindspeed_lite.memory.offload import Offload
 
+from ._recompute import CUDA_GRAPHS, at_odds
+
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's names of modules that have other names in Megatron.
 _ALSO = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm"}
 _AT_ODDS = {
     "cpu_offloading": "--cpu-offloading moves activations itself",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves activations itself",
-    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
-    "external_cuda_graph": "--external-cuda-graph records a layer once",
-    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+    "hybrid_layer_pattern": "--hybrid-layer-pattern runs layers in another block",
+    "hybrid_override_pattern": "--hybrid-override-pattern runs layers in another block",
+    **CUDA_GRAPHS,
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
 }
 _keys = itertools.count()
@@ -122,7 +124,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         wrapped(self, *args, **kwargs)
         modules = _chosen(self, session.settings.swap_modules)
         # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = _at_odds(lambda name: getattr(self.config, name, None))
+        reasons = at_odds(_AT_ODDS, lambda name: getattr(self.config, name, None))
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return
@@ -142,17 +144,13 @@ def _unhook(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
         handle.remove()
 
 
-def _at_odds(value_of: Callable[[str], Any]) -> list[str]:
-    return [why for name, why in _AT_ODDS.items() if value_of(name) not in (None, False, "none")]
-
-
 def _why_not(context: Context) -> Sequence[str]:
     budget = context.settings.get("swap_attention_budget")
     if budget is not None and not 0 < budget < float("inf"):
         raise OptionError(f"--swap-attention-budget {budget}: `swap_attention` takes GiB above 0")
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
-    reasons = [*_why_not_here(context.device), *_at_odds(lambda name: context.arg(name, None))]
+    reasons = [*_why_not_here(context.device), *at_odds(_AT_ODDS, lambda name: context.arg(name, None))]
     if context.settings.get("mindspeed_lite_auto") and not context.settings.get("swap_attention"):
         reasons.append("it trades the host's memory and its link for memory: ask for it by name")
     if context.arg("transformer_impl", "local") == "transformer_engine":

@@ -1,1 +1,2 @@
-"""Benchmarks: patches on against off in training, and operators against plain PyTorch; nothing imports this."""
+"""Benchmarks: patches on against off in training, operators against plain PyTorch, and memory as predicted against measured;
+nothing but the commands imports this."""

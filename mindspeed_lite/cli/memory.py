@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_lite.memory import predict
-from mindspeed_lite.memory.predict.arguments import misspelt
+from mindspeed_lite.bench import predict
+from mindspeed_lite.bench.predict.arguments import misspelt
 
 from . import memory_text, terminal
 from .terminal import fail

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_lite.bench.predict import Change, Rank, Training
 from mindspeed_lite.bench.wording import size
-from mindspeed_lite.memory.predict import Change, Rank, Training
 
 from . import terminal
 

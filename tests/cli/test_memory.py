@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.bench.memory_run import Measured, Run, compare
+from mindspeed_lite.bench.predict import ranks, read
 from mindspeed_lite.cli import memory, memory_text
-from mindspeed_lite.memory.predict import ranks, read
 from tests import matrix
 
 from .support import ROOT, command, fails_in_one_line, python

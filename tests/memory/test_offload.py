@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from mindspeed_lite.memory import offload as module
 from mindspeed_lite.memory.offload import Offload
 
 from .lanes import Lanes
@@ -109,28 +109,18 @@ def test_layers_that_are_computed_again_move_nothing(recompute: int) -> None:
 def test_device_memory_is_freed_and_buffers_are_used_again() -> None:
     lanes, model = Lanes(), Model(12)
     using = offload(lanes)
-    freed: list[int] = []
-    kept: list[weakref.ref[torch.UntypedStorage]] = []
     out = model.forward(batch(0), using)
-    on_device = [each for each in _records(out) if each.storage is not None]
-    away = [each for each in _records(out) if each.storage is None]
-    freed.append(len(away))
+    records = [each for each in gc.get_objects() if type(each) is module._Record]
+    on_device = [each for each in records if each.storage is not None]
+    away = [each for each in records if each.storage is None]
     # Of twelve layers only the last is there, beside what is held elsewhere: the table and the batch.
     assert len(away) >= 10 * 4 and len(on_device) <= 7, (len(away), len(on_device))
     taken = len(lanes.allocated)
     out.sum().backward()
-    del out, on_device, away, kept
+    del out, records, on_device, away
     for number in range(3):
         model.forward(batch(number), using).sum().backward()
     assert len(lanes.allocated) == taken, "every buffer serves again"
-
-
-def _records(output: torch.Tensor) -> list[Any]:
-    """The records that a graph holds."""
-    del output
-    from mindspeed_lite.memory import offload as module
-
-    return [each for each in gc.get_objects() if type(each) is module._Record]
 
 
 def test_what_others_hold_does_not_move_again() -> None:

@@ -141,7 +141,7 @@ def test_reasons_and_bad_input():
 
     assert reasons() == reasons("npu") == []
     assert reasons("cpu") == ["cpu has one memory: what leaves it is no smaller there"]
-    for name in ("cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph"):
+    for name in ("cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph", "hybrid_layer_pattern"):
         assert len(reasons(**{name: True})) == 1
     assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
     assert "keeps nothing" in reasons(recompute_granularity="full", recompute_method="uniform")[0]

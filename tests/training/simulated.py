@@ -7,16 +7,6 @@ from typing import Any
 from tests.memory.lanes import Lanes
 
 
-def swap_optimizer(bandwidth: float = 1e9) -> None:
-    """Let `--swap-optimizer` stand on CPU, over lanes with so many bytes a second, for tensors of a small model."""
-    from mindspeed_lite.memory import streamed
-    from mindspeed_lite.patches import swap_optimizer as patch
-
-    streamed._SMALLEST = 64
-    patch._no_link = lambda device: []
-    patch._link_of = lambda device: Lanes(bandwidth)
-
-
 class _Said(Lanes):
     """Says that something came back, and fails the run if memory was freed before it had been copied."""
 
@@ -25,6 +15,16 @@ class _Said(Lanes):
         if not self.moved["back"]:
             print("the first bytes came back", flush=True)
         return super().back(*args)
+
+
+def swap_optimizer(bandwidth: float = 1e9) -> None:
+    """Let `--swap-optimizer` stand on CPU, over lanes with so many bytes a second, for tensors of a small model."""
+    from mindspeed_lite.memory import streamed
+    from mindspeed_lite.patches import swap_optimizer as patch
+
+    streamed._SMALLEST = 64
+    patch._no_link = lambda device: []
+    patch._link_of = lambda device: _Said(bandwidth)
 
 
 def swap_attention(bandwidth: float = 2e9) -> None:

@@ -34,6 +34,7 @@ def test_no_bit_differs_from_the_fused_step(trainer: Callable[[str], Trainer], r
     on = trainer(release).core("features", nproc, options, flags=ON, **SIMULATED)
     assert len(losses(on)) == STEPS and losses(on)[-1] < losses(on)[0] - 0.3
     assert on.history() == off.history()
+    assert all("the first bytes came back" in on.log(rank) for rank in range(nproc))
 
 
 @matrix.whole
@@ -45,6 +46,7 @@ def test_no_bit_differs_beside_what_narrows_and_shares(trainer: Callable[[str], 
     off = trainer("0.19.2").core("features", nproc, options, flags={**OFF, **beside})
     on = trainer("0.19.2").core("features", nproc, options, flags={**ON, **beside}, **SIMULATED)
     assert on.history() == off.history()
+    assert all("the first bytes came back" in on.log(rank) for rank in range(nproc))
 
 
 @matrix.whole

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_lite.memory.predict import ArgumentError, read
-from mindspeed_lite.memory.predict.arguments import misspelt
+from mindspeed_lite.bench.predict import ArgumentError, read
+from mindspeed_lite.bench.predict.arguments import misspelt
 
 LEAST = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from mindspeed_lite.memory.predict import flags
-from mindspeed_lite.memory.predict.arguments import misspelt
-from mindspeed_lite.memory.predict.training import Training
+from mindspeed_lite.bench.predict import flags
+from mindspeed_lite.bench.predict.arguments import misspelt
+from mindspeed_lite.bench.predict.training import Training
 from tests.platform.forked import forked
 
 TABLES = (flags.ON, flags.OFF, flags.INTEGERS, flags.NUMBERS, flags.TEXTS, flags.LISTS)

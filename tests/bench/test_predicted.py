@@ -10,12 +10,12 @@ import pytest
 
 from mindspeed_lite.bench import memory_run, records
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
-from mindspeed_lite.memory.predict import ranks, read
+from mindspeed_lite.bench.predict import ranks, read
 from tests import matrix, releases
 from tests.training.conftest import trainer  # noqa: F401
 from tests.training.jobs import ROOT, Trainer
 
-SCRIPT = str(ROOT / "tests" / "memory" / "measured.py")
+SCRIPT = str(ROOT / "tests" / "bench" / "measured.py")
 
 # Large enough that what is kept for every layer is most of it, small enough for seconds.
 RUN = (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.memory.predict import layers, parameters, read
+from mindspeed_lite.bench.predict import layers, parameters, read
 from tests.platform.forked import forked
 
 SMALL = (

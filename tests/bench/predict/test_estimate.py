@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_lite.memory.predict import activations, changes, ranks, read
-from mindspeed_lite.memory.predict.training import Training
+from mindspeed_lite.bench.predict import activations, changes, ranks, read
+from mindspeed_lite.bench.predict.training import Training
 
 BASE = "--num-layers 8 --num-attention-heads 8 --vocab-size 1000 --bf16 --max-position-embeddings 64".split()
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_lite.memory.predict import read, schedule
-from mindspeed_lite.memory.predict.training import Training
+from mindspeed_lite.bench.predict import read, schedule
+from mindspeed_lite.bench.predict.training import Training
 from tests.platform.forked import forked
 
 BASE = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
