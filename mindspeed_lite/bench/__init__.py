@@ -1,2 +1,4 @@
-"""Benchmarks: patches on against off in training, operators against plain PyTorch, and memory as predicted against measured;
-nothing but the commands imports this."""
+"""Patches on against off in training, operators against plain PyTorch, memory predicted against measured.
+
+Nothing but the commands imports this.
+"""
