@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench test test-whole test-npu lint format fingerprints docs clean
+.PHONY: help install demo bench bench-overlap test test-whole test-npu lint format fingerprints docs clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
+	@echo "make bench-overlap communication behind computation on links of chosen speed (about 3 minutes; best as root)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
@@ -35,6 +36,9 @@ demo: install
 
 bench: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python -m benchmarks
+
+bench-overlap: install
+	@$(BIN)/python -m benchmarks.overlap --page docs/benchmarks/overlap.md
 
 .releases/.prepared: $(VENV)/.installed tests/releases.py
 	@$(BIN)/python -m tests.releases

@@ -24,6 +24,8 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 
+from . import _main_grad
+
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
@@ -45,17 +47,14 @@ class _Handover:
         getattr(self.layer, _QUEUE).put(lambda: self._compute(grad_output))
 
     def _compute(self, grad_output: torch.Tensor) -> None:
-        from megatron.core.tensor_parallel import layers, mappings
+        from megatron.core.tensor_parallel import mappings
 
         weight = self.layer.weight
         with torch.no_grad():
             total = self.input
             if self.sequence_parallel:
                 total = mappings.gather_from_sequence_parallel_region(total, group=self.layer.tp_group)
-            kernels = layers.fused_weight_gradient_mlp_cuda
-            wide = weight.main_grad.dtype == torch.float32
-            add = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
-            add(total.flatten(0, -2).contiguous(), grad_output.flatten(0, -2).contiguous(), weight.main_grad)
+            _main_grad.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
 
 
 def put(layer: Any, compute: Callable[[], None]) -> bool:

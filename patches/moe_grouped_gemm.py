@@ -28,7 +28,7 @@ from mindspeed_lite.ops.grouped_matmul import (
     weight_gradients,
 )
 
-from . import _experts, _recompute, delay_wgrad_compute, recompute_activation_function
+from . import _experts, _main_grad, _recompute, delay_wgrad_compute, recompute_activation_function
 from ._stand_ins import InPlaceOf, Through
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
@@ -149,18 +149,9 @@ def _gradients(layers: Sequence[Any]) -> TakeGradients:
         for layer in layers:
             if not delay_wgrad_compute.put(layer, compute):
                 compute()
-        return [_stand_in(weight) for weight in weights]
+        return [_main_grad.stand_in(weight) for weight in weights]
 
     return take
-
-
-def _stand_in(weight: Any) -> torch.Tensor | None:
-    """The gradient that autograd is given where the real one is in the main gradient: its hooks reduce it."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return make(weight, requires_grad=False)
 
 
 def _cannot(module: Any) -> list[str]:

@@ -25,6 +25,8 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, reference
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.verify import Exact
 
+from . import _main_grad
+
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
 
@@ -63,15 +65,7 @@ def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         main_grad[rows] += dlogits.t() @ hidden
 
-    def done() -> torch.Tensor | None:
-        if not hasattr(weight, "grad_added_to_main_grad"):
-            return None
-        weight.grad_added_to_main_grad = True
-        # Autograd calls the hooks that count gradients only if it gets one.
-        make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight)
-
-    return Accumulate(add, done)
+    return Accumulate(add, lambda: _main_grad.stand_in(weight))
 
 
 @contextlib.contextmanager

@@ -178,6 +178,7 @@ def test_auto_takes_what_applies_and_notes_the_rest():
         "quant_states",
         "swap_attention",
         "swap_optimizer",
+        "use_ascend_coc",
         "virtual_optimizer",
     }
     mindspeed_lite.disable()

@@ -214,6 +214,8 @@ SURFACE = {
     "names": ["__version__", "disable", "enable", "enabled", "report"],
     "flags": [
         "--attention-backend",
+        "--coc-mode",
+        "--coc-parallel-num",
         "--delay-wgrad-compute",
         "--gradient-accumulation-fusion",
         "--mindspeed-lite-allow-unverified",
@@ -237,6 +239,8 @@ SURFACE = {
         "--swap-modules",
         "--swap-optimizer",
         "--swap-optimizer-times",
+        "--tp-comm-overlap",
+        "--use-ascend-coc",
         "--use-flash-attn",
         "--use-fused-adamw",
         "--use-fused-cross-entropy",

@@ -1,0 +1,69 @@
+"""How much of a linear layer's communication its own products could hide: two lanes, computing and sending, in steps.
+
+The same order of steps as in `mindspeed_lite.parallel.tp_linear`. What cannot be hidden is the wait for a message that
+nothing is left to compute beside: the last slice of a product's reduction, and whatever exceeds the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+PHASES = ("column forward", "row forward", "row backward", "column backward")
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What one pass of a layer takes, each alone: its products, and its messages whole."""
+
+    product: float
+    weight: float = 0.0
+    gather: float = 0.0
+    reduce: float = 0.0
+
+
+@dataclass
+class Lanes:
+    """A process that computes and waits, and a link that carries one message after the other."""
+
+    now: float = 0.0
+    exposed: float = 0.0
+    _link_free: float = field(default=0.0, repr=False)
+
+    def send(self, seconds: float) -> float:
+        """When a message that is handed over now has arrived."""
+        self._link_free = max(self._link_free, self.now) + seconds
+        return self._link_free
+
+    def compute(self, seconds: float) -> None:
+        self.now += seconds
+
+    def wait(self, arrival: float) -> None:
+        self.exposed += max(0.0, arrival - self.now)
+        self.now = max(self.now, arrival)
+
+
+def foresee(phase: str, slices: int, ranks: int, takes: Seconds) -> Lanes:
+    """One pass of a sequence-parallel layer over `ranks` ranks in `slices` messages; see `PHASES`."""
+    lanes = Lanes()
+    if phase in ("column forward", "row backward"):
+        arrivals = [lanes.send(takes.gather / slices) for _ in range(slices)]
+        own = takes.product / ranks if slices > 1 else 0.0
+        lanes.compute(own)
+        for arrival in arrivals:
+            lanes.wait(arrival)
+            lanes.compute((takes.product - own) / slices)
+        lanes.compute(takes.weight)
+        return lanes
+    if phase not in PHASES:
+        raise ValueError(f"no such pass: {phase!r}; one of {', '.join(PHASES)}")
+    gathered = lanes.send(takes.gather) if phase == "column backward" else 0.0
+    arrivals = []
+    for _ in range(slices):
+        lanes.compute(takes.product / slices)
+        arrivals.append(lanes.send(takes.reduce / slices))
+    if phase == "column backward":
+        lanes.wait(gathered)
+        lanes.compute(takes.weight)
+    for arrival in arrivals:
+        lanes.wait(arrival)
+    return lanes

@@ -1,0 +1,192 @@
+"""When a process computes, when it waits for messages, and when messages are in flight: a lane for each.
+
+Reaches the functions of `torch.distributed`, which must be wrapped before somebody takes them by value: before
+Megatron is imported. A message is in flight from the call until the backend's own thread says that it has come; the
+process waits while it is inside `wait()`, or inside a call that does not return before the message has come. What is
+left computes. This is the view of a process: right for gloo, where the process is what computes, and no more than an
+order of events on a device that works by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+COMPUTE, WAIT, FLIGHT = "computes", "waits", "messages in flight"
+LANES = (COMPUTE, WAIT, FLIGHT)
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "_all_gather_base",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "send",
+)
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took from `start` to `end`, in seconds since the recording began."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """Spans of this process while it is recorded: a context manager around what is to be seen."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._began: float | None = None
+        self._depth = 0
+        self._computes_since = 0.0
+
+    def __enter__(self) -> Timeline:
+        self.spans = []
+        self._began, self._computes_since = time.perf_counter(), 0.0
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._computed_until(self._now())
+        self._began = None
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which this process did nothing but wait: its exposed communication."""
+        return sum(span.end - span.start for span in self.spans if span.lane == WAIT)
+
+    def install(self) -> Callable[[], None]:
+        """Wrap the collectives of this process; returns the way back."""
+        originals = [(module, name, getattr(module, name)) for name in _COLLECTIVES for module in _having(name)]
+        for module, name, original in originals:
+            setattr(module, name, self._around(name, original))
+
+        def remove() -> None:
+            for module, name, original in originals:
+                setattr(module, name, original)
+
+        return remove
+
+    def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            # Some of them call each other.
+            if self._began is None or self._depth:
+                return original(*args, **kwargs)
+            start = self._now()
+            self._depth += 1
+            try:
+                handle = original(*args, **kwargs)
+            finally:
+                self._depth -= 1
+            if handle is None or not hasattr(handle, "wait"):
+                self._waited(name, start)
+                self._add(FLIGHT, name, start, self._now())
+                return handle
+            return _Watched(self, name, start, handle)
+
+        return collective
+
+    def _now(self) -> float:
+        return time.perf_counter() - (self._began or 0.0)
+
+    def _add(self, lane: str, name: str, start: float, end: float) -> None:
+        if self._began is not None and end > start:
+            self.spans.append(Span(lane, name, start, end))
+
+    def _waited(self, name: str, start: float) -> None:
+        self._computed_until(start)
+        self._computes_since = self._now()
+        self._add(WAIT, name, start, self._computes_since)
+
+    def _computed_until(self, end: float) -> None:
+        self._add(COMPUTE, "compute", self._computes_since, end)
+
+
+class _Watched:
+    """A collective's handle that says when somebody waits for it and when it has come."""
+
+    def __init__(self, timeline: Timeline, name: str, start: float, handle: Any) -> None:
+        self._timeline, self._name, self._handle = timeline, name, handle
+        try:
+            handle.get_future().add_done_callback(
+                lambda _: timeline._add(FLIGHT, name, start, timeline._now())  # from the backend's thread
+            )
+            self._flight: float | None = None
+        except (AttributeError, RuntimeError):
+            self._flight = start  # sends and receives have no such thing: until somebody has waited
+
+    def wait(self, *args: Any) -> Any:
+        start = self._timeline._now()
+        result = self._handle.wait(*args)
+        self._timeline._waited(self._name, start)
+        if self._flight is not None:
+            self._timeline._add(FLIGHT, self._name, self._flight, self._timeline._now())
+            self._flight = None
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
+    """A Chrome trace (chrome://tracing, Perfetto): a process for each rank, a thread for each lane."""
+    events: list[dict[str, Any]] = []
+    for rank, spans in ranks.items():
+        events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        for place, lane in enumerate(LANES):
+            events.append({"ph": "M", "pid": rank, "tid": place, "name": "thread_name", "args": {"name": lane}})
+        for span in sorted(spans, key=lambda each: each.start):
+            times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
+            events.append({"ph": "X", "pid": rank, "tid": LANES.index(span.lane), "name": span.name, **times})
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: str) -> None:
+    """A PNG with one panel an arm on a common scale of time, in each a group of lanes for every rank."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    colours = {COMPUTE: "#2a9d8f", WAIT: "#e76f51", FLIGHT: "#8ab6d6"}
+    ranks = max(len(spans) for spans in arms.values())
+    longest = max((span.end for arm in arms.values() for spans in arm.values() for span in spans), default=1.0)
+    figure = Figure(figsize=(11, 0.9 + len(arms) * (0.5 + 0.75 * ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(arms), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (arm, by_rank) in zip(panels, arms.items(), strict=True):
+        labels: list[str] = []
+        for rank, spans in by_rank.items():
+            for lane in LANES:
+                places = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans if span.lane == lane]
+                panel.broken_barh(places, (len(labels) - 0.4, 0.8), color=colours[lane], edgecolor="white", lw=0.3)
+                labels.append(f"rank {rank} {lane}")
+        waited = [sum(each.end - each.start for each in spans if each.lane == WAIT) for spans in by_rank.values()]
+        text = ", ".join(f"{1e3 * each:.0f}" for each in waited)
+        panel.set_title(f"{arm}: ranks wait {text} ms", fontsize=9, loc="left")
+        panel.set_yticks(range(len(labels)), labels, fontsize=7)
+        panel.invert_yaxis()
+        panel.set_xlim(0, 1e3 * longest)
+    panels[-1].set_xlabel("ms")
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=110)
+
+
+def _having(name: str) -> list[Any]:
+    return [module for module in (dist, dist.distributed_c10d) if hasattr(module, name)]

@@ -1,0 +1,108 @@
+"""In how many messages a pass of a layer travels: a given number, or the one that a trial found best.
+
+Slices win what they hide and lose what smaller messages and smaller products cost, and on a link fast enough they
+only lose. No formula knows a library's small products or a host that shares its cores between both, so the passes
+themselves are measured: once for each shape, all ranks of the group together, with the numbers of slices in turn.
+Every rank then takes the number that the slowest rank would.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+CANDIDATES = (1, 2, 4, 8)
+ROUNDS = 7
+# Slicing must win by this much, and in all rounds but this many, or noise would choose.
+MARGIN = 0.03
+LOST = 1
+# Rows below which a product is not worth a message of its own.
+LEAST_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial saw: seconds of the slowest rank, round by round, by number of slices; and what follows."""
+
+    phase: str
+    shape: tuple[int, int, int]
+    rounds: dict[int, list[float]]
+
+    @functools.cached_property
+    def best(self) -> int:
+        """The fastest number of slices; 1 unless another is clearly faster."""
+        share = {number: 1.0 for number in self.rounds}
+        for number, times in self.rounds.items():
+            ratios = [mine / whole for mine, whole in zip(times, self.rounds[1], strict=True)]
+            if sum(ratio < 1 for ratio in ratios) >= len(ratios) - LOST:
+                share[number] = statistics.median(ratios)
+        fastest = min(share, key=lambda each: share[each])
+        return fastest if share[fastest] < 1 - MARGIN else 1
+
+    def to_text(self) -> str:
+        times = ", ".join(f"{number}: {1e3 * statistics.median(each):.2f} ms" for number, each in self.rounds.items())
+        rows, inner, outer = self.shape
+        chosen = f"{self.best} slices" if self.best > 1 else "1 slice, because more are not clearly faster"
+        return f"{self.phase} of {rows} rows, {inner} x {outer}: {chosen} ({times})"
+
+
+class Trials:
+    """The number of slices for each pass of a group's layers, found at the first call of each shape.
+
+    say: told once what was found, on the first rank of the group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, say: Callable[[str], None]) -> None:
+        self._group = group
+        self._say = say
+        self._found: dict[tuple[object, ...], Trial] = {}
+
+    def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
+        """As `mindspeed_lite.parallel.tp_linear.Slices`; a collective call the first time."""
+        key = (phase, *x.shape, w.shape[1], x.dtype)
+        trial = self._found.get(key)
+        if trial is None:
+            numbers = [each for each in CANDIDATES if each == 1 or each * LEAST_ROWS <= x.shape[0]]
+            shape = (x.shape[0], x.shape[1], w.shape[1])
+            trial = Trial(phase, shape, self._measured(numbers, x, run) if len(numbers) > 1 else {1: [1.0]})
+            self._found[key] = trial
+            if len(numbers) > 1 and self._group.rank() == 0:
+                self._say(trial.to_text())
+        return trial.best
+
+    def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
+        """The same without a trial: 1 for what has not been tried, such as the shapes of an evaluation."""
+        trial = self._found.get((phase, *x.shape, w.shape[1], x.dtype))
+        return 1 if trial is None else trial.best
+
+    def _measured(self, numbers: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
+        seconds: dict[int, list[float]] = {number: [] for number in numbers}
+        with torch.no_grad():
+            for number in numbers:
+                run(number)  # not counted: allocations, and kernels that libraries choose at the first call
+            for _ in range(ROUNDS):
+                for number in numbers:
+                    self._together(x)
+                    start = time.perf_counter()
+                    run(number)
+                    _synchronize(x)
+                    seconds[number].append(time.perf_counter() - start)
+        slowest = torch.tensor([*seconds.values()], device=x.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        return dict(zip(numbers, slowest.tolist(), strict=True))
+
+    def _together(self, x: torch.Tensor) -> None:
+        """Start at one time: not a barrier, which some backends bind to a device of their own choice."""
+        dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
+        _synchronize(x)
+
+
+def _synchronize(x: torch.Tensor) -> None:
+    if x.device.type != "cpu":
+        getattr(torch, x.device.type).synchronize(x.device)

@@ -1,0 +1,26 @@
+"""The main gradient that a layer's weight gradient is added to, past autograd, and what autograd is given instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """main_grad [N, K] += dy^T x by the extension that Megatron's layers have; dy: [M, N], x: [M, K]."""
+    from megatron.core.tensor_parallel import layers
+
+    kernels = layers.fused_weight_gradient_mlp_cuda
+    wide = main_grad.dtype == torch.float32
+    accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+    accumulate(x.contiguous(), dy.contiguous(), main_grad)
+
+
+def stand_in(weight: Any) -> torch.Tensor | None:
+    """The gradient for autograd where the real one is in the main gradient: hooks that reduce gradients need one."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight, requires_grad=False)

@@ -1,0 +1,95 @@
+"""The network laboratory: bytes take the time that the link says, in the kernel and in the clock."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.bench import network
+from tests.platform.forked import forked, on_ranks
+
+SIZE = 250_000  # floats: 8 megabits, of which each of two ranks sends its half
+
+
+def seconds_of_a_gather() -> float:
+    whole, part = torch.empty(SIZE), torch.ones(SIZE // 2)
+    dist.all_gather_into_tensor(whole, part)
+    start = time.perf_counter()
+    dist.all_gather_into_tensor(whole, part)
+    assert bool((whole == 1).all())
+    return time.perf_counter() - start
+
+
+@forked("torch")
+def test_a_namespace_carries_so_many_bytes_a_second():
+    reason = network.why_no_namespaces()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = Path(tempfile.mkdtemp())
+    with network.Namespaces(2) as lab:
+        lab.set_rate(20)
+
+        def body(rank):
+            lab.enter(rank)
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+            took = seconds_of_a_gather()
+            # 4 megabits at 20 a second; the bucket lets 2 megabits through at once.
+            assert 0.08 < took < 2.0, took
+
+        on_ranks(2, body)
+        names = os.listdir("/run/netns")
+        assert all(any(each == lab._host(rank) for each in names) for rank in range(2))
+    assert not any(each.startswith(lab._name) for each in os.listdir("/run/netns")), "left behind"
+
+
+def test_what_the_kernel_refuses_is_an_error_that_names_the_command():
+    with pytest.raises(OSError, match="`ip nonsense`"):
+        network._run("ip", "nonsense") if network.shutil.which("ip") else pytest.skip("no ip")
+
+
+def test_without_tools_or_rights_the_reason_is_named(monkeypatch):
+    monkeypatch.setattr(network.shutil, "which", lambda tool: None)
+    assert "no ip and no tc on the path" in (network.why_no_namespaces() or "")
+    with network.laboratory(2) as (made, reason):
+        assert made.kind == "delays" and reason is not None and "iproute2" in reason
+    monkeypatch.setattr(network.shutil, "which", lambda tool: tool)
+    monkeypatch.setattr(network.os, "geteuid", lambda: 1000)
+    assert network.why_no_namespaces() == "network namespaces need root"
+
+
+@forked("torch")
+def test_a_delayed_link_carries_one_message_after_the_other():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        lab = network.Delays(latency=0.01)
+        lab.enter(rank)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        assert seconds_of_a_gather() < 0.1, "no rate, no delay"
+        lab.set_rate(40)
+        # 4 megabits at 40 a second, and the latency.
+        assert 0.1 < seconds_of_a_gather() < 0.3
+        whole, part = torch.empty(SIZE), torch.ones(SIZE // 2)
+        start = time.perf_counter()
+        handles = [dist.all_gather_into_tensor(whole, part, async_op=True) for _ in range(3)]
+        assert time.perf_counter() - start < 0.05, "nobody waits yet"
+        handles[0].wait()
+        first = time.perf_counter() - start
+        handles[2].wait()
+        last = time.perf_counter() - start
+        assert 0.1 < first < 0.2 and 0.3 < last < 0.5, (first, last)
+        start = time.perf_counter()
+        scattered = torch.empty(SIZE // 2)
+        dist.reduce_scatter_tensor(scattered, whole)
+        assert 0.1 < time.perf_counter() - start < 0.3 and bool((scattered == 2).all())
+        start = time.perf_counter()
+        dist.all_reduce(whole)
+        assert 0.2 < time.perf_counter() - start < 0.5
+
+    on_ranks(2, body)

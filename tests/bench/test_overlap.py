@@ -1,0 +1,134 @@
+"""The model of two lanes: what can be hidden, worked out by hand; and that layers in slices come near to it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.bench.network import Delays
+from mindspeed_lite.bench.overlap import PHASES, Seconds, foresee
+from mindspeed_lite.bench.timeline import Timeline
+from mindspeed_lite.parallel import pipelined
+from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from tests.platform.forked import forked, on_ranks
+
+
+@pytest.mark.parametrize(
+    ("phase", "slices", "takes", "now", "exposed"),
+    [
+        # Megatron's order: one after the other.
+        ("column forward", 1, Seconds(4, gather=2), 6, 2),
+        ("row forward", 1, Seconds(4, reduce=2), 6, 2),
+        ("row backward", 1, Seconds(4, weight=4, gather=2), 10, 2),
+        # Megatron hides both behind the two products already.
+        ("column backward", 1, Seconds(4, weight=4, gather=2, reduce=2), 8, 0),
+        # Own rows (2 s) while the first half (2 s) comes; the second comes at 4, when the first half's product is 3.
+        ("column forward", 2, Seconds(4, gather=4), 5, 1),
+        ("column forward", 4, Seconds(4, gather=4), 4.5, 0.5),
+        # The last quarter's message has nothing left beside it.
+        ("row forward", 4, Seconds(4, reduce=4), 5, 1),
+        ("row forward", 4, Seconds(4, reduce=2), 4.5, 0.5),
+        ("row backward", 4, Seconds(4, weight=4, gather=4), 8.5, 0.5),
+        # The gather delays the scatter's slices: 4 + 4 of messages beside 3 + 3 of products.
+        ("column backward", 2, Seconds(3, weight=3, gather=4, reduce=4), 8, 2),
+    ],
+)
+def test_by_hand(phase, slices, takes, now, exposed):
+    lanes = foresee(phase, slices, 2, takes)
+    assert (lanes.now, lanes.exposed) == pytest.approx((now, exposed))
+
+
+def test_slices_never_wait_longer_than_one_message():
+    for phase in PHASES:
+        for link in (0.1, 1.0, 4.0, 20.0):
+            takes = Seconds(4, weight=3, gather=link, reduce=2 * link)
+            waits = [foresee(phase, slices, 4, takes).exposed for slices in (1, 2, 4, 8, 16)]
+            assert waits == sorted(waits, reverse=True), (phase, link, waits)
+    with pytest.raises(ValueError, match="no such pass"):
+        foresee("sideways", 1, 2, Seconds(1))
+
+
+PRODUCT, ROWS, WIDTH = 0.12, 64, 64
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+@forked("torch")
+def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
+    """Products of a known time on links of a known speed, whatever else the machine does: sleep, not arithmetic."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        lab = Delays()
+        lab.enter(rank)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        view = Timeline()
+        view.install()
+
+        def product(x, w, out=None):
+            time.sleep(PRODUCT * len(x) / ROWS)
+            return out if out is not None else x.new_zeros(len(x), w.shape[1])
+
+        class Torch:
+            """torch with products that take PRODUCT seconds for all rows."""
+
+            mm = staticmethod(product)
+
+            def __getattr__(self, name):
+                return getattr(torch, name)
+
+        pipelined.torch = Torch()
+        # What a rank sends of a matrix is half of it; the whole takes `share` of its product.
+        lab.set_rate(ROWS // 2 * WIDTH * 4 * 8 / (share * PRODUCT) / 1e6)
+        takes = {
+            "column forward": Seconds(PRODUCT, gather=share * PRODUCT),
+            "row forward": Seconds(PRODUCT, reduce=share * PRODUCT),
+        }
+        x, w = torch.zeros(ROWS // 2, WIDTH), torch.zeros(WIDTH, WIDTH)
+        group = dist.group.WORLD
+        calls = {
+            "column forward": lambda: pipelined.gather_matmul(x, w, group, 4),
+            "row forward": lambda: pipelined.matmul_scatter(torch.zeros(ROWS, WIDTH), w, group, 4).wait(),
+        }
+        for phase, call in calls.items():
+            dist.barrier()
+            with view:
+                call()
+            can = share * PRODUCT - foresee(phase, 4, 2, takes[phase]).exposed
+            hidden = share * PRODUCT - view.waited
+            assert hidden >= 0.9 * can, f"{phase}: {hidden:.3f} s of {can:.3f} s hidden"
+
+    on_ranks(2, body)
+
+
+@forked("torch")
+def test_memory_does_not_grow():
+    """Nothing keeps what has been sent: a thousand steps end with as many bytes as a hundred."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        import gc
+
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        link = Link(dist.group.WORLD, True, fixed(2), PLAIN)
+        x, up, down = torch.zeros(8, 4), torch.zeros(6, 4).requires_grad_(), torch.zeros(4, 6).requires_grad_()
+
+        def living():
+            gc.collect()
+            return sum(each.numel() for each in gc.get_objects() if torch.is_tensor(each))
+
+        counts = []
+        for step in range(1, 1001):
+            y = row_linear(column_linear(x.requires_grad_(), up, None, link), down, link)
+            y.sum().backward()
+            x.grad = up.grad = down.grad = None
+            del y
+            if step in (100, 1000):
+                counts.append(living())
+        assert counts[0] == counts[1]
+
+    on_ranks(2, body)

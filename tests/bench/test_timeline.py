@@ -1,0 +1,79 @@
+"""The lanes of a process: what is computed, waited for and in flight, and the files that show it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.bench.network import Delays
+from mindspeed_lite.bench.timeline import COMPUTE, FLIGHT, LANES, WAIT, Span, Timeline, draw, write_trace
+from tests.platform.forked import forked, on_ranks
+
+DELAY = 0.1
+
+
+def lasting(spans, lane):
+    return sum(each.end - each.start for each in spans if each.lane == lane)
+
+
+@forked("torch")
+def test_lanes():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        lab = Delays(latency=DELAY)
+        lab.set_rate(1e9)
+        lab.enter(rank)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+        view, before = Timeline(), dist.all_reduce
+        remove = view.install()
+        x = torch.ones(4)
+        dist.all_reduce(x)
+        assert view.spans == [], "nothing is recorded outside of the block"
+        dist.barrier()
+        with view:
+            dist.all_reduce(x)  # waits for all of it
+            handle = dist.all_reduce(x, async_op=True)
+            time.sleep(0.6 * DELAY)  # computes
+            handle.wait()
+        assert 1.3 * DELAY < view.waited < 1.9 * DELAY
+        assert 0.6 * DELAY < lasting(view.spans, COMPUTE) < DELAY
+        assert len([each for each in view.spans if each.lane == FLIGHT]) == 2
+        assert {each.name for each in view.spans if each.lane != COMPUTE} == {"all_reduce"}
+        ends = [each for each in view.spans if each.lane in (COMPUTE, WAIT)]
+        whole = max(each.end for each in ends)
+        assert lasting(view.spans, COMPUTE) + view.waited == pytest.approx(whole, rel=1e-3), "no time is lost"
+        with view:
+            time.sleep(0.01)
+        assert [each.lane for each in view.spans] == [COMPUTE], "each recording starts anew"
+        remove()
+        assert dist.all_reduce is before
+
+    on_ranks(2, body)
+
+
+def test_files(tmp_path):
+    spans = [
+        Span(COMPUTE, "compute", 0.0, 0.5),
+        Span(WAIT, "all_reduce", 0.5, 0.7),
+        Span(FLIGHT, "all_reduce", 0.4, 0.7),
+    ]
+    write_trace(tmp_path / "trace.json", {0: spans, 1: spans[:1]})
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    shown = [each for each in events if each["ph"] == "X"]
+    assert [(each["pid"], each["tid"], each["ts"], each["dur"]) for each in shown] == [
+        (0, 0, 0.0, 5e5),
+        (0, 2, pytest.approx(4e5), pytest.approx(3e5)),
+        (0, 1, 5e5, pytest.approx(2e5)),
+        (1, 0, 0.0, 5e5),
+    ]
+    names = {(each["pid"], each.get("tid")): each["args"]["name"] for each in events if each["ph"] == "M"}
+    assert names[(1, None)] == "rank 1" and [names[(0, place)] for place in range(3)] == list(LANES)
+    draw(tmp_path / "lanes.png", {"off": {0: spans, 1: spans}, "on": {0: spans[:1], 1: spans[:1]}}, "a step")
+    assert (tmp_path / "lanes.png").read_bytes()[:4] == b"\x89PNG"

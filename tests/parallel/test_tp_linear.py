@@ -1,0 +1,286 @@
+"""Linear layers that talk in slices, on gloo processes: against one product, one collective, and float64."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.parallel.pipelined import parts
+from mindspeed_lite.parallel.slices import CANDIDATES, Trial, Trials
+from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from tests.ops.compare import error
+from tests.platform.forked import forked, on_ranks
+
+INNER, OUTER, BATCH = 24, 20, 2
+
+
+def joined(rank: int, ranks: int, folder: Path) -> dist.ProcessGroup:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def tensors(*shapes, dtype=torch.float32, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def column_problem(ranks, rows, dtype):
+    """X [s, b, K], weight [p N, K], bias [p N], dY [s, b, p N], the same on every rank."""
+    return tensors(
+        (ranks * rows, BATCH, INNER), (ranks * OUTER, INNER), (ranks * OUTER,), (ranks * rows, BATCH, ranks * OUTER),
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def shares(whole, rank, ranks, dim):
+    return whole.chunk(ranks, dim)[rank]
+
+
+def leaves(*given):
+    return [each.detach().clone().requires_grad_() for each in given]
+
+
+def whole(x, weight, bias, dy):
+    """Output and gradients of one linear layer on one rank, in float64."""
+    x, weight, bias = leaves(*(each.double() for each in (x, weight, bias)))
+    y = x @ weight.t() + bias
+    y.backward(dy.double())
+    return y.detach(), x.grad, weight.grad, bias.grad
+
+
+@pytest.mark.parametrize(("ranks", "rows", "slices"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
+@forked("torch")
+def test_a_column_parallel_layer(ranks, rows, slices):
+    folder = Path(tempfile.mkdtemp())
+
+    def check(rank, group, sequence_parallel, dtype):
+        x, weight, bias, dy = column_problem(ranks, rows, dtype)
+        exact = whole(x, weight, bias, dy)
+        mine = {}
+        for number in (slices, 1):
+            given = shares(x, rank, ranks, 0) if sequence_parallel else x
+            a, w, b = leaves(given, shares(weight, rank, ranks, 0), shares(bias, rank, ranks, 0))
+            y = column_linear(a, w, b, Link(group, sequence_parallel, fixed(number), PLAIN))
+            assert y._base is None, "Megatron lets go of the storage of outputs"
+            y.backward(shares(dy, rank, ranks, 2))
+            mine[number] = y.detach(), a.grad, w.grad, b.grad
+        expected = (
+            shares(exact[0], rank, ranks, 2),
+            shares(exact[1], rank, ranks, 0) if sequence_parallel else exact[1],
+            shares(exact[2], rank, ranks, 0),
+            shares(exact[3], rank, ranks, 0),
+        )
+        slack = 2 * torch.finfo(dtype).eps
+        for name, ours, plain, truth in zip(("y", "dx", "dw", "db"), mine[slices], mine[1], expected, strict=True):
+            assert ours.shape == truth.shape and ours.dtype == dtype
+            assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
+            if name in ("dw", "db"):
+                assert torch.equal(ours, plain), f"{name} is one product, whatever the slices"
+
+    def body(rank):
+        group = joined(rank, ranks, folder)
+        for sequence_parallel in (True, False):
+            for dtype in (torch.float32, torch.bfloat16):
+                check(rank, group, sequence_parallel, dtype)
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize(("ranks", "rows", "slices"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
+@forked("torch")
+def test_a_row_parallel_layer(ranks, rows, slices):
+    folder = Path(tempfile.mkdtemp())
+
+    def check(rank, group, sequence_parallel, dtype):
+        x, weight, dy = tensors(
+            (ranks * rows, BATCH, ranks * INNER), (OUTER, ranks * INNER), (ranks * rows, BATCH, OUTER), dtype=dtype
+        )
+        exact = whole(x, weight, torch.zeros(OUTER), dy)
+        mine = {}
+        for number in (slices, 1):
+            # Not contiguous: how attention hands over its output under some layouts.
+            a, w = leaves(shares(x, rank, ranks, 2), shares(weight, rank, ranks, 1))
+            strided = a.transpose(0, 1).contiguous().transpose(0, 1)
+            y = row_linear(strided, w, Link(group, sequence_parallel, fixed(number), PLAIN))
+            y.backward(shares(dy, rank, ranks, 0) if sequence_parallel else dy)
+            mine[number] = y.detach(), a.grad, w.grad
+        expected = (
+            shares(exact[0], rank, ranks, 0) if sequence_parallel else exact[0],
+            shares(exact[1], rank, ranks, 2),
+            shares(exact[2], rank, ranks, 1),
+        )
+        slack = 2 * torch.finfo(dtype).eps
+        for name, ours, plain, truth in zip(("y", "dx", "dw"), mine[slices], mine[1], expected, strict=True):
+            assert ours.shape == truth.shape and ours.dtype == dtype
+            assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
+        assert torch.equal(mine[slices][2], mine[1][2]), "dw is one product of the same rows, whatever the slices"
+
+    def body(rank):
+        group = joined(rank, ranks, folder)
+        for sequence_parallel in (True, False):
+            for dtype in (torch.float32, torch.bfloat16):
+                check(rank, group, sequence_parallel, dtype)
+
+    on_ranks(ranks, body)
+
+
+@forked("torch")
+def test_gradients_of_both_layers_by_differences():
+    """float64, gradcheck on every rank at once: it perturbs one element on all ranks and sums what each one sees."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = joined(rank, 2, folder)
+        x, inner, outer = (each.double() for each in tensors((3, 1, 4), (6, 4), (4, 6), seed=5))
+        for sequence_parallel in (True, False):
+            link = Link(group, sequence_parallel, fixed(2), PLAIN)
+
+            def block(x, w1, w2, link=link):
+                return row_linear(column_linear(x, w1, None, link).tanh(), w2, link)
+
+            # The sum of losses over ranks, by differences of this rank's own inputs alone.
+            a, w1, w2 = leaves(x + rank * sequence_parallel, inner + rank, outer - rank)
+            block(a, w1, w2).square().sum().backward()
+            for leaf in (a, w1, w2):
+                for turn in range(2):
+                    for place in (0, 1, leaf.numel() - 1):
+                        total = torch.zeros(2, dtype=torch.float64)
+                        for each, step in enumerate((1e-6, -1e-6)):
+                            with torch.no_grad():
+                                # A replicated input moves on every rank at once.
+                                moves = turn == rank or (leaf is a and not sequence_parallel)
+                                leaf.view(-1)[place] += step * moves
+                                total[each] = block(a, w1, w2).square().sum()
+                                leaf.view(-1)[place] -= step * moves
+                        if sequence_parallel:
+                            dist.all_reduce(total)
+                        slope = (total[0] - total[1]).item() / 2e-6
+                        if turn == rank:
+                            assert abs(slope - leaf.grad.view(-1)[place].item()) < 1e-4 * max(1, abs(slope))
+
+    on_ranks(2, body)
+
+
+@forked("torch")
+def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
+    folder = Path(tempfile.mkdtemp())
+
+    class Later:
+        def __init__(self):
+            self.given = []
+
+        def later(self, dy):
+            self.given.append(dy)
+            return True
+
+        def __call__(self, dy, x):
+            raise AssertionError("somebody else computes it")
+
+    def body(rank):
+        group = joined(rank, 2, folder)
+        gathers = []
+        wrapped = dist.all_gather_into_tensor
+
+        def counted(out, *args, **kwargs):
+            gathers.append(out.numel())
+            return wrapped(out, *args, **kwargs)
+
+        dist.all_gather_into_tensor = counted
+        x, weight, _, dy = column_problem(2, 4, torch.float32)
+        later = Later()
+        for gradient, frozen in ((PLAIN, True), (later, False)):
+            a, w = leaves(shares(x, rank, 2, 0), shares(weight, rank, 2, 0))
+            y = column_linear(a, w.requires_grad_(not frozen), None, Link(group, True, fixed(2), gradient))
+            assert len(y.grad_fn.saved_tensors) == 2 and (y.grad_fn.saved_tensors[0] is None) == frozen
+            gathers.clear()
+            y.backward(shares(dy, rank, 2, 2))
+            assert gathers == [] and w.grad is None and a.grad is not None
+        assert torch.equal(later.given[0], shares(dy, rank, 2, 2))
+        later = Later()
+        a, w = leaves(shares(x, rank, 2, 2), shares(weight, rank, 2, 1)[:OUTER])
+        row_linear(a, w, Link(group, True, fixed(2), later)).backward(shares(dy[..., :OUTER], rank, 2, 0))
+        assert torch.equal(later.given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
+
+    on_ranks(2, body)
+
+
+@forked("torch")
+def test_a_rank_that_dies_ends_the_others_with_an_error():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = joined(rank, 2, folder)
+        x, weight = tensors((64, 1, 32), (16, 32))
+        link = Link(group, True, fixed(4), PLAIN)
+        column_linear(x, weight, None, link)
+        if rank == 1:
+            return
+        dist.barrier = None
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"(?i)connection|closed|peer|reset|broken pipe"):
+            column_linear(x, weight, None, link)
+        assert time.monotonic() - start < 30
+
+    on_ranks(2, body)
+
+
+def test_slices_need_not_divide_the_rows():
+    assert [(each.start, each.stop) for each in parts(7, 4)] == [(0, 1), (1, 3), (3, 5), (5, 7)]
+    assert [(each.start, each.stop) for each in parts(2, 8)] == [(0, 1), (1, 2)]
+    assert list(parts(0, 4)) == [slice(0, 0)] and list(parts(5, 1)) == [slice(0, 5)]
+    for rows in range(1, 40):
+        for slices in (1, 2, 4, 8):
+            runs = list(parts(rows, slices))
+            lengths = [each.stop - each.start for each in runs]
+            assert sum(lengths) == rows and max(lengths) - min(lengths) <= 1 and len(runs) == min(slices, rows)
+
+
+def test_noise_does_not_choose():
+    whole = [1.0, 1.1, 0.9, 1.0, 1.0, 1.3, 1.0]
+
+    def trial(**factors):
+        rounds = {1: whole, **{int(name[1:]): [each * factor for each in whole] for name, factor in factors.items()}}
+        return Trial("p", (8, 8, 8), rounds)
+
+    assert trial(n2=0.98, n4=1.2).best == 1
+    assert trial(n2=0.8, n4=0.79).best == 4
+    assert "1 slice, because more are not clearly faster" in trial(n2=1.1).to_text()
+    # Faster in the middle, but not in enough of the rounds.
+    assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 1.4, 1.1]}).best == 1
+    assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.1]}).best == 2
+
+
+@forked("torch")
+def test_every_rank_takes_the_choice_of_the_slowest():
+    """Rank 0 is faster with two slices, rank 1 slower by more: both stay with one. A known shape is not tried again."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = joined(rank, 2, folder)
+        said, runs = [], []
+        trials = Trials(group, said.append)
+        x, w = torch.zeros(20, 4), torch.zeros(4, 6)
+
+        def run(slices):
+            runs.append(slices)
+            time.sleep(0.02 if slices == 1 else (0.01, 0.04)[rank])
+
+        assert trials.known("a", x, w, run) == 1 and not runs
+        assert trials("a", x, w, run) == 1
+        assert set(runs) == {1, 2} < set(CANDIDATES), "four slices of 20 rows are too small to be worth a message"
+        count = len(runs)
+        assert trials("a", x, w, run) == trials.known("a", x, w, run) == 1 and len(runs) == count
+        assert len(said) == (rank == 0) and all("20 rows, 4 x 6: 1 slice," in text for text in said)
+
+        def better(slices):
+            time.sleep(0.03 if slices == 1 else 0.01)
+
+        assert trials("b", x, w, better) == trials.known("b", x, w, better) == 2
+
+    on_ranks(2, body)

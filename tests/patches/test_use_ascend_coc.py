@@ -1,0 +1,193 @@
+"""`--use-ascend-coc` in real Megatron: which layers talk in slices, what stays whole, and how flags meet."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches import use_ascend_coc as patch
+from tests.patches.test_gradient_accumulation_fusion import HIDDEN, config_of, start
+from tests.platform.forked import forked, on_ranks
+
+FEATURE = patch.FEATURE
+ON = {"use_ascend_coc": True, "coc_parallel_num": 2, "strict": True}
+
+
+def messages(run):
+    """Asynchronous messages that `run` sends through torch.distributed at run time, and its result."""
+    sent = []
+    kept = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")}
+
+    def counting(name):
+        def collective(*args, **kwargs):
+            if kwargs.get("async_op"):
+                sent.append(name)
+            return kept[name](*args, **kwargs)
+
+        return collective
+
+    for name in kept:
+        setattr(dist, name, counting(name))
+    try:
+        return run(), sent
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+
+
+def layer_of(kind, config, **fields):
+    from megatron.core import tensor_parallel
+
+    fields = {"bias": True, "skip_bias_add": False, **fields}
+    if kind == "column":
+        made = tensor_parallel.ColumnParallelLinear(
+            HIDDEN, 24, config=config, init_method=torch.nn.init.normal_, **{"gather_output": False, **fields}
+        )
+    else:
+        made = tensor_parallel.RowParallelLinear(
+            24, HIDDEN, config=config, init_method=torch.nn.init.normal_, input_is_parallel=True, **fields
+        )
+    generator = torch.Generator().manual_seed(3 + dist.get_rank())
+    for parameter in made.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def passes(layer, x, frozen=False):
+    """Everything a pass gives."""
+    layer.weight.requires_grad_(not frozen)
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    out, bias = layer(x)
+    out.float().square().sum().backward()
+    gradients = [each.grad for each in layer.parameters()]
+    return [out, bias, x.grad, *gradients]
+
+
+def same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@forked("megatron")
+def test_layers_give_what_megatrons_give(sequence_parallel):
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
+        config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+        rows = 5 if sequence_parallel else 10
+        generator = torch.Generator().manual_seed(rank * sequence_parallel)
+        wide = torch.randn(rows, 2, HIDDEN, generator=generator).bfloat16()
+        narrow = torch.randn(10, 2, 12, generator=torch.Generator().manual_seed(rank)).bfloat16()
+        for kind, x, fields in (
+            ("column", wide, {}),
+            ("column", wide, {"skip_bias_add": True}),
+            ("column", wide, {"bias": False, "gather_output": True}),
+            ("row", narrow, {}),
+            ("row", narrow, {"skip_bias_add": True}),
+            ("row", narrow, {"bias": False}),
+        ):
+            if sequence_parallel and fields.get("gather_output"):
+                continue  # Megatron refuses it
+            layer = layer_of(kind, config, **fields)
+            for frozen in (False, True):
+                off = passes(layer, x, frozen)
+                with mindspeed_lite.enabled(**ON):
+                    on, sent = messages(lambda layer=layer, x=x, frozen=frozen: passes(layer, x, frozen))
+                    assert len(sent) >= 2, (kind, fields)
+                same(on, off)
+
+    on_ranks(2, body)
+
+
+@forked("megatron")
+def test_what_stays_in_one_piece():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
+        x = torch.randn(6, 1, HIDDEN).bfloat16()
+
+        def sent_by(name="fc1", flags=ON, training=True, **fields):
+            config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=True)
+            for field, value in fields.items():
+                setattr(config, field, value)
+            with mindspeed_lite.enabled(**flags):
+                layer = layer_of("column", config, tp_comm_buffer_name=name).train(training)
+                with torch.no_grad():
+                    return messages(lambda: layer(x))[1], mindspeed_lite.report()
+
+        assert len(sent_by()[0]) == 2
+        assert len(sent_by(flags={**ON, "coc_mode": 1})[0]) == 1
+        assert len(sent_by(tp_comm_overlap_disable_fc1=True)[0]) == 1
+        assert len(sent_by("fc2", tp_comm_overlap_disable_fc1=True)[0]) == 2
+        assert len(sent_by(tp_comm_overlap_ag=False)[0]) == 1
+        assert len(sent_by(tp_comm_overlap_rs=False)[0]) == 2
+        automatic = {"use_ascend_coc": True, "strict": True}
+        # Six rows are too few for a trial, and an evaluation never tries.
+        assert len(sent_by(flags=automatic)[0]) == len(sent_by(flags=automatic, training=False)[0]) == 1
+        torch.use_deterministic_algorithms(True)
+        sent, report = sent_by(flags=automatic)
+        torch.use_deterministic_algorithms(False)
+        assert len(sent) == 4 and any("times of a trial differ" in each for each in report.notices)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            sent, report = sent_by(flags={**ON, "strict": False})
+        assert sent == [] and [each.reason for each in report.fallbacks] == ["autocast is on"]
+
+    on_ranks(2, body)
+
+
+@forked("megatron")
+def test_experts_and_single_ranks_are_left_alone():
+    start()
+    layer = layer_of("column", config_of(False))
+    x = torch.randn(4, 1, HIDDEN).bfloat16()
+    off = passes(layer, x)
+    with mindspeed_lite.enabled(**ON):
+        on, sent = messages(lambda: passes(layer, x))
+        same(on, off)
+        row = layer_of("row", config_of(False))
+        _, more = messages(lambda: passes(row, torch.randn(4, 1, 24).bfloat16()))
+    assert sent == more == []
+
+
+def context(host_args=None, **settings):
+    return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host_args)
+
+
+def test_conditions():
+    assert FEATURE.condition(context(use_ascend_coc=True)) == []
+    assert "asks for Megatron's own" in FEATURE.condition(context(coc_mode=0))[0]
+    for field, value, reason in (
+        ("tensor_model_parallel_size", 1, "nothing travels"),
+        ("transformer_impl", "transformer_engine", "overlaps by itself"),
+        ("cuda_graph_impl", "local", "CUDA graphs"),
+        ("cpu_offloading_num_layers", 2, "looks for what"),
+    ):
+        host = {"tensor_model_parallel_size": 2, field: value}
+        assert reason in FEATURE.condition(context(host, use_ascend_coc=True))[0]
+    with pytest.raises(OptionError, match=r"--coc-mode takes -1, 0, 1 or 2, not 7"):
+        FEATURE.condition(context(coc_mode=7))
+    with pytest.raises(OptionError, match="--coc-parallel-num takes"):
+        context(coc_parallel_num="3")
+    described = SimpleNamespace(tensor_model_parallel_size=2, tp_comm_overlap_cfg="buffers.yaml")
+    with pytest.raises(OptionError, match="Leave it out; --coc-parallel-num says"):
+        FEATURE.condition(context(described, tp_comm_overlap=True))
+    assert FEATURE.condition(context(described, use_ascend_coc=True)) == []
+
+
+def test_megatrons_own_flag_turns_it_on_and_is_off_afterwards():
+    """Or Megatron would build Transformer Engine's buffers."""
+    asked = context({"tensor_model_parallel_size": 2}, tp_comm_overlap=True)
+    assert FEATURE.is_enabled(asked.settings) and FEATURE.adjust(asked) == {"tp_comm_overlap": False}
+    assert FEATURE.adjust(context(use_ascend_coc=True)) == {}
+    assert not FEATURE.is_enabled(context(coc_parallel_num="4").settings)
