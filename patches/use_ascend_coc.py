@@ -1,13 +1,11 @@
 """`--use-ascend-coc`: tensor-parallel communication behind the products of the linear layers it belongs to.
 
 Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation: attention, MLP, shared experts and
-the output layer with its own or with the embedding's weight. `_forward_impl` is where both hand input, weight and
-group to Megatron's one linear function, and where `--delay-wgrad-compute` sets its buffer; a row parallel layer
-reduces its output after it, so its `forward` is the second place. Bias, frozen weights, gradient accumulation fusion,
-delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks for the same; it is off again once it
-has been read, or Megatron would build Transformer Engine's buffers. Leaves experts alone, whose dispatcher
-communicates, and Transformer Engine's layers. Steps aside, with a reason, for weights that are not whole and under
-autocast.
+the output layer with its own or with the embedding's weight, through the seam of `_tp_linear`. Bias, frozen weights,
+gradient accumulation fusion, delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks for the
+same; it is off again once it has been read, or Megatron would build Transformer Engine's buffers. Leaves experts alone,
+whose dispatcher communicates, and Transformer Engine's layers. Steps aside, with a reason, for weights that are not
+whole and under autocast.
 
 Megatron hides the gather and the scatter of a column parallel layer's backward pass; its forward gather, and the
 scatter and gather of a row parallel one, wait for each other. Q, K and V are one layer in Megatron, as are the two
@@ -19,54 +17,24 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
 from mindspeed_lite.parallel.slices import Trials
-from mindspeed_lite.parallel.tp_linear import Link, Slices, column_linear, fixed, row_linear
+from mindspeed_lite.parallel.tp_linear import Link, Slices, fixed
 
-from . import _main_grad
+from . import _tp_linear
+from ._tp_linear import LAYERS, Call
 
-_LAYERS = "megatron.core.tensor_parallel.layers"
-_NAME = "tp_comm_buffer_name"
+NAME = "use_ascend_coc"
+_LAYER_NAME = "tp_comm_buffer_name"
 AUTO = "auto"
 # What is taken where a time must not decide: --deterministic-mode.
 _DETERMINISTIC = 4
 
 _log = logging.getLogger("mindspeed_lite")
-
-
-@dataclass(frozen=True)
-class _Reduced:
-    """In a row parallel layer's call of its linear function, in place of a group: where its output is reduced."""
-
-    group: Any
-    scattered: bool
-
-
-@dataclass(frozen=True)
-class _WeightGradient:
-    """The weight's gradient as Megatron's linear function leaves it: in the main gradient, to autograd, or undone."""
-
-    weight: Any
-    fused: bool
-    buffer: Any
-    limit: int
-
-    def later(self, dy: torch.Tensor) -> bool:
-        if self.buffer is None or (self.limit and len(self.buffer) >= self.limit):
-            return False
-        self.buffer.append(dy)
-        return True
-
-    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        if not self.fused:
-            return dy.t() @ x
-        _main_grad.add(self.weight.main_grad, dy, x)
-        return _main_grad.stand_in(self.weight)
 
 
 class _Choice:
@@ -79,7 +47,7 @@ class _Choice:
     def of(self, group: Any, training: bool) -> Slices:
         if self._number is not None:
             return fixed(self._number)
-        trials = self._trials.setdefault(group, Trials(group, lambda text: _log.warning("%s: %s", FEATURE.name, text)))
+        trials = self._trials.setdefault(group, Trials(group, lambda text: _log.warning("%s: %s", NAME, text)))
         return trials if training else trials.known
 
 
@@ -93,7 +61,7 @@ def _choice(session: Session) -> _Choice:
             number = 1
         elif number == AUTO and torch.are_deterministic_algorithms_enabled():
             number = _DETERMINISTIC
-            session.notice(f"{FEATURE.name}: {number} slices, because the times of a trial differ from run to run")
+            session.notice(f"{NAME}: {number} slices, because the times of a trial differ from run to run")
         _choices[session] = _Choice(None if number == AUTO else number)
     return _choices[session]
 
@@ -101,96 +69,30 @@ def _choice(session: Session) -> _Choice:
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
-        setattr(self, _NAME, kwargs.get(_NAME))
+        setattr(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))
 
     return __init__
 
 
-def _linear(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        group: Any = kwargs.get("tp_group")
-        is_row = isinstance(group, _Reduced)
-        if not is_row and not _column_talks(self, input, weight, kwargs, session):
-            return wrapped(self, input, weight, *args, **kwargs)
-        group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
-        fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
-        gradient = _WeightGradient(
-            weight, fused, kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit") or 0
-        )
-        link = Link(group, scattered, _slices(self, session, group, is_row), gradient)
-        if is_row:
-            return row_linear(input, weight, link)
-        return column_linear(input, weight, kwargs["bias"], link)
-
-    return _forward_impl
+def _link(call: Call) -> Link:
+    return Link(call.group, call.sequence_parallel, _slices(call), call.weight_gradient)
 
 
-def _slices(layer: Any, session: Session, group: Any, is_row: bool) -> Slices:
+def _slices(call: Call) -> Slices:
     """Megatron's own switches say which passes and layers are left in one piece."""
-    config = layer.config
-    choose = _choice(session).of(group, layer.training)
+    config = call.layer.config
+    choose = _choice(call.session).of(call.group, call.layer.training)
     off = set()
     if not getattr(config, "tp_comm_overlap_ag", True):
         off |= {"column forward", "row backward"}
     if not getattr(config, "tp_comm_overlap_rs", True):
         off.add("row forward")
-    name = getattr(layer, _NAME, None)
-    if not is_row and name in ("qkv", "fc1") and getattr(config, f"tp_comm_overlap_disable_{name}", False):
+    name = getattr(call.layer, _LAYER_NAME, None)
+    if not call.is_row and name in ("qkv", "fc1") and getattr(config, f"tp_comm_overlap_disable_{name}", False):
         return fixed(1)
     if not off:
         return choose
     return lambda phase, x, w, run: 1 if phase in off else choose(phase, x, w, run)
-
-
-def _column_talks(layer: Any, input: Any, weight: Any, given: dict[str, Any], session: Session) -> bool:
-    group = given.get("tp_group")
-    if not (given["sequence_parallel"] or given["allreduce_dgrad"]) or group is None or group.size() == 1:
-        return False
-    return _can(layer, input, weight, session)
-
-
-def _can(layer: Any, input: Any, weight: Any, session: Session) -> bool:
-    """Whether nothing is in the way of this call; what is, is said."""
-    found = {
-        "input and weight differ in dtype": input.dtype != weight.dtype,
-        "autocast is on": torch.is_autocast_enabled(input.device.type),
-        "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
-        "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves": bool(
-            getattr(layer.config, "cpu_offloading", False)
-        ),
-    }
-    reasons = [reason for reason, holds in found.items() if holds]
-    if reasons:
-        session.fallback(FEATURE.name, "; ".join(reasons))
-    return not reasons
-
-
-def _row(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, input_: Any) -> Any:
-        group = self.tp_group
-        if (
-            self.explicit_expert_comm
-            or group is None
-            or group.size() == 1
-            or not self.input_is_parallel
-            or not _can(self, input_, self.weight, session)
-        ):
-            return wrapped(self, input_)
-        output = self._forward_impl(
-            input=input_,
-            weight=self.weight,
-            bias=None,
-            gradient_accumulation_fusion=self.gradient_accumulation_fusion,
-            allreduce_dgrad=False,
-            sequence_parallel=False,
-            tp_group=_Reduced(group, self.sequence_parallel),
-            grad_output_buffer=None,
-        )
-        if self.skip_bias_add:
-            return output, self.bias
-        return output if self.bias is None else output + self.bias, None
-
-    return forward
 
 
 def _number(text: str) -> int | str:
@@ -219,8 +121,7 @@ def _why_not(context: Context) -> Sequence[str]:
             "--tp-comm-overlap-cfg describes buffers of Transformer Engine, which --transformer-impl local does not "
             "have. Leave it out; --coc-parallel-num says how many slices."
         )
-    if context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2:
-        reasons.append("--tensor-model-parallel-size is 1: nothing travels")
+    reasons += _tp_linear.in_the_way(context)
     if settings.get("mindspeed_lite_auto", False) and not _enabled(settings):
         reasons.append("times choose the slices, so that two runs may differ in the last bit: ask for it by name")
     if context.arg("cuda_graph_impl", "none") not in (None, "none") or context.arg("enable_cuda_graph", False):
@@ -235,7 +136,7 @@ def _adjust(context: Context) -> Mapping[str, Any]:
 
 
 FEATURE = Feature(
-    name="use_ascend_coc",
+    name=NAME,
     summary="tensor-parallel communication behind the products of its own linear layers",
     options=(
         Option("--use-ascend-coc", help="Hide tensor-parallel communication behind products, in slices."),
@@ -262,10 +163,7 @@ FEATURE = Feature(
     enabled=_enabled,
     adjust=_adjust,
     patches=(
-        Wrap(f"{_LAYERS}:ColumnParallelLinear.__init__", _init),
-        # Nearer the original than the wrap of --delay-wgrad-compute, whose buffer it serves.
-        Wrap(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _linear, order=-10),
-        Wrap(f"{_LAYERS}:RowParallelLinear._forward_impl", _linear, order=-10),
-        Wrap(f"{_LAYERS}:RowParallelLinear.forward", _row),
+        Wrap(f"{LAYERS}:ColumnParallelLinear.__init__", _init),
+        *_tp_linear.through(NAME, _link),
     ),
 )

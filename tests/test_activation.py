@@ -179,6 +179,7 @@ def test_auto_takes_what_applies_and_notes_the_rest():
         "swap_attention",
         "swap_optimizer",
         "use_ascend_coc",
+        "use_ascend_mc2",
         "virtual_optimizer",
     }
     mindspeed_lite.disable()

@@ -241,6 +241,7 @@ SURFACE = {
         "--swap-optimizer-times",
         "--tp-comm-overlap",
         "--use-ascend-coc",
+        "--use-ascend-mc2",
         "--use-flash-attn",
         "--use-fused-adamw",
         "--use-fused-cross-entropy",

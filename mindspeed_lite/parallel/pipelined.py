@@ -46,21 +46,16 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def gather_matmul(
-    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int, gathered: torch.Tensor | None = None
-) -> torch.Tensor:
-    """y [p m, N] = X w, X [p m, K] being the rows x [m, K] of every rank; w: [K, N], any strides.
-
-    `gathered`: [p m, K] where X is left, for whoever needs it again.
-    """
+    x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int, keep: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """y [p m, N] = X w, X [p m, K] being the rows x [m, K] of every rank, and X if it is to be kept; w: [K, N]."""
     size, rank, rows = group.size(), group.rank(), x.shape[0]
     if slices < 2 or rows < 2:
         whole = gather(x, group).wait()
-        if gathered is not None:
-            gathered.copy_(whole)
-        return whole @ w
+        return whole @ w, whole if keep else None
     x = x.contiguous()
     y = x.new_empty(size, rows, w.shape[1])
-    kept = None if gathered is None else gathered.view(size, rows, x.shape[1])
+    kept = x.new_empty(size, rows, x.shape[1]) if keep else None
     coming = []
     for part in parts(rows, slices):
         buffer = x.new_empty(size, part.stop - part.start, x.shape[1])
@@ -77,7 +72,7 @@ def gather_matmul(
             torch.mm(buffer[other], w, out=y[other, part])
             if kept is not None:
                 kept[other, part].copy_(buffer[other])
-    return y.flatten(0, 1)
+    return y.flatten(0, 1), None if kept is None else kept.flatten(0, 1)
 
 
 def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int) -> Pending:

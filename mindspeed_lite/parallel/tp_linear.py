@@ -18,7 +18,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from .pipelined import gather, gather_matmul, matmul_reduce, matmul_scatter
+from . import pipelined
+from .pipelined import Pending
 
 
 class Slices(Protocol):
@@ -54,6 +55,16 @@ class Plain:
 PLAIN = Plain()
 
 
+class Products(Protocol):
+    """Who multiplies what is gathered or is to be reduced: as the functions of `pipelined`, which says more."""
+
+    def gather_matmul(
+        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int, keep: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int) -> Pending: ...
+
+
 @dataclass(frozen=True)
 class Link:
     """How one call of a layer talks: over which group, whether its rows are split there, in how many slices."""
@@ -62,6 +73,7 @@ class Link:
     sequence_parallel: bool
     slices: Slices
     weight_gradient: WeightGradient
+    products: Products = pipelined
 
 
 def fixed(number: int) -> Slices:
@@ -90,7 +102,7 @@ class _Column(torch.autograd.Function):
         if link.sequence_parallel:
 
             def run(slices: int) -> torch.Tensor:
-                return gather_matmul(rows, w, link.group, slices)
+                return link.products.gather_matmul(rows, w, link.group, slices)[0]
 
             y = run(link.slices("column forward", rows, w, run))
         else:
@@ -104,11 +116,11 @@ class _Column(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         link: Link = ctx.link
         rows = _rows(dy)
-        product = matmul_scatter if link.sequence_parallel else matmul_reduce
+        product = link.products.matmul_scatter if link.sequence_parallel else pipelined.matmul_reduce
         needs_weight = ctx.needs_input_grad[1] and not link.weight_gradient.later(dy)
 
         def run(slices: int, gradient: WeightGradient = PLAIN) -> tuple[Any, Any]:
-            coming = gather(_rows(x), link.group) if needs_weight and link.sequence_parallel else None
+            coming = pipelined.gather(_rows(x), link.group) if needs_weight and link.sequence_parallel else None
             dx = product(rows, weight, link.group, slices)
             dw = None
             if needs_weight:
@@ -126,7 +138,7 @@ class _Row(torch.autograd.Function):
         ctx.link, ctx.shape = link, x.shape
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         rows, w = _rows(x), weight.t()
-        product = matmul_scatter if link.sequence_parallel else matmul_reduce
+        product = link.products.matmul_scatter if link.sequence_parallel else pipelined.matmul_reduce
 
         def run(slices: int) -> torch.Tensor:
             return product(rows, w, link.group, slices).wait()
@@ -138,21 +150,21 @@ class _Row(torch.autograd.Function):
     def backward(ctx: Any, dy: Any) -> Any:
         x, weight = ctx.saved_tensors
         link: Link = ctx.link
-        rows, total = _rows(dy), _rows(dy)
+        rows: torch.Tensor = _rows(dy)
+        total: torch.Tensor | None = rows
         if link.sequence_parallel:
-            total = rows.new_empty(link.group.size() * rows.shape[0], rows.shape[1])
 
-            def run(slices: int) -> torch.Tensor:
-                # Nobody who does not need it pays for keeping what came.
-                kept = total if ctx.needs_input_grad[1] else None
-                return gather_matmul(rows, weight, link.group, slices, kept)
+            def run(slices: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+                return link.products.gather_matmul(rows, weight, link.group, slices, keep=ctx.needs_input_grad[1])
 
-            dx = run(link.slices("row backward", rows, weight, run))
+            dx, total = run(link.slices("row backward", rows, weight, run))
         else:
             dx = rows @ weight
         dw = None
-        if ctx.needs_input_grad[1] and not link.weight_gradient.later(total.view(-1, *dy.shape[1:])):
-            dw = link.weight_gradient(total, _rows(x))
+        if ctx.needs_input_grad[1]:
+            assert total is not None
+            if not link.weight_gradient.later(total.view(-1, *dy.shape[1:])):
+                dw = link.weight_gradient(total, _rows(x))
         return _shaped(dx, ctx.shape), dw, None
 
 

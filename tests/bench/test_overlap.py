@@ -95,11 +95,14 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
             "row forward": lambda: pipelined.matmul_scatter(torch.zeros(ROWS, WIDTH), w, group, 4).wait(),
         }
         for phase, call in calls.items():
-            dist.barrier()
-            with view:
-                call()
+            waited = []
+            for _ in range(5):  # whatever else runs on this machine only adds to a wait
+                dist.barrier()
+                with view:
+                    call()
+                waited.append(view.waited)
             can = share * PRODUCT - foresee(phase, 4, 2, takes[phase]).exposed
-            hidden = share * PRODUCT - view.waited
+            hidden = share * PRODUCT - min(waited)
             assert hidden >= 0.9 * can, f"{phase}: {hidden:.3f} s of {can:.3f} s hidden"
 
     on_ranks(2, body)

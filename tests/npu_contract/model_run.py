@@ -126,6 +126,7 @@ LEFT_OFF = {
     "swap_attention": "it trades time for memory and is asked for by name",
     "swap_optimizer": "it trades time for memory and is asked for by name",
     "use_ascend_coc": "times choose its slices, so that two runs may differ in the last bit",
+    "use_ascend_mc2": "it has never been timed on a device",
     "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",
     "virtual_optimizer": "it needs a value, and trades time for memory",
 }

@@ -146,20 +146,6 @@ def test_what_stays_in_one_piece():
     on_ranks(2, body)
 
 
-@forked("megatron")
-def test_experts_and_single_ranks_are_left_alone():
-    start()
-    layer = layer_of("column", config_of(False))
-    x = torch.randn(4, 1, HIDDEN).bfloat16()
-    off = passes(layer, x)
-    with mindspeed_lite.enabled(**ON):
-        on, sent = messages(lambda: passes(layer, x))
-        same(on, off)
-        row = layer_of("row", config_of(False))
-        _, more = messages(lambda: passes(row, torch.randn(4, 1, 24).bfloat16()))
-    assert sent == more == []
-
-
 def context(host_args=None, **settings):
     return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host_args)
 

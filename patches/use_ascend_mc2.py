@@ -1,0 +1,54 @@
+"""`--use-ascend-mc2`: gather and product, product and scatter in one operator of an NPU, for sequence parallel layers.
+
+Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation through the seam of `_tp_linear`, as
+`--use-ascend-coc` does, which is the same in slices on every device. Forward gathers and scatters and their likes in
+the backward pass of the input's gradient become one operator each; the weight's gradient, gradient accumulation fusion,
+delayed weight gradients, bias and recomputation are as there. Leaves alone what is not sequence parallel, and experts.
+Steps aside, with a reason, for products that the operators do not take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mindspeed_lite.engine import Context, Feature, Option, Relation
+from mindspeed_lite.parallel.mc2 import Fused
+from mindspeed_lite.parallel.tp_linear import Link, fixed
+
+from . import _tp_linear
+from ._tp_linear import Call
+
+NAME = "use_ascend_mc2"
+
+
+def _link(call: Call) -> Link:
+    # Without sequence parallelism Megatron's order, in one message.
+    fused = Fused(call.session.fallback_of(NAME))
+    return Link(call.group, call.sequence_parallel, fixed(1), call.weight_gradient, fused)
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = []
+    if context.device != "npu":
+        reasons.append(f"the operators are CANN's, for an NPU, and the device is {context.device}: --use-ascend-coc")
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine has its own layers")
+    reasons += _tp_linear.in_the_way(context)
+    if context.host_args is not None and not context.arg("sequence_parallel", False):
+        reasons.append("--sequence-parallel is not given: nothing is gathered or scattered")
+    if context.settings.get("mindspeed_lite_auto", False) and not context.settings.get(NAME, False):
+        reasons.append("it has never been timed on a device: ask for it by name")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="gather with product and product with scatter in one operator of an NPU",
+    options=(
+        Option("--use-ascend-mc2", help="Let one operator of the NPU gather and multiply, or multiply and scatter."),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    conflicts=(Relation("use_ascend_coc", "both say how a layer's communication is hidden"),),
+    patches=_tp_linear.through(NAME, _link),
+)

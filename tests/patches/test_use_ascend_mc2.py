@@ -1,0 +1,87 @@
+"""`--use-ascend-mc2`: when it applies; its calls are tests/npu_contract/test_mc2.py's, its sums tests/parallel/'s."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, PlanError, Settings
+from mindspeed_lite.parallel import mc2
+from mindspeed_lite.patches import use_ascend_mc2 as patch
+from tests.parallel.test_mc2 import Group, twin
+from tests.patches.test_gradient_accumulation_fusion import config_of, start
+from tests.platform.forked import forked, on_ranks
+
+FEATURE = patch.FEATURE
+TRAINING = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def context(device="npu", **host):
+    return Context(Settings.of(FEATURE.options, {"use_ascend_mc2": True}), device, {}, {**TRAINING, **host})
+
+
+def test_conditions():
+    assert FEATURE.condition(context()) == []
+    assert "the device is cuda: --use-ascend-coc" in FEATURE.condition(context("cuda"))[0]
+    for host, reason in (
+        ({"sequence_parallel": False}, "nothing is gathered or scattered"),
+        ({"tensor_model_parallel_size": 1}, "nothing travels"),
+        ({"transformer_impl": "transformer_engine"}, "its own layers"),
+    ):
+        assert reason in FEATURE.condition(context(**host))[0]
+
+
+@forked("megatron")
+def test_on_other_devices_it_is_skipped_with_the_reason():
+    report = mindspeed_lite.enable(use_ascend_mc2=True)
+    (found,) = (each for each in report.entries if each.feature == "use_ascend_mc2")
+    assert found.status == "skipped" and "for an NPU" in found.reasons[0]
+    mindspeed_lite.disable()
+
+
+@forked("megatron")
+def test_both_at_once_are_refused():
+    with pytest.raises(PlanError, match="both say how"):
+        mindspeed_lite.enable(use_ascend_mc2=True, use_ascend_coc=True)
+
+
+@forked("megatron")
+def test_megatrons_layers_go_through_the_operators():
+    """With a twin of CANN's two operators over gloo in place of torch_npu: what reaches them, and the same bits."""
+    import torch
+
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        from megatron.core import tensor_parallel
+
+        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
+        config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=True)
+        common = {"config": config, "init_method": torch.nn.init.normal_, "bias": False, "skip_bias_add": True}
+        up = tensor_parallel.ColumnParallelLinear(256, 512, gather_output=False, **common)
+        down = tensor_parallel.RowParallelLinear(512, 256, input_is_parallel=True, **common)
+
+        def step():
+            for layer in (up, down):
+                layer.zero_grad()
+            x = torch.full((3, 1, 256), 0.5 + rank).bfloat16().requires_grad_()
+            y = down(up(x)[0])[0]
+            y.sum().backward()
+            return y.detach(), x.grad, up.weight.grad, down.weight.grad
+
+        off = step()
+        named, found = Group(dist.group.WORLD), mc2.communicator
+        sys.modules["torch_npu"] = twin(dist.group.WORLD)
+        mc2.communicator = lambda _, device: found(named, device)
+        # The plan would say that there is no NPU.
+        object.__setattr__(FEATURE, "condition", None)
+        with mindspeed_lite.enabled(use_ascend_mc2=True, strict=True):
+            on = step()
+        assert all(map(torch.equal, on, off)) and len(named.asked) == 4
+
+    on_ranks(2, body)
