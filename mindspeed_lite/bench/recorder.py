@@ -24,6 +24,7 @@ import torch
 from mindspeed_lite import activation, platform
 from mindspeed_lite.bench import breakdown, environment
 from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.timeline import LANES_OF, Timeline, write_trace
 from mindspeed_lite.bench.yardstick import DrawnIn, OtherSummationOrder
 from mindspeed_lite.platform import process_memory
 
@@ -33,8 +34,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Recorder:
     """The listener of one process; see `mindspeed_lite.patches._recording`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, lanes: Timeline | None = None) -> None:
         self.plan = plan
+        self._lanes = lanes
         self.rank = int(os.environ.get("RANK", "0"))
         path = Path(plan.records) / f"rank{self.rank}-{os.getpid()}.jsonl"
         self._file = path.open("a", buffering=1)
@@ -72,9 +74,12 @@ class Recorder:
         if profiled:
             result = self._profile(run)
         else:
-            with order:
+            seen = self._lanes if number == self._last - self.plan.profile else None
+            with order, seen or contextlib.nullcontext():
                 result = run()
             _synchronize()
+            if seen is not None:
+                write_trace(Path(self.plan.trace) / f"{LANES_OF}{self.rank}.json", {self.rank: seen.spans})
         seconds = time.perf_counter() - began
 
         def done(losses: dict[str, float], grad_norm: float | None) -> None:

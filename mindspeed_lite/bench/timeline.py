@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 COMPUTE, WAIT, FLIGHT = "computes", "waits", "messages in flight"
 LANES = (COMPUTE, WAIT, FLIGHT)
+# What a file is called that holds the lanes of a rank, up to its number.
+LANES_OF = "lanes-rank"
 _COLLECTIVES = (
     "all_gather",
     "all_gather_into_tensor",
@@ -157,6 +159,16 @@ def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
             times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
             events.append({"ph": "X", "pid": rank, "tid": LANES.index(span.lane), "name": span.name, **times})
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a file that `write_trace` wrote for one rank."""
+    events = json.loads(path.read_text())["traceEvents"]
+    return [
+        Span(LANES[each["tid"]], each["name"], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6)
+        for each in events
+        if each["ph"] == "X"
+    ]
 
 
 def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: str) -> None:

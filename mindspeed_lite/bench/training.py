@@ -118,8 +118,9 @@ class Benchmark:
 
     def _run(self, arm: Arm, repeat: int, last: bool) -> Outcome:
         arm = replace(arm, beside=self.request.beside)
-        profile = last and self.request.profile and arm.role != "yardstick"
-        trace = self.request.job.folder / "trace" / arm.name if profile and self.request.trace else None
+        shown = last and arm.role != "yardstick"
+        profile = shown and self.request.profile
+        trace = self.request.job.folder / "trace" / arm.name if shown and self.request.trace else None
         self._progress.run += 1
         self._progress.arm, self._progress.repeat, self._progress.note = arm.name, repeat, ""
         self._progress.of_steps = self.request.job.warmup + self.request.job.steps + profile

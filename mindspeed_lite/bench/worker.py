@@ -9,6 +9,7 @@ from typing import Any
 from mindspeed_lite.bench.memory import MemoryRecorder
 from mindspeed_lite.bench.plan import Plan
 from mindspeed_lite.bench.recorder import Recorder
+from mindspeed_lite.bench.timeline import Timeline
 
 _recorder: Recorder | None = None
 
@@ -27,7 +28,12 @@ def start(path: str) -> None:
     current = platform.current()
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
-    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan)
+    lanes = None
+    if plan.trace and current is not None and current.name == "cpu":
+        # Before Megatron takes collectives by value.
+        lanes = Timeline()
+        lanes.install()
+    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan, lanes)
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         # The harness asks a process that hangs where it stands.
         faulthandler.register(signal.SIGUSR2, all_threads=True)

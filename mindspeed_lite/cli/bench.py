@@ -124,10 +124,27 @@ def _failed(benchmark: Benchmark, message: str) -> int:
     return fail(PROGRAM, f"{message} (log: {benchmark.request.job.folder / last.log})", 1)
 
 
+def _lanes(folder: Path) -> list[Path]:
+    """The picture of when ranks computed, waited and sent, off above on; none where nothing was recorded."""
+    from mindspeed_lite.bench import timeline
+
+    arms: dict[str, dict[int, list[timeline.Span]]] = {}
+    # Off is run first.
+    for path in sorted(folder.glob(f"trace/*/{timeline.LANES_OF}*.json"), key=lambda path: path.stat().st_mtime):
+        rank = int(path.stem.removeprefix(timeline.LANES_OF))
+        arms.setdefault(path.parent.name, {})[rank] = timeline.read_trace(path)
+    if not arms:
+        return []
+    picture = folder / "trace" / "lanes.png"
+    timeline.draw(picture, {arm: dict(sorted(ranks.items())) for arm, ranks in arms.items()}, "one step")
+    return [picture]
+
+
 def _write(report: dict[str, Any], folder: Path) -> None:
     from mindspeed_lite.bench import output, render_text
 
-    report["files"]["trace"] = sorted(str(path.relative_to(folder)) for path in folder.glob("trace/*/*.json"))
+    traces = [*folder.glob("trace/*/*.json"), *_lanes(folder)]
+    report["files"]["trace"] = sorted(str(path.relative_to(folder)) for path in traces)
     output.write(report, folder)
     print(render_text.render(report, terminal.width(), terminal.has_color()), end="")
     where = os.path.relpath(folder)
@@ -239,7 +256,11 @@ def _parser() -> argparse.ArgumentParser:
         "--allocator", choices=("keep", "system"),
         help="on the CPU, for all arms: keep freed memory or give it back (default: as the command has it)",
     )  # fmt: skip
-    parser.add_argument("--trace", action="store_true", help="write Chrome traces of the profiled step")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="write Chrome traces of the profiled step; on CPU also when each rank computed and waited",
+    )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown of where the time went")
     parser.add_argument("--title", metavar="TEXT", help="heading of the report (default: the script's name)")
     return parser

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.bench import compose, harness
+from mindspeed_lite.bench import compose, harness, timeline
 from mindspeed_lite.bench.harness import Job, Outcome
 from mindspeed_lite.bench.plan import Arm
 from tests import matrix
@@ -173,8 +173,12 @@ def test_a_hang_is_ended_and_says_where_it_stood(outcomes: Outcomes) -> None:
 def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
     """Step times are Megatron's own to a few per cent; the loss is read from the rank that has it."""
     extra = ("--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "1")
-    outcome = harness.run(job(tmp_path, nproc=2, extra=extra), Arm("off", "off"), 1)
+    lanes = tmp_path / "trace" / "off"
+    outcome = harness.run(job(tmp_path, nproc=2, extra=extra), Arm("off", "off"), 1, trace=lanes)
     assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
+    for rank in range(2):
+        spans = timeline.read_trace(lanes / f"{timeline.LANES_OF}{rank}.json")
+        assert {span.lane for span in spans} == set(timeline.LANES), "pipeline stages send, wait and compute"
     assert [process.rank for process in outcome.processes] == [0, 1]
     log = (tmp_path / outcome.log).read_text()
     logged = [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]
