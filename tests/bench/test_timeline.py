@@ -33,6 +33,7 @@ def test_lanes():
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         view, before = Timeline(), dist.all_reduce
         remove = view.install()
+        assert dist.isend is dist.distributed_c10d.isend, "a batch of sends is checked by identity"
         x = torch.ones(4)
         dist.all_reduce(x)
         assert view.spans == [], "nothing is recorded outside of the block"

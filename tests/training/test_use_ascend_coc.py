@@ -51,7 +51,7 @@ def close(on: Result, off: Result, layout: str) -> None:
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.pairs([*LAYOUTS], [("0.17.1", "tp2 sp")], newest=["tp2", "tp2 sp, tied", "tp2 sp, experts", "tp2 sp pp2"]),
+    matrix.pairs([*LAYOUTS], [("0.17.1", "tp2 sp")], newest=["tp2", "tp2 sp, experts"]),
 )
 def test_slices_train_as_one_message_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     nproc, options = LAYOUTS[layout]
