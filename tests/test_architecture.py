@@ -233,6 +233,7 @@ SURFACE = {
         "--recompute-activation-function-num-layers",
         "--recompute-norm",
         "--recompute-norm-num-layers",
+        "--reset-bucket-group-order",
         "--reuse-fp32-param",
         "--swap-attention",
         "--swap-attention-budget",

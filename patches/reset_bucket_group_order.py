@@ -1,0 +1,125 @@
+"""`--reset-bucket-group-order`: parameters are gathered in the order in which the first forward pass uses them.
+
+With `--overlap-param-gather` each bucket's gather is started when the one before it is waited for, along a chain that
+Megatron links by the order in which parameters were registered. Where a model uses them in another order, a bucket
+that is needed late is fetched early and the one that is needed waits. Reaches `DistributedDataParallel.__init__`,
+which links the chains (one of dense parameters, one of experts), and `_ParamAndGradBucketGroup.finish_param_sync`, in
+which a bucket is waited for: the first step's order becomes the chain's. Leaves the gathers themselves alone. Steps
+aside where others decide when gathers start: `--align-param-gather`, `--overlap-param-gather-with-optimizer-step`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+
+NAME = "reset_bucket_group_order"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+_ORDER = "order_of_first_use"
+_NEXT = "next_param_gather_bucket_group"
+
+
+class Order:
+    """The bucket groups of one chain, linked again once it is known in which order they are used."""
+
+    def __init__(self, groups: Sequence[Any], say: Callable[[str], None]) -> None:
+        # Megatron links them from the last to the first.
+        self._registered = list(reversed(groups))
+        self._used: list[Any] = []
+        self._say = say
+        for group in groups:
+            setattr(group, _ORDER, self)
+            # Until the order is known each is fetched when it is needed.
+            setattr(group, _NEXT, None)
+
+    def wait_for(self, group: Any) -> None:
+        """`group` is about to be waited for."""
+        if all(each is not group for each in self._used):
+            self._used.append(group)
+            if len(self._used) == len(self._registered):
+                self._link()
+        elif not group.param_gather_dispatched:
+            # The next step has begun, and some groups have not been used at all.
+            self._link()
+
+    def _link(self) -> None:
+        for one, other in itertools.pairwise(self._used):
+            setattr(one, _NEXT, other)
+        # What is not used stays out: nobody would wait for it, and Megatron starts no gather twice.
+        for group in self._registered:
+            delattr(group, _ORDER)
+        registered = [each for each in self._registered if any(each is other for other in self._used)]
+        moved = sum(one is not other for one, other in zip(self._used, registered, strict=True))
+        self._say(
+            f"{NAME}: {moved} of {len(self._used)} bucket groups are used in another place than registered"
+            if moved
+            else f"{NAME}: all {len(self._used)} bucket groups are used in the order in which they were registered"
+        )
+
+
+def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, config, ddp_config, *args, **kwargs)
+        reasons = _others_decide(lambda name: getattr(self.ddp_config, name, getattr(self, name, False)))
+        if not self.ddp_config.overlap_param_gather:
+            return
+        if reasons:
+            session.fallback(NAME, "; ".join(reasons))
+            return
+        for groups in (self.bucket_groups, self.expert_parallel_bucket_groups):
+            if len(groups) > 1:
+                Order(groups, session.notice)
+
+    return __init__
+
+
+def _finish(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def finish_param_sync(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
+        order = getattr(self, _ORDER, None)
+        if order is not None:
+            order.wait_for(self)
+        wrapped(self, skip_next_bucket_dispatch)
+
+    return finish_param_sync
+
+
+_DECIDE = {
+    "align_param_gather": "--align-param-gather starts gathers from the pipeline's schedule",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step starts them in the step",
+}
+
+
+def _others_decide(value_of: Callable[[str], Any]) -> list[str]:
+    return [why for name, why in _DECIDE.items() if value_of(name)]
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons: list[str] = []
+    if context.host_args is None:
+        return reasons
+    if not context.arg("overlap_param_gather", False):
+        reasons.append("--overlap-param-gather is not given: no gather overlaps anything")
+    if context.arg("use_megatron_fsdp", False) or context.arg("use_torch_fsdp2", False):
+        reasons.append("FSDP gathers by itself")
+    return [*reasons, *_others_decide(lambda name: context.arg(name, False))]
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="parameters gathered in the order in which the first forward pass uses them",
+    options=(
+        Option(
+            "--reset-bucket-group-order",
+            help="Let --overlap-param-gather fetch parameters in the order in which they are used.",
+        ),
+    ),
+    numerics="bitwise",
+    condition=_why_not,
+    patches=(
+        Wrap("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__", _init),
+        Wrap(f"{_BUFFERS}:_ParamAndGradBucketGroup.finish_param_sync", _finish),
+    ),
+)
