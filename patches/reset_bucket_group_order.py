@@ -113,7 +113,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--reset-bucket-group-order",
-            help="Let --overlap-param-gather fetch parameters in the order in which they are used.",
+            help="Fetch parameters that are gathered behind compute in the order in which they are used.",
         ),
     ),
     numerics="bitwise",
