@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
-from mindspeed_lite.parallel.slices import Trials
+from mindspeed_lite.parallel.slices import CANDIDATES, Trials
 from mindspeed_lite.parallel.tp_linear import Link, Slices, fixed
 
 from . import _tp_linear
@@ -96,11 +96,7 @@ def _slices(call: Call) -> Slices:
 
 
 def _number(text: str) -> int | str:
-    if text == AUTO:
-        return text
-    if text not in ("1", "2", "4", "8"):
-        raise ValueError("1, 2, 4, 8 or auto")
-    return int(text)
+    return int(text) if text.isdecimal() else text
 
 
 def _enabled(settings: Settings) -> bool:
@@ -109,8 +105,6 @@ def _enabled(settings: Settings) -> bool:
 
 def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
-    if settings.get("coc_mode", -1) not in (-1, 0, 1, 2):
-        raise OptionError(f"--coc-mode takes -1, 0, 1 or 2, not {settings['coc_mode']}.")
     reasons = []
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
@@ -145,12 +139,14 @@ FEATURE = Feature(
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",
             default=AUTO,
             type=_number,
+            choices=(*CANDIDATES, AUTO),
             metavar="N",
         ),
         Option(
             "--coc-mode",
             help="0: Megatron's own layers; 1: in one message; 2 and -1: in slices.",
             default=-1,
+            choices=(-1, 0, 1, 2),
         ),
         Option(
             "--tp-comm-overlap",

@@ -161,10 +161,12 @@ def test_conditions():
     ):
         host = {"tensor_model_parallel_size": 2, field: value}
         assert reason in FEATURE.condition(context(host, use_ascend_coc=True))[0]
-    with pytest.raises(OptionError, match=r"--coc-mode takes -1, 0, 1 or 2, not 7"):
-        FEATURE.condition(context(coc_mode=7))
-    with pytest.raises(OptionError, match="--coc-parallel-num takes"):
-        context(coc_parallel_num="3")
+    with pytest.raises(OptionError, match=r"--coc-mode takes one of -1, 0, 1, 2, not 7"):
+        context(coc_mode=7)
+    for wrong in (3, "3", "many"):
+        with pytest.raises(OptionError, match=r"--coc-parallel-num takes one of 1, 2, 4, 8, auto, not"):
+            context(coc_parallel_num=wrong)
+    assert [context(coc_parallel_num=each).settings["coc_parallel_num"] for each in (4, "8", "auto")] == [4, 8, "auto"]
     described = SimpleNamespace(tensor_model_parallel_size=2, tp_comm_overlap_cfg="buffers.yaml")
     with pytest.raises(OptionError, match="Leave it out; --coc-parallel-num says"):
         FEATURE.condition(context(described, tp_comm_overlap=True))
