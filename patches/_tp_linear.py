@@ -14,11 +14,15 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Session, Wrap
-from mindspeed_lite.parallel.tp_linear import Link, WeightGradient, column_linear, row_linear
+from mindspeed_lite.parallel.tp_linear import PLAIN, Link, WeightGradient, column_linear, row_linear
 
 from . import _main_grad
+from ._recompute import CUDA_GRAPHS, at_odds
 
 LAYERS = "megatron.core.tensor_parallel.layers"
+_OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
+# By Megatron's name in its arguments and in its configuration.
+_AT_ODDS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPHS}
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class _WeightGradient:
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self.fused:
-            return dy.t() @ x
+            return PLAIN(dy, x)
         _main_grad.add(self.weight.main_grad, dy, x)
         return _main_grad.stand_in(self.weight)
 
@@ -86,13 +90,12 @@ def through(feature: str, link_of: Callable[[Call], Link]) -> tuple[Wrap, ...]:
     def row(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def forward(self: Any, input_: Any) -> Any:
             group = self.tp_group
-            if (
-                self.explicit_expert_comm
-                or group is None
-                or group.size() == 1
-                or not self.input_is_parallel
-                or not _can(self, input_, self.weight, session, feature)
-            ):
+            if self.explicit_expert_comm or group is None or group.size() == 1:
+                return wrapped(self, input_)
+            if not self.input_is_parallel:
+                session.fallback(feature, "a row parallel layer has yet to split its input over the ranks")
+                return wrapped(self, input_)
+            if not _can(self, input_, self.weight, session, feature):
                 return wrapped(self, input_)
             output = self._forward_impl(
                 input=input_,
@@ -128,11 +131,10 @@ def _can(layer: Any, input: Any, weight: Any, session: Session, feature: str) ->
         "input and weight differ in dtype": input.dtype != weight.dtype,
         "autocast is on": torch.is_autocast_enabled(input.device.type),
         "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
-        "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves": bool(
-            getattr(layer.config, "cpu_offloading", False)
-        ),
     }
     reasons = [reason for reason, holds in found.items() if holds]
+    # The condition has seen the arguments of a script; a model may be built without any.
+    reasons += dict.fromkeys(at_odds(_AT_ODDS, lambda name: getattr(layer.config, name, None)))
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
@@ -143,8 +145,4 @@ def in_the_way(context: Any) -> list[str]:
     reasons = []
     if context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2:
         reasons.append("--tensor-model-parallel-size is 1: nothing travels")
-    if context.arg("cuda_graph_impl", "none") not in (None, "none") or context.arg("enable_cuda_graph", False):
-        reasons.append("CUDA graphs: recording collectives beside products has not been tried")
-    if context.arg("cpu_offloading_num_layers", 0):
-        reasons.append("--cpu-offloading-num-layers looks for what Megatron's own linear layer saves")
-    return reasons
+    return reasons + list(dict.fromkeys(at_odds(_AT_ODDS, lambda name: context.arg(name, None))))

@@ -10,11 +10,19 @@ aside where others decide when gathers start: `--align-param-gather`, `--overlap
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+
+from ._recompute import at_odds
+
+_log = logging.getLogger("mindspeed_lite")
 
 NAME = "reset_bucket_group_order"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -37,7 +45,7 @@ class Order:
 
     def wait_for(self, group: Any) -> None:
         """`group` is about to be waited for."""
-        if all(each is not group for each in self._used):
+        if group not in self._used:
             self._used.append(group)
             if len(self._used) == len(self._registered):
                 self._link()
@@ -51,7 +59,7 @@ class Order:
         # What is not used stays out: nobody would wait for it, and Megatron starts no gather twice.
         for group in self._registered:
             delattr(group, _ORDER)
-        registered = [each for each in self._registered if any(each is other for other in self._used)]
+        registered = [each for each in self._registered if each in self._used]
         moved = sum(one is not other for one, other in zip(self._used, registered, strict=True))
         self._say(
             f"{NAME}: {moved} of {len(self._used)} bucket groups are used in another place than registered"
@@ -63,17 +71,26 @@ class Order:
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, ddp_config, *args, **kwargs)
-        reasons = _others_decide(lambda name: getattr(self.ddp_config, name, getattr(self, name, False)))
+        reasons = at_odds(_DECIDE, lambda name: getattr(self.ddp_config, name, getattr(self, name, False)))
         if not self.ddp_config.overlap_param_gather:
             return
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
             return
-        for groups in (self.bucket_groups, self.expert_parallel_bucket_groups):
-            if len(groups) > 1:
-                Order(groups, session.notice)
+        chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if len(each) > 1]
+        if not chains:
+            _tell(session, f"{NAME}: one bucket holds all parameters, so there is no order (--ddp-bucket-size)")
+        for groups in chains:
+            Order(groups, functools.partial(_tell, session))
 
     return __init__
+
+
+def _tell(session: Session, text: str) -> None:
+    session.notice(text)
+    # The report has been printed before the first step.
+    if torch.distributed.get_rank() == 0:
+        _log.warning("%s", text)
 
 
 def _finish(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
@@ -92,10 +109,6 @@ _DECIDE = {
 }
 
 
-def _others_decide(value_of: Callable[[str], Any]) -> list[str]:
-    return [why for name, why in _DECIDE.items() if value_of(name)]
-
-
 def _why_not(context: Context) -> Sequence[str]:
     reasons: list[str] = []
     if context.host_args is None:
@@ -104,7 +117,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--overlap-param-gather is not given: no gather overlaps anything")
     if context.arg("use_megatron_fsdp", False) or context.arg("use_torch_fsdp2", False):
         reasons.append("FSDP gathers by itself")
-    return [*reasons, *_others_decide(lambda name: context.arg(name, False))]
+    return [*reasons, *at_odds(_DECIDE, lambda name: context.arg(name, None))]
 
 
 FEATURE = Feature(

@@ -22,7 +22,8 @@ NAME = "use_ascend_mc2"
 
 
 def _link(call: Call) -> Link:
-    # Without sequence parallelism Megatron's order, in one message.
+    if not call.sequence_parallel:
+        call.session.fallback(NAME, "a layer is not sequence parallel: nothing is gathered or scattered")
     fused = Fused(call.session.fallback_of(NAME))
     return Link(call.group, call.sequence_parallel, fixed(1), call.weight_gradient, fused)
 

@@ -11,8 +11,8 @@ Matrices are 2-D. What is split over a group of p ranks has m rows on each, of p
 r m on. `slices` is the number of messages, at most the number of rows; 1 is one product and one collective, the one
 after the other. Slices need not divide the rows.
 
-Source: `algorithms` of MindSpeed's CoC for the order of slices; the rank's own rows first as in Flux (arXiv
-2406.06858) and PyTorch's asynchronous tensor parallelism.
+Source: MindSpeed's CoC for the order of slices; the rank's own rows first as in Flux (arXiv 2406.06858) and PyTorch's
+asynchronous tensor parallelism.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Pending:
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """All rows [p m, K] of x [m, K], in one message."""
+    x = x.contiguous()
     whole = x.new_empty(group.size() * x.shape[0], x.shape[1])
-    handle = dist.all_gather_into_tensor(whole, x.contiguous(), group=group, async_op=True)
+    handle = dist.all_gather_into_tensor(whole, x, group=group, async_op=True)
     return Pending(whole, [handle.wait], [x])
 
 
@@ -80,7 +81,7 @@ def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, s
     size = group.size()
     rows = x.shape[0] // size
     y = x.new_empty(rows, w.shape[1])
-    blocks = x.view(size, rows, x.shape[1]) if x.is_contiguous() else x.reshape(size, rows, x.shape[1])
+    blocks = x.reshape(size, rows, x.shape[1])
     waits, kept = [], []
     for part in parts(rows, slices):
         if part == slice(0, rows):

@@ -65,7 +65,7 @@ class Trials:
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
         """As `mindspeed_lite.parallel.tp_linear.Slices`; a collective call the first time."""
-        key = (phase, *x.shape, w.shape[1], x.dtype)
+        key = _key(phase, x, w)
         trial = self._found.get(key)
         if trial is None:
             numbers = [each for each in CANDIDATES if each == 1 or each * LEAST_ROWS <= x.shape[0]]
@@ -78,7 +78,7 @@ class Trials:
 
     def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
         """The same without a trial: 1 for what has not been tried, such as the shapes of an evaluation."""
-        trial = self._found.get((phase, *x.shape, w.shape[1], x.dtype))
+        trial = self._found.get(_key(phase, x, w))
         return 1 if trial is None else trial.best
 
     def _measured(self, numbers: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
@@ -101,6 +101,10 @@ class Trials:
         """Start at one time: not a barrier, which some backends bind to a device of their own choice."""
         dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
         _synchronize(x)
+
+
+def _key(phase: str, x: torch.Tensor, w: torch.Tensor) -> tuple[object, ...]:
+    return (phase, *x.shape, w.shape[1], x.dtype)
 
 
 def _synchronize(x: torch.Tensor) -> None:

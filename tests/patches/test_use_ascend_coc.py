@@ -156,7 +156,7 @@ def test_conditions():
     for field, value, reason in (
         ("tensor_model_parallel_size", 1, "nothing travels"),
         ("transformer_impl", "transformer_engine", "overlaps by itself"),
-        ("cuda_graph_impl", "local", "CUDA graphs"),
+        ("cuda_graph_impl", "local", "records a layer once"),
         ("cpu_offloading_num_layers", 2, "looks for what"),
     ):
         host = {"tensor_model_parallel_size": 2, field: value}
