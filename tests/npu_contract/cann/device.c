@@ -141,16 +141,17 @@ ANSWER_SECOND(aclrtQueryEventWaitStatus, 1)
 
 /* ---- memory ---- */
 
-static long allocate(void **memory, size_t size) {
+static long allocate(void **memory, size_t size, size_t alignment) {
     if (!is_host()) return CANN_REFUSED;
-    if (posix_memalign(memory, 512, size ? size : 512)) return CANN_NO_MEMORY;
+    if (posix_memalign(memory, alignment, size ? size : 512)) return CANN_NO_MEMORY;
     memset(*memory, 0, size);
     return CANN_OK;
 }
 
-long aclrtMalloc(void **memory, size_t size, int policy) { return allocate(memory, size); }
-long aclrtMallocAlign32(void **memory, size_t size, int policy) { return allocate(memory, size); }
-long aclrtMallocHost(void **memory, size_t size) { return allocate(memory, size); }
+long aclrtMalloc(void **memory, size_t size, int policy) { return allocate(memory, size, 512); }
+long aclrtMallocAlign32(void **memory, size_t size, int policy) { return allocate(memory, size, 512); }
+/* In whole pages: torch_npu rounds the address of what it registers up to one, and writes as many bytes from there. */
+long aclrtMallocHost(void **memory, size_t size) { return allocate(memory, size, 4096); }
 long aclrtFree(void *memory) { free(memory); return CANN_OK; }
 long aclrtFreeHost(void *memory) { free(memory); return CANN_OK; }
 long aclrtMemcpy(void *to, size_t room, const void *from, size_t size, int kind) {
