@@ -23,6 +23,7 @@ import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
 from mindspeed_lite.parallel.slices import CANDIDATES, Trials
+from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import Link, Slices, fixed
 
 from . import _tp_linear
@@ -75,6 +76,10 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
 
 
 def _link(call: Call) -> Link:
+    if call.sequence_parallel and call.session.settings["coc_fused_kernel"]:
+        say = call.session.fallback_of(NAME)
+        symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
+        return Link(call.group, True, fixed(1), call.weight_gradient, symmetric)
     return Link(call.group, call.sequence_parallel, _slices(call), call.weight_gradient)
 
 
@@ -116,6 +121,11 @@ def _why_not(context: Context) -> Sequence[str]:
             "have. Leave it out; --coc-parallel-num says how many slices."
         )
     reasons += _tp_linear.in_the_way(context)
+    if settings.get("coc_fused_kernel", False) and context.device != "cuda":
+        other = "--use-ascend-mc2 has those of an NPU" if context.device == "npu" else "leave it out"
+        raise OptionError(
+            f"--coc-fused-kernel uses symmetric memory, which is CUDA's, and the device is {context.device}: {other}."
+        )
     if settings.get("mindspeed_lite_auto", False) and not _enabled(settings):
         reasons.append("times choose the slices, so that two runs may differ in the last bit: ask for it by name")
     if context.arg("cuda_graph_impl", "none") not in (None, "none") or context.arg("enable_cuda_graph", False):
@@ -147,6 +157,10 @@ FEATURE = Feature(
             help="0: Megatron's own layers; 1: in one message; 2 and -1: in slices.",
             default=-1,
             choices=(-1, 0, 1, 2),
+        ),
+        Option(
+            "--coc-fused-kernel",
+            help="On CUDA, PyTorch's operators over symmetric memory for sequence parallel layers, instead of slices.",
         ),
         Option(
             "--tp-comm-overlap",

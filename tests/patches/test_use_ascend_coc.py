@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.parallel import symmetric
 from mindspeed_lite.patches import use_ascend_coc as patch
+from tests.parallel.test_symmetric import twin
 from tests.patches.test_gradient_accumulation_fusion import HIDDEN, config_of, start
 from tests.platform.forked import forked, on_ranks
 
@@ -171,6 +173,49 @@ def test_conditions():
     with pytest.raises(OptionError, match="Leave it out; --coc-parallel-num says"):
         FEATURE.condition(context(described, tp_comm_overlap=True))
     assert FEATURE.condition(context(described, use_ascend_coc=True)) == []
+
+
+@pytest.mark.parametrize(("device", "advice"), [("cpu", "leave it out"), ("npu", "--use-ascend-mc2")])
+def test_fused_kernels_are_cudas(device, advice):
+    settings = Settings.of(FEATURE.options, {"use_ascend_coc": True, "coc_fused_kernel": True})
+    with pytest.raises(OptionError, match=rf"--coc-fused-kernel .* is CUDA's, and the device is {device}: {advice}"):
+        FEATURE.condition(Context(settings, device, {}, None))
+    assert FEATURE.condition(Context(settings, "cuda", {}, None)) == []
+
+
+@forked("megatron")
+def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
+    """With PyTorch's fallbacks of its operators in their place: what reaches them, and the same bits."""
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
+        library, calls = twin()
+        # The plan and the group would say that this is a CPU.
+        object.__setattr__(FEATURE, "condition", None)
+        symmetric._alone = lambda device: None
+        for sequence_parallel, expected in ((True, ["gather", "scatter"] * 2), (False, [])):
+            config = config_of(False, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
+            layers = [layer_of(kind, config, bias=False, skip_bias_add=True) for kind in ("column", "row")]
+
+            def step(layers=layers):
+                for layer in layers:
+                    layer.zero_grad()
+                x = torch.full((4, 1, HIDDEN), 0.5 + rank).bfloat16().requires_grad_()
+                y = x
+                for layer in layers:
+                    y = layer(y)[0]
+                y.sum().backward()
+                return y.detach(), x.grad, *(layer.weight.grad for layer in layers)
+
+            off = step()
+            calls.clear()
+            with mindspeed_lite.enabled(use_ascend_coc=True, coc_fused_kernel=True, coc_parallel_num=2, strict=True):
+                on = step()
+            assert all(map(torch.equal, on, off)) and [call[0] for call in calls] == expected
+        library._destroy()
+
+    on_ranks(2, body)
 
 
 def test_megatrons_own_flag_turns_it_on_and_is_off_afterwards():

@@ -1,0 +1,127 @@
+"""Products and collectives in one operator of PyTorch: its asynchronous tensor parallelism over symmetric memory.
+
+As `pipelined`, on CUDA devices that reach each other's memory: a rank copies its neighbours' rows, or hands over
+theirs, by NVLink on a stream of its own while it multiplies others, without NCCL and without its kernels' share of the
+processors. PyTorch cuts by rank, so `slices` says nothing here. Where the operators cannot serve, `pipelined` does, in
+one message, and `say` is told why; that depends on what all ranks of a group know alike.
+
+A scattered result is summed over ranks in one pass and rounded once, where a ring rounds after every rank.
+
+Source: torch.ops.symm_mem (torch.distributed._symmetric_memory); arXiv 2406.06858 (Flux) for the decomposition.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import pipelined
+from .pipelined import Pending
+
+_found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
+
+
+class Symmetric:
+    """`pipelined` by the fused operators; `say` is told what they cannot do."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    def gather_matmul(
+        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int, keep: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `pipelined.gather_matmul`."""
+        if not self._can(x, w, group):
+            return pipelined.gather_matmul(x, w, group, 1, keep)
+        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+            x.contiguous(), [w], 0, group.group_name, return_A=keep
+        )
+        return y, whole if keep else None
+
+    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int) -> Pending:
+        """As `pipelined.matmul_scatter`."""
+        if not self._can(x, w, group):
+            return pipelined.matmul_scatter(x, w, group, 1)
+        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), w, "sum", 0, group.group_name)
+        return Pending(y, [], [])
+
+    def _can(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        reason = f"{x.dtype} times {w.dtype}" if x.dtype != w.dtype else None
+        if reason is None and not x.shape[0]:
+            reason = "no rows"
+        if reason is None:
+            if group not in _found:
+                _found[group] = prepare(group, x.device)
+            reason = _found[group]
+        if reason is not None:
+            self._say(reason)
+        return reason is None
+
+
+def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Why the group's devices have no symmetric memory, or None, and then the operators find the group by its name.
+
+    Collective: every rank of the group calls it, and all get the same answer.
+    """
+    own = _missing() or _alone(device)
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, (own, socket.gethostname(), device.index), group=group)
+    for reason, _, _ in told:
+        if reason is not None:
+            return str(reason)
+    hosts = sorted({host for _, host, _ in told})
+    if len(hosts) > 1:
+        return f"the group's ranks are on {len(hosts)} hosts, and symmetric memory is that of one"
+    peers: list[Any] = [None] * group.size()
+    dist.all_gather_object(peers, [_reaches(device, index) for _, _, index in told], group=group)
+    if not all(map(all, peers)):
+        return "the group's devices do not reach each other's memory"
+    _register(group)
+    return None
+
+
+@functools.cache
+def _missing() -> str | None:
+    """What this PyTorch lacks."""
+    try:
+        import torch.distributed._symmetric_memory
+    except ImportError as error:
+        return f"torch {torch.__version__} has no symmetric memory: {error}"
+    for name, argument in (("fused_all_gather_matmul", "return_A"), ("fused_matmul_reduce_scatter", "reduce_op")):
+        operator = getattr(torch.ops.symm_mem, name, None)
+        if operator is None or argument not in {each.name for each in operator.default._schema.arguments}:
+            return f"torch {torch.__version__} has no symm_mem::{name} with {argument}"
+    return None
+
+
+def _alone(device: torch.device) -> str | None:
+    """Why a device has no symmetric memory with any other."""
+    if device.type != "cuda":
+        return f"symmetric memory is that of CUDA devices, and this is {device.type}"
+    return None
+
+
+def _reaches(device: torch.device, other: int | None) -> bool:
+    # A device that this process does not see may be reached all the same; the operators' own set-up says so then.
+    if other is None or other == device.index or other >= torch.cuda.device_count():
+        return True
+    return torch.cuda.can_device_access_peer(device, other)
+
+
+def _register(group: dist.ProcessGroup) -> None:
+    """Make the group known by name to releases that do not find it themselves."""
+    from torch.distributed import _symmetric_memory
+
+    enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
+    # Newer ones say that this is no longer needed.
+    if enable is not None and not hasattr(enable, "__deprecated__"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            enable(group.group_name)

@@ -1,0 +1,128 @@
+"""Products and collectives over symmetric memory: PyTorch's fallbacks of its operators, over gloo, and one message."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.parallel import pipelined, symmetric
+from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from tests.platform.forked import forked, on_ranks
+
+RANKS, ROWS, HIDDEN, INNER = 2, 5, 24, 16
+
+
+def twin():
+    """CPU kernels for the two operators, which PyTorch has for CUDA alone; returns who keeps them, and their calls."""
+    import torch.distributed._symmetric_memory as operators
+
+    calls = []
+
+    def gather(x, weights, dim, name, *, return_A=True):
+        calls.append(("gather", dim, name, return_A, x.is_contiguous()))
+        return operators._fused_all_gather_matmul_fallback(x, weights, dim, name, return_A=return_A)
+
+    def scatter(x, w, op, dim, name):
+        # PyTorch's fallback is an all-to-all with a sum of its own kind on gloo; this is what it documents.
+        calls.append(("scatter", op, dim, name, x.is_contiguous()))
+        product = x @ w
+        out = product.new_empty(product.shape[0] // RANKS, product.shape[1])
+        dist.reduce_scatter_tensor(out, product, group=dist.group.WORLD)
+        return out
+
+    library = torch.library.Library("symm_mem", "IMPL")
+    library.impl("fused_all_gather_matmul", gather, "CPU")
+    library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
+    return library, calls
+
+
+def begin(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    return dist.group.WORLD
+
+
+@forked("torch")
+def test_both_layers_give_what_they_give_in_one_message():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = begin(rank, folder)
+        library, calls = twin()
+        # What it would say of a CPU.
+        symmetric._alone = lambda device: None
+        said = []
+        generator = torch.Generator().manual_seed(rank)
+        made = {
+            "x": torch.randn(ROWS, 2, HIDDEN, generator=generator),
+            "up": torch.randn(INNER, HIDDEN, generator=generator) / 16,
+            "down": torch.randn(HIDDEN, INNER, generator=generator) / 16,
+            "dy": torch.randn(ROWS, 2, HIDDEN, generator=generator),
+        }
+        for dtype in (torch.bfloat16, torch.float32):
+            results = []
+            for products in (pipelined, symmetric.Symmetric(said.append)):
+                x, up, down = (made[name].to(dtype).requires_grad_() for name in ("x", "up", "down"))
+                x.grad = up.grad = down.grad = None
+                link = Link(group, True, fixed(1), PLAIN, products)
+                y = row_linear(column_linear(x, up, None, link), down, link)
+                y.backward(made["dy"].to(dtype))
+                results.append((y.detach(), x.grad, up.grad, down.grad))
+            assert all(map(torch.equal, *results)), dtype
+        name = group.group_name
+        forward = [("gather", 0, name, False, True), ("scatter", "sum", 0, name, True)]
+        # The row parallel layer keeps what it gathers, for its weight's gradient.
+        assert calls == [*forward, ("gather", 0, name, True, True), ("scatter", "sum", 0, name, True)] * 2
+        assert said == []
+        library._destroy()
+
+    on_ranks(RANKS, body)
+
+
+@forked("torch")
+def test_what_a_group_lacks_is_said_on_every_rank_and_goes_in_one_message():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = begin(rank, folder)
+        said = []
+        products = symmetric.Symmetric(said.append)
+        x, w = torch.randn(3, 8) + rank, torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+
+        def go():
+            y, whole = products.gather_matmul(x, w, group, 4, keep=True)
+            assert torch.equal(y, whole @ w) and whole.shape == (3 * RANKS, 8)
+            assert products.matmul_scatter(whole, w, group, 4).wait().shape == (3, 4)
+
+        go()
+        assert said == ["symmetric memory is that of CUDA devices, and this is cpu"] * 2
+        # One rank alone has something in its way.
+        symmetric._found.clear()
+        symmetric._alone = lambda device: "no memory" if rank else None
+        go()
+        assert said[2:] == ["no memory"] * 2
+        symmetric._found.clear()
+        symmetric._alone = lambda device: None
+        symmetric.socket.gethostname = lambda: f"host{rank}"
+        go()
+        assert said[4:] == ["the group's ranks are on 2 hosts, and symmetric memory is that of one"] * 2
+        symmetric._found.clear()
+        symmetric.socket.gethostname = lambda: "host"
+        symmetric._reaches = lambda device, other: rank == 0
+        go()
+        assert said[6:] == ["the group's devices do not reach each other's memory"] * 2
+        assert not products._can(x.half(), w, group)
+        assert said[8:] == ["torch.float16 times torch.float32"]
+
+    on_ranks(RANKS, body)
+
+
+@forked("torch")
+def test_a_pytorch_without_the_operators_is_a_reason():
+    assert symmetric._missing() is None
+    symmetric._missing.cache_clear()
+    kept, torch.ops.symm_mem = torch.ops.symm_mem, object()
+    assert "has no symm_mem::fused_all_gather_matmul with return_A" in symmetric._missing()
+    torch.ops.symm_mem = kept
