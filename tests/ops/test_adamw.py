@@ -119,6 +119,28 @@ def test_reference_is_the_formula() -> None:
     assert one(step=2) == pytest.approx([second, 0.2, 0.04, second])
 
 
+@pytest.mark.parametrize("decoupled", [True, False])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [None, 0.37])
+def test_on_cpu_every_bit_is_that_of_torch(decoupled: bool, grad_dtype: torch.dtype, scale: float | None) -> None:
+    if (reason := cpu._lib.unusable()) is not None:
+        pytest.skip(reason)
+    lists = make([(300, 41), 40_000, 257, 255, 31, 8, 7, 1, 0], grad_dtype, None)
+    theirs = copy.deepcopy(lists)
+    for tensors in (lists[2], lists[3], theirs[2], theirs[3]):
+        torch._foreach_zero_(tensors)
+    for step in range(1, 9):
+        # Other gradients each time, of magnitudes far apart.
+        for tensors in (lists, theirs):
+            fresh = make([tensor.shape for tensor in lists[0]], grad_dtype, None, seed=step)[1]
+            tensors[1] = [gradient * 10.0 ** (step % 5 - 2) for gradient in fresh]
+        rule = {"decoupled": decoupled, "grad_scale": scale, "step": step}
+        lists[0], lists[2], lists[3], _ = run(adamw, lists, outs=False, **rule)
+        theirs[0], theirs[2], theirs[3] = torchs(theirs, **rule)
+        for name, place in (("param", 0), ("exp_avg", 2), ("exp_avg_sq", 3)):
+            assert all(map(torch.equal, lists[place], theirs[place])), (name, step)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])

@@ -1,6 +1,10 @@
 // AdamW over a table of tensors: every number is read once and written once.
 #include <vector>
 
+// MKL's, by which PyTorch takes square roots where it is built with MKL; weak, since it need not be. These are not
+// always the nearest numbers, so std::sqrt has other bits.
+extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long long);
+
 #include "halves.h"
 #include "moments.h"
 #include "numbers.h"
@@ -13,6 +17,9 @@ enum class Form : int { alone, copied, halves };
 
 // The moments: fp32, bf16, or a byte with an exponent for every block.
 enum class Moments : int { fp32, bf16, fp8 };
+
+// MKL's modes, as PyTorch asks for them.
+constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
 
 struct Entry {
     void* param;
@@ -36,7 +43,29 @@ struct Piece {
 // Small enough to share work evenly, long enough that a piece is many pages; whole blocks of moments.
 constexpr int64_t PIECE = 1 << 15;
 
-// `n` numbers of the entry from `start` on, whose moments are fp32 and stand elsewhere.
+// As many numbers as have their square roots taken at once.
+constexpr int64_t ROOTS = 256;
+
+// a * b + c as PyTorch's CPU kernels round it: once where the processor can.
+inline float multiply_add(float a, float b, float c) {
+#ifdef FP_FAST_FMAF
+    return std::fma(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+inline void square_roots(int64_t n, const float* numbers, float* roots) {
+    if (vmsSqrt) {
+        vmsSqrt(static_cast<int>(n), numbers, roots, ACCURATE | KEEP_SUBNORMAL | IGNORE_ERRORS);
+        return;
+    }
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) roots[i] = std::sqrt(numbers[i]);
+}
+
+// `n` numbers of the entry from `start` on, whose moments are fp32 and stand elsewhere. Every operation is one of those
+// of torch.optim.AdamW, rounded where it is rounded there, so the bits are the same.
 template <class Grad, Form form, bool adds_l2>
 void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_avg, float* __restrict exp_avg_sq,
             const Rule rule) {
@@ -44,29 +73,38 @@ void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_
     uint16_t* __restrict low = static_cast<uint16_t*>(entry.param) + (form == Form::halves ? start : 0);
     const Grad* __restrict grad = static_cast<const Grad*>(entry.grad) + start;
     bf16* __restrict out = form == Form::alone ? nullptr : entry.out + start;
+    const auto present = [&](int64_t i) {
+        return form == Form::halves ? join({out[i].bits, low[i], as_bits(exp_avg_sq[i]) >> 31}) : param[i];
+    };
+    float squares[ROOTS], roots[ROOTS];
+    for (int64_t first = 0; first < n; first += ROOTS) {
+        const int64_t count = std::min(ROOTS, n - first);
 #pragma omp simd
-    for (int64_t i = 0; i < n; ++i) {
-        float g = load(grad + i) * rule.scale;
-        const float squares = form == Form::halves ? std::fabs(exp_avg_sq[i]) : exp_avg_sq[i];
-        float p = form == Form::halves ? join({out[i].bits, low[i], as_bits(exp_avg_sq[i]) >> 31}) : param[i];
-        if (adds_l2) {
-            g = g + rule.l2 * p;
-        } else {
-            p = p * rule.keep;
+        for (int64_t k = 0; k < count; ++k) {
+            const int64_t i = first + k;
+            float g = load(grad + i) * rule.scale;
+            if (adds_l2) g = multiply_add(rule.l2, present(i), g);
+            const float v = form == Form::halves ? std::fabs(exp_avg_sq[i]) : exp_avg_sq[i];
+            exp_avg[i] = multiply_add(rule.beta1_rest, g - exp_avg[i], exp_avg[i]);
+            squares[k] = multiply_add(rule.beta2_rest * g, g, rule.beta2 * v);
         }
-        const float m = exp_avg[i] + rule.beta1_rest * (g - exp_avg[i]);
-        const float v = rule.beta2 * squares + rule.beta2_rest * g * g;
-        p = p - rule.rate * (m / (std::sqrt(v) / rule.root + rule.eps));
-        exp_avg[i] = m;
-        if (form == Form::halves) {
-            const Halves halves = split(p);
-            out[i].bits = static_cast<uint16_t>(halves.high);
-            low[i] = static_cast<uint16_t>(halves.low);
-            exp_avg_sq[i] = as_float((as_bits(v) & 0x7fffffffu) | halves.bit << 31);
-        } else {
-            exp_avg_sq[i] = v;
-            param[i] = p;
-            if (form == Form::copied) store(out + i, p);
+        square_roots(count, squares, roots);
+#pragma omp simd
+        for (int64_t k = 0; k < count; ++k) {
+            const int64_t i = first + k;
+            float p = present(i);
+            if (!adds_l2) p = p * rule.keep;
+            p = p + -rule.rate * exp_avg[i] / (roots[k] / rule.root + rule.eps);
+            if (form == Form::halves) {
+                const Halves halves = split(p);
+                out[i].bits = static_cast<uint16_t>(halves.high);
+                low[i] = static_cast<uint16_t>(halves.low);
+                exp_avg_sq[i] = as_float((as_bits(squares[k]) & 0x7fffffffu) | halves.bit << 31);
+            } else {
+                exp_avg_sq[i] = squares[k];
+                param[i] = p;
+                if (form == Form::copied) store(out + i, p);
+            }
         }
     }
 }

@@ -1,7 +1,8 @@
 """adamw on CPU as one pass over memory, the low-precision copy included.
 
 PyTorch's AdamW makes about ten passes on CPU unless asked for its fused one, which makes one; scaling gradients and
-copying into 16 bits come on top. Without a compiler the fused one serves.
+copying into 16 bits come on top. Bits are those of torch.optim.AdamW, tensor by tensor as Megatron has it, on gradients
+scaled before; torch's fused one, which serves without a compiler, has others.
 """
 
 from __future__ import annotations
@@ -27,7 +28,13 @@ _ALONE, _COPIED, _HALVES = range(3)
 # And its `Moments`.
 _MOMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2}
 
-_lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"adamw": "pliiiiifffffffffi"})
+_lib = native.Library(
+    Path(__file__).with_name("cpu.cpp"),
+    {"adamw": "pliiiiifffffffffi"},
+    uses_torch=True,
+    # It writes out itself what is rounded once.
+    flags=("-ffp-contract=off",),
+)
 
 
 def supported(case: Case) -> list[str]:

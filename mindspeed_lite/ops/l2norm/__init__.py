@@ -24,7 +24,8 @@ class Case(NamedTuple):
 OPERATOR = Operator(
     "l2norm",
     reference.l2norm,
-    {"cpu": "mindspeed_lite.ops.l2norm.cpu", "cuda": "mindspeed_lite.ops.l2norm.cuda"},
+    # On CPU the definition reads memory as fast as can be, and is what Megatron computes, bit for bit.
+    {"cuda": "mindspeed_lite.ops.l2norm.cuda"},
 )
 
 
@@ -33,8 +34,7 @@ def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """sqrt(sum of the squares of all elements of all tensors), a tensor without dimensions, in fp32.
 
     tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32 or finer
-    (the result is float64 where all tensors are) and in an order that does not depend on the number of threads, so
-    that the same values give the same bits. Nothing is read back to the host. There is no gradient.
+    (the result is float64 where all tensors are). Nothing is read back to the host. There is no gradient.
     """
     if not tensors:
         raise ValueError("l2norm: want at least one tensor")

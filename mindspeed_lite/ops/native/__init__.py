@@ -27,7 +27,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,15 @@ class Library:
             `unusable` has answered None.
         uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
             reason, and no crash.
+        flags: for the compiler, after those that all have.
     """
 
-    def __init__(self, source: Path, functions: Mapping[str, str], uses_torch: bool = False) -> None:
+    def __init__(
+        self, source: Path, functions: Mapping[str, str], uses_torch: bool = False, flags: Sequence[str] = ()
+    ) -> None:
         self.source = source
         self.uses_torch = uses_torch
+        self.flags = tuple(flags)
         self.functions = dict(functions)
         self._state: str | None = "not asked yet"
         self._loaded: ctypes.CDLL | None = None
@@ -90,7 +94,7 @@ class Library:
 
     def _load(self) -> str | None:
         try:
-            path = _compiled(self.source, self.uses_torch)
+            path = _compiled(self.source, self.uses_torch, self.flags)
             # All symbols now: what PyTorch may no longer have is a reason here, not a crash at the first call.
             self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
         except _Unusable as error:
@@ -114,31 +118,32 @@ def threads(work: int) -> int:
     return 1 if work < _SERIAL else torch.get_num_threads()
 
 
-def _compiled(source: Path, uses_torch: bool) -> Path:
+def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path:
     """The compiled library of `source`, made if it is not there yet."""
     text = source.read_bytes()
     parts = [text, *(header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))), _processor().encode()]
     compiler = _compiler()
-    # It is loaded already, so that its name alone is looked up when ours is.
-    links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"] if uses_torch else []
-    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *_FLAGS, *links)]
+    # It is loaded already, so that its name alone is looked up when ours is; also for nothing but weak symbols.
+    links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []
+    flags = (*_FLAGS, *flags)
+    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *flags, *links)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     folder = _folder()
     path = folder / f"{source.parent.name}-{digest}.so"
     if not path.exists():
         with _alone(folder / f"{path.name}.lock"):
             if not path.exists():
-                _compile(compiler, source, links, path)
+                _compile(compiler, source, flags, links, path)
     return path
 
 
-def _compile(compiler: list[str], source: Path, links: list[str], path: Path) -> None:
+def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: list[str], path: Path) -> None:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
         # In two steps: with -fopenmp the second would bring an OpenMP of its own.
         for command in (
-            [*compiler, *_FLAGS, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
+            [*compiler, *flags, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
             [*compiler, "-shared", str(unlinked), *links, "-o", str(linked)],
         ):
             try:
