@@ -214,6 +214,7 @@ SURFACE = {
     "names": ["__version__", "disable", "enable", "enabled", "report"],
     "flags": [
         "--attention-backend",
+        "--coc-fused-kernel",
         "--coc-mode",
         "--coc-parallel-num",
         "--delay-wgrad-compute",
@@ -260,6 +261,7 @@ SURFACE = {
         "MINDSPEED_LITE_CACHE",
         "MINDSPEED_LITE_DEVICE",
         "MINDSPEED_LITE_DISABLE",
+        "MINDSPEED_LITE_PRODUCTS",
         "MINDSPEED_LITE_SWAP",
     ],
     "commands": ["bench", "bench-ops", "doctor", "features", "memory", "run"],

@@ -14,7 +14,7 @@ from mindspeed_lite.cli import COMMANDS
 from mindspeed_lite.memory import host
 from mindspeed_lite.ops.native import CACHE_VARIABLE
 from mindspeed_lite.patches._defaults import DEFAULTS
-from mindspeed_lite.platform import allocator
+from mindspeed_lite.platform import allocator, cpu_products
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +94,7 @@ def test_variables_in_the_readme_exist() -> None:
         platform.DEVICE_VARIABLE,
         allocator.ALLOCATOR_VARIABLE,
         CACHE_VARIABLE,
+        cpu_products.PRODUCTS_VARIABLE,
         host.FOLDER_VARIABLE,
     }
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")

@@ -144,7 +144,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
         raise _UsageError(error) from error
     if keep and device.name == "cpu":
         allocator.keep_freed_memory()  # all contenders in the memory a training run would give them
-    with _progress() as tell:
+    with ceiling.products_of_training(device.name), _progress() as tell:
         return run.run(
             cases,
             device,

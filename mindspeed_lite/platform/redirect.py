@@ -28,12 +28,17 @@ class Redirects:
         self._journal: list[tuple[Any, str, Any, Any]] = []
         self._environment: list[str] = []
         self._shared: set[int] = set()
+        self._undos: list[Callable[[], None]] = []
 
     def default_environment(self, name: str, value: str) -> None:
         """Set an environment variable that the user has left unset."""
         if name not in os.environ:
             os.environ[name] = value
             self._environment.append(name)
+
+    def on_undo(self, undo: Callable[[], None]) -> None:
+        """Have `undo` called, once, with the rest: for what is no attribute."""
+        self._undos.append(undo)
 
     def set(self, owner: Any, name: str, value: Any, *, shared: bool = False) -> None:
         """Set `owner.name` and remember what its own dictionary held before.
@@ -66,6 +71,8 @@ class Redirects:
         for _, name, before, after in reversed(self._journal):
             if before is not _ABSENT and callable(after) and id(after) not in self._shared:
                 moved.setdefault(id(after), {})[name] = before
+        while self._undos:
+            self._undos.pop()()
         while self._environment:
             os.environ.pop(self._environment.pop(), None)
         while self._journal:

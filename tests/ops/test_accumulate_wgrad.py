@@ -11,9 +11,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops import cpu_products, native
+from mindspeed_lite.ops import native
 from mindspeed_lite.ops.accumulate_wgrad import OPERATOR, Case, accumulate_wgrad, cpu, cuda, reference, why_not
 from mindspeed_lite.ops.dispatch import force
+from mindspeed_lite.platform import cpu_products
 
 from .compare import error, one_thread
 

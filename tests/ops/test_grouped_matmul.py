@@ -9,7 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops import cpu_products
 from mindspeed_lite.ops.grouped_matmul import (
     accumulate_weight_gradients,
     cpu,
@@ -18,6 +17,7 @@ from mindspeed_lite.ops.grouped_matmul import (
     weight_gradients,
     why_not,
 )
+from mindspeed_lite.platform import cpu_products
 
 from .compare import Sizes, assert_not_worse, error, one_thread
 from .experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on

@@ -15,15 +15,11 @@ from typing import Any
 import torch
 
 from mindspeed_lite.bench.operators import OURS, TORCH, Case, Contender, Work, compiled, dtype_name, peers
-from mindspeed_lite.ops import cpu_products
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 
 
 def shapes(device: str, quick: bool) -> list[str]:
     """The layers of this project's CPU runs (query-key-value, MLP, output layer), and Llama 8B's MLP."""
-    if device == "cpu" and quick and not cpu_products.has_bf16():
-        # The plain product takes ten seconds of the other shape.
-        return ["256x256x768"]
     if quick:
         return ["1024x1024x3072"]
     if device == "cpu":

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_lite.ops import cpu_products, native
+from mindspeed_lite.ops import native
 from mindspeed_lite.ops.accumulate_wgrad import reference
+from mindspeed_lite.platform import cpu_products
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.accumulate_wgrad import Case

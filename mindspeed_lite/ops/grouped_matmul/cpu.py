@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_lite.ops import cpu_products
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
 from mindspeed_lite.ops.traced import is_traced
+from mindspeed_lite.platform import cpu_products
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
