@@ -1,11 +1,14 @@
-"""`--reset-bucket-group-order`: parameters are gathered in the order in which the first forward pass uses them.
+"""`--reset-bucket-group-order`: parameters are gathered in the order of the first forward pass, from the step's end on.
 
 With `--overlap-param-gather` each bucket's gather is started when the one before it is waited for, along a chain that
 Megatron links by the order in which parameters were registered. Where a model uses them in another order, a bucket
-that is needed late is fetched early and the one that is needed waits. Reaches `DistributedDataParallel.__init__`,
-which links the chains (one of dense parameters, one of experts), and `_ParamAndGradBucketGroup.finish_param_sync`, in
-which a bucket is waited for: the first step's order becomes the chain's. Leaves the gathers themselves alone. Steps
-aside where others decide when gathers start: `--align-param-gather`, `--overlap-param-gather-with-optimizer-step`.
+that is needed late is fetched early and the one that is needed waits. The first bucket of a chain is fetched when it is
+needed, behind nothing. Reaches `DistributedDataParallel.__init__`, which links the chains (one of dense parameters, one
+of experts), `_ParamAndGradBucketGroup.finish_param_sync`, in which a bucket is waited for: the first step's order
+becomes the chain's; and `DistributedOptimizer.step_with_ready_grads`, after which the first bucket's parameters are
+what the next forward pass uses: its gather starts there, behind the end of the step, its logging and the next batch.
+Leaves the gathers themselves alone. Steps aside where others decide when gathers start: `--align-param-gather`,
+`--overlap-param-gather-with-optimizer-step`.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ NAME = "reset_bucket_group_order"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 _ORDER = "order_of_first_use"
 _NEXT = "next_param_gather_bucket_group"
+_chains: weakref.WeakKeyDictionary[Any, list[Order]] = weakref.WeakKeyDictionary()
 
 
 class Order:
@@ -38,10 +43,20 @@ class Order:
         self._registered = list(reversed(groups))
         self._used: list[Any] = []
         self._say = say
+        self.known = False
         for group in groups:
             setattr(group, _ORDER, self)
             # Until the order is known each is fetched when it is needed.
             setattr(group, _NEXT, None)
+
+    def begin(self) -> None:
+        """Start the first gather of the next forward pass, if it is known which that is."""
+        if self.known and not self._used[0].param_gather_dispatched:
+            self._used[0].start_param_sync()
+
+    def is_of(self, parameters: Container[Any]) -> bool:
+        """Whether the chain is of these parameters."""
+        return any(parameter in parameters for group in self._registered for parameter in group.params)
 
     def wait_for(self, group: Any) -> None:
         """`group` is about to be waited for."""
@@ -59,6 +74,7 @@ class Order:
         # What is not used stays out: nobody would wait for it, and Megatron starts no gather twice.
         for group in self._registered:
             delattr(group, _ORDER)
+        self.known = True
         registered = [each for each in self._registered if each in self._used]
         moved = sum(one is not other for one, other in zip(self._used, registered, strict=True))
         self._say(
@@ -77,11 +93,10 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
             return
-        chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if len(each) > 1]
-        if not chains:
+        chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if each]
+        if all(len(each) == 1 for each in chains):
             _tell(session, f"{NAME}: one bucket holds all parameters, so there is no order (--ddp-bucket-size)")
-        for groups in chains:
-            Order(groups, functools.partial(_tell, session))
+        _chains[self] = [Order(groups, functools.partial(_tell, session)) for groups in chains]
 
     return __init__
 
@@ -103,6 +118,19 @@ def _finish(wrapped: Callable[..., None], session: Session) -> Callable[..., Non
     return finish_param_sync
 
 
+def _step(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+    def step_with_ready_grads(self: Any) -> bool:
+        done = wrapped(self)
+        for model in getattr(self, "model_chunks", ()):
+            for order in _chains.get(model, ()):
+                # Dense parameters and experts have an optimizer each.
+                if order.is_of(self.model_param_gbuf_map):
+                    order.begin()
+        return done
+
+    return step_with_ready_grads
+
+
 _DECIDE = {
     "align_param_gather": "--align-param-gather starts gathers from the pipeline's schedule",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step starts them in the step",
@@ -122,7 +150,7 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="parameters gathered in the order in which the first forward pass uses them",
+    summary="parameters gathered in the order of the first forward pass, from the end of the step on",
     options=(
         Option(
             "--reset-bucket-group-order",
@@ -134,5 +162,6 @@ FEATURE = Feature(
     patches=(
         Wrap("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__", _init),
         Wrap(f"{_BUFFERS}:_ParamAndGradBucketGroup.finish_param_sync", _finish),
+        Wrap("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
     ),
 )

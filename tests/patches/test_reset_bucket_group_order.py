@@ -33,7 +33,7 @@ class Backwards(torch.nn.Module):
 
 
 def train(rank: int, store: str, flags: dict[str, Any]) -> tuple[list[list[str]], list[torch.Tensor], list[str]]:
-    """(what each step's forward pass starts and waits for, parameters, notices)."""
+    """(what each step starts and waits for, up to the end of its backward pass, parameters, notices)."""
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -73,9 +73,10 @@ def train(rank: int, store: str, flags: dict[str, Any]) -> tuple[list[list[str]]
             for _ in range(4):
                 model.zero_grad_buffer()
                 optimizer.zero_grad()
-                events.clear()
                 model(torch.ones(2, 64, dtype=torch.bfloat16) / 8).float().square().sum().backward()
                 steps.append(list(events))
+                # What the step starts is the next one's.
+                events.clear()
                 model.finish_grad_sync()
                 optimizer.step()
         finally:
@@ -96,9 +97,9 @@ def test_the_order_of_the_first_step_is_that_of_the_next() -> None:
         # Megatron's chain is of no use here: each is fetched when it is needed.
         needed = [f"{what} {number}" for number in (3, 2, 1, 0) for what in ("wait", "start")]
         assert off[3] == needed
-        # So it is with the feature in the first step; then the next one is fetched beside each.
+        # So it is with the feature in the first step; then the first is fetched before the pass, and one beside each.
         assert on[0] == needed
-        assert on[1] == on[3] == ["wait 3", "start 3", "start 2", "wait 2", "start 1", "wait 1", "start 0", "wait 0"]
+        assert on[1] == on[3] == ["start 3", "wait 3", "start 2", "wait 2", "start 1", "wait 1", "start 0", "wait 0"]
         assert notices == [f"{FEATURE.name}: 4 of 4 bucket groups are used in another place than registered"]
 
     on_ranks(2, body)

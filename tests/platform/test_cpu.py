@@ -377,7 +377,8 @@ def test_installing_a_hundred_times_leaves_nothing_behind():
         return sys.getallocatedblocks()
 
     before = {name: dict(vars(owner)) for name, owner in OWNERS.items()}
-    first = blocks(5)
+    # PyTorch's tables of registered kernels have their size after some rounds.
+    first = blocks(100)
     grown = blocks(100) - first
     # Two hundred functions are made each time; keeping one of them each time would be hundreds of blocks.
     assert grown < 100, grown
@@ -393,7 +394,7 @@ def test_activating_a_hundred_times_leaves_nothing_behind():
         gc.collect()
         return sys.getallocatedblocks()
 
-    first = blocks(5)
+    first = blocks(100)
     grown = blocks(100) - first
     assert grown < 100, grown
 
