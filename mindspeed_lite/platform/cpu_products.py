@@ -147,7 +147,9 @@ def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, 
 
 def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
     """Whether this is a product that needs no resizing; everything else PyTorch does, or refuses, itself."""
-    if a.dtype != b.dtype or a.dim() != b.dim() or a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+    if a.dtype != b.dtype or a.dim() != b.dim() or a.dim() < 2:
+        return False
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
         return False
     return out is None or (out.dtype == a.dtype and out.shape == (*a.shape[:-1], b.shape[-1]))
 

@@ -142,7 +142,12 @@ def test_everything_else_is_pytorchs_own() -> None:
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    [(normal(3, 4), normal(3, 4)), (normal(3, 4), normal(4, 3, dtype=torch.float32)), (normal(3), normal(3, 3))],
+    [
+        (normal(3, 4), normal(3, 4)),
+        (normal(3, 4), normal(4, 3, dtype=torch.float32)),
+        (normal(3), normal(3, 3)),
+        (normal(3), normal(3)),
+    ],
 )
 def test_errors_are_pytorchs(a: torch.Tensor, b: torch.Tensor) -> None:
     texts = []
