@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mindspeed_lite.engine import Context, Feature, Option, Relation
-from mindspeed_lite.parallel.mc2 import Fused
+from mindspeed_lite.parallel.mc2 import MC2
 from mindspeed_lite.parallel.tp_linear import Link, fixed
 
 from . import _tp_linear
@@ -24,7 +24,7 @@ NAME = "use_ascend_mc2"
 def _link(call: Call) -> Link:
     if not call.sequence_parallel:
         call.session.fallback(NAME, "a layer is not sequence parallel: nothing is gathered or scattered")
-    fused = Fused(call.session.fallback_of(NAME))
+    fused = MC2(call.session.fallback_of(NAME))
     return Link(call.group, call.sequence_parallel, fixed(1), call.weight_gradient, fused)
 
 

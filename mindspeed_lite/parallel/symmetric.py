@@ -2,8 +2,7 @@
 
 As `pipelined`, on CUDA devices that reach each other's memory: a rank copies its neighbours' rows, or hands over
 theirs, by NVLink on a stream of its own while it multiplies others, without NCCL and without its kernels' share of the
-processors. PyTorch cuts by rank, so `slices` says nothing here. Where the operators cannot serve, `pipelined` does, in
-one message, and `say` is told why; that depends on what all ranks of a group know alike.
+processors. What keeps a call from the operators is found out by all ranks of a group together, once.
 
 A scattered result is summed over ranks in one pass and rounded once, where a ring rounds after every rank.
 
@@ -16,53 +15,38 @@ import functools
 import socket
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import pipelined
-from .pipelined import Pending
+from .fused import Fused
 
 _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
-class Symmetric:
-    """`pipelined` by the fused operators; `say` is told what they cannot do."""
+class Symmetric(Fused):
+    """The two operators of PyTorch."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+        if x.dtype != w.dtype:
+            return [f"{x.dtype} times {w.dtype}"]
+        if not x.shape[0]:
+            return ["there are no rows"]
+        if group not in _found:
+            _found[group] = prepare(group, x.device)
+        reason = _found[group]
+        return [] if reason is None else [reason]
 
-    def gather_matmul(
-        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int, keep: bool = False
+    def _gather(
+        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `pipelined.gather_matmul`."""
-        if not self._can(x, w, group):
-            return pipelined.gather_matmul(x, w, group, 1, keep)
-        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
-            x.contiguous(), [w], 0, group.group_name, return_A=keep
-        )
-        return y, whole if keep else None
+        whole, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group.group_name, return_A=keep)
+        return y, whole
 
-    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, slices: int) -> Pending:
-        """As `pipelined.matmul_scatter`."""
-        if not self._can(x, w, group):
-            return pipelined.matmul_scatter(x, w, group, 1)
-        y = torch.ops.symm_mem.fused_matmul_reduce_scatter(x.contiguous(), w, "sum", 0, group.group_name)
-        return Pending(y, [], [])
-
-    def _can(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        reason = f"{x.dtype} times {w.dtype}" if x.dtype != w.dtype else None
-        if reason is None and not x.shape[0]:
-            reason = "no rows"
-        if reason is None:
-            if group not in _found:
-                _found[group] = prepare(group, x.device)
-            reason = _found[group]
-        if reason is not None:
-            self._say(reason)
-        return reason is None
+    def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group.group_name)
+        return y
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:

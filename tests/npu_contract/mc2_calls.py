@@ -26,28 +26,24 @@ DTYPES = ("float16", "bfloat16")
 
 # Text in mc2.py -> what stands there instead, and words of what must be said.
 MUTATIONS = {
-    "a transposed input": ("x.contiguous(),  # [m, K]: may", "x.t().contiguous().t(),  # may", "is not contiguous"),
-    "an input to scatter that is transposed": (
-        "x.contiguous(),  # [p m, K]",
-        "x.t().contiguous().t(),",
+    "a transposed input": (
+        "all_gather_base_mm(x, w",
+        "all_gather_base_mm(x.t().contiguous().t(), w",
         "is not contiguous",
     ),
-    "a weight turned round": ("            w,  # [K, N]: may be one\n", "            w.t(),\n", "fit"),
-    "half the ranks": (
-        "group.size(),\n            gather_output",
-        "group.size() // 2,\n            gather_output",
-        "ranks",
+    "an input to scatter that is transposed": (
+        "reduce_scatter_base(x, w",
+        "reduce_scatter_base(x.t().contiguous().t(), w",
+        "is not contiguous",
     ),
+    "a weight turned round": ("all_gather_base_mm(x, w", "all_gather_base_mm(x, w.t()", "fit"),
+    "half the ranks": ("group.size(), gather_output", "group.size() // 2, gather_output", "ranks"),
     "what was gathered is not asked for": ("gather_output=keep", "gather_output=False", "wants what was gathered"),
     "what was gathered is asked for always": ("gather_output=keep", "gather_output=True", "nobody wants"),
-    "no name": (
-        'communicator(group, x.device),\n            group.size(),\n            reduce_op',
-        '"",\n            group.size(),\n            reduce_op',
-        "communicator",
-    ),
+    "no name": ("name, group.size(), reduce_op", '"", group.size(), reduce_op', "communicator"),
     "an average": ('reduce_op="sum"', 'reduce_op="avg"', "reduce_op is avg"),
-    "an operation left to the default": ('            reduce_op="sum",\n', "", "not passed by name"),
-}  # fmt: skip
+    "an operation left to the default": (', reduce_op="sum"', "", "not passed by name"),
+}
 
 
 def wrong(call: Call, gathered: bool) -> Iterator[str]:
@@ -91,7 +87,7 @@ def problems(module: Any) -> list[str]:
     """What is wrong with the calls of both layers, forward and backward, through `module`."""
     module.communicator = lambda group, device: NAME
     said: list[str] = []
-    fused = module.Fused(said.append)
+    fused = module.MC2(said.append)
     found: list[str] = []
     group = dist.group.WORLD
     assert group is not None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel import mc2, pipelined
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from tests.parallel.two_layers import results
 from tests.platform.forked import forked, on_ranks
 
 RANKS, ROWS, HIDDEN, INNER = 2, 5, 264, 256
@@ -69,23 +69,9 @@ def test_both_layers_give_what_they_give_in_one_message():
         communicator = mc2.communicator
         mc2.communicator = lambda _, device: communicator(named, device)
         said = []
-        generator = torch.Generator().manual_seed(rank)
-        made = {
-            "x": torch.randn(ROWS, 2, HIDDEN, generator=generator),
-            "up": torch.randn(INNER, HIDDEN, generator=generator) / 16,
-            "down": torch.randn(HIDDEN, INNER, generator=generator) / 16,
-            "dy": torch.randn(ROWS, 2, HIDDEN, generator=generator),
-        }
         for dtype, fused in ((torch.bfloat16, True), (torch.float32, False)):
-            results = []
-            for products in (pipelined, mc2.Fused(said.append)):
-                x, up, down = (made[name].to(dtype).requires_grad_() for name in ("x", "up", "down"))
-                x.grad = up.grad = down.grad = None
-                link = Link(group, True, fixed(1), PLAIN, products)
-                y = row_linear(column_linear(x, up, None, link), down, link)
-                y.backward(made["dy"].to(dtype))
-                results.append((y.detach(), x.grad, up.grad, down.grad))
-            assert all(map(torch.equal, *results)), dtype
+            both = [results(each, group, dtype, ROWS, HIDDEN, INNER) for each in (pipelined, mc2.MC2(said.append))]
+            assert all(map(torch.equal, *both)), dtype
             if fused:
                 assert said == [] and named.asked == [rank] * 4
         assert len(named.asked) == 4 and "MC2 takes float16 or bfloat16" in said[0]

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel import pipelined, symmetric
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from tests.parallel.two_layers import results
 from tests.platform.forked import forked, on_ranks
 
 RANKS, ROWS, HIDDEN, INNER = 2, 5, 24, 16
@@ -54,23 +54,10 @@ def test_both_layers_give_what_they_give_in_one_message():
         # What it would say of a CPU.
         symmetric._alone = lambda device: None
         said = []
-        generator = torch.Generator().manual_seed(rank)
-        made = {
-            "x": torch.randn(ROWS, 2, HIDDEN, generator=generator),
-            "up": torch.randn(INNER, HIDDEN, generator=generator) / 16,
-            "down": torch.randn(HIDDEN, INNER, generator=generator) / 16,
-            "dy": torch.randn(ROWS, 2, HIDDEN, generator=generator),
-        }
         for dtype in (torch.bfloat16, torch.float32):
-            results = []
-            for products in (pipelined, symmetric.Symmetric(said.append)):
-                x, up, down = (made[name].to(dtype).requires_grad_() for name in ("x", "up", "down"))
-                x.grad = up.grad = down.grad = None
-                link = Link(group, True, fixed(1), PLAIN, products)
-                y = row_linear(column_linear(x, up, None, link), down, link)
-                y.backward(made["dy"].to(dtype))
-                results.append((y.detach(), x.grad, up.grad, down.grad))
-            assert all(map(torch.equal, *results)), dtype
+            fused = symmetric.Symmetric(said.append)
+            both = [results(each, group, dtype, ROWS, HIDDEN, INNER) for each in (pipelined, fused)]
+            assert all(map(torch.equal, *both)), dtype
         name = group.group_name
         forward = [("gather", 0, name, False, True), ("scatter", "sum", 0, name, True)]
         # The row parallel layer keeps what it gathers, for its weight's gradient.
