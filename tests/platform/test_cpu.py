@@ -367,7 +367,7 @@ def test_undo_gives_back_every_attribute_by_identity():
 
 
 @forked()
-def test_installing_a_hundred_times_leaves_nothing_behind():
+def test_installing_hundreds_of_times_leaves_nothing_behind():
     def blocks(times):
         for _ in range(times):
             redirects = Redirects()
@@ -377,16 +377,16 @@ def test_installing_a_hundred_times_leaves_nothing_behind():
         return sys.getallocatedblocks()
 
     before = {name: dict(vars(owner)) for name, owner in OWNERS.items()}
-    # PyTorch's tables of registered kernels have their size after some rounds.
+    # PyTorch's tables of registered kernels grow for some rounds, by a few hundred blocks, and shrink again.
     first = blocks(100)
-    grown = blocks(100) - first
-    # Two hundred functions are made each time; keeping one of them each time would be hundreds of blocks.
-    assert grown < 100, grown
+    grown = blocks(400) - first
+    # Two hundred functions are made each time, of several blocks each: one that is kept each time is seen.
+    assert grown < 400, grown
     assert differences(before) == []
 
 
 @forked()
-def test_activating_a_hundred_times_leaves_nothing_behind():
+def test_activating_hundreds_of_times_leaves_nothing_behind():
     def blocks(times):
         for _ in range(times):
             platform.activate()
@@ -395,8 +395,8 @@ def test_activating_a_hundred_times_leaves_nothing_behind():
         return sys.getallocatedblocks()
 
     first = blocks(100)
-    grown = blocks(100) - first
-    assert grown < 100, grown
+    grown = blocks(400) - first
+    assert grown < 400, grown
 
 
 @pytest.mark.parametrize(
