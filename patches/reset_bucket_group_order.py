@@ -95,7 +95,7 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
             return
         chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if each]
         if all(len(each) == 1 for each in chains):
-            _tell(session, f"{NAME}: one bucket holds all parameters, so there is no order (--ddp-bucket-size)")
+            _tell(session, f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
         _chains[self] = [Order(groups, functools.partial(_tell, session)) for groups in chains]
 
     return __init__
@@ -154,7 +154,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--reset-bucket-group-order",
-            help="Fetch parameters that are gathered behind compute in the order in which they are used.",
+            help="Gather parameters behind compute in the order of their use, from the end of the step on.",
         ),
     ),
     numerics="bitwise",

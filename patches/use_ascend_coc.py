@@ -76,10 +76,12 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
 
 
 def _link(call: Call) -> Link:
-    if call.sequence_parallel and call.session.settings["coc_fused_kernel"]:
+    if call.session.settings["coc_fused_kernel"]:
         say = call.session.fallback_of(NAME)
-        symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
-        return Link(call.group, True, fixed(1), call.weight_gradient, symmetric)
+        if call.sequence_parallel:
+            symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
+            return Link(call.group, True, fixed(1), call.weight_gradient, symmetric)
+        say("--coc-fused-kernel: a layer is not sequence parallel, which PyTorch's operators are for: slices")
     return Link(call.group, call.sequence_parallel, _slices(call), call.weight_gradient)
 
 
@@ -105,7 +107,7 @@ def _number(text: str) -> int | str:
 
 
 def _enabled(settings: Settings) -> bool:
-    return bool(settings.get("use_ascend_coc", False) or settings.get("tp_comm_overlap", False))
+    return any(settings.get(name, False) for name in ("use_ascend_coc", "tp_comm_overlap", "coc_fused_kernel"))
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -128,10 +130,6 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if settings.get("mindspeed_lite_auto", False) and not _enabled(settings):
         reasons.append("times choose the slices, so that two runs may differ in the last bit: ask for it by name")
-    if context.arg("cuda_graph_impl", "none") not in (None, "none") or context.arg("enable_cuda_graph", False):
-        reasons.append("CUDA graphs: recording collectives in slices has not been tried")
-    if context.arg("cpu_offloading_num_layers", 0):
-        reasons.append("--cpu-offloading-num-layers looks for what Megatron's own linear layer saves")
     return reasons
 
 

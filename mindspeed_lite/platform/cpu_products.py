@@ -1,7 +1,7 @@
 """Products of 16-bit matrices on a processor that has none: widened to fp32, multiplied, rounded once.
 
 Without AVX-512 oneDNN has no bf16 product, and without AVX-512 FP16 none of fp16. PyTorch then takes a loop of its own,
-which is 10 to 300 times slower than the same product in fp32: a linear layer's gradient of its input, 1024 x 5632 times
+which is 6 to 300 times slower than the same product in fp32: a linear layer's gradient of its input, 1024 x 5632 times
 5632 x 1024, takes 20 s on two AVX2 cores and 0.07 s this way. `install` gives PyTorch's dispatcher other kernels for
 `mm`, `addmm`, `bmm`, `baddbmm` and their in-place and `out` forms on the CPU, so whatever multiplies is reached:
 layers, backward passes, compiled graphs. Products sum in fp32 and are rounded once, so they are no less exact than
@@ -15,6 +15,7 @@ Widened copies live as long as the call; the fp32 result is made in parts of at 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from .base import DeviceError
 PRODUCTS_VARIABLE = "MINDSPEED_LITE_PRODUCTS"
 WIDE = "wide"
 TORCH = "torch"
+
+_log = logging.getLogger("mindspeed_lite")
 
 # Elements of an fp32 result that is made at once.
 _PART = 1 << 24
@@ -74,8 +77,11 @@ def install() -> Callable[[], None]:
     global _widened, _library
     slow = frozenset(dtype for dtype, has in ((torch.bfloat16, has_bf16), (torch.float16, has_fp16)) if not has())
     get_kernel: Any = getattr(torch.library, "get_kernel", None)
-    if _widened or not slow or wanted() == TORCH or get_kernel is None:
-        # An older PyTorch does not hand out the kernels that everything else must go on using.
+    if _widened or not slow or wanted() == TORCH:
+        return lambda: None
+    if get_kernel is None:
+        # It hands out the kernels that everything else must go on using.
+        _log.warning("16-bit matrix products are slow here: torch %s has no library.get_kernel", torch.__version__)
         return lambda: None
     _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     overrides = {}

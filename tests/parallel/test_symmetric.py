@@ -26,12 +26,8 @@ def twin():
         return operators._fused_all_gather_matmul_fallback(x, weights, dim, name, return_A=return_A)
 
     def scatter(x, w, op, dim, name):
-        # PyTorch's fallback is an all-to-all with a sum of its own kind on gloo; this is what it documents.
         calls.append(("scatter", op, dim, name, x.is_contiguous()))
-        product = x @ w
-        out = product.new_empty(product.shape[0] // RANKS, product.shape[1])
-        dist.reduce_scatter_tensor(out, product, group=dist.group.WORLD)
-        return out
+        return operators._fused_matmul_reduce_scatter_fallback(x, w, op, dim, name)
 
     library = torch.library.Library("symm_mem", "IMPL")
     library.impl("fused_all_gather_matmul", gather, "CPU")

@@ -210,8 +210,11 @@ def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
 
             off = step()
             calls.clear()
-            with mindspeed_lite.enabled(use_ascend_coc=True, coc_fused_kernel=True, coc_parallel_num=2, strict=True):
+            flags = {"coc_fused_kernel": True, "coc_parallel_num": 2, "strict": sequence_parallel}
+            with mindspeed_lite.enabled(**flags):
                 on = step()
+                said = [text for text in map(str, mindspeed_lite.report().fallbacks) if "not sequence parallel" in text]
+            assert len(said) == (not sequence_parallel)
             assert all(map(torch.equal, on, off)) and [call[0] for call in calls] == expected
         library._destroy()
 

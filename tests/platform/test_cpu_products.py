@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from mindspeed_lite.platform import DeviceError, cpu_products
 
 DTYPES = (torch.bfloat16, torch.float16)
-Run = Callable[[Callable[..., torch.Tensor]], torch.Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -177,6 +176,12 @@ def test_the_variable_leaves_pytorch_alone_or_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setenv(cpu_products.PRODUCTS_VARIABLE, "fast")
     with pytest.raises(DeviceError, match=r"MINDSPEED_LITE_PRODUCTS=fast.*wide or torch"):
         cpu_products.install()
+
+
+def test_an_older_pytorch_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(torch.library, "get_kernel")
+    cpu_products.install()
+    assert not cpu_products.widened() and "has no library.get_kernel" in caplog.text
 
 
 def test_installing_twice_is_once(installed: None) -> None:
