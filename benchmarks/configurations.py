@@ -1,4 +1,4 @@
-"""What is measured every time: four trainings whose shapes stay the same from release to release."""
+"""What is measured every time: trainings whose shapes stay the same from release to release."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ def _model(layers: int, hidden: int, ffn: int, heads: int, sequence: int, vocabu
     )
 
 
+_DENSE = (
+    "use_flash_attn,use_fused_rmsnorm,use_fused_swiglu,use_fused_rotary_pos_emb,use_fused_adamw,"
+    "use_fused_cross_entropy,gradient_accumulation_fusion"
+)
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 _MOE = (
     "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
@@ -60,6 +64,11 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
         Configuration(
             "dense-small-tp2-sp", "4 layers, hidden 512, sequence 512, tensor and sequence parallel over 2", 2,
             f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}", "--all --repeats 3 --warmup 2 --steps 6",
+        ),
+        Configuration(
+            "dense-small-tp2-sp-500mbit", "the same on links of 500 Mbit/s; communication behind products", 2,
+            f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}",
+            f"--features use_ascend_coc --beside {_DENSE} --link-rate 500 --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
             "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,

@@ -141,9 +141,15 @@ def _page(configurations: Sequence[Configuration], kept: Path, device: str) -> s
 def _command(report: Mapping[str, Any]) -> str:
     """The command that made a report, without --out: as it was, not as the configuration stands now."""
     settings = report["settings"]
-    parts = ["mindspeed-lite", "bench", f"--{settings['mode']}"]
+    names = [arm["name"] for arm in report["arms"] if arm["role"] == "on"]
+    chosen = ["--features", names[0].replace("+", ",")] if settings["mode"] == "features" else [f"--{settings['mode']}"]
+    parts = ["mindspeed-lite", "bench", *chosen]
+    if settings["beside"]:
+        parts += ["--beside", ",".join(settings["beside"])]
     for name in ("repeats", "warmup", "steps", "allocator"):
         parts += [f"--{name}", str(settings[name])]
+    if settings.get("link_rate"):
+        parts += ["--link-rate", f"{settings['link_rate']:g}"]
     return shlex.join([*parts, "--title", report["title"]])
 
 

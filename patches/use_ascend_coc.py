@@ -25,6 +25,7 @@ from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session
 from mindspeed_lite.parallel.slices import CANDIDATES, Trials
 from mindspeed_lite.parallel.symmetric import Symmetric
 from mindspeed_lite.parallel.tp_linear import Link, Slices, fixed
+from mindspeed_lite.platform import cache
 
 from . import _tp_linear
 from ._tp_linear import LAYERS, Call
@@ -48,7 +49,9 @@ class _Choice:
     def of(self, group: Any, training: bool) -> Slices:
         if self._number is not None:
             return fixed(self._number)
-        trials = self._trials.setdefault(group, Trials(group, lambda text: _log.warning("%s: %s", NAME, text)))
+        if group not in self._trials:
+            self._trials[group] = Trials(group, lambda text: _log.warning("%s: %s", NAME, text), cache.folder)
+        trials = self._trials[group]
         return trials if training else trials.known
 
 

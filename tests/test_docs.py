@@ -12,9 +12,9 @@ import pytest
 from mindspeed_lite import activation, platform
 from mindspeed_lite.cli import COMMANDS
 from mindspeed_lite.memory import host
-from mindspeed_lite.ops.native import CACHE_VARIABLE
 from mindspeed_lite.patches._defaults import DEFAULTS
 from mindspeed_lite.platform import allocator, cpu_products
+from mindspeed_lite.platform.cache import CACHE_VARIABLE
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
 
 ROOT = Path(__file__).resolve().parents[1]

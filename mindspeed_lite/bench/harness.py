@@ -9,14 +9,19 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import mindspeed_lite
 from mindspeed_lite.bench import records
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
 from mindspeed_lite.bench.records import Process
+
+if TYPE_CHECKING:
+    # Brings torch, which whoever starts others can do without.
+    from mindspeed_lite.bench.network import Links
 
 _INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(mindspeed_lite.__file__).parent.parent
@@ -36,6 +41,7 @@ class Job:
         timeout: seconds without a new step after which a run counts as hung.
         environment: variables set in every run, on top of this process's.
         memory: whether bytes are counted by what they are for.
+        links: what joins the processes in place of the machine's own links, if anything.
     """
 
     command: tuple[str, ...]
@@ -46,6 +52,7 @@ class Job:
     allocator: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     memory: bool = False
+    links: Links | None = None
 
 
 @dataclass
@@ -74,22 +81,22 @@ def run(
 ) -> Outcome:  # fmt: skip
     """Run the command once in fresh processes; KeyboardInterrupt ends it and passes on."""
     slug = "".join(letter if letter.isalnum() or letter in "+_-" else "-" for letter in arm.name)
-    name = f"{repeat:02d}-{slug[:80]}"
-    folder = job.folder / "runs" / name
+    folder = job.folder / "runs" / f"{repeat:02d}-{slug[:80]}"
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank*.jsonl"):
         old.unlink()
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    launched = time.time()
-    plan = Plan(
-        arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
-        trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
-        package_root=str(_ROOT), memory=job.memory,
-    )  # fmt: skip
-    plan.write(folder / "plan.json")
-    with log.open("w") as output, _held_port() as port:
+    with log.open("w") as output, _held_port() as port, job.links.opened() if job.links else nullcontext("") as name:
+        launched = time.time()
+        plan = Plan(
+            arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
+            trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
+            package_root=str(_ROOT), memory=job.memory,
+            link_rate=job.links.megabits if job.links else 0.0, link_name=name,
+        )  # fmt: skip
+        plan.write(folder / "plan.json")
         try:
             process = subprocess.Popen(
                 job.command,

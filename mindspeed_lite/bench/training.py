@@ -113,6 +113,7 @@ class Benchmark:
                 "beside": list(request.beside),
                 "yardstick": request.yardstick,
                 "allocator": request.job.allocator or "as the command has it",
+                **_links(request.job),
             },
         )
 
@@ -187,6 +188,16 @@ class Benchmark:
             self.ceiling = json.loads(done.stdout) if done.returncode == 0 else None
         except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
             self.ceiling = None
+
+
+def _links(job: Job) -> dict[str, Any]:
+    if job.links is None:
+        return {"link_rate": None, "links": None}
+    modelled = job.links.modelled
+    return {
+        "link_rate": job.links.megabits,
+        "links": "network namespaces" if modelled is None else f"modelled ({modelled})",
+    }
 
 
 def check_features(names: Sequence[str]) -> None:

@@ -28,6 +28,8 @@ def start(path: str) -> None:
     current = platform.current()
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
+    if plan.link_rate:
+        _join(plan, current)
     lanes = None
     if plan.trace and current is not None and current.name == "cpu":
         # Before Megatron takes collectives by value.
@@ -41,6 +43,16 @@ def start(path: str) -> None:
     if isinstance(_recorder, MemoryRecorder):
         _memory.install(_recorder.around)
     _recording.install(_recorder)
+
+
+def _join(plan: Plan, device: Any) -> None:
+    from mindspeed_lite.bench import network
+
+    if device is None or device.name != "cpu":
+        name = "none" if device is None else device.name
+        raise SystemExit(f"mindspeed-lite bench: --link-rate joins processes on CPU, and the device is {name}.")
+    # As the recording of lanes, before Megatron takes collectives by value.
+    network.join(plan.link_rate, plan.link_name)
 
 
 def _prepare(args: Any, plan: Plan) -> None:

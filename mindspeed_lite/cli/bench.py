@@ -18,6 +18,7 @@ from .terminal import fail
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from mindspeed_lite.bench.network import Links
     from mindspeed_lite.bench.training import Benchmark, Progress
 
 PROGRAM = "mindspeed-lite bench"
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
                 steps=options.steps,
                 timeout=options.timeout,
                 allocator=options.allocator or "",
+                links=_links(options.link_rate),
             ),
             mode=options.mode or "features",
             features=features,
@@ -86,6 +88,19 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     return _measure(benchmark, folder, training.BenchError)
+
+
+def _links(megabits: float | None) -> Links | None:
+    if megabits is None:
+        return None
+    from mindspeed_lite.bench import network
+
+    found = network.Links.of(megabits)
+    if found.modelled is not None:
+        print(
+            f"links are modelled: {found.modelled}; messages from one stage to the next take no time", file=sys.stderr
+        )
+    return found
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -210,14 +225,28 @@ def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     for name, least in (("repeats", 1), ("warmup", 0), ("steps", 2)):
         if getattr(options, name) < least:
             return f"--{name} is at least {least}, not {getattr(options, name)}"
+    if options.link_rate is not None and not options.link_rate > 0:
+        return f"--link-rate is a number of megabits a second above 0, not {options.link_rate:g}"
     if options.timeout <= 0:
         return f"--timeout is a number of seconds above 0, not {options.timeout:g}"
+    if options.trace and options.no_profile and (device := _device()) != "cpu":
+        return f"the trace of {device} is the profiler's: leave out --no-profile or --trace"
     if shutil.which(command[0]) is None:
         return f"there is no program {command[0]!r} to run"
     disable = os.environ.get("MINDSPEED_LITE_DISABLE", "").strip().lower()
     if disable not in ("", "0", "false", "no", "off"):
         return "MINDSPEED_LITE_DISABLE is set, so no feature could be turned on: unset it"
     return None
+
+
+def _device() -> str:
+    """The one that the processes of a run will choose."""
+    from mindspeed_lite import platform
+
+    try:
+        return platform.choose().name
+    except platform.DeviceError:
+        return "cpu"  # they say what is wrong
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -255,6 +284,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--allocator", choices=("keep", "system"),
         help="on the CPU, for all arms: keep freed memory or give it back (default: as the command has it)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--link-rate", type=float, metavar="MBIT",
+        help="on the CPU, for all arms: ranks as if on hosts of their own, joined by links of so many megabits a "
+        "second (Linux and root; elsewhere links are modelled)",
     )  # fmt: skip
     parser.add_argument(
         "--trace",

@@ -3,7 +3,7 @@
 Slices win what they hide and lose what smaller messages and smaller products cost, and on a link fast enough they
 only lose. No formula knows a library's small products or a host that shares its cores between both, so the passes
 themselves are measured: once for each shape, all ranks of the group together, with the numbers of slices in turn.
-Every rank then takes the number that the slowest rank would.
+Every rank then takes the number that the slowest rank would. What was found is kept for later runs (`kept.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from .kept import Kept
 
 CANDIDATES = (1, 2, 4, 8)
 ROUNDS = 7
@@ -45,6 +49,16 @@ class Trial:
         fastest = min(share, key=lambda each: share[each])
         return fastest if share[fastest] < 1 - MARGIN else 1
 
+    @classmethod
+    def of(cls, phase: str, shape: tuple[int, int, int], kept: Any) -> Trial | None:
+        """From what `rounds` were kept as, which text may have been through; None if they are not such."""
+        try:
+            rounds = {int(number): [float(each) for each in times] for number, times in kept.items()}
+        except (AttributeError, TypeError, ValueError):
+            return None
+        sound = 1 in rounds and set(rounds) <= set(CANDIDATES)
+        return cls(phase, shape, rounds) if sound and all(len(each) == ROUNDS for each in rounds.values()) else None
+
     def to_text(self) -> str:
         times = ", ".join(f"{number}: {1e3 * statistics.median(each):.2f} ms" for number, each in self.rounds.items())
         rows, inner, outer = self.shape
@@ -55,12 +69,19 @@ class Trial:
 class Trials:
     """The number of slices for each pass of a group's layers, found at the first call of each shape.
 
-    say: told once what was found, on the first rank of the group.
+    Args:
+        say: told once what was found, on the first rank of the group.
+        folder: gives the folder where trials of earlier runs are and these go, or raises `NoCache`; called on the
+            first rank of the group. None to keep nothing, on all ranks alike.
     """
 
-    def __init__(self, group: dist.ProcessGroup, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, say: Callable[[str], None], folder: Callable[[], Path] | None = None
+    ) -> None:
         self._group = group
-        self._say = say
+        self._say = say if group.rank() == 0 else lambda text: None
+        self._folder = folder
+        self._kept: Kept | None = None
         self._found: dict[tuple[object, ...], Trial] = {}
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
@@ -70,16 +91,32 @@ class Trials:
         if trial is None:
             numbers = [each for each in CANDIDATES if each == 1 or each * LEAST_ROWS <= x.shape[0]]
             shape = (x.shape[0], x.shape[1], w.shape[1])
-            trial = Trial(phase, shape, self._measured(numbers, x, run) if len(numbers) > 1 else {1: [1.0]})
+            trial = self._tried(phase, shape, numbers, x, run) if len(numbers) > 1 else Trial(phase, shape, {1: [1.0]})
             self._found[key] = trial
-            if len(numbers) > 1 and self._group.rank() == 0:
-                self._say(trial.to_text())
         return trial.best
 
     def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
         """The same without a trial: 1 for what has not been tried, such as the shapes of an evaluation."""
         trial = self._found.get(_key(phase, x, w))
         return 1 if trial is None else trial.best
+
+    def _tried(
+        self, phase: str, shape: tuple[int, int, int], numbers: list[int], x: torch.Tensor, run: Callable[[int], object]
+    ) -> Trial:
+        """By an earlier run, else now; and said."""
+        if self._kept is None and self._folder is not None:
+            self._kept = Kept(self._folder, self._group, x.device)
+        kept = self._kept
+        name = f"{phase} {' '.join(map(str, shape))} {x.dtype}"
+        trial = None if kept is None else Trial.of(phase, shape, kept.found.get(name))
+        if kept is not None and trial is not None and [*trial.rounds] == numbers:
+            self._say(f"{trial.to_text()}, as kept in {kept.path} by an earlier run")
+            return trial
+        trial = Trial(phase, shape, self._measured(numbers, x, run))
+        self._say(trial.to_text())
+        if kept is not None and (problem := kept.add(name, trial.rounds)) is not None:
+            self._say(f"trials cannot be kept for later runs: {problem}")
+        return trial
 
     def _measured(self, numbers: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
         seconds: dict[int, list[float]] = {number: [] for number in numbers}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import socket
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -45,7 +48,41 @@ def test_a_namespace_carries_so_many_bytes_a_second():
         on_ranks(2, body)
         names = os.listdir("/run/netns")
         assert all(any(each == lab._host(rank) for each in names) for rank in range(2))
-    assert not any(each.startswith(lab._name) for each in os.listdir("/run/netns")), "left behind"
+    assert not any(each.startswith(lab.name) for each in os.listdir("/run/netns")), "left behind"
+
+
+@forked("torch")
+def test_a_training_meets_outside_and_talks_over_the_links():
+    """As torchrun starts it: the store is none of the namespaces', and groups that are made later use the link too."""
+    for links in (network.Links(20.0, "not asked for"), network.Links.of(20.0)):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+
+        def body(rank, links=links, port=port, name=""):
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
+            network.join(links.megabits, name)
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+            assert 0.08 < seconds_of_a_gather() < 2.0
+            later = dist.new_group([0, 1])
+            start = time.perf_counter()
+            dist.all_reduce(torch.ones(SIZE), group=later)
+            assert time.perf_counter() - start > 0.1
+            assert bool(name) == ("lab0" in {each for _, each in socket.if_nameindex()})
+
+        with links.opened() as name:
+            assert bool(name) == (links.modelled is None)
+            on_ranks(2, functools.partial(body, name=name))
+        if name:
+            assert not any(each.startswith(name) for each in os.listdir("/run/netns")), "left behind"
+
+
+@forked("torch")
+def test_one_process_alone_has_no_link():
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
+    network.join(20.0, "")
+    with pytest.raises(SystemExit, match="--link-rate joins processes, and this training has one"):
+        dist.init_process_group("gloo")
 
 
 def test_what_the_kernel_refuses_is_an_error_that_names_the_command():

@@ -7,12 +7,14 @@ import re
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mindspeed_lite.bench import compose, harness, timeline
 from mindspeed_lite.bench.harness import Job, Outcome
+from mindspeed_lite.bench.network import Links
 from mindspeed_lite.bench.plan import Arm
 from tests import matrix
 from tests.training.test_script import MODEL, NO_DROPOUT
@@ -194,6 +196,22 @@ def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
 
 
 @matrix.whole
+def test_slower_links_make_a_slower_training(tmp_path: Path) -> None:
+    """Two ranks of tensor parallelism, joined by less than their messages need; losses do not know of it."""
+    extra = ("--tensor-model-parallel-size", "2")
+    found = {}
+    for rate in (None, 4.0):
+        links = None if rate is None else Links.of(rate)
+        given = replace(job(tmp_path / str(rate), nproc=2, extra=extra), links=links)
+        outcome = harness.run(given, Arm("off", "off"), 1)
+        assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
+        found[rate] = outcome.steps[2:]
+    median = {rate: statistics.median(step["seconds"] for step in steps) for rate, steps in found.items()}
+    assert median[4.0] > 1.5 * median[None], median
+    assert [step["loss"] for step in found[4.0]] == [step["loss"] for step in found[None]]
+
+
+@matrix.whole
 def test_a_command_that_never_trains(tmp_path: Path) -> None:
     for command, text in (
         ([sys.executable, "-c", "print('hello')"], "without a training step of Megatron that could be seen"),
@@ -233,6 +251,7 @@ def cli(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (["--", "no-such-program"], "there is no program 'no-such-program'"),
         (["--repeats", "0", "--", "python"], "--repeats is at least 1"),
         (["--steps", "1", "--", "python"], "--steps is at least 2"),
+        (["--link-rate", "0", "--", "python"], "--link-rate is a number of megabits a second above 0, not 0"),
         (["--each", "--all", "--", "python"], "not allowed with argument"),
     ],
 )

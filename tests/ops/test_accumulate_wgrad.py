@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.accumulate_wgrad import OPERATOR, Case, accumulate_wgrad, cpu, cuda, reference, why_not
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.platform import cpu_products
+from mindspeed_lite.platform import cache, cpu_products
 
 from .compare import error, one_thread
 
@@ -177,7 +177,7 @@ def test_dtypes_without_a_kernel_have_a_reason_and_the_reference() -> None:
 
 def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv(native.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert shutil.which("g++") is None
     monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -201,6 +202,40 @@ def test_widening_takes_the_memory_of_one_expert(monkeypatch: pytest.MonkeyPatch
         grouped_matmul(problem.x, problem.weights, problem.counts)
         weight_gradients(problem.dy, problem.x, problem.counts)
     assert sizes.largest == 16 * 8 * 64 * 2  # y itself
+
+
+def test_a_router_does_not_choose_how_many_kernels_onednn_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
+    plain, met, rows = torch.mm, set(), set()
+
+    def mm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        met.add(len(left))
+        return plain(left, right, out=out)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(60):
+        counts = torch.randint(0, 257, (4,), generator=generator).tolist()
+        rows |= {*counts}
+        problem = Problem(counts, 4, 8, torch.bfloat16)
+        grouped_matmul(problem.x, problem.weights, counts)
+    assert len(rows) > 100 and len(met) <= 32
+
+
+def test_an_expert_takes_no_notice_of_rows_that_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of few sizes reads them, and writes what their experts write over."""
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
+    counts = [5, 0, 3, 21, 1]
+    problem = Problem(counts, 6, 7, torch.bfloat16, biased=True)
+    good = grouped_matmul(problem.x, problem.weights, counts, problem.biases)
+    bounds = torch.tensor([0, *counts]).cumsum(0).tolist()
+    for start, end in itertools.pairwise(bounds):
+        x = problem.x.clone()
+        x[start:end] = float("nan")
+        y = grouped_matmul(x, problem.weights, counts, problem.biases)
+        assert bool(y[start:end].isnan().all())
+        y[start:end] = good[start:end]
+        assert torch.equal(y, good)
 
 
 def test_no_reason_not_to_run_on_the_cpu() -> None:

@@ -2,6 +2,11 @@
 
 Numbers of 16 bits that the processor does not multiply as such are widened for one expert at a time, into buffers
 that are used for all and stay in the cache, multiplied in fp32 and rounded once.
+
+Where the processor multiplies them, oneDNN makes a kernel for every number of rows that it has not met, which takes
+about as long as the product of a few hundred rows, and keeps the last 1024 of all kinds; a router's choices have other
+numbers at every step. So a product takes some rows more, those of the experts that follow, who write theirs later: few
+numbers of rows are met then.
 """
 
 from __future__ import annotations
@@ -71,18 +76,26 @@ def _forward(
     direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
     wide_x, wide_y = _buffer(counts, x, dtype), _buffer(counts, y, dtype)
     wide_weight = torch.empty(weights[0].shape, dtype=dtype)
-    for expert, (left, rows) in enumerate(zip(_groups(x, counts), _groups(y, counts), strict=True)):
-        size = len(left)
+    end = 0
+    for expert, size in enumerate(counts):
+        start, end = end, end + size
         if not size:
             continue
+        left, rows = x[start:end], y[start:end]
         weight, bias, out = weights[expert], None if biases is None else biases[expert], rows
         if not direct:
             left, weight, out = wide_x[:size].copy_(left), wide_weight.copy_(weight), wide_y[:size]
             bias = None if bias is None else bias.to(dtype)
+        elif x.dtype == torch.bfloat16 and (rounded := _rounded(size)) > size:
+            if start + rounded <= len(x):
+                left, out = x[start : start + rounded], y[start : start + rounded]
+            else:
+                left = torch.cat([left, x.new_zeros(rounded - size, x.shape[1])])
+                out = y.new_empty(rounded, y.shape[1])
         right = weight.t() if transposed else weight
         torch.mm(left, right, out=out) if bias is None else torch.addmm(bias, left, right, out=out)
-        if not direct:
-            rows.copy_(out)
+        if out.data_ptr() != rows.data_ptr():
+            rows.copy_(out[:size])
     return y
 
 
@@ -106,6 +119,12 @@ def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) 
 
 
 _PRODUCTS = autograd.Products(_forward, _weight_gradients)
+
+
+def _rounded(rows: int) -> int:
+    """At least as many; sixteen different ones between a power of two and the next, at least 8 apart."""
+    step = max(8, 1 << (rows - 1).bit_length() >> 5)
+    return -(-rows // step) * step
 
 
 def _multiplies(dtype: torch.dtype) -> bool:

@@ -5,9 +5,8 @@ library's, OpenMP for threads, loops that a compiler vectorises, functions that 
 compiles in a second or two, where a PyTorch extension takes a minute, and asks nothing of the machine but a
 compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
 
-Compiled libraries lie in `$MINDSPEED_LITE_CACHE`, else in `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`, under
-a name that stands for sources, compiler, flags and processor; a folder shared by different machines is safe. Many
-processes may ask at once: one compiles, the others wait for it.
+Compiled libraries lie in the cache's folder (`platform/cache.py`), under a name that stands for sources, compiler,
+flags and processor. Many processes may ask at once: one compiles, the others wait for it.
 
 OpenMP is that of PyTorch, which is loaded already: the library is linked without one of its own, so that both share
 one pool of threads.
@@ -33,9 +32,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["CACHE_VARIABLE", "Library", "threads"]
+from mindspeed_lite.platform import cache
 
-CACHE_VARIABLE = "MINDSPEED_LITE_CACHE"
+__all__ = ["Library", "threads"]
 
 _HEADERS = Path(__file__).parent
 _TYPES: Mapping[str, Any] = {
@@ -128,7 +127,10 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
     flags = (*_FLAGS, *flags)
     parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *flags, *links)]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    folder = _folder()
+    try:
+        folder = cache.folder()
+    except cache.NoCache as error:
+        raise _Unusable(f"no folder to keep compiled kernels in ({error})") from None
     path = folder / f"{source.parent.name}-{digest}.so"
     if not path.exists():
         with _alone(folder / f"{path.name}.lock"):
@@ -194,31 +196,6 @@ def _processor() -> str:
             elif not line.strip() and len(found) > 1:
                 break  # the processors of a machine are alike
     return "\n".join(found)
-
-
-@functools.cache
-def _folder() -> Path:
-    """Where compiled libraries are kept: the first place that can be written to."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places = [Path(chosen)] if chosen else [Path(home) / "mindspeed_lite"]
-    if not chosen and hasattr(os, "getuid"):
-        places.append(Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}")
-    problems = []
-    for place in places:
-        try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
-                pass
-        except OSError as error:
-            problems.append(f"{place}: {error.strerror or error}")
-            continue
-        # Code is loaded from here: a folder that another user made in a shared place is not ours to trust.
-        if hasattr(os, "getuid") and not chosen and place.stat().st_uid != os.getuid():
-            problems.append(f"{place}: it belongs to another user")
-            continue
-        return place
-    raise _Unusable(f"no folder to keep compiled kernels in ({'; '.join(problems)}; {CACHE_VARIABLE} may name one)")
 
 
 @contextlib.contextmanager
