@@ -66,8 +66,8 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
             f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}", "--all --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
-            "dense-small-tp2-sp-500mbit", "the same on links of 500 Mbit/s; communication behind products", 2,
-            f"{_model(4, 512, 1408, 8, 512, 8192, 4)} {_TP2_SP}",
+            "tp2-sp-500mbit", "2 layers, hidden 1024, sequence 1024, over links of 500 Mbit/s; communication alone", 2,
+            f"{_model(2, 1024, 2816, 16, 1024, 32768, 2)} {_TP2_SP}",
             f"--features use_ascend_coc --beside {_DENSE} --link-rate 500 --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(

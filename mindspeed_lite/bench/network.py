@@ -30,9 +30,11 @@ from torch.distributed.rendezvous import rendezvous
 
 _INTERFACE = "lab0"
 _NAMES = Path("/run/netns")
-# What a token bucket lets through at once, and what may wait before it, in bytes. A packet larger than the bucket is
-# cut into frames, and 64 KiB in frames of 1500 bytes cost the cores that compute more than the link's own time.
-_BURST = 256 * 1024
+# What a token bucket lets through at once, and what may wait before it, in bytes. It must be small, or short messages
+# take no time. But a packet larger than the bucket is cut into frames, and 64 KiB in frames of 1500 bytes cost the
+# cores that compute more than the link's own time; nor may it fill sooner than the kernel looks at it.
+_BURST = 72 * 1024
+_REFILL = 1e-3
 _QUEUE = 4 * 1024 * 1024
 _FRAME = 65000
 
@@ -132,7 +134,8 @@ class Namespaces:
             with contextlib.suppress(OSError):  # there may be none
                 _run("tc", *place, "del", "dev", _INTERFACE, "root")
             return
-        bucket = ("burst", str(_BURST), "limit", str(_QUEUE))
+        burst = max(_BURST, round(megabits * 1e6 / 8 * _REFILL))
+        bucket = ("burst", str(burst), "limit", str(_QUEUE))
         _run("tc", *place, "replace", "dev", _INTERFACE, "root", "tbf", "rate", f"{megabits}mbit", *bucket)
 
 
