@@ -45,7 +45,7 @@ def _model(layers: int, hidden: int, ffn: int, heads: int, sequence: int, vocabu
     )
 
 
-_DENSE = (
+DENSE = (
     "use_flash_attn,use_fused_rmsnorm,use_fused_swiglu,use_fused_rotary_pos_emb,use_fused_adamw,"
     "use_fused_cross_entropy,gradient_accumulation_fusion"
 )
@@ -68,7 +68,7 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
         Configuration(
             "tp2-sp-500mbit", "2 layers, hidden 1024, sequence 1024, over links of 500 Mbit/s; communication alone", 2,
             f"{_model(2, 1024, 2816, 16, 1024, 32768, 2)} {_TP2_SP}",
-            f"--features use_ascend_coc --beside {_DENSE} --link-rate 500 --repeats 3 --warmup 2 --steps 6",
+            f"--features use_ascend_coc --beside {DENSE} --link-rate 500 --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
             "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,

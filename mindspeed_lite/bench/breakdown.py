@@ -42,6 +42,8 @@ STEP = PREFIX + "step"
 
 _NODE = "autograd::engine::evaluate_function: "
 _COLLECTIVE = re.compile(r"c10d::|_?c10d_functional|gloo:|nccl|hccl|hcom_|record_param_comms", re.IGNORECASE)
+# Products of all experts at once, which no linear layer's module stands for: a range of its own, forward and backward.
+_GROUPED = re.compile(r"_GroupedMatmul(Backward)?$")
 _LAUNCH = re.compile(r"(cuda|cu|hip|acl|aclrt)[A-Z]")
 _PRODUCTS = "linear|matmul|mm|bmm|mv|addmm|addmv|baddbmm|einsum|_grouped_mm|_scaled_mm|mkldnn_linear"
 _COPIES = "copy_|_foreach_copy_|to|clone|contiguous|cat|stack|index_select|gather|repeat|repeat_interleave|.*_copy"
@@ -101,6 +103,8 @@ def _of_name(name: str) -> _Decision:
         return _Decision(REDUCTION, True) if name.endswith("AccumulateGrad") else _UNKNOWN
     if _COLLECTIVE.match(name):
         return _Decision(COMMUNICATION, True)
+    if _GROUPED.match(name):
+        return _Decision("linear", True)
     return next((_Decision(category, False) for category, names in _BY_NAME if names.match(name)), _UNKNOWN)
 
 

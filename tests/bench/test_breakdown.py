@@ -13,6 +13,7 @@ from torch.profiler import record_function
 
 from mindspeed_lite.bench import breakdown
 from mindspeed_lite.bench.breakdown import CATEGORIES, PREFIX, STEP, Event, attribute
+from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 from mindspeed_lite.patches import _scopes
 from tests.platform.forked import forked, on_ranks
 
@@ -351,6 +352,22 @@ def test_a_function_written_in_python_counts_forward_and_backward():
     found = profiled(step)[1]
     assert found["norm"] >= 2 * NAP
     assert sum(found.values()) - found["norm"] < NAP
+
+
+def test_products_of_all_experts_at_once_are_products_wherever_they_are_called():
+    """Megatron calls them in a module whose name says MLP."""
+    x = torch.randn(3000, 64, requires_grad=True)
+    weights = [torch.randn(512, 64, requires_grad=True) for _ in range(2)]
+
+    def step():
+        with record_function(PREFIX + "activation"):
+            y = grouped_matmul(x, weights, [1400, 1600])
+        y.backward(y.detach())
+
+    profiled(step)
+    found = profiled(step)[1]
+    assert found["linear"] > 2 * found["activation"]
+    assert found["linear"] > 0.5 * sum(found.values())
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -19,7 +19,7 @@ from mindspeed_lite.platform import cache, cpu_products
 from .compare import error, one_thread
 
 HALF = (torch.bfloat16, torch.float16)
-_WHY_NOT = cpu._unusable() if cpu_products.has_bf16() else "the processor has no bf16 products"
+_WHY_NOT = cpu.kernel_unusable() if cpu_products.has_bf16() else "the processor has no bf16 products"
 has_kernel = pytest.mark.skipif(_WHY_NOT is not None, reason=f"no CPU kernel: {_WHY_NOT}")
 
 
@@ -182,7 +182,7 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
     assert shutil.which("g++") is None
     monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
     native._compiler.cache_clear()
-    cpu._unusable.cache_clear()
+    cpu.kernel_unusable.cache_clear()
     monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions, uses_torch=True))
     OPERATOR.forget()
     try:
@@ -191,7 +191,7 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
         assert "no C++ compiler" in reason
         assert torch.equal(accumulate_wgrad(tensors[0].clone(), *tensors[1:]), unfused(*tensors))
     finally:
-        for cached in (native._compiler, cpu._unusable):
+        for cached in (native._compiler, cpu.kernel_unusable):
             cached.cache_clear()
         OPERATOR.forget()
 
@@ -206,13 +206,13 @@ def test_a_processor_without_the_micro_kernel_is_a_reason(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cpu, "_lib", Library())
     monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
-    cpu._unusable.cache_clear()
+    cpu.kernel_unusable.cache_clear()
     try:
         assert cpu.supported(Case("cpu", torch.bfloat16, torch.float32, True)) == [
             "oneDNN has no bfloat16 micro-kernel for this processor"
         ]
     finally:
-        cpu._unusable.cache_clear()
+        cpu.kernel_unusable.cache_clear()
 
 
 @pytest.mark.parametrize("rows", [1, 33, 1056])

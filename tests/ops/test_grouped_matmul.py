@@ -56,7 +56,8 @@ def test_gradcheck(function: Callable[..., torch.Tensor], counts: list[int], tra
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     n=st.integers(1, 20),
-    k=st.integers(1, 20),
+    # The kernel for bf16 takes inner sizes that are multiples of 32.
+    k=st.integers(1, 20) | st.sampled_from([32, 64, 96]),
     dtype=st.sampled_from(DTYPES),
     biased=st.booleans(),
     has_bf16=st.booleans(),
@@ -65,6 +66,8 @@ def test_gradcheck(function: Callable[..., torch.Tensor], counts: list[int], tra
 @example(counts=[0, 0], n=3, k=4, dtype=torch.bfloat16, biased=True, has_bf16=False, seed=0)
 @example(counts=[1], n=1, k=1, dtype=torch.float16, biased=False, has_bf16=True, seed=0)
 @example(counts=[300, 0, 1, 700], n=70, k=40, dtype=torch.bfloat16, biased=True, has_bf16=False, seed=0)
+@example(counts=[300, 0, 1, 97], n=330, k=96, dtype=torch.bfloat16, biased=True, has_bf16=True, seed=0)
+@example(counts=[5, 192, 8], n=65, k=2112, dtype=torch.bfloat16, biased=False, has_bf16=True, seed=0)
 def test_error_is_not_above_that_of_a_loop_of_linear_layers(
     counts: list[int], n: int, k: int, dtype: torch.dtype, biased: bool, has_bf16: bool, seed: int
 ) -> None:
@@ -222,11 +225,12 @@ def test_a_router_does_not_choose_how_many_kernels_onednn_makes(monkeypatch: pyt
     assert len(rows) > 100 and len(met) <= 32
 
 
-def test_an_expert_takes_no_notice_of_rows_that_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("k", [7, 64])
+def test_an_expert_takes_no_notice_of_rows_that_are_others(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A product of few sizes reads them, and writes what their experts write over."""
     monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
     counts = [5, 0, 3, 21, 1]
-    problem = Problem(counts, 6, 7, torch.bfloat16, biased=True)
+    problem = Problem(counts, 6, k, torch.bfloat16, biased=True)
     good = grouped_matmul(problem.x, problem.weights, counts, problem.biases)
     bounds = torch.tensor([0, *counts]).cumsum(0).tolist()
     for start, end in itertools.pairwise(bounds):
@@ -236,6 +240,35 @@ def test_an_expert_takes_no_notice_of_rows_that_are_others(monkeypatch: pytest.M
         assert bool(y[start:end].isnan().all())
         y[start:end] = good[start:end]
         assert torch.equal(y, good)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_the_kernel_takes_views_and_gives_the_same_bits_with_any_threads(transposed: bool) -> None:
+    counts, n, k = [130, 0, 3, 61], 100, 64
+    problem = Problem(counts, n, k, torch.bfloat16, biased=True)
+    weights = [each if transposed else each.t().contiguous() for each in problem.weights]
+    if not cpu_products.has_bf16() or cpu._unusable() is not None:
+        pytest.skip(f"no kernel here: {cpu._unusable() if cpu_products.has_bf16() else 'no bf16 products'}")
+    plain = grouped_matmul(problem.x, weights, counts, problem.biases, transposed=transposed)
+    strided = torch.randn(problem.x.shape[0], 2 * k).bfloat16()
+    strided[:, 8 : 8 + k] = problem.x
+    views = [torch.cat([each, each], dim=1)[:, : each.shape[1]] for each in weights]
+    assert not views[0].is_contiguous()
+    assert torch.equal(
+        grouped_matmul(strided[:, 8 : 8 + k], views, counts, problem.biases, transposed=transposed), plain
+    )
+    turned = problem.x.t().contiguous().t()
+    assert torch.equal(grouped_matmul(turned, weights, counts, problem.biases, transposed=transposed), plain)
+    with one_thread():
+        assert torch.equal(grouped_matmul(problem.x, weights, counts, problem.biases, transposed=transposed), plain)
+    wanted = torch.cat(
+        [
+            rows.double() @ weight.double().t() + bias.double()
+            for rows, weight, bias in zip(problem.x.split(counts), problem.weights, problem.biases, strict=True)
+        ]
+    )
+    # One rounding to bf16, of numbers of the size of one.
+    assert error(plain, wanted) < 2**-8
 
 
 def test_no_reason_not_to_run_on_the_cpu() -> None:

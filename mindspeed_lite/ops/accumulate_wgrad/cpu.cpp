@@ -1,6 +1,4 @@
-// main_grad [N, K] += dy^T x for bf16 dy [M, N] and x [M, K], by oneDNN's micro-kernels, which PyTorch carries and
-// exports: C += A B for small row-major A [n, m] and C [n, k] in memory of any leading dimension, and B [m, k] with
-// pairs of rows interleaved, as the processor's bf16 instructions read them.
+// main_grad [N, K] += dy^T x for bf16 dy [M, N] and x [M, K], by oneDNN's micro-kernels.
 //
 // x is packed once: panels of PANEL columns, pairs of rows interleaved. A task takes BLOCK rows of the result and
 // DEPTH rows of dy and x at a time: it transposes its part of dy, which stays in the core's own cache with the panel it
@@ -8,37 +6,11 @@
 // number of threads. Sizes are those that measured best on a processor with 1 MiB of second-level cache per core.
 #include <memory>
 
-#include "numbers.h"
-
-namespace c10 {
-struct BFloat16;
-}
-namespace at::native::cpublas {
-void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool add,
-            const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
-void brgemm_release(bool is_vnni);
-}  // namespace at::native::cpublas
+#include "brgemm.h"
 
 namespace {
 
-constexpr int64_t TILE = 32, BLOCK = 96, PANEL = 64, DEPTH = 1024;
-
-void multiply(int64_t rows, int64_t columns, int64_t depth, const bf16* a, int64_t ld_a, const bf16* b, float* c,
-              int64_t ld_c) {
-    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, true,
-                                reinterpret_cast<const c10::BFloat16*>(a), reinterpret_cast<const c10::BFloat16*>(b), c,
-                                true);
-}
-
-// Interleaves the halves of a tile. In an element's index, of row and column bits, the first bit becomes the last.
-void interleave(const bf16* __restrict from, bf16* __restrict to) {
-    constexpr int64_t half = TILE * TILE / 2;
-#pragma omp simd
-    for (int64_t i = 0; i < half; ++i) {
-        to[2 * i].bits = from[i].bits;
-        to[2 * i + 1].bits = from[i + half].bits;
-    }
-}
+constexpr int64_t BLOCK = 96, DEPTH = 1024;
 
 // to [columns, TILE] = from [rows, columns] transposed; missing rows are zero. Going through a tile of its own, since
 // rows of a matrix may be a power of two apart and then share the few lines of one cache set.
@@ -49,11 +21,11 @@ void transpose(const bf16* from, int64_t ld_from, int64_t rows, int64_t columns,
         std::memcpy(one + row * TILE, from + row * ld_from, columns * sizeof(bf16));
     // Five times: the row bits have become the column bits and the other way round.
     static_assert(TILE == 1 << 5);
-    interleave(one, two);
-    interleave(two, one);
-    interleave(one, two);
-    interleave(two, one);
-    interleave(one, two);
+    interleave<TILE * TILE>(one, two);
+    interleave<TILE * TILE>(two, one);
+    interleave<TILE * TILE>(one, two);
+    interleave<TILE * TILE>(two, one);
+    interleave<TILE * TILE>(one, two);
     for (int64_t column = 0; column < columns; ++column)
         std::memcpy(to + column * ld_to, two + column * TILE, TILE * sizeof(bf16));
 }
@@ -62,20 +34,9 @@ void transpose(const bf16* from, int64_t ld_from, int64_t rows, int64_t columns,
 void pack(const bf16* x, int64_t ld_x, int64_t row, int64_t rows, int64_t padded, int64_t columns, bf16* packed) {
     for (int64_t start = 0; start < columns; start += PANEL) {
         const int64_t width = std::min(PANEL, columns - start);
-        bf16* to = packed + start * padded + row * width;
         const bf16* from = x + row * ld_x + start;
-        if (row + 1 < rows) {
-#pragma omp simd
-            for (int64_t i = 0; i < width; ++i) {
-                to[2 * i].bits = from[i].bits;
-                to[2 * i + 1].bits = from[i + ld_x].bits;
-            }
-        } else {
-            for (int64_t i = 0; i < width; ++i) {
-                to[2 * i].bits = row < rows ? from[i].bits : 0;
-                to[2 * i + 1].bits = 0;
-            }
-        }
+        pack_rows(row < rows ? from : nullptr, row + 1 < rows ? from + ld_x : nullptr, width,
+                  packed + start * padded + row * width);
     }
 }
 
@@ -111,29 +72,29 @@ extern "C" void accumulate_wgrad_bf16(float* main_grad, const bf16* dy, int64_t 
                 for (int64_t start = first; start < last; start += PANEL) {
                     const int64_t width = std::min(PANEL, k - start);
                     multiply(height, width, deep, transposed.get(), ld, packed + start * padded + top * width,
-                             main_grad + block * k + start, k);
+                             main_grad + block * k + start, k, true);
                 }
             }
         }
-        at::native::cpublas::brgemm_release(true);
+        done_multiplying();
     }
 }
 
-// Whether the micro-kernel works here: PyTorch throws where the processor has none.
-extern "C" void probe(int32_t* right) {
-    bf16 a[TILE * TILE], b[TILE * TILE];
-    float c[TILE * TILE];
-    for (int64_t i = 0; i < TILE * TILE; ++i) {
-        store(a + i, 1.0f);
-        store(b + i, 0.5f);
-        c[i] = 2.0f;
+// The same for several at once: rows of dy and x belong to one after the other, `counts` of them to each. A thread
+// takes whole ones, so that nobody waits for the others between two of them.
+extern "C" void accumulate_wgrads_bf16(float* const* main_grads, const int64_t* counts, int64_t number, const bf16* dy,
+                                       int64_t ld_dy, const bf16* x, int64_t ld_x, int64_t n, int64_t k, int threads) {
+    const std::unique_ptr<int64_t[]> starts(new int64_t[number + 1]);
+    starts[0] = 0;
+    for (int64_t i = 0; i < number; ++i) starts[i + 1] = starts[i] + counts[i];
+    const int64_t most = number ? *std::max_element(counts, counts + number) : 0;
+#pragma omp parallel num_threads(threads)
+    {
+        const std::unique_ptr<bf16[]> packed(new bf16[(most + TILE - 1) / TILE * TILE * k]);
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < number; ++i)
+            if (counts[i])
+                accumulate_wgrad_bf16(main_grads[i], dy + starts[i] * ld_dy, ld_dy, x + starts[i] * ld_x, ld_x,
+                                      packed.get(), counts[i], n, k, 1);
     }
-    *right = 0;
-    try {
-        multiply(TILE, TILE, TILE, a, TILE, b, c, TILE);
-        at::native::cpublas::brgemm_release(true);
-    } catch (...) {
-        return;
-    }
-    *right = std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
 }

@@ -8,8 +8,8 @@ which accumulates too and is the faster by far.
 
 from __future__ import annotations
 
-import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {"accumulate_wgrad_bf16": "pplplpllli", "probe": "p"},
+    {"accumulate_wgrad_bf16": "pplplpllli", "accumulate_wgrads_bf16": "pplplpllli", "probe": "p"},
     uses_torch=True,
 )
 
@@ -42,7 +42,7 @@ def supported(case: Case) -> list[str]:
     if not cpu_products.has_bf16():
         return []
     reasons = [] if case.contiguous else ["main_grad is not contiguous"]
-    reason = _unusable()
+    reason = kernel_unusable()
     return [*reasons, reason] if reason else reasons
 
 
@@ -54,10 +54,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         return reference.accumulate_wgrad(main_grad, dy, x)
     if not cpu_products.has_bf16():
         return main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
-    if dy.stride(1) != 1 or dy.stride(0) < dy.shape[1]:
-        dy = dy.contiguous()
-    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
-        x = x.contiguous()
+    dy, x = in_rows(dy), in_rows(x)
     (rows, n), k = dy.shape, x.shape[1]
     packed = torch.empty(-(-rows // _TILE) * _TILE * k, dtype=x.dtype)
     _lib.accumulate_wgrad_bf16(
@@ -77,12 +74,39 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     return main_grad
 
 
+def accumulate_wgrads(
+    main_grads: Sequence[torch.Tensor], dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]
+) -> None:
+    """main_grads[e] += dy_e^T x_e for rows that belong to one after the other, `counts` of them to each.
+
+    fp32 contiguous main gradients of one shape, bf16 dy [T, N] and x [T, K] of ordinary tensors, where nothing in
+    `kernel_unusable` is in the way.
+    """
+    dy, x = in_rows(dy), in_rows(x)
+    (total, n), k = dy.shape, x.shape[1]
+    number = len(main_grads)
+    _lib.accumulate_wgrads_bf16(
+        native.addresses(main_grads),
+        native.numbers(counts),
+        number,
+        dy.data_ptr(),
+        dy.stride(0),
+        x.data_ptr(),
+        x.stride(0),
+        n,
+        k,
+        native.threads(total * n * k // _DENSITY),
+    )
+    for main_grad in main_grads:
+        torch.autograd.graph.increment_version(main_grad)
+
+
+def in_rows(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix with its columns beside each other, copied if need be."""
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
+
+
 @functools.cache
-def _unusable() -> str | None:
+def kernel_unusable() -> str | None:
     """Why the compiled kernel serves nothing here."""
-    reason = _lib.unusable()
-    if reason is not None:
-        return reason
-    right = ctypes.c_int32(0)
-    _lib.probe(ctypes.addressof(right))
-    return None if right.value else "oneDNN has no bfloat16 micro-kernel for this processor"
+    return native.without_micro_kernel(_lib)

@@ -3,20 +3,24 @@
 Numbers of 16 bits that the processor does not multiply as such are widened for one expert at a time, into buffers
 that are used for all and stay in the cache, multiplied in fp32 and rounded once.
 
-Where the processor multiplies them, oneDNN makes a kernel for every number of rows that it has not met, which takes
-about as long as the product of a few hundred rows, and keeps the last 1024 of all kinds; a router's choices have other
-numbers at every step. So a product takes some rows more, those of the experts that follow, who write theirs later: few
-numbers of rows are met then.
+Where the processor multiplies them, bf16 goes through a kernel of its own for all experts at once (cpu.cpp). Without a
+compiler, products of one expert each take some rows more, those of the experts that follow, who write theirs later:
+oneDNN makes a kernel for every number of rows that it has not met, which takes as long as the product of a few hundred
+rows, and a router's choices have other numbers at every step.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from mindspeed_lite.ops import native
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.ops.accumulate_wgrad import cpu as wgrad
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
 from mindspeed_lite.ops.traced import is_traced
 from mindspeed_lite.platform import cpu_products
@@ -25,6 +29,14 @@ if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
 
 Tensors = Sequence[torch.Tensor]
+
+_lib = native.Library(
+    Path(__file__).with_name("cpu.cpp"), {"grouped_matmul_bf16": "plplppilllpi", "probe": "p"}, uses_torch=True
+)
+# Inner sizes are multiples of this many, as in brgemm.h.
+_TILE = 32
+# Multiplications that cost as much as an element of a pass over memory, by which `native.threads` counts.
+_DENSITY = 64
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -59,6 +71,16 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
     sizes = groups.on_host(counts, x.shape[0])
     dtype = reference.wide(x.dtype)
     direct, rounded = _multiplies(x.dtype), main_grads[0].dtype != dtype
+    if (
+        direct
+        and (main_grads[0].dtype, x.dtype) == (torch.float32, torch.bfloat16)
+        # One that has most of the rows is better shared by all threads.
+        and max(sizes) * torch.get_num_threads() <= x.shape[0]
+        and wgrad.kernel_unusable() is None
+        and all(each.is_contiguous() for each in main_grads)
+    ):
+        wgrad.accumulate_wgrads(main_grads, dy, x, sizes)
+        return
     wide_dy, wide_x = _buffer(sizes, dy, dtype), _buffer(sizes, x, dtype)
     for main_grad, left, right in zip(main_grads, _groups(dy, sizes), _groups(x, sizes), strict=True):
         size = len(left)
@@ -73,6 +95,9 @@ def _forward(
     x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> torch.Tensor:
     y = torch.empty(x.shape[0], weights[0].shape[0 if transposed else 1], dtype=x.dtype)
+    if x.dtype == torch.bfloat16 and _multiplies(x.dtype) and x.shape[1] % _TILE == 0 and _unusable() is None:
+        _all_at_once(x, weights, counts, biases, transposed, y)
+        return y
     direct, dtype = _multiplies(x.dtype), reference.wide(x.dtype)
     wide_x, wide_y = _buffer(counts, x, dtype), _buffer(counts, y, dtype)
     wide_weight = torch.empty(weights[0].shape, dtype=dtype)
@@ -97,6 +122,40 @@ def _forward(
         if out.data_ptr() != rows.data_ptr():
             rows.copy_(out[:size])
     return y
+
+
+def _all_at_once(
+    x: torch.Tensor,
+    weights: Tensors,
+    counts: Sequence[int],
+    biases: Tensors | None,
+    transposed: bool,
+    y: torch.Tensor,
+) -> None:
+    x = wgrad.in_rows(x)
+    # Copies, if any, live until the kernel has run.
+    weights = [each.contiguous() for each in weights]
+    biases = biases and [each.contiguous() for each in biases]
+    (total, k), n = x.shape, y.shape[1]
+    _lib.grouped_matmul_bf16(
+        x.data_ptr(),
+        x.stride(0),
+        native.numbers(counts),
+        len(weights),
+        native.addresses(weights),
+        None if biases is None else native.addresses(biases),
+        transposed,
+        total,
+        n,
+        k,
+        y.data_ptr(),
+        native.threads(total * n * k // _DENSITY),
+    )
+
+
+@functools.cache
+def _unusable() -> str | None:
+    return native.without_micro_kernel(_lib)
 
 
 def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:

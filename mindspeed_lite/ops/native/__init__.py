@@ -34,7 +34,7 @@ import torch
 
 from mindspeed_lite.platform import cache
 
-__all__ = ["Library", "threads"]
+__all__ = ["Library", "addresses", "numbers", "threads", "without_micro_kernel"]
 
 _HEADERS = Path(__file__).parent
 _TYPES: Mapping[str, Any] = {
@@ -110,6 +110,26 @@ class Library:
 
 class _Unusable(Exception):
     """The reason why there is no library."""
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> Any:
+    """Where their numbers begin, as an argument of kind p; good while the tensors are."""
+    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
+
+
+def numbers(values: Sequence[int]) -> Any:
+    """int64 of C, as an argument of kind p."""
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+def without_micro_kernel(library: Library) -> str | None:
+    """Why a library that includes `brgemm.h` serves nothing here, or None."""
+    reason = library.unusable()
+    if reason is not None:
+        return reason
+    right = ctypes.c_int32(0)
+    library.probe(ctypes.addressof(right))
+    return None if right.value else "oneDNN has no bfloat16 micro-kernel for this processor"
 
 
 def threads(work: int) -> int:
