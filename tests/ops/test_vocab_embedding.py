@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops.vocab_embedding import vocab_embedding, why_not
+from mindspeed_lite.ops.vocab_embedding import reference, vocab_embedding, why_not
 
 from .compare import Sizes, one_thread
+
+BOTH = pytest.mark.parametrize("function", [vocab_embedding, reference.vocab_embedding], ids=["cpu", "reference"])
 
 
 def assigned(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
@@ -48,23 +52,26 @@ def test_bits_are_those_of_assignments(
     dout = torch.randn(*shape, 5, generator=generator).to(dtype)
     found = []
     with one_thread():
-        for function in (vocab_embedding, assigned):
+        for function in (vocab_embedding, reference.vocab_embedding, assigned):
             leaf = weight.clone().requires_grad_()
             out = function(ids, leaf, rank * rows)
             out.backward(dout)
             assert leaf.grad is not None
             found.append((out.detach(), leaf.grad))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for ours in found[:2]:
+        assert all(torch.equal(a, b) for a, b in zip(ours, found[2], strict=True))
 
 
-def test_rows_that_are_not_finite_stay_where_they_are() -> None:
+@BOTH
+def test_rows_that_are_not_finite_stay_where_they_are(function: Any) -> None:
     weight = torch.full((3, 2), torch.inf)
-    assert vocab_embedding(torch.tensor([0, 5, 7]), weight, 5).tolist() == [[0, 0], [torch.inf] * 2, [torch.inf] * 2]
+    assert function(torch.tensor([0, 5, 7]), weight, 5).tolist() == [[0, 0], [torch.inf] * 2, [torch.inf] * 2]
 
 
-def test_transposed_ids_give_contiguous_rows() -> None:
+@BOTH
+def test_transposed_ids_give_contiguous_rows(function: Any) -> None:
     ids = torch.arange(6).view(2, 3)
-    out = vocab_embedding(ids.t(), torch.arange(6.0).view(6, 1), 0)
+    out = function(ids.t(), torch.arange(6.0).view(6, 1), 0)
     assert out.is_contiguous() and out[..., 0].tolist() == ids.t().tolist()
 
 
@@ -72,11 +79,21 @@ def test_nothing_asks_the_device_for_a_number_and_tokens_of_others_spread_over_t
     weight = torch.randn(64, 8, requires_grad=True)
     ids = torch.arange(512)
     with Sizes() as sizes:
-        out = vocab_embedding(ids, weight, 64)
+        out = reference.vocab_embedding(ids, weight, 64)
         rows = out.grad_fn.next_functions[0][0]._saved_indices  # type: ignore[union-attr]
         out.sum().backward()
     assert not [name for name in sizes.names if "nonzero" in name or "index_put" in name or "_local_scalar" in name]
     assert set(rows.bincount().tolist()) == {512 // 64}
+
+
+def test_on_the_cpu_rows_of_others_are_not_looked_up() -> None:
+    weight = torch.randn(64, 8, requires_grad=True)
+    with Sizes() as sizes:
+        vocab_embedding(torch.arange(512), weight, 64).sum().backward()
+    assert not [name for name in sizes.names if "index_put" in name]
+    # As a compiler sees it there is no number of hits.
+    compiled = torch.compile(vocab_embedding, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.arange(512), weight, 64), vocab_embedding(torch.arange(512), weight, 64))
 
 
 def test_what_is_not_an_embedding_is_one_clear_error() -> None:

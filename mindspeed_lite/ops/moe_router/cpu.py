@@ -31,6 +31,8 @@ _lib = native.Library(
     | {f"moe_router_backward_scores_{name}": "iplppp" + "ll" + "i" for name in _NAMES.values()},
 )
 
+# Exponentials and the search for the largest make a score cost as much as so many elements of a pass over memory.
+_WORK = 8
 # As cpu.cpp numbers what it does with the chosen scores.
 _NONE, _AS_THEY_ARE = 0, 2
 _KINDS = {SOFTMAX: 1, PRE_SOFTMAX: _AS_THEY_ARE, SIGMOID: 3, SQRTSOFTPLUS: 4}
@@ -98,7 +100,7 @@ def _run_forward(
         form.dense,  # where the order of the chosen shows
         form.dense,
         form.scale,
-        native.threads(scores.numel()),
+        native.threads(_WORK * scores.numel()),
     )
 
 
@@ -108,7 +110,7 @@ def _backward(
     tokens, topk = indices.shape
     grad, stride = as_rows(dprobs)
     dlogits = torch.empty(tokens, experts, dtype=dprobs.dtype)
-    name, threads = _NAMES[dprobs.dtype], native.threads(dlogits.numel())
+    name, threads = _NAMES[dprobs.dtype], native.threads(_WORK * dlogits.numel())
     if form.scores == PRE_SOFTMAX:
         logits, logits_stride = as_rows(kept)
         getattr(_lib, f"moe_router_backward_all_{name}")(
@@ -140,7 +142,7 @@ def _aux_backward(
     dlogits = torch.empty(tokens, experts, dtype=dtype)
     getattr(_lib, f"moe_router_backward_scores_{_NAMES[dtype]}")(
         _KINDS[function], grad.data_ptr(), stride, scores.data_ptr(), None if sums is None else sums.data_ptr(),
-        dlogits.data_ptr(), tokens, experts, native.threads(dlogits.numel()),
+        dlogits.data_ptr(), tokens, experts, native.threads(_WORK * dlogits.numel()),
     )  # fmt: skip
     return dlogits
 

@@ -19,17 +19,18 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-# What PyTorch has for it is one gather and one pass over the result on every device.
-OPERATOR = Operator("vocab_embedding", reference.vocab_embedding, {})
+# On a device with a queue, one gather and one pass over the result is what PyTorch has for it.
+OPERATOR = Operator("vocab_embedding", reference.vocab_embedding, {"cpu": "mindspeed_lite.ops.vocab_embedding.cpu"})
 
 
 def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
     ids: [...] of integers, any strides; weight: [V, H], the slice [vocab_start, vocab_start + V) of a vocabulary;
-    y: [..., H], contiguous. Nothing waits for the device: no index is assigned to and no number of hits is asked for.
-    For the backward pass the row numbers and one bit per id are kept. An id of another slice borrows a row, another
-    one for each id, and adds zeros to its gradient: one row for all would be added to one at a time.
+    y: [..., H], contiguous. On a device with a queue nothing waits for it: no index is assigned to and no number of
+    hits is asked for; for the backward pass the row numbers and one bit per id are kept. An id of another slice borrows
+    a row there, another one for each id, and adds zeros to its gradient: one row for all would be added to one at a
+    time.
     """
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")

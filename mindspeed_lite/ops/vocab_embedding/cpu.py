@@ -1,0 +1,31 @@
+"""vocab_embedding on CPU: ids of other slices cost nothing but the zeros in their places.
+
+Asking how many ids are here waits for nobody on this device, so rows are looked up, and gradients summed, for those
+alone. Per id that is here two numbers are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from mindspeed_lite.ops.traced import is_traced
+from mindspeed_lite.ops.vocab_embedding import reference
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.vocab_embedding import Case
+
+
+def supported(case: Case) -> list[str]:
+    return []
+
+
+def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+    if is_traced(weight) or is_traced(ids):
+        return reference.vocab_embedding(ids, weight, vocab_start)
+    local = ids.reshape(-1) - vocab_start
+    place = ((local >= 0) & (local < weight.shape[0])).nonzero().squeeze(1)
+    rows = torch.nn.functional.embedding(local.index_select(0, place), weight)
+    out = rows.new_zeros(local.numel(), weight.shape[1]).index_copy_(0, place, rows)
+    return out.view(*ids.shape, weight.shape[1])
