@@ -22,9 +22,7 @@ FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
 
 _IN_MEMORY = ("tmpfs", "ramfs")
 _MOUNTS = Path("/proc/mounts")
-# Of <sys/mman.h>.
-_WILLNEED, _DONTNEED = 3, 4
-_PIECE = 1 << 20
+_DONTNEED = 4  # of <sys/mman.h>
 
 
 def why_not(device: str) -> list[str]:
@@ -64,16 +62,11 @@ def release(tensors: Iterable[torch.Tensor]) -> None:
 
     They are whole tensors of `empty`.
     """
-    # Of a shared mapping: the pages are the file's, and come back from there.
-    _advise(tensors, _DONTNEED)
-
-
-def expect(tensors: Iterable[torch.Tensor]) -> None:
-    """Begin to read what these tensors hold, as far as it has left memory, while others are in use.
-
-    They are whole tensors of `empty`. On CPU alone it means anything.
-    """
-    _advise(tensors, _WILLNEED)
+    for tensor in tensors:
+        if tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            # Of a shared mapping: the pages are the file's, and come back from there.
+            _madvise(storage.data_ptr(), storage.nbytes())
 
 
 def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -125,17 +118,10 @@ def _kind_of(folder: Path) -> str:
     return max(above)[1] if above else ""
 
 
-def _advise(tensors: Iterable[torch.Tensor], advice: int) -> None:
+def _madvise(address: int, size: int) -> None:
     page = os.sysconf("SC_PAGE_SIZE")
-    for tensor in tensors:
-        if tensor.device.type != "cpu":
-            continue
-        storage = tensor.untyped_storage()
-        first = -(-storage.data_ptr() // page) * page
-        length = (storage.data_ptr() + storage.nbytes() - first) // page * page
-        # In pieces, of which the system reads no more than so much ahead.
-        for start in range(first, first + length, _PIECE):
-            # Advice: where it is not taken, the pages stay where they are.
-            ctypes.CDLL(None).madvise(
-                ctypes.c_void_p(start), ctypes.c_size_t(min(_PIECE, first + length - start)), advice
-            )
+    first = -(-address // page) * page
+    length = (address + size - first) // page * page
+    if length > 0:
+        # Advice: where it is not taken, the pages stay where they are.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONTNEED)

@@ -66,22 +66,14 @@ class Virtual:
         self._held[parameter] = (state, places)
 
     def portions(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """The parameters in parts of so many bytes; what has been updated may leave memory until the next step.
-
-        While a part is updated, the next one is read.
-        """
-        parts: list[tuple[slice, list[torch.Tensor]]] = []
+        """The parameters in parts of so many bytes; what has been updated may leave memory until the next step."""
         start, part = 0, []
         for place, parameter in enumerate(parameters):
             part += self._held.get(parameter, (None, ()))[1]
             if sum(each.nbytes for each in part) >= _PORTION or place == len(parameters) - 1:
-                parts.append((slice(start, place + 1), part))
+                yield slice(start, place + 1)
+                host.release(part)
                 start, part = place + 1, []
-        for place, (which, part) in enumerate(parts):
-            for _, coming in parts[place + 1 : place + 2]:
-                host.expect(coming)
-            yield which
-            host.release(part)
 
     def whole(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
@@ -37,29 +35,6 @@ def test_a_tensor_is_one_like_others_and_has_no_name_on_disk(
     tensor.copy_(expected)
     host.release([tensor])
     assert torch.equal(tensor, expected)
-
-
-def in_memory(tensor: torch.Tensor) -> float:
-    """The share of its pages that the system has in memory."""
-    size, page = tensor.untyped_storage().nbytes(), os.sysconf("SC_PAGE_SIZE")
-    pages = (ctypes.c_ubyte * (size // page))()
-    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size), pages) == 0
-    return sum(each & 1 for each in pages) / len(pages)
-
-
-def test_what_is_expected_is_read_before_anyone_touches_it() -> None:
-    tensor = host.empty(torch.Size([8 << 20]), torch.float32, CPU)
-    tensor.fill_(3.0)
-    os.sync()
-    host._advise([tensor], 21)  # MADV_PAGEOUT
-    if in_memory(tensor) > 0.1:
-        pytest.skip("this system keeps the pages of its files in memory")
-    host.expect([tensor])
-    until = time.monotonic() + 20
-    while in_memory(tensor) < 1.0:
-        assert time.monotonic() < until, in_memory(tensor)
-        time.sleep(0.01)
-    assert bool((tensor == 3.0).all())
 
 
 # Resident memory in MiB before and after what is written is released, and the sum of it all read again.
