@@ -271,6 +271,24 @@ def test_the_kernel_takes_views_and_gives_the_same_bits_with_any_threads(transpo
     assert error(plain, wanted) < 2**-8
 
 
+def test_without_a_compiler_experts_are_multiplied_one_by_one_and_that_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
+    problem = Problem([5, 3], 6, 32, torch.bfloat16)
+    expected = grouped_matmul(problem.x, problem.weights, [5, 3])
+    monkeypatch.setattr(cpu.native, "without_micro_kernel", lambda library: "no compiler")
+    cpu._unusable.cache_clear()
+    try:
+        for _ in range(2):
+            found = grouped_matmul(problem.x, problem.weights, [5, 3])
+            assert error(found, expected.double()) < 2**-7
+    finally:
+        monkeypatch.undo()
+        cpu._unusable.cache_clear()
+    assert caplog.text.count("one product per expert, because no compiler") == 1
+
+
 def test_no_reason_not_to_run_on_the_cpu() -> None:
     for dtype in (*DTYPES, torch.float64):
         problem = Problem([3, 1], 6, 5, dtype, biased=True)

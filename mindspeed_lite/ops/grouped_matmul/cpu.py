@@ -12,6 +12,7 @@ rows, and a router's choices have other numbers at every step.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Tensors = Sequence[torch.Tensor]
 
+_log = logging.getLogger("mindspeed_lite")
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"), {"grouped_matmul_bf16": "plplppilllpi", "probe": "p"}, uses_torch=True
 )
@@ -155,7 +157,11 @@ def _all_at_once(
 
 @functools.cache
 def _unusable() -> str | None:
-    return native.without_micro_kernel(_lib)
+    """Why the compiled kernel serves nothing here; said once, though products one by one are no other operator."""
+    reason = native.without_micro_kernel(_lib)
+    if reason is not None:
+        _log.warning("grouped_matmul: one product per expert, because %s", reason)
+    return reason
 
 
 def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
