@@ -15,7 +15,7 @@ constexpr int64_t BLOCK = 96, DEPTH = 1024;
 // to [columns, TILE] = from [rows, columns] transposed; missing rows are zero. Going through a tile of its own, since
 // rows of a matrix may be a power of two apart and then share the few lines of one cache set.
 void transpose(const bf16* from, int64_t ld_from, int64_t rows, int64_t columns, bf16* to, int64_t ld_to) {
-    alignas(64) bf16 one[TILE * TILE], two[TILE * TILE];
+    alignas(64) uint16_t one[TILE * TILE], two[TILE * TILE];  // numbers of a struct are not moved as vectors
     if (rows < TILE || columns < TILE) std::memset(one, 0, sizeof one);
     for (int64_t row = 0; row < rows; ++row)
         std::memcpy(one + row * TILE, from + row * ld_from, columns * sizeof(bf16));
