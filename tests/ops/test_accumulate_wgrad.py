@@ -92,8 +92,10 @@ def test_error_is_not_above_that_of_the_unfused_path(
     tensors = make(rows, n, k, dtype, dtype if same else torch.float32, seed)
     with one_thread():
         got, replaced, exact = accumulate_wgrad(tensors[0].clone(), *tensors[1:]), unfused(*tensors), exactly(*tensors)
-    # Sums of up to 1025 terms in another order.
-    assert error(got, exact) <= error(replaced, exact) + 4 * torch.finfo(torch.float32).eps
+    # Sums of up to 1025 terms in another order, of which the largest parts may cancel.
+    sizes = exactly(*(each.abs() for each in tensors))
+    cancelled = sizes.norm().item() / (exact.norm().item() or 1.0)
+    assert error(got, exact) <= error(replaced, exact) + 4 * cancelled * torch.finfo(torch.float32).eps
 
 
 @has_kernel

@@ -29,6 +29,10 @@ class Result:
     def log(self, rank: int = 0) -> str:
         return (self.out / f"rank{rank % len(self.codes)}.log").read_text(errors="replace")
 
+    def operators(self, rank: int = 0) -> set[str]:
+        """The operators of this library that a rank computed with."""
+        return set((self.out / f"rank{rank}.operators").read_text().split())
+
     def check(self) -> Result:
         """This result, or an AssertionError with the end of the failing rank's log."""
         for rank, code in enumerate(self.codes):

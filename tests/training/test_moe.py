@@ -19,6 +19,8 @@ GROUPED = {"moe_grouped_gemm": True, "strict": True}
 ALL = {**GROUPED, "moe_permute_fusion": True, "moe_router_fusion": True}
 # What a user of Megatron-core sets in the model's configuration himself.
 CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}
+# What a feature computes with.
+OPERATORS = {"moe_grouped_gemm": "grouped_matmul", "moe_permute_fusion": "permute", "moe_router_fusion": "moe_router"}
 STEPS = 8
 
 # Layout: processes, options. TP with experts wants sequence parallelism.
@@ -48,23 +50,27 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def compare(
     train: Trainer, nproc: int, options: dict[str, Any], flags: dict[str, Any], moe: dict[str, Any], steps: int = STEPS
-) -> tuple[list[float], list[float]]:
+) -> list[float]:
+    """Losses with features off, after it has been seen that those with features on are the same to rounding."""
     moe = {"moe_router_dtype": "fp32", **moe}
     options = {"experts": 4, "steps": steps, **options}
     off = losses(train.core("device", nproc, {**options, "moe": moe}))
     fused = {name: True for name in CONFIGURED if name in flags}
-    on = losses(train.core("features", nproc, {**options, "moe": {**moe, **fused}}, flags=flags))
+    result = train.core("features", nproc, {**options, "moe": {**moe, **fused}}, flags=flags)
+    # Losses may have the same bits: the operators' own are those of Megatron's on some processors.
+    asked = {OPERATORS[name] for name in OPERATORS if name in flags}
+    assert asked <= result.operators(), "the features were not in force"
+    on = losses(result)
     assert len(on) == len(off) == steps
     for step, (a, b) in enumerate(zip(off, on, strict=True)):
         assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
-    return off, on
+    return off
 
 
 @pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "tp2_etp1_ep2")], newest=[]))
 def test_layouts_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
-    off, on = compare(trainer(release), *LAYOUTS[layout], ALL, {})
+    off = compare(trainer(release), *LAYOUTS[layout], ALL, {})
     assert off[-1] < off[0] - 0.3, "the model does not learn"
-    assert on != off, "the features changed no bit: they were not in force"
 
 
 @pytest.mark.parametrize("model", matrix.only(["sigmoid, groups, bias"], [*MODELS]))
