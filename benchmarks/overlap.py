@@ -224,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = _page(options, results, network.kind, reason, arguments)
     print(text)
     if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(text)
         _pictures(options.page, results)
     return 0

@@ -114,6 +114,7 @@ def _tell(alternation: Alternation, page: str | None) -> None:
     ]
     print("\n".join(lines))
     if page is not None:
+        Path(page).parent.mkdir(parents=True, exist_ok=True)
         Path(page).write_text("\n".join(lines) + "\n")
 
 
