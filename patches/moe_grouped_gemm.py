@@ -7,9 +7,9 @@ stands for all: its two linear layers are grouped products over the experts' wei
 run by Megatron's own MLP, so that activation, per-token probabilities and what other features change there hold.
 
 Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
-layers do that (`--gradient-accumulation-fusion`) and delayed where the layers are (`--delay-wgrad-compute`). Steps
-aside, with a reason, for fp8 and fp4, frozen or further distributed weights, offloading, and experts that are not
-Megatron's MLP of its own linear layers.
+layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
+beside the rest where that is asked for (`--moe-wgrad-side-stream`). Steps aside, with a reason, for fp8 and fp4, frozen
+or further distributed weights, offloading, and experts that are not Megatron's MLP of its own linear layers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,14 @@ from mindspeed_lite.ops.grouped_matmul import (
     weight_gradients,
 )
 
-from . import _experts, _main_grad, _recompute, delay_wgrad_compute, recompute_activation_function
+from . import (
+    _experts,
+    _main_grad,
+    _recompute,
+    delay_wgrad_compute,
+    moe_wgrad_side_stream,
+    recompute_activation_function,
+)
 from ._stand_ins import InPlaceOf, Through
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
@@ -93,7 +100,7 @@ def _linear(
     weights = [layer.weight for layer in layers]
     if session.verifier is not None:
         _verify(session, x, weights, counts, biases)
-    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(layers))
+    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers))
 
 
 def _verify(
@@ -132,23 +139,28 @@ def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch
     return (x + biases * probs.unsqueeze(-1)).to(x.dtype)
 
 
-def _gradients(layers: Sequence[Any]) -> TakeGradients:
+def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
     """What the linear layers of the experts do with their weight gradients, for all of them at once."""
     weights = [layer.weight for layer in layers]
 
     def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
         if not (layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)):
             return weight_gradients(dy, x, counts)
-        waiting = [lambda: accumulate_weight_gradients([weight.main_grad for weight in weights], dy, x, counts)]
+
+        def accumulate() -> None:
+            accumulate_weight_gradients([weight.main_grad for weight in weights], dy, x, counts)
+
+        waiting = [accumulate]
 
         def compute() -> None:
             # The first layer that is asked computes for all.
             if waiting:
                 waiting.pop()()
 
-        for layer in layers:
-            if not delay_wgrad_compute.put(layer, compute):
-                compute()
+        if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
+            waiting.clear()
+            if not moe_wgrad_side_stream.put(session, accumulate):
+                accumulate()
         return [_main_grad.stand_in(weight) for weight in weights]
 
     return take

@@ -175,6 +175,7 @@ def test_auto_takes_what_applies_and_notes_the_rest():
     assert left_off == {
         *by_name,
         "moe_tp_extend_ep",
+        "moe_wgrad_side_stream",
         "quant_states",
         "swap_attention",
         "swap_optimizer",

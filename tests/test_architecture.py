@@ -228,6 +228,7 @@ SURFACE = {
         "--moe-permute-fusion",
         "--moe-router-fusion",
         "--moe-tp-extend-ep",
+        "--moe-wgrad-side-stream",
         "--param-gather-once",
         "--quant-states",
         "--recompute-activation-function",

@@ -120,6 +120,7 @@ FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
     "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
+    "moe_wgrad_side_stream": "it needs a value, and has never been timed on a device",
     "quant_states": "it needs a value, and changes what training computes",
     "recompute_activation_function": "it trades time for memory and is asked for by name",
     "recompute_norm": "it trades time for memory and is asked for by name",

@@ -7,6 +7,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.patches import moe_grouped_gemm as patch
+from mindspeed_lite.pipeline.wgrad import WgradQueue
 from tests.ops.compare import error
 from tests.platform.forked import forked
 
@@ -177,3 +178,21 @@ def test_it_is_compared_with_one_layer_after_the_other(model):
         found = mindspeed_lite.report().verifications
     assert len(found) == 2 and {each.operator for each in found} == {"grouped_matmul"}, "one for each layer"
     assert all((each.verdict, each.calls) == ("ok", 2) for each in found), "batches of other sizes are no other calls"
+
+
+@forked("megatron")
+def test_gradients_of_which_only_some_layers_are_delayed_are_added_once():
+    start()
+    found = []
+    with mindspeed_lite.enabled(**ON, use_gradient_accumulation_fusion=True):
+        for delayed in (False, True):
+            experts = experts_of(gradient_accumulation_fusion=True)
+            for parameter in experts.parameters():
+                parameter.main_grad, parameter.grad_added_to_main_grad = torch.zeros(parameter.shape), False
+            queue = WgradQueue()
+            if delayed:
+                experts.local_experts[0].linear_fc1.wgrad_queue = queue
+            run(experts)
+            assert queue.drain() == delayed
+            found.append([parameter.main_grad for parameter in experts.parameters()])
+    assert all(map(torch.equal, *found))

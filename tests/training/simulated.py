@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.memory.lanes import Lanes
+from tests.pipeline.lane import LateLane
 
 
 class _Said(Lanes):
@@ -34,3 +35,24 @@ def swap_attention(bandwidth: float = 2e9) -> None:
     patch._why_not_here = lambda device: []
     patch._link_of = lambda device: _Said(bandwidth)
     patch.Offload.__init__.__defaults__ = (None, None, 1)
+
+
+class _SaidLate(LateLane):
+    """Says that a job was run, and fails the run if what a job reads was not kept for it."""
+
+    _said = False
+
+    def wait(self, mark: Any) -> None:
+        super().wait(mark)
+        assert not self.faults, "memory was freed before it had been read"
+        if not self._said:
+            self._said = True
+            print("a gradient came from the side", flush=True)
+
+
+def moe_wgrad_side_stream(delay: float = 0.01) -> None:
+    """Let `--moe-wgrad-side-stream` stand on CPU, over a thread in which every job is up to so many seconds late."""
+    from mindspeed_lite.patches import moe_wgrad_side_stream as patch
+
+    patch._why_not_here = lambda device: []
+    patch._lane_of = lambda device: _SaidLate(delay)

@@ -133,6 +133,35 @@ def test_delayed_weight_gradients_change_no_bit(trainer: Callable[[str], Trainer
     assert histories[0] == histories[1]
 
 
+BESIDE = {
+    "ep2": (2, {"ep": 2}),
+    "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+}
+
+
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*BESIDE], [], newest=[]))
+def test_weight_gradients_on_a_side_stream_change_no_bit(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    """Over a late thread in the stream's place: who reads a gradient too early trains something else."""
+    flags = {**ALL, "use_gradient_accumulation_fusion": True}
+    nproc, options = BESIDE[layout]
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True,
+               "distributed_optimizer": True, "moe": CONFIGURED, **options}  # fmt: skip
+    off = trainer(release).core("features", nproc, options, flags=flags)
+    on = trainer(release).core(
+        "features",
+        nproc,
+        options,
+        flags={**flags, "moe_wgrad_side_stream": "always"},
+        before="tests.training.simulated:moe_wgrad_side_stream",
+    )
+    assert len(losses(off)) == 4 and on.history() == off.history()
+    for rank in range(nproc):
+        assert "a gradient came from the side" in on.log(rank)
+
+
 @pytest.mark.parametrize("writer", matrix.only(["on"], ["on", "off"]))
 def test_checkpoints_of_experts_are_interchangeable_with_off(
     trainer: Callable[[str], Trainer], writer: str, tmp_path: Path

@@ -1,0 +1,55 @@
+"""Whether something pays: it is on in every other step until the times of those steps say so or not."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+# Steps that are not counted: allocations, and kernels that libraries choose at the first call.
+WARM = 4
+PAIRS = 8
+# It must win by this much, and in all pairs but this many, or noise would choose.
+MARGIN = 0.005
+LOST = 1
+
+
+class Turns:
+    """Off and on in turn, step by step, and from then on what was faster.
+
+    Args:
+        clock: seconds, when all that was issued before is done.
+        say: told once what was found.
+    """
+
+    def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
+        self._clock = clock
+        self._say = say
+        self._began: float | None = None
+        self._seconds: list[float] = []
+        self.decided = False
+        self.on = False
+
+    def begin_step(self) -> None:
+        """A step begins; `on` holds for it."""
+        if self.decided:
+            return
+        now = self._clock()
+        if self._began is not None:
+            self._seconds.append(now - self._began)
+        self._began = now
+        steps = len(self._seconds)
+        if steps == WARM + 2 * PAIRS:
+            self._decide()
+        else:
+            self.on = steps % 2 == 1
+
+    def _decide(self) -> None:
+        counted = self._seconds[WARM:]
+        off, on = counted[::2], counted[1::2]
+        ratios = [mine / without for mine, without in zip(on, off, strict=True)]
+        wins = sum(ratio < 1 for ratio in ratios)
+        self.on = wins >= PAIRS - LOST and statistics.median(ratios) < 1 - MARGIN
+        self.decided = True
+        times = f"{1e3 * statistics.median(off):.1f} ms a step without, {1e3 * statistics.median(on):.1f} ms with"
+        verdict = "stays on" if self.on else "is off from now on, because it is not clearly faster"
+        self._say(f"{verdict} ({times}; faster in {wins} of {PAIRS} pairs of steps)")

@@ -1,0 +1,169 @@
+"""`--moe-wgrad-side-stream` in real Megatron, over a lane of the CPU's that is late: the same bits, and who waits."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, FallbackError, OptionError, RequirementError, Settings
+from mindspeed_lite.patches import moe_wgrad_side_stream as patch
+from mindspeed_lite.pipeline.turns import PAIRS, WARM
+from tests.pipeline.lane import LateLane
+from tests.platform.forked import forked
+
+from .test_gradient_accumulation_fusion import start
+from .test_moe_grouped_gemm import COUNTS, experts_of
+
+NEEDED = {"moe_grouped_gemm": True, "use_gradient_accumulation_fusion": True}
+
+
+@contextlib.contextmanager
+def beside(when=patch.ALWAYS, delay=0.01, strict=True):
+    """The feature on the CPU; gives its lane."""
+    lane = LateLane(delay)
+    with (
+        mock.patch.object(patch, "_lane_of", lambda device: lane),
+        mock.patch.object(patch, "_why_not_here", lambda device: []),
+        mindspeed_lite.enabled(**NEEDED, moe_wgrad_side_stream=when, strict=strict),
+    ):
+        yield lane
+    assert not lane.faults
+
+
+def reduced(experts, **ddp):
+    """The experts behind Megatron's data parallelism, which gives them main gradients."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    return DistributedDataParallel(experts.config, DistributedDataParallelConfig(**ddp), experts)
+
+
+def backward(model, seed=1, last=True):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randn(sum(COUNTS), 32, generator=generator).bfloat16().requires_grad_()
+    probs = torch.rand(sum(COUNTS), generator=generator).requires_grad_()
+    with contextlib.nullcontext() if last else model.no_sync():
+        out, _ = model(tokens, torch.tensor(COUNTS), probs)
+        out.backward(torch.randn(out.shape, generator=generator).bfloat16())
+    return [tokens.grad, probs.grad]
+
+
+def step(model):
+    """Three microbatches; gradients of tokens and probabilities, and the main gradients that are reduced."""
+    model.zero_grad_buffer()
+    found = [each for seed in (1, 2, 3) for each in backward(model, seed, last=seed == 3)]
+    model.finish_grad_sync()
+    return [*found, *(parameter.main_grad.clone() for parameter in model.parameters())]
+
+
+def experts(**fields):
+    return experts_of(gradient_accumulation_fusion=True, **fields)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["reduced at the end", "reduced in the backward pass"])
+@forked("megatron")
+def test_gradients_have_the_same_bits_and_are_there_when_they_are_reduced(overlap):
+    start()
+    with mindspeed_lite.enabled(**NEEDED, strict=True):
+        off = [step(reduced(experts(), overlap_grad_reduce=overlap)) for _ in range(2)]
+    with beside() as lane:
+        model = reduced(experts(), overlap_grad_reduce=overlap)
+        on = [step(model) for _ in range(2)]
+    for ours, theirs in zip(on, off, strict=True):
+        assert len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+        assert sum(not bool(each.any()) for each in ours) == 2 * COUNTS.count(0), "nothing was added for some expert"
+    assert lane.ran == 2 * 3 * 2, "steps, microbatches, layers of an expert"
+
+
+@forked("megatron")
+def test_nothing_waits_before_gradients_are_reduced():
+    start()
+    with beside(delay=0.3):
+        model = reduced(experts())
+        model.zero_grad_buffer()
+        backward(model)
+        assert not any(bool(each.main_grad.any()) for each in model.parameters()), "it was waited for"
+        model.finish_grad_sync()
+        assert any(bool(each.main_grad.any()) for each in model.parameters())
+
+
+@forked("megatron")
+def test_activations_that_are_given_up_are_there_for_as_long_as_they_are_read():
+    start()
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    with mindspeed_lite.enabled(**NEEDED, strict=True):
+        off = step(reduced(experts(**recompute)))
+    with beside() as lane:
+        on = step(reduced(experts(**recompute)))
+    assert all(map(torch.equal, on, off)) and lane.ran == 6
+
+
+@pytest.mark.parametrize("pays", [True, False])
+@forked("megatron")
+def test_auto_takes_turns_and_keeps_what_is_faster(pays):
+    start()
+    with beside(patch.AUTO, delay=0.0, strict=False) as lane:
+        model = reduced(experts())
+        ran: list[int] = []
+
+        def clock():
+            """A step takes a second, and one with it half of that more or less."""
+            with_it = sum(map(bool, ran))
+            return len(ran) - with_it + with_it * (0.5 if pays else 1.5)
+
+        with mock.patch.object(patch.time, "perf_counter", clock):
+            for _ in range(WARM + 2 * PAIRS + 3):
+                before = lane.ran
+                step(model)
+                ran.append(lane.ran - before)
+        counted = WARM + 2 * PAIRS
+        assert ran[:counted] == [0, 6] * (counted // 2)
+        assert ran[counted:] == [6 * pays] * 3
+        said = [each for each in mindspeed_lite.report().notices if each.startswith(patch.NAME)]
+        assert len(said) == 1 and ("stays on" if pays else "is off from now on") in said[0]
+
+
+@forked("megatron")
+def test_turned_off_with_gradients_under_way_they_still_come():
+    start()
+    with beside(delay=1.0):
+        model = reduced(experts())
+        model.zero_grad_buffer()
+        backward(model)
+    assert sum(not bool(each.main_grad.any()) for each in model.parameters()) == 2 * COUNTS.count(0)
+
+
+@forked("megatron")
+def test_a_model_whose_gradients_are_not_added_in_the_product_says_so():
+    start()
+    with beside(), pytest.raises(FallbackError, match="gradient_accumulation_fusion"):
+        reduced(experts_of(gradient_accumulation_fusion=False))
+    with beside(strict=False) as lane:
+        step(reduced(experts_of(gradient_accumulation_fusion=False)))
+        assert not lane.ran and [each.feature for each in mindspeed_lite.report().fallbacks] == [patch.NAME]
+
+
+def reasons(device="cuda", settings=None, **arguments):
+    values = {patch.NAME: patch.AUTO, **(settings or {})}
+    return patch._why_not(Context(Settings(values), device, {}, arguments or None))
+
+
+def test_it_says_where_it_makes_no_sense():
+    assert reasons() == [] == reasons("npu")
+    assert "streams" in reasons("cpu")[0]
+    assert "streams of its own" in reasons(overlap_moe_expert_parallel_comm=True)[0]
+    assert "records" in reasons(cuda_graph_impl="local")[0]
+    assert "by name" in reasons(settings={patch.NAME: None, "mindspeed_lite_auto": True})[0]
+
+
+def test_it_asks_for_the_features_whose_products_it_moves():
+    with (
+        mock.patch.object(patch, "_why_not_here", lambda device: []),
+        pytest.raises(RequirementError, match="moe_grouped_gemm"),
+    ):
+        mindspeed_lite.enable(moe_wgrad_side_stream=patch.AUTO)
+    with pytest.raises(OptionError, match="auto, always"):
+        mindspeed_lite.enable(moe_wgrad_side_stream="sometimes")
