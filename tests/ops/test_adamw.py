@@ -141,6 +141,29 @@ def test_on_cpu_every_bit_is_that_of_torch(decoupled: bool, grad_dtype: torch.dt
             assert all(map(torch.equal, lists[place], theirs[place])), (name, step)
 
 
+def test_on_cpu_every_bit_is_that_of_torch_whatever_the_magnitude() -> None:
+    """Square roots, which are torch's and not the nearest: of 0, of every exponent, and of what has none."""
+    if (reason := cpu._lib.unusable()) is not None:
+        pytest.skip(reason)
+    generator = torch.Generator().manual_seed(7)
+    mantissas = 1 + torch.rand(300, 300, generator=generator)
+    # Rows of one magnitude, of 2^-150 to 2^149, and of all of them with zeros between, infinity and NaN.
+    moments = mantissas * torch.exp2(torch.arange(-150, 150, dtype=torch.float64)).float()[:, None]
+    mixed = moments.flatten()[torch.randperm(90_000, generator=generator)].clone()
+    mixed[::3] = 0
+    mixed[5::1009] = float("inf")
+    mixed[7::1009] = float("nan")
+    for exp_avg_sq in (moments, mixed, torch.zeros(1000)):
+        shape = exp_avg_sq.shape
+        lists = [[torch.zeros(shape)], [torch.zeros(shape)], [torch.ones(shape)], [exp_avg_sq], [torch.zeros(shape)]]
+        rule = {"eps": 0.0, "step": 1}
+        ours, theirs = run(adamw, copy.deepcopy(lists), outs=False, **rule), torchs(lists, **rule)
+        for name, (mine,), (their,) in zip(NAMES, ours, theirs, strict=False):
+            assert torch.equal(mine.isnan(), their.isnan()), name
+            same = (mine.view(torch.int32) == their.view(torch.int32)) | mine.isnan()
+            assert same.all(), f"{name}: {int((~same).sum())} of {same.numel()} have other bits"
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("decoupled", [True, False])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])

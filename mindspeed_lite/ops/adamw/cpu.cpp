@@ -1,13 +1,10 @@
 // AdamW over a table of tensors: every number is read once and written once.
 #include <vector>
 
-// MKL's, by which PyTorch takes square roots where it is built with MKL; weak, since it need not be. These are not
-// always the nearest numbers, so std::sqrt has other bits.
-extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long long);
-
 #include "halves.h"
 #include "moments.h"
 #include "numbers.h"
+#include "roots.h"
 
 namespace {
 
@@ -17,9 +14,6 @@ enum class Form : int { alone, copied, halves };
 
 // The moments: fp32, bf16, or a byte with an exponent for every block.
 enum class Moments : int { fp32, bf16, fp8 };
-
-// MKL's modes, as PyTorch asks for them.
-constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
 
 struct Entry {
     void* param;
@@ -43,9 +37,6 @@ struct Piece {
 // Small enough to share work evenly, long enough that a piece is many pages; whole blocks of moments.
 constexpr int64_t PIECE = 1 << 15;
 
-// As many numbers as have their square roots taken at once.
-constexpr int64_t ROOTS = 256;
-
 // a * b + c as PyTorch's CPU kernels round it: once where the processor can.
 inline float multiply_add(float a, float b, float c) {
 #ifdef FP_FAST_FMAF
@@ -53,15 +44,6 @@ inline float multiply_add(float a, float b, float c) {
 #else
     return a * b + c;
 #endif
-}
-
-inline void square_roots(int64_t n, const float* numbers, float* roots) {
-    if (vmsSqrt) {
-        vmsSqrt(static_cast<int>(n), numbers, roots, ACCURATE | KEEP_SUBNORMAL | IGNORE_ERRORS);
-        return;
-    }
-#pragma omp simd
-    for (int64_t i = 0; i < n; ++i) roots[i] = std::sqrt(numbers[i]);
 }
 
 // `n` numbers of the entry from `start` on, whose moments are fp32 and stand elsewhere. Every operation is one of those
@@ -76,9 +58,9 @@ void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_
     const auto present = [&](int64_t i) {
         return form == Form::halves ? join({out[i].bits, low[i], as_bits(exp_avg_sq[i]) >> 31}) : param[i];
     };
-    float squares[ROOTS], roots[ROOTS];
-    for (int64_t first = 0; first < n; first += ROOTS) {
-        const int64_t count = std::min(ROOTS, n - first);
+    float squares[square_roots::MOST], roots[square_roots::MOST];
+    for (int64_t first = 0; first < n; first += square_roots::MOST) {
+        const int64_t count = std::min(square_roots::MOST, n - first);
 #pragma omp simd
         for (int64_t k = 0; k < count; ++k) {
             const int64_t i = first + k;
@@ -88,7 +70,7 @@ void update(const Entry& entry, int64_t start, int64_t n, float* __restrict exp_
             exp_avg[i] = multiply_add(rule.beta1_rest, g - exp_avg[i], exp_avg[i]);
             squares[k] = multiply_add(rule.beta2_rest * g, g, rule.beta2 * v);
         }
-        square_roots(count, squares, roots);
+        square_roots::take(count, squares, roots);
 #pragma omp simd
         for (int64_t k = 0; k < count; ++k) {
             const int64_t i = first + k;

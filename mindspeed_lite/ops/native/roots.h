@@ -1,0 +1,101 @@
+// Square roots with the bits of PyTorch's, which are MKL's where it is built with MKL.
+//
+// MKL's are within a unit of the last place, and not always the nearest; which way it takes depends on the processor.
+// Where that is not one of Intel's, its way is slow. If one of ours gives the same bits for every mantissa, which takes
+// milliseconds to find out, it serves in MKL's place. For sources that are compiled with -ffp-contract=off: with sums
+// and products rounded together none of ours has these bits, and MKL serves.
+#pragma once
+
+#include "numbers.h"
+
+#ifdef __AVX__
+#include <immintrin.h>
+#endif
+
+// Weak, since it need not be there.
+extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long long);
+
+namespace square_roots {
+
+// As many numbers as are taken at once, at most.
+constexpr int64_t MOST = 256;
+
+inline void by_mkl(int64_t n, const float* numbers, float* roots) {
+    // Its modes, as PyTorch asks for them.
+    constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
+    vmsSqrt(static_cast<int>(n), numbers, roots, ACCURATE | KEEP_SUBNORMAL | IGNORE_ERRORS);
+}
+
+inline bool nearest(int64_t n, const float* numbers, float* roots) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) roots[i] = std::sqrt(numbers[i]);
+    return true;
+}
+
+#ifdef __AVX__
+constexpr int64_t LANES = 8;
+
+// sqrt(x) from the processor's approximation of 1 / sqrt(x): one step of Newton's on the root s and on h = 1 / 2 sqrt(x)
+// together, and the rest x - s s, as far as one number holds it, added with h.
+inline __m256 newton_root(__m256 x) {
+    const __m256 half = _mm256_set1_ps(0.5f);
+    const __m256 approximate = _mm256_rsqrt_ps(x);
+    const __m256 s = _mm256_mul_ps(x, approximate), h = _mm256_mul_ps(half, approximate);
+    const __m256 wrong = _mm256_sub_ps(half, _mm256_mul_ps(s, h));
+    const __m256 root = _mm256_add_ps(s, _mm256_mul_ps(s, wrong)), slope = _mm256_add_ps(h, _mm256_mul_ps(h, wrong));
+    const __m256 rest = _mm256_sub_ps(x, _mm256_mul_ps(root, root));
+    return _mm256_add_ps(root, _mm256_mul_ps(rest, slope));
+}
+
+// False if a number is neither 0 nor within 2^-96 and 2^96, where no product of the above leaves the normal numbers.
+inline bool newton(int64_t n, const float* numbers, float* roots) {
+    const __m256 least = _mm256_set1_ps(0x1p-96f), most = _mm256_set1_ps(0x1p96f), zero = _mm256_setzero_ps();
+    __m256 plain = _mm256_cmp_ps(zero, zero, _CMP_EQ_OQ);
+    alignas(32) float last[LANES];
+    for (int64_t i = 0; i < n; i += LANES) {
+        const bool whole = n - i >= LANES;
+        if (!whole) {
+            std::fill_n(last, LANES, 1.0f);
+            std::copy(numbers + i, numbers + n, last);
+        }
+        const __m256 x = _mm256_loadu_ps(whole ? numbers + i : last);
+        const __m256 within = _mm256_and_ps(_mm256_cmp_ps(x, least, _CMP_GE_OQ), _mm256_cmp_ps(x, most, _CMP_LE_OQ));
+        const __m256 nothing = _mm256_cmp_ps(x, zero, _CMP_EQ_OQ);
+        plain = _mm256_and_ps(plain, _mm256_or_ps(within, nothing));
+        _mm256_storeu_ps(whole ? roots + i : last, _mm256_blendv_ps(newton_root(x), x, nothing));
+        if (!whole) std::copy(last, last + (n - i), roots + i);
+    }
+    return _mm256_movemask_ps(plain) == 0xff;
+}
+#endif
+
+// Whether `way` has MKL's bits for every number from 1 to 4; beyond, only exponents are others.
+inline bool has_mkls_bits(bool (*way)(int64_t, const float*, float*)) {
+    float numbers[MOST], ours[MOST], theirs[MOST];
+    for (uint32_t first = as_bits(1.0f); first < as_bits(4.0f); first += MOST) {
+        for (uint32_t k = 0; k < MOST; ++k) numbers[k] = as_float(first + k);
+        by_mkl(MOST, numbers, theirs);
+        if (!way(MOST, numbers, ours) || std::memcmp(ours, theirs, sizeof ours) != 0) return false;
+    }
+    return true;
+}
+
+// Gives up, with false, what it does not know the bits of.
+using Way = bool (*)(int64_t, const float*, float*);
+
+// What has PyTorch's bits on this processor; null for MKL itself.
+inline Way find() {
+    if (!vmsSqrt || has_mkls_bits(nearest)) return nearest;
+#ifdef __AVX__
+    if (has_mkls_bits(newton)) return newton;
+#endif
+    return nullptr;
+}
+
+// Roots of at most MOST numbers from 0 on.
+inline void take(int64_t n, const float* numbers, float* roots) {
+    static const Way way = find();
+    if (!way || !way(n, numbers, roots)) by_mkl(n, numbers, roots);
+}
+
+}  // namespace square_roots
