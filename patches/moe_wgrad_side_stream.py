@@ -16,7 +16,6 @@ communication, which has streams of its own, and where gradients are not added i
 from __future__ import annotations
 
 import functools
-import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, W
 from mindspeed_lite.pipeline.side import Lane, Side, StreamLane
 from mindspeed_lite.pipeline.turns import Turns
 
+from ._found_out import tell
 from ._recompute import CUDA_GRAPHS, at_odds
 
 NAME = "moe_wgrad_side_stream"
@@ -37,8 +37,6 @@ _AT_ODDS = {
     **CUDA_GRAPHS,
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers on streams of its own",
 }
-
-_log = logging.getLogger("mindspeed_lite")
 
 
 class _Beside:
@@ -54,7 +52,7 @@ class _Beside:
                 lane.settle()
                 return time.perf_counter()
 
-            self._turns = Turns(clock, functools.partial(_tell, weakref.ref(session)))
+            self._turns = Turns(clock, functools.partial(_say, weakref.ref(session)))
 
     @property
     def on(self) -> bool:
@@ -71,12 +69,10 @@ class _Beside:
 _of_session: weakref.WeakKeyDictionary[Session, _Beside] = weakref.WeakKeyDictionary()
 
 
-def _tell(owner: weakref.ref[Session], text: str) -> None:
+def _say(owner: weakref.ref[Session], text: str) -> None:
     session = owner()
     if session is not None:
-        session.notice(f"{NAME}: {text}")
-    # The report has been printed before the first step, and ranks may differ.
-    _log.warning("%s: %s", NAME, text)
+        tell(session, f"{NAME}: {text}")
 
 
 def put(session: Session, compute: Callable[[], None]) -> bool:

@@ -15,18 +15,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-import torch
-
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
 
+from ._found_out import tell
 from ._recompute import at_odds
-
-_log = logging.getLogger("mindspeed_lite")
 
 NAME = "reset_bucket_group_order"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -95,17 +91,10 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
             return
         chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if each]
         if all(len(each) == 1 for each in chains):
-            _tell(session, f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
-        _chains[self] = [Order(groups, functools.partial(_tell, session)) for groups in chains]
+            tell(session, f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
+        _chains[self] = [Order(groups, functools.partial(tell, session)) for groups in chains]
 
     return __init__
-
-
-def _tell(session: Session, text: str) -> None:
-    session.notice(text)
-    # The report has been printed before the first step.
-    if torch.distributed.get_rank() == 0:
-        _log.warning("%s", text)
 
 
 def _finish(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:

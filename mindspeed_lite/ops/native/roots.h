@@ -20,6 +20,9 @@ namespace square_roots {
 // As many numbers as are taken at once, at most.
 constexpr int64_t MOST = 256;
 
+// Takes roots; false if it does not know the bits of some.
+using Way = bool (*)(int64_t, const float*, float*);
+
 inline void by_mkl(int64_t n, const float* numbers, float* roots) {
     // Its modes, as PyTorch asks for them.
     constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
@@ -70,7 +73,7 @@ inline bool newton(int64_t n, const float* numbers, float* roots) {
 #endif
 
 // Whether `way` has MKL's bits for every number from 1 to 4; beyond, only exponents are others.
-inline bool has_mkls_bits(bool (*way)(int64_t, const float*, float*)) {
+inline bool has_mkls_bits(Way way) {
     float numbers[MOST], ours[MOST], theirs[MOST];
     for (uint32_t first = as_bits(1.0f); first < as_bits(4.0f); first += MOST) {
         for (uint32_t k = 0; k < MOST; ++k) numbers[k] = as_float(first + k);
@@ -79,9 +82,6 @@ inline bool has_mkls_bits(bool (*way)(int64_t, const float*, float*)) {
     }
     return true;
 }
-
-// Gives up, with false, what it does not know the bits of.
-using Way = bool (*)(int64_t, const float*, float*);
 
 // What has PyTorch's bits on this processor; null for MKL itself.
 inline Way find() {
