@@ -202,6 +202,8 @@ def environment(script: Script) -> dict[str, str]:
         "PATH": before("PATH", str(Path(sys.executable).parent)),
         "PYTHONPATH": before("PYTHONPATH", *script.path),
         "TORCHINDUCTOR_CACHE_DIR": str(OUTPUT / "compiled"),
+        # The log in the order of writing: what ends a run stands at its end, not before what was buffered.
+        "PYTHONUNBUFFERED": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "RANK": "0",

@@ -215,6 +215,8 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
     paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
     changed["PYTHONPATH"] = os.pathsep.join(paths)
+    # The log in the order of writing: what ends a run stands at its end, not before what was buffered.
+    changed.setdefault("PYTHONUNBUFFERED", "1")
     if job.allocator:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
     # A single process without torchrun needs to be told where it meets itself; torchrun tells its own.

@@ -221,6 +221,13 @@ def test_a_command_that_never_trains(tmp_path: Path) -> None:
         assert outcome.status == "no steps" and text in str(outcome.reason)
 
 
+def test_what_ended_a_run_stands_at_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    code = "import sys; [print('line', n) for n in range(100)]; sys.exit('the reason')"
+    outcome = harness.run(Job((sys.executable, "-c", code), tmp_path, 1, 2, 60.0), Arm("off", "off"), 1)
+    assert outcome.exit_code == 1 and outcome.log_tail[-1] == "the reason"
+
+
 @matrix.whole
 def test_too_few_steps_are_said(tmp_path: Path) -> None:
     short = job(tmp_path)

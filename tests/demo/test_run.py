@@ -76,7 +76,10 @@ def test_a_training_run_gives_its_log_and_its_own_peak_memory(output: Path) -> N
         assert small < 100 and 290 < large < 400
 
 
-def test_a_failed_training_run_shows_the_end_of_its_log_and_where_it_is(output: Path) -> None:
+def test_a_failed_training_run_shows_the_end_of_its_log_and_where_it_is(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     code = "import sys; [print('line', n) for n in range(50)]; sys.exit('the reason')"
     with pytest.raises(run.DemoError) as caught:
         run.train(script_that(code), [], output / "off-1.log", "round 1")
