@@ -64,7 +64,8 @@ def forms(matrices: tuple[torch.Tensor, torch.Tensor], added: torch.Tensor) -> d
 
 def compare(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor) -> None:
     """Every form with other kernels is at most as far from float64 as with PyTorch's, and has its shape and dtype."""
-    exact = {name: run() for name, run in forms((a.double(), b.double()), added.double()).items()}
+    # Copies: two forms write into the same memory.
+    exact = {name: run().clone() for name, run in forms((a.double(), b.double()), added.double()).items()}
     torchs = {name: run().clone() for name, run in forms((a, b), added).items()}
     undo = cpu_products.install()
     try:
