@@ -159,7 +159,7 @@ def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
-            if not moe_wgrad_side_stream.put(session, accumulate):
+            if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
                 accumulate()
         return [_main_grad.stand_in(weight) for weight in weights]
 

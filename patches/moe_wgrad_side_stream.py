@@ -75,13 +75,26 @@ def _say(owner: weakref.ref[Session], text: str) -> None:
         tell(session, f"{NAME}: {text}")
 
 
-def put(session: Session, compute: Callable[[], None]) -> bool:
-    """Let a weight gradient be computed beside what comes next; False if it is not to be."""
+def put(session: Session, config: Any, compute: Callable[[], None]) -> bool:
+    """Let a weight gradient of a layer of `config` be computed beside what comes next; False if it is not to be."""
     beside = _of_session.get(session)
-    if beside is None or not beside.on:
+    # A model that steps aside may stand beside one that does not.
+    if beside is None or not beside.on or _at_odds(config):
         return False
     beside.side.put(compute)
     return True
+
+
+def _at_odds(config: Any) -> list[str]:
+    return at_odds(_AT_ODDS, lambda name: getattr(config, name, None))
+
+
+def _end(owner: weakref.ref[Session]) -> None:
+    """A backward pass that is still to come finds no side stream: nobody would wait for it."""
+    session = owner()
+    beside = None if session is None else _of_session.pop(session, None)
+    if beside is not None:
+        beside.side.join()
 
 
 def _lane_of(device: torch.device) -> Lane:
@@ -96,14 +109,15 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, *args, **kwargs)
         # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = at_odds(_AT_ODDS, lambda name: getattr(config, name, None))
+        reasons = _at_odds(config)
+        first = next(self.parameters(), None)
         if not config.gradient_accumulation_fusion:
             reasons.append("the model's configuration has no gradient_accumulation_fusion")
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
-        elif session not in _of_session:
-            beside = _of_session[session] = _Beside(session, _lane_of(next(self.parameters()).device))
-            session.at_end.append(beside.side.join)
+        elif first is not None and session not in _of_session:
+            _of_session[session] = _Beside(session, _lane_of(first.device))
+            session.at_end.append(functools.partial(_end, weakref.ref(session)))
 
     return __init__
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,12 @@ LOST = 1
 LEAST_ROWS = 8
 
 
+def share_of_time(times: Sequence[float], of: Sequence[float]) -> float:
+    """The median of what `times` take of those of the same round; 1 unless it is less in all rounds but one."""
+    ratios = [mine / whole for mine, whole in zip(times, of, strict=True)]
+    return statistics.median(ratios) if sum(ratio < 1 for ratio in ratios) >= len(ratios) - LOST else 1.0
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a trial saw: seconds of the slowest rank, round by round, by number of slices; and what follows."""
@@ -41,11 +47,7 @@ class Trial:
     @functools.cached_property
     def best(self) -> int:
         """The fastest number of slices; 1 unless another is clearly faster."""
-        share = {number: 1.0 for number in self.rounds}
-        for number, times in self.rounds.items():
-            ratios = [mine / whole for mine, whole in zip(times, self.rounds[1], strict=True)]
-            if sum(ratio < 1 for ratio in ratios) >= len(ratios) - LOST:
-                share[number] = statistics.median(ratios)
+        share = {number: share_of_time(times, self.rounds[1]) for number, times in self.rounds.items()}
         fastest = min(share, key=lambda each: share[each])
         return fastest if share[fastest] < 1 - MARGIN else 1
 

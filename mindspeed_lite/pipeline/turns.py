@@ -5,12 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+from mindspeed_lite.parallel.slices import share_of_time
+
 # Steps that are not counted: allocations, and kernels that libraries choose at the first call.
 WARM = 4
 PAIRS = 8
-# It must win by this much, and in all pairs but this many, or noise would choose.
+# It must win by this much, or noise would choose.
 MARGIN = 0.005
-LOST = 1
 
 
 class Turns:
@@ -46,9 +47,8 @@ class Turns:
     def _decide(self) -> None:
         counted = self._seconds[WARM:]
         off, on = counted[::2], counted[1::2]
-        ratios = [mine / without for mine, without in zip(on, off, strict=True)]
-        wins = sum(ratio < 1 for ratio in ratios)
-        self.on = wins >= PAIRS - LOST and statistics.median(ratios) < 1 - MARGIN
+        wins = sum(mine < without for mine, without in zip(on, off, strict=True))
+        self.on = share_of_time(on, off) < 1 - MARGIN
         self.decided = True
         times = f"{1e3 * statistics.median(off):.1f} ms a step without, {1e3 * statistics.median(on):.1f} ms with"
         verdict = "stays on" if self.on else "is off from now on, because it is not clearly faster"

@@ -1,4 +1,4 @@
-"""What is told while a training runs: in every rank's report, in the first one's log, once each."""
+"""What is told while a training runs: in every rank's report, in the first one's log."""
 
 from __future__ import annotations
 

@@ -195,4 +195,5 @@ def test_gradients_of_which_only_some_layers_are_delayed_are_added_once():
             run(experts)
             assert queue.drain() == delayed
             found.append([parameter.main_grad for parameter in experts.parameters()])
+            assert sum(bool(each.any()) for each in found[-1]) == 2 * (len(COUNTS) - COUNTS.count(0))
     assert all(map(torch.equal, *found))

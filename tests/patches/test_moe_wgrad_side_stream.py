@@ -81,11 +81,13 @@ def test_gradients_have_the_same_bits_and_are_there_when_they_are_reduced(overla
 @forked("megatron")
 def test_nothing_waits_before_gradients_are_reduced():
     start()
-    with beside(delay=0.3):
+    with beside() as lane:
         model = reduced(experts())
         model.zero_grad_buffer()
+        lane.gate.clear()
         backward(model)
         assert not any(bool(each.main_grad.any()) for each in model.parameters()), "it was waited for"
+        lane.gate.set()
         model.finish_grad_sync()
         assert any(bool(each.main_grad.any()) for each in model.parameters())
 
@@ -134,6 +136,30 @@ def test_turned_off_with_gradients_under_way_they_still_come():
         model.zero_grad_buffer()
         backward(model)
     assert sum(not bool(each.main_grad.any()) for each in model.parameters()) == 2 * COUNTS.count(0)
+
+
+@forked("megatron")
+def test_turned_off_between_forward_and_backward_pass_nothing_goes_to_a_side_that_nobody_joins():
+    start()
+    with beside() as lane:
+        model = reduced(experts())
+        model.zero_grad_buffer()
+        out, _ = model(torch.randn(sum(COUNTS), 32).bfloat16(), torch.tensor(COUNTS), torch.rand(sum(COUNTS)))
+    lane.gate.clear()
+    out.sum().backward()
+    assert not lane.ran and any(bool(each.main_grad.any()) for each in model.parameters())
+
+
+@forked("megatron")
+def test_a_model_that_steps_aside_does_so_beside_one_that_does_not():
+    start()
+    with beside(strict=False) as lane:
+        other = reduced(experts())
+        model = reduced(experts())
+        model.config.cuda_graph_impl = "local"
+        off = step(model)
+        assert not lane.ran
+        assert all(map(torch.equal, step(other), off)) and lane.ran == 6
 
 
 @forked("megatron")

@@ -16,12 +16,15 @@ Job = Callable[[], None]
 class LateLane:
     """Runs jobs in order, each up to `delay` seconds after it could have begun.
 
-    `ran` counts jobs, `faults` those that nobody held any more, whose memory a device would have given to others.
+    `ran` counts jobs, `faults` those that nobody held any more, whose memory a device would have given to others. While
+    `gate` is not set, none is run.
     """
 
     def __init__(self, delay: float = 0.0) -> None:
         self.ran = 0
         self.faults = 0
+        self.gate = threading.Event()
+        self.gate.set()
         self._delays = random.Random(1)
         self._delay = delay
         self._queue: queue.SimpleQueue[tuple[weakref.ref[Job], threading.Event]] = queue.SimpleQueue()
@@ -43,6 +46,7 @@ class LateLane:
     def _work(self) -> None:
         while True:
             owned, done = self._queue.get()
+            self.gate.wait()
             time.sleep(self._delays.uniform(0, self._delay))
             job = owned()
             if job is None:
