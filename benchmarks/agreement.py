@@ -154,15 +154,12 @@ def _arms(layout: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     known = {**DENSE, **EXPERTS} if layout in EXPERT_LAYOUTS else DENSE
     alone = EXPERTS if layout in ("experts", "experts ep2") else DENSE if layout in ("single", "tp2 sp") else {}
     for name, options in alone.items():
-        if not (name == "use_fused_embedding" and layout == "single"):  # nothing to do on one rank
-            yield name, {name: True}, options
+        yield name, {name: True}, options
     together = [name for name in known if name not in NOT_TOGETHER]
     merged: dict[str, Any] = {}
     for name in together:
         for key, value in known[name].items():
             merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    if layout not in ("tp2 sp", "experts tp2", "experts tp2 etp1 ep2"):
-        together.remove("use_fused_embedding")
     yield "all together", dict.fromkeys(together, True), merged
 
 

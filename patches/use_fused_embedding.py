@@ -1,11 +1,13 @@
-"""`--use-fused-embedding`: the vocabulary-parallel embedding without an assignment to masked positions.
+"""`--use-fused-embedding`: the embedding without an assignment to masked positions, its gradient in the rows looked up.
 
-Reaches `VocabParallelEmbedding.forward`, the one place where a rank looks up its slice of the vocabulary. Megatron
-assigns zeros to the positions of other ranks' tokens, twice, for which a device has to tell the host how many there
-are; and lets all of them borrow row 0, whose gradient then is summed from mostly zeros. Under sequence parallelism
-the rows are also looked up in the order they are sent in, which saves a copy. Leaves the collectives alone. Steps
-aside in deterministic mode, which asks for another gradient kernel, for weights that are distributed further, and for
-the inference-optimised collectives.
+Reaches `VocabParallelEmbedding.forward`, the one place where a rank looks up its slice of the vocabulary. Under tensor
+parallelism Megatron assigns zeros to the positions of other ranks' tokens, twice, for which a device has to tell the
+host how many there are; and lets all of them borrow row 0, whose gradient then is summed from mostly zeros. Under
+sequence parallelism the rows are also looked up in the order they are sent in, which saves a copy. Everywhere the
+weight's gradient is a tensor of the vocabulary's size, zeros but for the rows of a micro-batch, which Megatron's hook
+adds to the main gradient; here it is those rows. Leaves the collectives and the hook alone. Steps aside in
+deterministic mode, which asks for another gradient kernel, for weights that are distributed further, and for the
+inference-optimised collectives; keeps the dense gradient where nobody adds it to a main gradient.
 """
 
 from __future__ import annotations
@@ -18,23 +20,32 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
+# Devices whose PyTorch adds a sparse tensor to a dense one.
+_ADDS_SPARSE = ("cpu", "cuda")
+
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core.tensor_parallel import mappings
 
     def forward(self: Any, input_: Any) -> Any:
-        if self.tp_group.size() == 1:
-            return wrapped(self, input_)
         reasons = _in_the_way(self)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, input_)
+        alone = self.tp_group.size() == 1
+        dense = _dense_because(self.weight)
+        if alone and dense:
+            if torch.is_grad_enabled() and self.weight.requires_grad:
+                session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
+            return wrapped(self, input_)
         if session.verifier is not None:
-            session.verifier.leave_out(
-                FEATURE.name, "vocab_embedding", "the ranks of a tensor-parallel group compute it"
-            )
+            why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"
+            session.verifier.leave_out(FEATURE.name, "vocab_embedding", why)
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_  # [b, s] -> [s, b]
-        rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index)
+        if alone:
+            # As Megatron does it: an id that is not in the vocabulary is an error.
+            return torch.nn.functional.embedding(ids, self.weight, sparse=True)
+        rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
         if self.reduce_scatter_embeddings:
             return mappings.reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
         return mappings.reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
@@ -52,10 +63,26 @@ def _in_the_way(layer: Any) -> list[str]:
     return [reason for reason, holds in found.items() if holds]
 
 
+def _dense_because(weight: torch.Tensor) -> str:
+    """Why the gradient is not in rows, which is right where Megatron's hook adds it to the main gradient at once."""
+    if weight.device.type not in _ADDS_SPARSE:
+        return f"{weight.device.type} adds no rows"
+    if getattr(weight, "__fsdp_param__", False) or not isinstance(getattr(weight, "main_grad", None), torch.Tensor):
+        return "there is no main gradient to add rows to"
+    if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph is being recorded"
+    return ""
+
+
 def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.arg("tensor_model_parallel_size", 2) == 1:
-        reasons.append("--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing")
+        one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
+        if context.device not in _ADDS_SPARSE:
+            reasons.append(f"{one}, and {context.device} has no gradient in rows")
+        for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
+            if context.arg(flag, False):
+                reasons.append(f"{one}, and --{flag.replace('_', '-')} has no main gradient for a gradient in rows")
     if context.arg("deterministic_mode", False):
         reasons.append("--deterministic-mode asks for another gradient kernel")
     return reasons
@@ -63,14 +90,14 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="use_fused_embedding",
-    summary="the vocabulary-parallel embedding without an assignment to masked positions",
+    summary="the embedding without an assignment to masked positions, its gradient in the rows looked up",
     options=(
         Option(
             "--use-fused-embedding",
-            help="Look up a tensor-parallel rank's slice of the embedding without assigning to masked positions.",
+            help="Look the embedding up without assigning to masked positions; its gradient is the rows looked up.",
         ),
     ),
-    numerics="bitwise",
+    numerics="ulp",
     condition=_why_not,
     operators=("vocab_embedding",),
     patches=(Wrap("megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward", _forward),),

@@ -71,6 +71,6 @@ class Sizes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.names.add(str(func))
         for item in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(item, torch.Tensor):
+            if isinstance(item, torch.Tensor) and item.layout == torch.strided:
                 self.largest = max(self.largest, item.untyped_storage().nbytes())
         return out

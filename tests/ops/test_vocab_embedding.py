@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_lite.ops.vocab_embedding import reference, vocab_embedding, why_not
 
-from .compare import Sizes, one_thread
+from .compare import Sizes, error, one_thread
 
 BOTH = pytest.mark.parametrize("function", [vocab_embedding, reference.vocab_embedding], ids=["cpu", "reference"])
 
@@ -60,6 +60,41 @@ def test_bits_are_those_of_assignments(
             found.append((out.detach(), leaf.grad))
     for ours in found[:2]:
         assert all(torch.equal(a, b) for a, b in zip(ours, found[2], strict=True))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 6), max_size=3),
+    rows=st.integers(1, 9),
+    rank=st.integers(0, 3),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    kind=st.sampled_from([torch.int64, torch.int32]),
+    seed=st.integers(0, 1000),
+)
+def test_a_sparse_gradient_added_to_fp32_is_no_further_from_float64_than_the_dense_one(
+    shape: list[int], rows: int, rank: int, dtype: torch.dtype, kind: torch.dtype, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 5, generator=generator).to(dtype)
+    ids = torch.randint(0, 4 * rows, shape, generator=generator).to(kind)
+    dout = torch.randn(*shape, 5, generator=generator).to(dtype)
+    before = torch.randn(rows, 5, generator=generator)
+    exact_weight = weight.double().requires_grad_()
+    assigned(ids, exact_weight, rank * rows).backward(dout.double())
+    assert exact_weight.grad is not None
+    exact = before + exact_weight.grad
+    dense_weight = weight.clone().requires_grad_()
+    dense_out = assigned(ids, dense_weight, rank * rows)
+    dense_out.backward(dout)
+    assert dense_weight.grad is not None
+    dense = error(before + dense_weight.grad, exact)
+    for function in (vocab_embedding, reference.vocab_embedding):
+        leaf = weight.clone().requires_grad_()
+        out = function(ids, leaf, rank * rows, sparse=True)
+        out.backward(dout)
+        assert leaf.grad is not None and leaf.grad.is_sparse and leaf.grad.dtype == dtype
+        assert torch.equal(out, dense_out)
+        assert error(before.clone().add_(leaf.grad), exact) <= max(dense, 2.0**-22)
 
 
 @BOTH

@@ -34,6 +34,33 @@ def test_the_fusion_follows_megatrons_own_path(trainer: Callable[[str], Trainer]
         assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
 
 
+ROWS: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "reduced as it comes": (2, {"overlap_grad_reduce": True, "distributed_optimizer": True, "wgrad_fusion": True}),
+    "tensor parallel": (2, {"tp": 2, "sp": True, "overlap_grad_reduce": True, "wgrad_fusion": True}),
+    "tied, with the fusion": (1, {"tied": True, "wgrad_fusion": True}),
+}
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.pairs([*ROWS], [("0.16.1", "reduced as it comes"), ("0.17.1", "tied, with the fusion")], newest=[*ROWS]),
+)
+def test_the_embeddings_gradient_in_rows_follows_the_dense_one(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    nproc, options = ROWS[layout]
+    options = {**options, "steps": STEPS}
+    flags = {"use_gradient_accumulation_fusion": options.get("wgrad_fusion", False), "strict": True}
+    off = losses(trainer(release).core("features", nproc, options, flags=flags))
+    on = losses(trainer(release).core("features", nproc, options, flags={**flags, "use_fused_embedding": True}))
+    assert off[-1] < off[0] - 1
+    # To the zeros that a shared weight's output layer hands to autograd rows are added as they were to zeros before.
+    assert (on == off) is (layout == "tied, with the fusion")
+    for step, (a, b) in enumerate(zip(off, on, strict=True)):
+        assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
+
+
 @pytest.mark.parametrize(
     ("release", "layout"),
     [

@@ -70,7 +70,11 @@ OPERATORS: Mapping[str, Entry] = {
         "pairs=half|interleaved|regrouped (half)",
         "s=1024,b=1,n=16,d=64",
     ),
-    "vocab_embedding": Entry("mindspeed_lite.bench.operators.vocab_embedding", "IDSxHIDDENxROWS", "1024x1024x8192"),
+    "vocab_embedding": Entry(
+        "mindspeed_lite.bench.operators.vocab_embedding",
+        "IDSxHIDDENxROWS and, if wanted, main=1",
+        "1024x1024x8192",
+    ),
 }
 
 

@@ -23,7 +23,9 @@ class Case(NamedTuple):
 OPERATOR = Operator("vocab_embedding", reference.vocab_embedding, {"cpu": "mindspeed_lite.ops.vocab_embedding.cpu"})
 
 
-def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+def vocab_embedding(
+    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, *, sparse: bool = False
+) -> torch.Tensor:
     """y = weight[id - vocab_start] where weight has that row, and zeros elsewhere.
 
     ids: [...] of integers, any strides; weight: [V, H], the slice [vocab_start, vocab_start + V) of a vocabulary;
@@ -31,12 +33,15 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 
     hits is asked for; for the backward pass the row numbers and one bit per id are kept. An id of another slice borrows
     a row there, another one for each id, and adds zeros to its gradient: one row for all would be added to one at a
     time.
+
+    sparse: the weight's gradient is a sparse COO tensor [V, H] with a row for each id, not coalesced, as
+    `torch.nn.functional.embedding` gives it; to be added to something wider, which rounds each row once.
     """
     if weight.dim() != 2 or weight.shape[0] == 0:
         raise ValueError(f"vocab_embedding: want weight [V, H] with V at least 1, not {tuple(weight.shape)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"vocab_embedding: ids are {ids.dtype}, and they count tokens")
-    return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start)
+    return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start, sparse)
 
 
 def why_not(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> list[str]:

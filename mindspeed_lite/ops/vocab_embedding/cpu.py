@@ -21,11 +21,13 @@ def supported(case: Case) -> list[str]:
     return []
 
 
-def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+def vocab_embedding(
+    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
+) -> torch.Tensor:
     if is_traced(weight) or is_traced(ids):
-        return reference.vocab_embedding(ids, weight, vocab_start)
+        return reference.vocab_embedding(ids, weight, vocab_start, sparse)
     local = ids.reshape(-1) - vocab_start
     place = ((local >= 0) & (local < weight.shape[0])).nonzero().squeeze(1)
-    rows = torch.nn.functional.embedding(local.index_select(0, place), weight)
+    rows = torch.nn.functional.embedding(local.index_select(0, place), weight, sparse=sparse)
     out = rows.new_zeros(local.numel(), weight.shape[1]).index_copy_(0, place, rows)
     return out.view(*ids.shape, weight.shape[1])

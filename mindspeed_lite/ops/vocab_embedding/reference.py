@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> torch.Tensor:
+def vocab_embedding(
+    ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0, sparse: bool = False
+) -> torch.Tensor:
     local = ids.contiguous() - vocab_start
     row = local.remainder(weight.shape[0])  # itself where the row is here
-    out = torch.nn.functional.embedding(row, weight)  # [..., H]
+    out = torch.nn.functional.embedding(row, weight, sparse=sparse)  # [..., H]
     return out.masked_fill_((row != local)[..., None], 0.0)
