@@ -1,6 +1,8 @@
 """l2norm: against Megatron's own: a norm for each tensor, and the norm of these on the host.
 
-Counted as bytes: every tensor is read. Counted as operations on each element: a product and a sum.
+The tensors are the gradients of a model of the case's dtype, which the optimizer has in fp32 (a model's fp32 and its
+16 bits have the same case then; float64 stays itself). Counted as bytes: every tensor is read. Counted as operations on
+each element: a product and a sum.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
     if match is None:
         raise ValueError("want TENSORSxELEMENTS with both at least 1, for example 8x1048576")
     count, size = int(match[1]), int(match[2])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
 
     def make() -> tuple[torch.Tensor, ...]:
         generator = torch.Generator().manual_seed(1)
-        return tuple(torch.randn(size, generator=generator).to(device, dtype) for _ in range(count))
+        return tuple(torch.randn(size, generator=generator).to(device, wide) for _ in range(count))
 
     return Case(
         operator="l2norm",
@@ -37,7 +40,7 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
         device=device,
         dtype=dtype,
         make=make,
-        forward=Work(count * size * dtype.itemsize, 2 * count * size),
+        forward=Work(count * size * wide.itemsize, 2 * count * size),
         both=None,
         contenders=(
             Contender(OURS, lambda: lambda *tensors: l2norm(tensors)),

@@ -12,6 +12,7 @@ for each id, the output's gradient read, and as many rows of the main gradient r
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import torch
 
@@ -40,17 +41,11 @@ def case(text: str, device: str, dtype: torch.dtype) -> Case:
 
 
 def _slice(count: int, hidden: int, rows: int, device: str, dtype: torch.dtype) -> Case:
-    ids = torch.randint(0, SLICES * rows, (count,), generator=torch.Generator().manual_seed(2))
+    tokens = _tokens(count, SLICES * rows)
 
     def make() -> tuple[torch.Tensor, ...]:
         weight = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(1)).to(device, dtype)
         return (weight.requires_grad_(),)
-
-    def tokens(weight: torch.Tensor) -> torch.Tensor:
-        nonlocal ids
-        if ids.device != weight.device:
-            ids = ids.to(weight.device)
-        return ids
 
     def assigned(weight: torch.Tensor) -> torch.Tensor:
         """What Megatron writes."""
@@ -80,8 +75,21 @@ def _slice(count: int, hidden: int, rows: int, device: str, dtype: torch.dtype) 
     )
 
 
+def _tokens(count: int, bound: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Ids below `bound`, always the same, on the device of the weight that is looked up."""
+    ids = torch.randint(0, bound, (count,), generator=torch.Generator().manual_seed(2))
+
+    def tokens(weight: torch.Tensor) -> torch.Tensor:
+        nonlocal ids
+        if ids.device != weight.device:
+            ids = ids.to(weight.device)
+        return ids
+
+    return tokens
+
+
 def _accumulated(count: int, hidden: int, rows: int, device: str, dtype: torch.dtype) -> Case:
-    ids = torch.randint(0, rows, (count,), generator=torch.Generator().manual_seed(2)).to(device)
+    tokens = _tokens(count, rows)
     main_dtype = torch.promote_types(dtype, torch.float32)
 
     def make() -> tuple[torch.Tensor, ...]:
@@ -92,12 +100,13 @@ def _accumulated(count: int, hidden: int, rows: int, device: str, dtype: torch.d
     def ours(weight: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
         leaf = weight.detach().requires_grad_()
         with torch.enable_grad():
-            torch.autograd.backward(vocab_embedding(ids, leaf, sparse=True), dy)
+            torch.autograd.backward(vocab_embedding(tokens(leaf), leaf, sparse=True), dy)
         assert leaf.grad is not None
         return main_grad.add_(leaf.grad)
 
     def dense(weight: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
         """What autograd and a gradient hook do, and what a compiler can be shown of it."""
+        ids = tokens(weight)
         out = torch.nn.functional.embedding(ids, weight)
         gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
         return main_grad.add_(gradient)

@@ -17,8 +17,8 @@ extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long lo
 
 namespace square_roots {
 
-// As many numbers as are taken at once, at most.
-constexpr int64_t MOST = 256;
+// As many numbers as are taken at once, at most: few enough that they are still at hand when their roots are wanted.
+constexpr int64_t MOST = 128;
 
 // Takes roots; false if it does not know the bits of some.
 using Way = bool (*)(int64_t, const float*, float*);
