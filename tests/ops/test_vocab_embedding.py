@@ -16,6 +16,26 @@ from .compare import Sizes, error, one_thread
 BOTH = pytest.mark.parametrize("function", [vocab_embedding, reference.vocab_embedding], ids=["cpu", "reference"])
 
 
+CALLS: dict[str, Any] = {
+    "shape": st.lists(st.integers(0, 6), max_size=3),
+    "rows": st.integers(1, 9),
+    "rank": st.integers(0, 3),
+    "kind": st.sampled_from([torch.int64, torch.int32]),
+    "seed": st.integers(0, 1000),
+}
+HALVES_AND_FP32 = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def call(
+    shape: list[int], rows: int, dtype: torch.dtype, kind: torch.dtype, seed: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weight, ids and the output's gradient; the weight is one of four slices."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, 5, generator=generator).to(dtype)
+    ids = torch.randint(0, 4 * rows, shape, generator=generator).to(kind)
+    return weight, ids, torch.randn(*shape, 5, generator=generator).to(dtype)
+
+
 def assigned(ids: torch.Tensor, weight: torch.Tensor, start: int) -> torch.Tensor:
     """The same with assignments to masked positions."""
     mask = (ids < start) | (ids >= start + weight.shape[0])
@@ -35,21 +55,11 @@ def test_rows_of_the_slice_and_zeros() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 6), max_size=3),
-    rows=st.integers(1, 9),
-    rank=st.integers(0, 3),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
-    kind=st.sampled_from([torch.int64, torch.int32]),
-    seed=st.integers(0, 1000),
-)
+@given(**CALLS, dtype=st.sampled_from([*HALVES_AND_FP32, torch.float64]))
 def test_bits_are_those_of_assignments(
     shape: list[int], rows: int, rank: int, dtype: torch.dtype, kind: torch.dtype, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, 5, generator=generator).to(dtype)
-    ids = torch.randint(0, 4 * rows, shape, generator=generator).to(kind)
-    dout = torch.randn(*shape, 5, generator=generator).to(dtype)
+    weight, ids, dout = call(shape, rows, dtype, kind, seed)
     found = []
     with one_thread():
         for function in (vocab_embedding, reference.vocab_embedding, assigned):
@@ -63,22 +73,12 @@ def test_bits_are_those_of_assignments(
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    shape=st.lists(st.integers(0, 6), max_size=3),
-    rows=st.integers(1, 9),
-    rank=st.integers(0, 3),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    kind=st.sampled_from([torch.int64, torch.int32]),
-    seed=st.integers(0, 1000),
-)
+@given(**CALLS, dtype=st.sampled_from(HALVES_AND_FP32))
 def test_a_sparse_gradient_added_to_fp32_is_no_further_from_float64_than_the_dense_one(
     shape: list[int], rows: int, rank: int, dtype: torch.dtype, kind: torch.dtype, seed: int
 ) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, 5, generator=generator).to(dtype)
-    ids = torch.randint(0, 4 * rows, shape, generator=generator).to(kind)
-    dout = torch.randn(*shape, 5, generator=generator).to(dtype)
-    before = torch.randn(rows, 5, generator=generator)
+    weight, ids, dout = call(shape, rows, dtype, kind, seed)
+    before = torch.randn(rows, 5, generator=torch.Generator().manual_seed(seed + 1))
     exact_weight = weight.double().requires_grad_()
     assigned(ids, exact_weight, rank * rows).backward(dout.double())
     assert exact_weight.grad is not None

@@ -122,26 +122,30 @@ def test_megatrons_hook_adds_rows_to_the_main_gradient(ranks, ddp):
     on_ranks(ranks, body)
 
 
+@pytest.mark.parametrize("shared", ["output layer", "second lookup"])
 @forked("megatron")
-def test_a_weight_that_the_output_layer_shares_gets_both_gradients():
+def test_a_weight_that_is_used_twice_gets_both_gradients(shared):
     def body(rank):
         mindspeed_lite.enable()
         joined(rank, 1, dist.HashStore())
         ids = torch.randint(0, 32, (2, 3, 6), generator=torch.Generator().manual_seed(4))
 
-        class Tied(torch.nn.Module):
+        class Twice(torch.nn.Module):
             def __init__(self, dtype=torch.bfloat16):
                 super().__init__()
                 self.embedding = embedding_of(ranks=1, dtype=dtype)
                 self.config, self.weight = self.embedding.config, self.embedding.weight
 
             def forward(self, ids):
-                return torch.nn.functional.linear(torch.tanh(self.embedding(ids)), self.weight)
+                hidden = torch.tanh(self.embedding(ids))
+                if shared == "second lookup":
+                    return hidden * self.embedding(ids.roll(1, -1))
+                return torch.nn.functional.linear(hidden, self.weight)
 
-        off, _ = reduced(Tied(), ids)
-        exact, _ = reduced(Tied(torch.float64), ids)
+        off, _ = reduced(Twice(), ids)
+        exact, _ = reduced(Twice(torch.float64), ids)
         with mindspeed_lite.enabled(use_fused_embedding=True, strict=True):
-            on, sizes = reduced(Tied(), ids)
+            on, sizes = reduced(Twice(), ids)
         assert not any("embedding_dense_backward" in name for name in sizes.names)
         assert error(on, exact) <= 1.1 * error(off, exact) and error(off, exact) < 0.02
 
@@ -187,7 +191,7 @@ def test_where_nobody_adds_rows_the_gradient_stays_dense_and_the_reason_is_said(
 
 
 @forked("megatron")
-def test_deterministic_mode_and_one_rank_are_left_to_megatron():
+def test_deterministic_mode_is_left_to_megatron():
     store = tempfile.mkdtemp() + "/store"
 
     def body(rank):
