@@ -39,6 +39,11 @@ DENSE: dict[str, dict[str, Any]] = {
     "use_fused_swiglu": {},
     "use_gradient_accumulation_fusion": {"wgrad_fusion": True},
 }
+# What is left to fuse in a model with biases and with the attention that makes scores.
+BIASED: dict[str, dict[str, Any]] = {
+    "use_bias_dropout_fusion": {},
+    "use_masked_softmax_fusion": {"softmax_fusion": True},
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "moe_grouped_gemm": {},
     "moe_permute_fusion": {"moe": {"moe_permute_fusion": True}},
@@ -53,6 +58,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "single": SINGLE,
     "tp2 sp": TENSOR,
     "pp2": (2, {"pp": 2}),
+    "biases": (1, {"bias": True, "config": {"bias_dropout_fusion": True}}),
     "recompute full": (1, {"config": FULL}),
     "recompute selective": (1, {"config": {"recompute_granularity": "selective"}}),
 }
@@ -146,13 +152,14 @@ def _named(features: Sequence[str]) -> Iterator[tuple[str, dict[str, Any], dict[
     """Name, flags and options of trainings with one feature each, which may have a value."""
     for text in features:
         name, _, value = text.partition("=")
-        yield text, {name: value or True}, {**DENSE, **EXPERTS}.get(name, {})
+        yield text, {name: value or True}, {**DENSE, **BIASED, **EXPERTS}.get(name, {})
 
 
 def _arms(layout: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     """Name, flags and options of each training with features on."""
-    known = {**DENSE, **EXPERTS} if layout in EXPERT_LAYOUTS else DENSE
-    alone = EXPERTS if layout in ("experts", "experts ep2") else DENSE if layout in ("single", "tp2 sp") else {}
+    own = EXPERTS if layout in EXPERT_LAYOUTS else BIASED if layout == "biases" else {}
+    known = {**DENSE, **own}
+    alone = DENSE if layout in ("single", "tp2 sp") else own if layout in ("biases", "experts", "experts ep2") else {}
     for name, options in alone.items():
         yield name, {name: True}, options
     together = [name for name in known if name not in NOT_TOGETHER]

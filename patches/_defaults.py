@@ -104,7 +104,15 @@ DEFAULTS: tuple[Default, ...] = (
     Default("no_persist_layer_norm", False, True, "--no-persist-layer-norm", "", _apex),
     # The same in a YAML file.
     Default("persist_layer_norm", True, False, "--no-persist-layer-norm", "", _apex),
-    Default("masked_softmax_fusion", True, False, "--no-masked-softmax-fusion", "", _softmax_kernel),
+    Default(
+        "masked_softmax_fusion",
+        True,
+        False,
+        "--no-masked-softmax-fusion",
+        "",
+        _softmax_kernel,
+        "use_masked_softmax_fusion",
+    ),
     Default("disable_jit_fuser", False, True, "--disable-jit-fuser", "", _compiler),
 )
 

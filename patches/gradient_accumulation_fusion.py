@@ -22,8 +22,9 @@ import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Provide, Replace, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
-from mindspeed_lite.platform import megatron
 from mindspeed_lite.verify import Exact
+
+from ._refused import refused, sections
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -67,24 +68,15 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
-    if ARGUMENT in context.explicit and not context.arg(ARGUMENT, True):
-        reasons.append("--no-gradient-accumulation-fusion is given")
-    if any(getattr(part, ARGUMENT, True) is False for part in _sections(context)):
-        reasons.append(f"`{ARGUMENT}` is false in the arguments of the YAML file, which this flag does not change")
+    reasons += refused(context, ARGUMENT, "--no-gradient-accumulation-fusion")
     for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if context.arg(flag, False):
             reasons.append(f"--{flag.replace('_', '-')} has no main gradients that a layer could add to")
     return reasons
 
 
-def _sections(context: Context) -> list[Any]:
-    """Where the arguments of a YAML file have the model's fields."""
-    sections = (context.arg(name) for name in megatron.SECTIONS)
-    return [section for section in sections if section is not None]
-
-
 def _adjust(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or _sections(context):
+    if context.host_args is None or sections(context):
         return {}
     return {ARGUMENT: True}
 

@@ -35,7 +35,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         alone = self.tp_group.size() == 1
         dense = _dense_because(self.weight)
         if alone and dense:
-            if torch.is_grad_enabled() and self.weight.requires_grad:
+            # A device without such gradients has nothing to do here, and its page says so.
+            if torch.is_grad_enabled() and self.weight.requires_grad and self.weight.device.type in _ADDS_SPARSE:
                 session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
             return wrapped(self, input_)
         if session.verifier is not None:

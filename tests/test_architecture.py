@@ -214,11 +214,13 @@ SURFACE = {
     "names": ["__version__", "disable", "enable", "enabled", "report"],
     "flags": [
         "--attention-backend",
+        "--bias-dropout-fusion",
         "--coc-fused-kernel",
         "--coc-mode",
         "--coc-parallel-num",
         "--delay-wgrad-compute",
         "--gradient-accumulation-fusion",
+        "--masked-softmax-fusion",
         "--mindspeed-lite-allow-unverified",
         "--mindspeed-lite-auto",
         "--mindspeed-lite-report",

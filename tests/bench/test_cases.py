@@ -1,10 +1,12 @@
 """What bench-ops measures: every operator, its shapes, the work counted, and contenders that compute the same."""
 
+import dataclasses
+
 import pytest
 import torch
 
 from mindspeed_lite.bench import operators
-from mindspeed_lite.bench.operators import OPERATORS, Work, agreement, attention, rms_norm, rope
+from mindspeed_lite.bench.operators import OPERATORS, Work, agreement, attention, rms_norm, rope, run
 from mindspeed_lite.ops import dispatch
 
 
@@ -36,6 +38,9 @@ def test_default_and_documented_shapes_can_be_read(name, device):
         ("adamw", "3x40"),
         ("l2norm", "3x40"),
         ("grouped_matmul", "24x16x32x3"),
+        ("bias_dropout_add", "24x48"),
+        ("masked_softmax", "2x3x24x24"),
+        ("masked_softmax", "2x3x20x24,causal=0"),
         ("permute", "24x48x6x2"),
         ("rms_norm", "24x48"),
         ("moe_router", "24x48,k=4"),
@@ -130,3 +135,12 @@ def test_peers_are_listed_where_installed_and_only_on_a_gpu(monkeypatch):
 
     assert names(rms_norm, "4x4", "cuda")[3:] == ["liger"] and names(rms_norm, "4x4", "cpu")[3:] == []
     assert names(attention, "s=4,n=1,d=4", "cuda")[4:] == ["flash_attn"]
+
+
+def test_contenders_that_draw_are_not_compared():
+    case = operators.module("bias_dropout_add").case("64x64,p=0.5", "cpu", torch.float32)
+    case = dataclasses.replace(case, contenders=case.contenders[:2])
+    errors = {}
+    assert list(run._agreeing(case, case.make(), errors)[0]) == ["mindspeed_lite", "torch"] and not errors
+    assert list(run._agreeing(dataclasses.replace(case, draws=False), case.make(), errors)[0]) == ["mindspeed_lite"]
+    assert "does not agree" in errors["torch"]

@@ -113,12 +113,14 @@ def _common(before: Sequence[str], now: Sequence[str]) -> list[tuple[int, int]]:
 ON_REFERENCE = {
     "moe_router": "torch_npu chooses by scores that are not normalised, so the auxiliary loss has no operator",
     "cross_entropy": "torch_npu's losses know no vocabulary split over ranks, and fall short of the statistics we keep",
+    "bias_dropout_add": "CANN's fused form ends in a LayerNorm, and it draws a mask of its own for plain dropout",
     "vocab_embedding": "plain arithmetic in place of an index assignment is all there is to it",
 }
 # Features that say they fall back to that.
 FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
+    "masked_softmax_fusion": "attention that is one operator makes no scores",
     "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
     "moe_wgrad_side_stream": "it needs a value, and has never been timed on a device",
     "quant_states": "it needs a value, and changes what training computes",

@@ -63,6 +63,43 @@ def test_features_train_as_off_does(trainer: Callable[[str], Trainer], release: 
     assert "RNG state changed" not in on_result.log()
 
 
+# With biases, and with the attention that makes scores: what a model without our attention still runs.
+PLAIN = {"bias_dropout_fusion": True}
+FUSIONS = {"use_bias_dropout_fusion": True, "use_masked_softmax_fusion": True, "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.pairs(
+        ["single", "tp2_sp", "pp2"], [("0.16.1", "single"), ("0.17.1", "tp2_sp")], newest=["single", "tp2_sp"]
+    ),
+)
+def test_sums_and_softmax_train_as_megatrons_own(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    nproc, options = LAYOUTS[layout]
+    off = losses(trainer(release).core("device", nproc, {**options, "bias": True, "config": PLAIN, "steps": STEPS}))
+    fused = {**options, "bias": True, "softmax_fusion": True, "config": PLAIN, "steps": STEPS}
+    on = losses(trainer(release).core("features", nproc, fused, flags=FUSIONS))
+    assert off[-1] < off[0] - 0.3 and on != off
+    for step, (a, b) in enumerate(zip(off, on, strict=True)):
+        assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
+
+
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.ALL))
+def test_recomputation_drops_the_same_again(trainer: Callable[[str], Trainer], release: str) -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    options = {"bias": True, "steps": STEPS}
+    histories = [
+        trainer(release)
+        .core("features", 1, {**options, "dropout": 0.1, "config": {**PLAIN, **more}}, flags=FUSIONS)
+        .history()
+        for more in ({}, full)
+    ]
+    plain = losses(trainer(release).core("features", 1, {**options, "config": PLAIN}, flags=FUSIONS))
+    with_dropout = [float.fromhex(loss) for loss, _ in histories[0]]
+    assert histories[0] == histories[1] and with_dropout != plain
+    assert abs(with_dropout[-1] - plain[-1]) < 0.2 * plain[-1]
+
+
 @pytest.mark.parametrize("release", matrix.only(["0.16.1", "0.19.2"], releases.ALL))
 def test_logits_that_are_never_made_train_as_others_do(trainer: Callable[[str], Trainer], release: str) -> None:
     options = {"tp": 2, "sp": True, "steps": STEPS}

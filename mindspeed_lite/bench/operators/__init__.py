@@ -47,6 +47,9 @@ OPERATORS: Mapping[str, Entry] = {
         "s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), g=KEY HEADS (n), w=WINDOW (none), causal=0|1 (1)",
         "s=1024,b=1,n=16,g=16,d=64",
     ),
+    "bias_dropout_add": Entry(
+        "mindspeed_lite.bench.operators.bias_dropout_add", "ROWSxWIDTH and, if wanted, p=SHARE", "1024x1024,p=0.1"
+    ),
     "cross_entropy": Entry("mindspeed_lite.bench.operators.cross_entropy", "ROWSxVOCABULARY", "1024x32768"),
     "grouped_matmul": Entry(
         "mindspeed_lite.bench.operators.grouped_matmul", "ROWSxINPUTxOUTPUTxEXPERTS", "4096x512x256x16"
@@ -55,6 +58,9 @@ OPERATORS: Mapping[str, Entry] = {
     "layer_norm": Entry("mindspeed_lite.bench.operators.layer_norm", "ROWSxHIDDEN", "1024x4096"),
     "linear_cross_entropy": Entry(
         "mindspeed_lite.bench.operators.linear_cross_entropy", "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
+    ),
+    "masked_softmax": Entry(
+        "mindspeed_lite.bench.operators.masked_softmax", "BxNxSQxSK and, if wanted, causal=0", "1x16x1024x1024"
     ),
     "moe_router": Entry(
         "mindspeed_lite.bench.operators.moe_router",
@@ -105,7 +111,8 @@ class Case:
     name: shapes, dtype and options, unique within the operator. make: the inputs, all of which get a gradient, the
     same at every call. forward, both: the work of the direction. contenders: `OURS` first, then `TORCH`.
 
-    An operator without gradients has None for `both`, and inputs that want none; it may write them.
+    An operator without gradients has None for `both`, and inputs that want none; it may write them. draws: results are
+    random, each contender's in its own way, and are not compared.
     """
 
     operator: str
@@ -116,6 +123,7 @@ class Case:
     forward: Work
     both: Work | None
     contenders: tuple[Contender, ...]
+    draws: bool = False
 
 
 def module(operator: str) -> ModuleType:

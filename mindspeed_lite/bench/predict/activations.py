@@ -90,7 +90,7 @@ def once(training: Training, has_mask: bool) -> list[Entry]:
             found.append(Entry("attention", "rotary angles", angles))
         if training.recompute_granularity == "full":
             found.append(Entry("attention", "rotary angles, of which layers are recomputed", angles // 2))
-    if not training.flash and not has_mask:
+    if not (training.flash or training.fuses_softmax or has_mask):
         found.append(Entry("attention", "causal mask", training.seq_length**2))
     return found
 
@@ -111,9 +111,11 @@ def _norm(training: Training, part: str, gives_up: bool) -> Entry:
 def _dropout(training: Training, part: str) -> list[Entry]:
     if training.hidden_dropout == 0:
         return []
+    is_fused = part != "embedding" and training.bias_dropout_fusion
+    if is_fused and training.use_bias_dropout_fusion:
+        return []
     # Megatron compiles what a layer does with its dropout, and a compiled mask is one of bytes.
-    is_compiled = part != "embedding" and training.bias_dropout_fusion and training.jit_fuser
-    width = 1 if is_compiled else mask_width(training)
+    width = 1 if is_fused and training.jit_fuser else mask_width(training)
     return [Entry(part, "mask of the hidden dropout", norm_tokens(training) * training.hidden_size * width)]
 
 
@@ -157,7 +159,9 @@ def _scores(training: Training, heads: int) -> list[Entry]:
         return [Entry("attention", "statistics of the softmax", 4 * rows)]
     count = rows * training.seq_length
     found = [Entry("attention", "softmax of the scores", count * training.width)]
-    if training.attention_softmax_in_fp32 and training.width == 2:
+    if training.fuses_softmax:
+        found.append(Entry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows))
+    elif training.attention_softmax_in_fp32 and training.width == 2:
         found.append(Entry("attention", "softmax of the scores in fp32", count * 4))
     if training.attention_dropout > 0:
         found.append(Entry("attention", "mask of the attention dropout", count * mask_width(training)))

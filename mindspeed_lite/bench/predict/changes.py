@@ -43,9 +43,11 @@ class _Toggle:
     applies: Callable[[Training], bool] = lambda training: True
 
 
-def _switch(flag: str, applies: Callable[[Training], bool] = lambda training: True, **off: object) -> _Toggle:
-    """A feature that is one switch."""
-    name = flag.removeprefix("--").replace("-", "_")
+def _switch(
+    flag: str, applies: Callable[[Training], bool] = lambda training: True, name: str = "", **off: object
+) -> _Toggle:
+    """A feature that is one switch, kept under the flag's own name or another."""
+    name = name or flag.removeprefix("--").replace("-", "_")
     return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
 
 
@@ -99,6 +101,16 @@ _TOGGLES = (
         lambda training: training.flash,
         {"use_flash_attn": True, "create_attention_mask_in_dataloader": False},
         {"use_flash_attn": False, "attention_backend": "auto", "create_attention_mask_in_dataloader": True},
+    ),
+    _switch(
+        "--masked-softmax-fusion",
+        lambda training: training.masked_softmax_fusion and not training.flash,
+        "use_masked_softmax_fusion",
+    ),
+    _switch(
+        "--bias-dropout-fusion",
+        lambda training: training.bias_dropout_fusion and training.hidden_dropout > 0,
+        "use_bias_dropout_fusion",
     ),
     _switch("--use-fused-rmsnorm", _is_rms),
     _switch("--use-fused-layernorm", lambda training: not _is_rms(training)),

@@ -34,6 +34,8 @@ ON = {
     "--moe-router-enable-expert-bias": "moe_router_enable_expert_bias",
     "--moe-shared-expert-gate": "moe_shared_expert_gate",
     "--use-flash-attn": "use_flash_attn",
+    "--bias-dropout-fusion": "use_bias_dropout_fusion",
+    "--masked-softmax-fusion": "use_masked_softmax_fusion",
     "--use-fused-swiglu": "use_fused_swiglu",
     "--use-fused-rmsnorm": "use_fused_rmsnorm",
     "--use-fused-layernorm": "use_fused_layernorm",
@@ -54,6 +56,7 @@ OFF = {
     "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
     "--no-bias-gelu-fusion": "bias_gelu_fusion",
     "--no-bias-dropout-fusion": "bias_dropout_fusion",
+    "--no-masked-softmax-fusion": "masked_softmax_fusion",
     "--disable-jit-fuser": "jit_fuser",
 }
 INTEGERS = {

@@ -44,6 +44,7 @@ class Training:
     bias_swiglu_fusion: bool = True
     bias_gelu_fusion: bool = True
     bias_dropout_fusion: bool = True
+    masked_softmax_fusion: bool = True
     jit_fuser: bool = True
     add_bias_linear: bool = True
     add_qkv_bias: bool = False
@@ -91,6 +92,8 @@ class Training:
     attention_backend: str = "auto"
     transformer_impl: str = ""
     use_flash_attn: bool = False
+    use_bias_dropout_fusion: bool = False
+    use_masked_softmax_fusion: bool = False
     use_fused_swiglu: bool = False
     use_fused_rmsnorm: bool = False
     use_fused_layernorm: bool = False
@@ -161,6 +164,10 @@ class Training:
     def width(self) -> int:
         """Bytes of a number of the model."""
         return 2 if self.bf16 or self.fp16 else 4
+
+    @property
+    def fuses_softmax(self) -> bool:
+        return self.masked_softmax_fusion and self.use_masked_softmax_fusion and not self.flash
 
     @property
     def flash(self) -> bool:

@@ -48,6 +48,7 @@ _SHAPES = {
         "s=130,n=4,g=1,d=128,causal=0",
         "s=130,n=2,d=64,w=20,causal=0",
     ),
+    "bias_dropout_add": ("64x1024", "37x1000"),
     "layer_norm": ("64x1024", "37x1000", "300x64"),
     "moe_router": (
         "64x64,k=6,pre=1",

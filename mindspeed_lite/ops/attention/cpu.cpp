@@ -13,6 +13,7 @@
 #include <cstdlib>
 #include <memory>
 
+#include "draws.h"
 #include "numbers.h"
 
 namespace c10 {
@@ -110,17 +111,6 @@ void hide(const Call<T>& call, int64_t batch, int64_t head, int64_t q0, int64_t 
             if (from[q * call.mask_q + i * call.mask_k]) t[i * queries + q] = -INF;
         }
     }
-}
-
-// Whether this probability is dropped: a counter-based generator (the finaliser of MurmurHash3 over a Weyl sequence),
-// the same in the forward and the backward pass.
-inline uint32_t draw(uint64_t seed, uint32_t row, uint32_t key) {
-    uint32_t h = static_cast<uint32_t>(seed) ^ (row * 0x9e3779b9u);
-    h = (h ^ (h >> 16)) * 0x85ebca6bu;
-    h ^= key * 0xc2b2ae35u + static_cast<uint32_t>(seed >> 32);
-    h = (h ^ (h >> 16)) * 0x85ebca6bu;
-    h = (h ^ (h >> 13)) * 0xc2b2ae35u;
-    return h ^ (h >> 16);
 }
 
 // Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.

@@ -1,0 +1,60 @@
+"""What stands between the parts of a transformer layer: a bias, dropout and the residual, as one operator."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.bias_dropout_add import reference
+from mindspeed_lite.ops.dispatch import Operator
+
+__all__ = ["OPERATOR", "Case", "bias_dropout_add", "why_not"]
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+    bias_dtype: torch.dtype | None
+
+
+# A GPU has torch.compile, by which Megatron fuses this.
+OPERATOR = Operator("bias_dropout_add", reference.bias_dropout_add, {"cpu": "mindspeed_lite.ops.bias_dropout_add.cpu"})
+
+
+def bias_dropout_add(
+    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None, dropout_p: float = 0.0
+) -> torch.Tensor:
+    """y = residual + dropout(x + bias).
+
+    x: [..., H]; residual: the shape and dtype of x; bias: [H], or of any shape with as many elements; dropout_p: from 0
+    to 1, the share that is dropped, the rest being scaled by 1 / (1 - dropout_p). y: as residual. Dropout draws from
+    the device's default generator, each backend in its own way; for the backward pass a backend keeps what it drew from
+    and none of the tensors, and sums the gradient of bias in fp32.
+
+    Stands for `megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train`. Raises ValueError for
+    shapes and dtypes that do not fit and for a share that is none.
+    """
+    return OPERATOR.choose(_case(x, residual, bias, dropout_p))(x, residual, bias, dropout_p)
+
+
+def why_not(
+    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None, dropout_p: float = 0.0
+) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(_case(x, residual, bias, dropout_p))
+
+
+def _case(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float) -> Case:
+    if not x.dim() or x.shape != residual.shape or x.dtype != residual.dtype:
+        raise ValueError(
+            f"bias_dropout_add: want x [..., H] and a residual of its shape and dtype, not {list(x.shape)} {x.dtype} "
+            f"and {list(residual.shape)} {residual.dtype}"
+        )
+    if bias is not None and bias.numel() != x.shape[-1]:
+        raise ValueError(f"bias_dropout_add: want bias [{x.shape[-1]}] for x {list(x.shape)}, not {list(bias.shape)}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"bias_dropout_add: dropout_p is a share from 0 to 1, not {dropout_p}")
+    return Case(x.device.type, x.dtype, None if bias is None else bias.dtype)

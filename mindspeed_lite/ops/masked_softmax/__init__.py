@@ -1,0 +1,83 @@
+"""Scale, mask and softmax of attention scores as one operator, for attention that makes the whole score matrix."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.dispatch import Operator
+from mindspeed_lite.ops.masked_softmax import reference
+
+__all__ = ["OPERATOR", "Case", "masked_softmax", "why_not"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+
+
+OPERATOR = Operator("masked_softmax", reference.masked_softmax, {"cpu": "mindspeed_lite.ops.masked_softmax.cpu"})
+
+
+def masked_softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False, scale: float = 1.0
+) -> torch.Tensor:
+    """p = softmax(scale * scores, hidden entries set to -10000) over the last dimension.
+
+    scores: [b, n, sq, sk] in bf16, fp16, fp32 or fp64, any strides. mask: bool, broadcastable to the scores; True
+    hides. causal: key j is hidden from query i if j > i; a single query sees all keys. With both, either hides.
+    The probabilities: [b, n, sq, sk] in the scores' dtype. Everything is computed in fp32 (float64 for float64
+    scores) and rounded once.
+
+    Hidden entries are -10000 and not minus infinity, as in Megatron: a query from which every key is hidden gets the
+    same probability for all of them, and hidden keys count beside visible ones whose scores are as low. Their gradient
+    is zero in any case. A NaN or an infinity among the visible scores of a row makes of it what torch.softmax does.
+
+    For the backward pass the scores in their own dtype, the mask and, on a backend with a kernel, two fp32 numbers per
+    row are kept; the kernel makes no fp32 copy of the scores in either direction and no matrix for `causal`. It does
+    not read what lies right of the diagonal then, in the scores or in the probabilities' gradient, unless a row's
+    visible scores are near or below -10000. The result is the same for any number of threads.
+
+    It replaces megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax (forward_torch_softmax), without its window
+    and its offset.
+
+    Raises ValueError for scores, mask or scale that do not fit the above, and for `causal` with a number of queries
+    that is neither 1 nor the number of keys.
+    """
+    return OPERATOR.choose(_case(scores, mask, causal, scale))(scores, mask, causal, scale)
+
+
+def why_not(
+    scores: torch.Tensor, mask: torch.Tensor | None = None, *, causal: bool = False, scale: float = 1.0
+) -> list[str]:
+    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
+    return OPERATOR.why_not(_case(scores, mask, causal, scale))
+
+
+def _case(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> Case:
+    shape = scores.shape
+    if len(shape) != 4:
+        raise ValueError(f"masked_softmax: want scores [b, n, sq, sk], not {list(shape)}")
+    if scores.dtype not in _DTYPES:
+        raise ValueError(f"masked_softmax: scores are {scores.dtype}, not one of {', '.join(map(str, _DTYPES))}")
+    if causal and shape[2] > 1 and shape[2] != shape[3]:
+        raise ValueError(f"masked_softmax: causal wants as many queries as keys, or one, not {shape[2]} and {shape[3]}")
+    if not math.isfinite(scale):
+        raise ValueError(f"masked_softmax: scale is {scale}, not a finite number")
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise ValueError(f"masked_softmax: mask is {mask.dtype}, not torch.bool")
+        if mask.device != scores.device:
+            raise ValueError(f"masked_softmax: mask is on {mask.device}, scores are on {scores.device}")
+        sizes = mask.shape
+        if len(sizes) > 4 or any(
+            size not in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape), strict=False)
+        ):
+            raise ValueError(f"masked_softmax: mask {list(sizes)} does not broadcast to scores {list(shape)}")
+    return Case(scores.device.type, scores.dtype)

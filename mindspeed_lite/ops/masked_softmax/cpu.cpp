@@ -1,0 +1,171 @@
+// masked_softmax on CPU: a row of scores is read, and one of probabilities or gradients written, once. In between it is
+// fp32 in a buffer of its thread. A row belongs to one thread: the result does not depend on the number of threads.
+#include "numbers.h"
+
+#include <vector>
+
+// What Megatron sets hidden scores to.
+static constexpr float HIDDEN = -10000.0f;
+// Rows that a thread takes at a time: few, for those of a causal mask grow longer.
+#define ROWS 16
+
+struct fp16 {
+    uint16_t bits;
+};
+
+// Exact. The exponent is moved by a multiplication, which keeps infinities and NaNs; what has none (a subnormal) is
+// the mantissa of a number in [0.5, 1) instead.
+static inline float load(const fp16* p) {
+    const uint32_t word = static_cast<uint32_t>(p->bits) << 16;
+    const uint32_t twice = word + word;
+    const float normal = as_float((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
+    const float subnormal = as_float((twice >> 17) | (126u << 23)) - 0.5f;
+    return as_float((word & 0x80000000u) | (twice < (1u << 27) ? as_bits(subnormal) : as_bits(normal)));
+}
+
+// The nearest fp16, ties to even as in PyTorch. A power of two is added beside which an fp32 has just the digits of the
+// fp16, so that the addition rounds; the two factors before make an infinity of what is too large.
+static inline void store(fp16* p, float value) {
+    const uint32_t word = as_bits(value), twice = word + word;
+    const float size = (std::fabs(value) * 0x1p+112f) * 0x1p-110f;
+    const uint32_t exponent = twice & 0xff000000u;
+    const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+    const uint32_t bits = as_bits(as_float((bias >> 1) + 0x07800000u) + size);
+    const uint32_t nearest = ((bits >> 13) & 0x7c00u) + (bits & 0xfffu);
+    p->bits = static_cast<uint16_t>(((word & 0x80000000u) >> 16) | (twice > 0xff000000u ? 0x7e00u : nearest));
+}
+
+struct Form {
+    int64_t batch, heads, queries, keys;
+    // The mask's steps in elements; keys lie side by side.
+    int64_t batch_stride, head_stride, query_stride;
+    int causal;
+    float scale;
+    int threads;
+
+    int64_t rows() const { return batch * heads * queries; }
+    // The keys of a row up to the diagonal. Those right of it all are HIDDEN, and need no looking at.
+    int64_t width(int64_t row) const { return causal ? std::min(row % queries + 1, keys) : keys; }
+    const uint8_t* hidden(const uint8_t* mask, int64_t row) const {
+        if (mask == nullptr) return nullptr;
+        const int64_t head = row / queries;
+        return mask + head / heads * batch_stride + head % heads * head_stride + row % queries * query_stride;
+    }
+};
+
+// The scaled scores as fp32, hidden ones replaced. A loop of its own, so that a compiler does not merge the product
+// and the difference that follows: both directions, and PyTorch, see the same rounded product.
+template <typename T>
+static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_t width, float* s) {
+    if (hidden == nullptr) {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) s[i] = load(x + i) * scale;
+    } else {
+#pragma omp simd
+        for (int64_t i = 0; i < width; i++) {
+            const float value = load(x + i) * scale;
+            s[i] = hidden[i] ? HIDDEN : value;
+        }
+    }
+}
+
+template <typename T>
+static void forward(const T* scores, const uint8_t* mask, T* probs, float* statistics, const Form form) {
+    const int64_t rows = form.rows();
+#pragma omp parallel num_threads(form.threads)
+    {
+        std::vector<float> buffer(form.keys);
+        float* s = buffer.data();
+#pragma omp for schedule(static, ROWS)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t width = form.width(row);
+            T* p = probs + row * form.keys;
+            scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
+            float top = width < form.keys ? HIDDEN : -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : top)
+            for (int64_t i = 0; i < width; i++) top = s[i] > top ? s[i] : top;
+            float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t i = 0; i < width; i++) {
+                s[i] = exp_(s[i] - top);
+                sum += s[i];
+            }
+            // Nothing, unless all that is visible is about as low.
+            const float beyond = width < form.keys ? exp_(HIDDEN - top) : 0.0f;
+            sum += beyond * static_cast<float>(form.keys - width);
+            const float factor = 1.0f / sum;
+#pragma omp simd
+            for (int64_t i = 0; i < width; i++) store(p + i, s[i] * factor);
+            T last;
+            store(&last, beyond * factor);  // NaN in a row of NaNs
+            std::fill(p + width, p + form.keys, last);
+            if (statistics != nullptr) {
+                statistics[row] = top;
+                statistics[rows + row] = sum;
+            }
+        }
+    }
+}
+
+template <typename T>
+static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* dscores, const float* statistics,
+                     const Form form) {
+    const int64_t rows = form.rows();
+#pragma omp parallel num_threads(form.threads)
+    {
+        std::vector<float> buffer(form.keys);
+        float* s = buffer.data();
+#pragma omp for schedule(static, ROWS)
+        for (int64_t row = 0; row < rows; row++) {
+            const int64_t width = form.width(row);
+            const T* dp = dprobs + row * form.keys;
+            T* dx = dscores + row * form.keys;
+            const uint8_t* hidden = form.hidden(mask, row);
+            const float top = statistics[row], factor = 1.0f / statistics[rows + row], scale = form.scale;
+            scaled(scores + row * form.keys, hidden, scale, width, s);
+            float dot = 0.0f;
+#pragma omp simd reduction(+ : dot)
+            for (int64_t i = 0; i < width; i++) {
+                s[i] = exp_(s[i] - top) * factor;
+                dot += s[i] * load(dp + i);
+            }
+            const float beyond = width < form.keys ? exp_(HIDDEN - top) * factor : 0.0f;
+            if (beyond != 0.0f) {
+                float part = 0.0f;
+#pragma omp simd reduction(+ : part)
+                for (int64_t i = width; i < form.keys; i++) part += load(dp + i);
+                dot += beyond * part;
+            }
+            if (hidden == nullptr) {
+#pragma omp simd
+                for (int64_t i = 0; i < width; i++) store(dx + i, s[i] * (load(dp + i) - dot) * scale);
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < width; i++) {
+                    const float value = s[i] * (load(dp + i) - dot) * scale;
+                    store(dx + i, hidden[i] ? 0.0f : value);
+                }
+            }
+            std::fill(dx + width, dx + form.keys, T{});
+        }
+    }
+}
+
+#define SIZES                                                                                                        \
+    int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t batch_stride, int64_t head_stride,          \
+        int64_t query_stride, int causal, float scale, int threads
+#define FORM {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
+
+#define EXPORT(NAME, T)                                                                                              \
+    extern "C" void masked_softmax_forward_##NAME(const T* scores, const uint8_t* mask, T* probs, float* statistics, \
+                                                  SIZES) {                                                           \
+        forward<T>(scores, mask, probs, statistics, Form FORM);                                                      \
+    }                                                                                                                \
+    extern "C" void masked_softmax_backward_##NAME(const T* dprobs, const T* scores, const uint8_t* mask,            \
+                                                   T* dscores, const float* statistics, SIZES) {                     \
+        backward<T>(dprobs, scores, mask, dscores, statistics, Form FORM);                                           \
+    }
+
+EXPORT(bf16, bf16)
+EXPORT(fp16, fp16)
+EXPORT(fp32, float)

@@ -1,0 +1,90 @@
+"""`--bias-dropout-fusion`: bias, dropout and residual of a transformer layer in one pass, without torch.compile.
+
+Reaches `bias_dropout_add_fused_train`, the function that Megatron calls after attention and after the MLP wherever its
+configuration has `bias_dropout_fusion`, which is its default. Megatron leaves the fusion to torch.compile, which serves
+on CUDA; on a CPU its draws are slower than the whole pass here, and an NPU has the single steps. Leaves inference and
+layers without the fusion alone. Steps aside, with a reason, for `--no-bias-dropout-fusion`, on CUDA, and where residual
+and output differ in dtype, of which the releases make different things.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add, reference
+from mindspeed_lite.verify import Exact
+
+from ._refused import refused
+
+ARGUMENT = "bias_dropout_fusion"
+
+
+def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def bias_dropout_add_fused_train(x_with_bias: Any, residual: Any, prob: Any) -> Any:
+        x, bias = x_with_bias
+        if x.dtype != residual.dtype:
+            session.fallback(FEATURE.name, f"the residual is {residual.dtype} and what is added to it {x.dtype}")
+            return wrapped(x_with_bias, residual, prob)
+        if session.verifier is not None:
+            _verify(session, wrapped, x, residual, bias, prob)
+        return bias_dropout_add(x, residual, bias, prob)
+
+    return bias_dropout_add_fused_train
+
+
+def _verify(
+    session: Session,
+    wrapped: Callable[..., Any],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None,
+    prob: float,
+) -> None:
+    verifier: Any = session.verifier
+    if prob:
+        verifier.leave_out(FEATURE.name, "bias_dropout_add", "dropout is on, and each draws in its own way")
+        return
+
+    def with_bias(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x, residual, bias=None: function(x, residual, bias, 0.0)
+
+    given = {"x": x, "residual": residual, **({} if bias is None else {"bias": bias})}
+    verifier.check(
+        FEATURE.name,
+        "bias_dropout_add",
+        FEATURE.numerics,
+        with_bias(bias_dropout_add),
+        with_bias(lambda x, residual, bias, prob: wrapped((x, bias), residual, prob)),
+        given,
+        against="Megatron's function",
+        exact=[Exact(with_bias(reference.bias_dropout_add))],
+    )
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = refused(context, ARGUMENT, "--no-bias-dropout-fusion")
+    if context.device == "cuda":
+        reasons.append("torch.compile fuses it on CUDA, as Megatron has it")
+    return reasons
+
+
+FEATURE = Feature(
+    name="bias_dropout_fusion",
+    summary="bias, dropout and residual of a transformer layer in one pass",
+    options=(
+        Option(
+            "--bias-dropout-fusion",
+            help="Add bias, dropout and residual in one pass, without torch.compile.",
+            # The plain name is Megatron's, whose default is on.
+            name="use_bias_dropout_fusion",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    operators=("bias_dropout_add",),
+    patches=(Wrap("megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train", _train),),
+)

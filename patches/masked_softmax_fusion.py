@@ -1,0 +1,98 @@
+"""`--masked-softmax-fusion`: scale, mask and softmax of Megatron's own attention in one pass, without its extension.
+
+Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls for the scores wherever attention is not one
+operator: without `--use-flash-attn`, and in the layers that it leaves to Megatron. Megatron's fusion is on by default
+and calls extensions for CUDA that have to be built apart; without them scores are widened to fp32, masked and
+normalised in passes of their own, and the fp32 result is kept. Leaves `--no-masked-softmax-fusion` and an extension
+that is there alone. Steps aside, with a reason, for sliding windows, softmax offsets and masking functions of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.ops.masked_softmax import masked_softmax, reference
+from mindspeed_lite.verify import Exact
+
+from ._refused import refused, sections
+
+ARGUMENT = "masked_softmax_fusion"
+
+
+def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.utils import attention_mask_func
+
+    def forward(self: Any, input: Any, mask: Any, softmax_offset: Any = None) -> Any:
+        if not self.scaled_masked_softmax_fusion:
+            return wrapped(self, input, mask, softmax_offset)
+        reasons = _in_the_way(self, mask, softmax_offset, attention_mask_func)
+        if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
+            # Not Megatron's choice between this and its extension, which is absent.
+            return self.forward_torch_softmax(input, mask, softmax_offset)
+        # As in Megatron's path without the extension, a mask that is given stands for the causal one.
+        causal = self.attn_mask_type == AttnMaskType.causal and mask is None and input.size(2) > 1
+        scale = 1.0 if self.scale is None else float(self.scale)
+        if session.verifier is not None:
+            session.verifier.check(
+                FEATURE.name,
+                "masked_softmax",
+                FEATURE.numerics,
+                lambda scores: masked_softmax(scores, mask, causal=causal, scale=scale),
+                lambda scores: self.forward_torch_softmax(scores.clone(), mask),
+                {"scores": input},
+                against="Megatron's scaling, mask and softmax",
+                exact=[Exact(lambda scores: reference.masked_softmax(scores, mask, causal, scale))],
+            )
+        return masked_softmax(input, mask, causal=causal, scale=scale)
+
+    return forward
+
+
+def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> list[str]:
+    found = {
+        "a softmax offset has one number more in its sum": softmax_offset is not None,
+        "the window of this layer is a mask of Megatron's making": layer.window_size is not None,
+        "the masking function is not Megatron's": layer.mask_func is not mask_func,
+        "the mask is not one of booleans": mask is not None and mask.dtype != torch.bool,
+    }
+    return [reason for reason, holds in found.items() if holds]
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    reasons = refused(context, ARGUMENT, "--no-masked-softmax-fusion")
+    if context.device != "cpu":
+        reasons.append(
+            f"there is no kernel for {context.device}; --use-flash-attn, which has one, makes no scores at all"
+        )
+    return reasons
+
+
+def _adjust(context: Context) -> Mapping[str, Any]:
+    if context.host_args is None or sections(context):
+        return {}
+    return {ARGUMENT: True}
+
+
+FEATURE = Feature(
+    name="masked_softmax_fusion",
+    summary="scale, mask and softmax of Megatron's own attention in one pass",
+    options=(
+        Option(
+            "--masked-softmax-fusion",
+            help="Scale, mask and softmax in one pass where attention is not one operator.",
+            # The plain name is Megatron's, whose default is on whether or not its extension is there.
+            name="use_masked_softmax_fusion",
+        ),
+    ),
+    numerics="ulp",
+    condition=_why_not,
+    adjust=_adjust,
+    operators=("masked_softmax",),
+    patches=(Wrap("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward", _forward),),
+)

@@ -1,0 +1,119 @@
+"""`--bias-dropout-fusion` in real Megatron: the same sums as without it, its own draws, and what is left alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches import bias_dropout_fusion as patch
+from tests.ops.compare import assert_not_worse
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+ON = "use_bias_dropout_fusion"
+
+
+def layer(training=True, fused=True):
+    """What a transformer layer calls, asked for anew at every call."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    return get_bias_dropout_add(training, fused)
+
+
+def tensors(has_bias, dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(1)
+    x, residual, dy = (torch.randn(7, 2, 48, generator=generator).to(dtype) for _ in range(3))
+    bias = torch.randn(48, generator=generator).to(dtype)
+    return [x, residual, *([bias] if has_bias else [])], dy
+
+
+def run(function, given, dy, p=0.0):
+    leaves = [each.detach().requires_grad_() for each in given]
+    y = function((leaves[0], leaves[2] if len(leaves) > 2 else None), leaves[1], p)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@forked("megatron")
+def test_without_dropout_it_is_the_same_sum(has_bias):
+    given, dy = tensors(has_bias)
+    steps = run(layer(fused=False), given, dy)
+    exact = run(layer(fused=False), [each.double() for each in given], dy.double())
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        ours = run(layer(), given, dy)
+        untouched = run(layer(fused=False), given, dy)
+    assert_not_worse(ours, steps, exact, 1e-6, ["y", "x", "residual", "bias"][: len(exact)])
+    assert all(torch.equal(a, b) for a, b in zip(untouched, steps, strict=True))
+
+
+@forked("megatron")
+def test_dropout_keeps_nothing_and_comes_back_with_the_random_state():
+    given, dy = tensors(True)
+    saved = []
+    inference = layer(training=False)((given[0], given[2]), given[1], 0.0)
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        torch.manual_seed(5)
+        first = run(layer(), given, dy, 0.3)
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            again = run(layer(), given, dy, 0.3)
+        other = run(layer(), given, dy, 0.3)
+        # Inference drops nothing, whatever the share, and is Megatron's.
+        assert torch.equal(layer(training=False)((given[0], given[2]), given[1], 0.3), inference)
+    assert saved == [] and all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert 0.2 < (first[1] == 0).float().mean() < 0.4
+
+
+@forked("megatron")
+def test_a_residual_of_another_dtype_is_left_to_megatron_and_that_is_said():
+    (x, residual), _ = tensors(False)
+    with mindspeed_lite.enabled(**{ON: True}):
+        layer()((x, None), residual.float(), 0.0)
+        (said,) = mindspeed_lite.report().fallbacks
+    assert "torch.float32" in said.reason and "torch.bfloat16" in said.reason
+
+
+@forked("megatron")
+def test_verification_compares_without_dropout_and_says_why_not_with_it():
+    given, dy = tensors(True)
+    with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
+        got = run(layer(), given, dy)
+        run(layer(), given, dy, 0.1)
+        report = mindspeed_lite.report()
+    (entry,) = report.verifications
+    assert (entry.operator, entry.verdict) == ("bias_dropout_add", "ok")
+    assert any("each draws in its own way" in each for each in report.notices)
+    with mindspeed_lite.enabled(**{ON: True}):
+        assert all(torch.equal(a, b) for a, b in zip(run(layer(), given, dy), got, strict=True))
+
+
+def reasons(device="cpu", explicit=(), **host_args):
+    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args, frozenset(explicit))))
+
+
+def test_conditions_name_what_is_in_the_way():
+    assert reasons() == reasons("npu") == reasons(bias_dropout_fusion=True) == []
+    (cuda,) = reasons("cuda")
+    assert "torch.compile" in cuda
+    (against,) = reasons(explicit=["bias_dropout_fusion"], bias_dropout_fusion=False)
+    assert "--no-bias-dropout-fusion" in against
+    (yaml,) = reasons(language_model=SimpleNamespace(bias_dropout_fusion=False))
+    assert "YAML" in yaml
+
+
+@forked("megatron")
+def test_the_report_names_the_target_and_disable_restores_it():
+    from megatron.core.fusions import fused_bias_dropout
+
+    original = fused_bias_dropout.bias_dropout_add_fused_train
+    report = mindspeed_lite.enable(**{ON: True})
+    entry = next(each for each in report.entries if each.feature == FEATURE.name)
+    assert entry.status == "applied" and entry.backends == ["bias_dropout_add:cpu"]
+    assert [each.verified for each in entry.patches] == ["verified"]
+    assert fused_bias_dropout.bias_dropout_add_fused_train is not original
+    assert mindspeed_lite.disable() == [] and fused_bias_dropout.bias_dropout_add_fused_train is original

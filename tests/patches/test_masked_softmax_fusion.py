@@ -1,0 +1,138 @@
+"""`--masked-softmax-fusion` in Megatron's own attention: the same probabilities, and what is left to Megatron."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches import _defaults
+from mindspeed_lite.patches import masked_softmax_fusion as patch
+from tests.ops.compare import Sizes, assert_not_worse
+from tests.platform.forked import forked
+
+FEATURE = patch.FEATURE
+ON = "use_masked_softmax_fusion"
+
+
+def softmax_of(causal=True, dtype=torch.bfloat16, fusion=True, scale=None, **fields):
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.utils import attention_mask_func
+
+    return FusedScaleMaskSoftmax(
+        **{
+            "input_in_fp16": dtype == torch.float16,
+            "input_in_bf16": dtype == torch.bfloat16,
+            "attn_mask_type": AttnMaskType.causal if causal else AttnMaskType.padding,
+            "scaled_masked_softmax_fusion": fusion,
+            "mask_func": attention_mask_func,
+            "softmax_in_fp32": True,
+            "scale": scale,
+            **fields,
+        }
+    )
+
+
+def run(softmax, scores, dy, mask=None):
+    leaf = scores.detach().requires_grad_()
+    # Not the leaf itself, which Megatron could not mask in place.
+    probs = softmax(leaf * 1, mask)
+    return [probs.detach(), *torch.autograd.grad(probs, leaf, dy)]
+
+
+def tensors(queries=24, keys=24):
+    generator = torch.Generator().manual_seed(2)
+    scores, dy = (torch.randn(2, 4, queries, keys, generator=generator).mul_(4).bfloat16() for _ in range(2))
+    return scores, dy, torch.rand(2, 1, queries, keys, generator=generator) < 0.3
+
+
+@pytest.mark.parametrize("kind", ["causal", "padding", "no mask", "causal with a mask", "one query"])
+@pytest.mark.parametrize("scale", [None, 3.0])
+@forked("megatron")
+def test_probabilities_and_gradients_are_megatrons(kind, scale):
+    mindspeed_lite.enable()
+    scores, dy, mask = tensors(1 if kind == "one query" else 24)
+    mask = mask if kind in ("padding", "causal with a mask") else None
+    causal = kind not in ("padding", "no mask")
+    off = run(softmax_of(causal, fusion=False, scale=scale), scores, dy, mask)
+    exact = run(softmax_of(causal, torch.float64, False, scale), scores.double(), dy.double(), mask)
+    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+        with Sizes() as sizes:
+            on = run(softmax_of(causal, scale=scale), scores, dy, mask)
+        same = run(softmax_of(causal, fusion=False, scale=scale), scores, dy, mask)
+    assert_not_worse(on, off, exact, 1e-4, ["probabilities", "gradient"])
+    assert not any("masked_fill" in name or "triu" in name for name in sizes.names)
+    assert all(torch.equal(a, b) for a, b in zip(same, off, strict=True)), "a configuration without the fusion"
+
+
+@forked("megatron")
+def test_what_it_does_not_serve_is_megatrons_without_the_extension():
+    mindspeed_lite.enable()
+    scores, dy, mask = tensors()
+    cases = {
+        "window": (softmax_of(window_size=(4, 0)), softmax_of(window_size=(4, 0), fusion=False), None),
+        "masking function": (
+            softmax_of(False, mask_func=lambda scores, mask: scores.masked_fill(mask, -1e4)),
+            softmax_of(False, fusion=False),
+            mask,
+        ),
+    }
+    for word, (ours, theirs, given) in cases.items():
+        off = run(theirs, scores, dy, given)
+        with mindspeed_lite.enabled(**{ON: True}):
+            on = run(ours, scores, dy, given)
+            (said,) = mindspeed_lite.report().fallbacks
+        assert word in said.reason and all(torch.equal(a, b) for a, b in zip(on, off, strict=True))
+    with mindspeed_lite.enabled(**{ON: True}):
+        offset = softmax_of()(scores, None, torch.zeros(4))
+        (said,) = mindspeed_lite.report().fallbacks
+    assert "offset" in said.reason
+    assert torch.equal(offset, softmax_of(fusion=False)(scores, None, torch.zeros(4)))
+
+
+@forked("megatron")
+def test_verification_compares_with_megatrons_passes():
+    mindspeed_lite.enable()
+    scores, dy, _ = tensors()
+    with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
+        run(softmax_of(), scores, dy)
+        (entry,) = mindspeed_lite.report().verifications
+    assert (entry.operator, entry.verdict, entry.measured_from) == ("masked_softmax", "ok", "float64")
+
+
+def reasons(device="cpu", explicit=(), **host_args):
+    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args, frozenset(explicit))))
+
+
+def test_conditions_name_what_is_in_the_way():
+    assert reasons() == reasons(masked_softmax_fusion=False) == []
+    for device in ("cuda", "npu"):
+        (other,) = reasons(device)
+        assert device in other and "--use-flash-attn" in other
+    (against,) = reasons(explicit=["masked_softmax_fusion"], masked_softmax_fusion=False)
+    assert "--no-masked-softmax-fusion" in against
+    (yaml,) = reasons(language_model=SimpleNamespace(masked_softmax_fusion=False))
+    assert "YAML" in yaml
+
+
+def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
+    for on in (False, True):
+        args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
+        notices = _defaults.switch(args, "cpu", ())
+        assert args.masked_softmax_fusion is on and len(notices) == (not on)
+
+
+@forked("megatron")
+def test_the_report_names_the_target_and_disable_restores_it():
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+    original = vars(FusedScaleMaskSoftmax)["forward"]
+    report = mindspeed_lite.enable(**{ON: True})
+    entry = next(each for each in report.entries if each.feature == FEATURE.name)
+    assert entry.status == "applied" and entry.backends == ["masked_softmax:cpu"]
+    assert [each.verified for each in entry.patches] == ["verified"]
+    assert mindspeed_lite.disable() == [] and vars(FusedScaleMaskSoftmax)["forward"] is original
