@@ -29,6 +29,9 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         if x.dtype != residual.dtype:
             session.fallback(FEATURE.name, f"the residual is {residual.dtype} and what is added to it {x.dtype}")
             return wrapped(x_with_bias, residual, prob)
+        if bias is not None and bias.numel() != x.shape[-1]:
+            # One of the size of x, as in Megatron's warm-up: not the bias of a layer.
+            x, bias = x + bias, None
         if session.verifier is not None:
             _verify(session, wrapped, x, residual, bias, prob)
         return bias_dropout_add(x, residual, bias, prob)

@@ -10,7 +10,7 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import bias_dropout_fusion as patch
-from tests.ops.compare import assert_not_worse
+from tests.ops.compare import assert_not_worse, error
 from tests.platform.forked import forked
 
 FEATURE = patch.FEATURE
@@ -48,6 +48,18 @@ def test_without_dropout_it_is_the_same_sum(has_bias):
         untouched = run(layer(fused=False), given, dy)
     assert_not_worse(ours, steps, exact, 1e-6, ["y", "x", "residual", "bias"][: len(exact)])
     assert all(torch.equal(a, b) for a, b in zip(untouched, steps, strict=True))
+
+
+@forked("megatron")
+def test_a_bias_of_the_size_of_the_output_is_added_as_it_is():
+    """As Megatron's warm-up of its fusions hands it over."""
+    (x, residual), dy = tensors(False)
+    bias = x.flip(0).contiguous()
+    for each in (bias, torch.randn(48).bfloat16().expand_as(x)):
+        exact = run(layer(fused=False), [x.double(), residual.double(), each.double()], dy.double())
+        with mindspeed_lite.enabled(**{ON: True, "strict": True}):
+            ours = run(layer(), [x, residual, each], dy)
+        assert all(error(a, b) < 0.01 for a, b in zip(ours, exact, strict=True))
 
 
 @forked("megatron")

@@ -109,6 +109,30 @@ def test_flags_turn_features_on_and_the_report_says_so(
     assert nproc == 1 or "mindspeed_lite" not in result.log(1), "only rank 0 reports"
 
 
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.WITH_TRAINING))
+def test_megatrons_own_defaults_train_with_fused_sums_and_softmax(
+    trainer: Callable[[str], Trainer], release: str, tmp_path: Path
+) -> None:
+    """LayerNorm, GELU, biases, dropout, attention that makes scores; and the fusions' warm-up before training."""
+    own = ("--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear")
+    model = [word for word in MODEL if word not in own]
+    report = tmp_path / "report.json"
+    flags = ["--bias-dropout-fusion", "--masked-softmax-fusion", "--mindspeed-lite-strict", "--mindspeed-lite-report"]
+
+    def losses(arm: str, *more: str) -> list[float]:
+        argv = [SCRIPT, *model, "--train-iters", "4", *more]
+        return lm_losses(trainer(release).run(entry="script", arm=arm, nproc=1, argv=argv).check())
+
+    off = losses("adaptor", *NO_DROPOUT)
+    on = losses("adaptor", *NO_DROPOUT, *flags, str(report))
+    status = {entry["feature"]: entry["status"] for entry in json.loads(report.read_text())["entries"]}
+    assert status["bias_dropout_fusion"] == status["masked_softmax_fusion"] == "applied" and on != off
+    for a, b in zip(off, on, strict=True):
+        assert abs(a - b) <= 2.0**-8 * abs(a)
+    drawn = losses("adaptor", *flags, str(report))
+    assert len(drawn) == 4 and drawn != on and abs(drawn[-1] - on[-1]) < 0.1 * on[-1]
+
+
 def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:
     log = without_flags(trainer("0.19.2"), "0.19.2", "single").log()
     line = next(line for line in log.splitlines() if "memory (MB)" in line)
