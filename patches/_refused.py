@@ -1,7 +1,8 @@
-"""Whether a user has said no to a fusion of Megatron's that is on by default and that a feature of ours supplies."""
+"""Fusions of Megatron's that are on by default and that a feature of ours supplies: whether a user has said no."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context
@@ -16,6 +17,14 @@ def refused(context: Context, argument: str, flag: str) -> list[str]:
     if any(getattr(part, argument, True) is False for part in sections(context)):
         reasons.append(f"`{argument}` is false in the arguments of the YAML file, which this flag does not change")
     return reasons
+
+
+def kept_on(context: Context, argument: str) -> Mapping[str, Any]:
+    """Megatron's `argument` as true again, which may have been switched off for lack of what the feature supplies.
+
+    Nothing without the script's arguments, and nothing with a YAML file, which decides itself.
+    """
+    return {} if context.host_args is None or sections(context) else {argument: True}
 
 
 def sections(context: Context) -> list[Any]:

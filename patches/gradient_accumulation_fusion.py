@@ -14,7 +14,7 @@ Megatron's default is on and is switched off where Apex is missing; this flag ke
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Provide, Replace, Se
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 from mindspeed_lite.verify import Exact
 
-from ._refused import refused, sections
+from ._refused import kept_on, refused
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -75,12 +75,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or sections(context):
-        return {}
-    return {ARGUMENT: True}
-
-
 FEATURE = Feature(
     name="gradient_accumulation_fusion",
     summary="weight gradients added to the main gradient by the product that computes them",
@@ -94,7 +88,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     condition=_why_not,
-    adjust=_adjust,
+    adjust=lambda context: kept_on(context, ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
         # For functions that import it when they run, and by value for the layers, which have tried already.

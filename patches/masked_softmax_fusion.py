@@ -9,7 +9,7 @@ that is there alone. Steps aside, with a reason, for sliding windows, softmax of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
 from mindspeed_lite.ops.masked_softmax import masked_softmax, reference
 from mindspeed_lite.verify import Exact
 
-from ._refused import refused, sections
+from ._refused import kept_on, refused
 
 ARGUMENT = "masked_softmax_fusion"
 
@@ -73,12 +73,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
-    if context.host_args is None or sections(context):
-        return {}
-    return {ARGUMENT: True}
-
-
 FEATURE = Feature(
     name="masked_softmax_fusion",
     summary="scale, mask and softmax of Megatron's own attention in one pass",
@@ -92,7 +86,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     condition=_why_not,
-    adjust=_adjust,
+    adjust=lambda context: kept_on(context, ARGUMENT),
     operators=("masked_softmax",),
     patches=(Wrap("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward", _forward),),
 )

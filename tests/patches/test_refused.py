@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches._refused import refused, sections
+from mindspeed_lite.patches._refused import kept_on, refused, sections
 
 
 def context(explicit=(), **host_args):
@@ -26,3 +26,9 @@ def test_a_section_of_a_yaml_file_counts_too():
     assert "`fusion` is false" in reason and "YAML" in reason and len(sections(said)) == 2
     assert refused(context(language_model=SimpleNamespace()), "fusion", "--no-fusion") == []
     assert sections(context()) == []
+
+
+def test_the_argument_is_kept_on_where_the_script_has_it():
+    assert kept_on(context(fusion=False), "fusion") == {"fusion": True}
+    assert kept_on(context(language_model=SimpleNamespace()), "fusion") == {}
+    assert kept_on(Context(Settings({}), "cpu", {}), "fusion") == {}

@@ -12,8 +12,9 @@
 #include <immintrin.h>
 #endif
 
-// Weak, since it need not be there.
+// Weak, since they need not be there.
 extern "C" __attribute__((weak)) void vmsSqrt(int, const float*, float*, long long);
+extern "C" __attribute__((weak)) int MKL_Set_Num_Threads_Local(int);
 
 namespace square_roots {
 
@@ -26,7 +27,11 @@ using Way = bool (*)(int64_t, const float*, float*);
 inline void by_mkl(int64_t n, const float* numbers, float* roots) {
     // Its modes, as PyTorch asks for them.
     constexpr long long ACCURATE = 0x2, IGNORE_ERRORS = 0x100, KEEP_SUBNORMAL = 0x140000;
+    // Whoever calls shares the work out already; outside of that MKL would wake threads for a few hundred numbers,
+    // milliseconds at a time where they have to wait for a core.
+    const int before = MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0;
     vmsSqrt(static_cast<int>(n), numbers, roots, ACCURATE | KEEP_SUBNORMAL | IGNORE_ERRORS);
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before);
 }
 
 inline bool nearest(int64_t n, const float* numbers, float* roots) {
