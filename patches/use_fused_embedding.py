@@ -34,10 +34,10 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             return wrapped(self, input_)
         alone = self.tp_group.size() == 1
         dense = _dense_because(self.weight)
+        # That a device has no such gradients is on the feature's page, and no news.
+        if dense and self.weight.device.type in _ADDS_SPARSE and torch.is_grad_enabled() and self.weight.requires_grad:
+            session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
         if alone and dense:
-            # A device without such gradients has nothing to do here, and its page says so.
-            if torch.is_grad_enabled() and self.weight.requires_grad and self.weight.device.type in _ADDS_SPARSE:
-                session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
             return wrapped(self, input_)
         if session.verifier is not None:
             why = "its gradient is in rows, and Megatron's is not" if alone else "the ranks of a group compute it"

@@ -69,6 +69,8 @@ def test_bits_are_megatrons_and_no_index_is_assigned_to(sequence_parallel):
         assert [name for name in names if "index_put" in name]
         with mindspeed_lite.enabled(use_fused_embedding=True):
             on, same, names = run(embedding, ids)
+            (said,) = mindspeed_lite.report().fallbacks
+            assert "no main gradient" in said.reason
         assert torch.equal(on, off) and torch.equal(same, gradient)
         assert not [name for name in names if "index_put" in name]
 

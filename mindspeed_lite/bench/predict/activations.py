@@ -111,11 +111,11 @@ def _norm(training: Training, part: str, gives_up: bool) -> Entry:
 def _dropout(training: Training, part: str) -> list[Entry]:
     if training.hidden_dropout == 0:
         return []
-    is_fused = part != "embedding" and training.bias_dropout_fusion
-    if is_fused and training.use_bias_dropout_fusion:
+    if part != "embedding" and training.has_dropout_to_fuse and training.use_bias_dropout_fusion:
         return []
     # Megatron compiles what a layer does with its dropout, and a compiled mask is one of bytes.
-    width = 1 if is_fused and training.jit_fuser else mask_width(training)
+    is_compiled = part != "embedding" and training.bias_dropout_fusion and training.jit_fuser
+    width = 1 if is_compiled else mask_width(training)
     return [Entry(part, "mask of the hidden dropout", norm_tokens(training) * training.hidden_size * width)]
 
 

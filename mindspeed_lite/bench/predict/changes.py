@@ -104,12 +104,12 @@ _TOGGLES = (
     ),
     _switch(
         "--masked-softmax-fusion",
-        lambda training: training.masked_softmax_fusion and not training.flash,
+        lambda training: training.has_softmax_to_fuse,
         "use_masked_softmax_fusion",
     ),
     _switch(
         "--bias-dropout-fusion",
-        lambda training: training.bias_dropout_fusion and training.hidden_dropout > 0,
+        lambda training: training.has_dropout_to_fuse,
         "use_bias_dropout_fusion",
     ),
     _switch("--use-fused-rmsnorm", _is_rms),

@@ -167,7 +167,17 @@ class Training:
 
     @property
     def fuses_softmax(self) -> bool:
-        return self.masked_softmax_fusion and self.use_masked_softmax_fusion and not self.flash
+        """Whether our softmax of scores runs, which has a kernel for the CPU."""
+        return self.has_softmax_to_fuse and self.use_masked_softmax_fusion
+
+    @property
+    def has_softmax_to_fuse(self) -> bool:
+        return self.device == "cpu" and self.masked_softmax_fusion and not self.flash
+
+    @property
+    def has_dropout_to_fuse(self) -> bool:
+        """Whether our sum with dropout can do without the mask that is kept elsewhere."""
+        return self.device == "cpu" and self.bias_dropout_fusion and self.hidden_dropout > 0
 
     @property
     def flash(self) -> bool:

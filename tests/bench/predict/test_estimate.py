@@ -90,6 +90,22 @@ def test_states_that_stream_are_in_host_memory_where_there_are_two_memories() ->
     assert rank.states.host == 0 and rank.states.optimizer == 12 * rank.parameters.total
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_fused_sums_and_softmax_keep_less_where_they_have_a_kernel(device: str) -> None:
+    def kept(*words: str) -> int:
+        return layer_bytes(training("--transformer-impl", "local", *words, device=device))
+
+    tokens, scores, served = 32 * 2, 2 * 8 * 32 * 32, device == "cpu"
+    # Two masks of a byte, after attention and after the MLP.
+    assert kept() - kept("--bias-dropout-fusion") == served * 2 * tokens * 64
+    # The scores in 16 bits and two numbers for each row, in place of fp32 probabilities.
+    assert kept() - kept("--masked-softmax-fusion") == served * (scores * (4 - 2) - 8 * scores // 32)
+    assert kept("--masked-softmax-fusion", "--no-masked-softmax-fusion") == kept()
+    offered = {change.flag for change in changes(training("--transformer-impl", "local", device=device))}
+    both = {"--bias-dropout-fusion", "--masked-softmax-fusion"}
+    assert offered & both == (both if served else set())
+
+
 def test_full_recomputation_keeps_an_input_a_layer_and_one_layer() -> None:
     words = (
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --hidden-dropout 0".split()
