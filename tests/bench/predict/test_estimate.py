@@ -98,8 +98,10 @@ def test_fused_sums_and_softmax_keep_less_where_they_have_a_kernel(device: str) 
     tokens, scores, served = 32 * 2, 2 * 8 * 32 * 32, device == "cpu"
     # Two masks of a byte, after attention and after the MLP.
     assert kept() - kept("--bias-dropout-fusion") == served * 2 * tokens * 64
-    # The scores in 16 bits and two numbers for each row, in place of fp32 probabilities.
-    assert kept() - kept("--masked-softmax-fusion") == served * (scores * (4 - 2) - 8 * scores // 32)
+    # The scores in 16 bits and two numbers for each row: in place of fp32 probabilities, or beside those in 16 bits.
+    for words, replaced in (((), 0), (("--attention-softmax-in-fp32",), 4 * scores)):
+        less = kept(*words) - kept(*words, "--masked-softmax-fusion")
+        assert less == served * (replaced - 2 * scores - 8 * scores // 32)
     assert kept("--masked-softmax-fusion", "--no-masked-softmax-fusion") == kept()
     offered = {change.flag for change in changes(training("--transformer-impl", "local", device=device))}
     both = {"--bias-dropout-fusion", "--masked-softmax-fusion"}
