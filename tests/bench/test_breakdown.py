@@ -304,6 +304,12 @@ def profiled(step):
     return result, found["categories"]
 
 
+def least(step, times=5):
+    """Each category at its least: what else runs on this machine only adds to one, now here and now there."""
+    found = [profiled(step)[1] for _ in range(times)]
+    return {category: min(each[category] for each in found) for category in CATEGORIES}
+
+
 def test_the_step_returns_its_result_and_the_trace_is_written(tmp_path):
     result, found = breakdown.profile(lambda: torch.ones(3).sum().item(), tmp_path / "traces" / "trace.json")
     assert result == 3 and found["processes"] == 1
@@ -334,8 +340,7 @@ def test_a_slow_backward_of_torchs_own_shows_up_under_its_scope():
         (y.sum() + x.sum()).backward()
         large.backward(gradient)
 
-    profiled(step)
-    found = profiled(step)[1]
+    found = least(step)
     assert found["norm"] > 2 * found["linear"] > 0
     assert found["norm"] > 0.5 * (sum(found.values()) - found["other"])
     assert found[REDUCTION] > 0
@@ -349,7 +354,7 @@ def test_a_function_written_in_python_counts_forward_and_backward():
             y = Napping.apply(x)
         y.exp().sum().backward()
 
-    found = profiled(step)[1]
+    found = least(step)
     assert found["norm"] >= 2 * NAP
     assert sum(found.values()) - found["norm"] < NAP
 
@@ -364,8 +369,7 @@ def test_products_of_all_experts_at_once_are_products_wherever_they_are_called()
             y = grouped_matmul(x, weights, [1400, 1600])
         y.backward(y.detach())
 
-    profiled(step)
-    found = profiled(step)[1]
+    found = least(step)
     assert found["linear"] > 2 * found["activation"]
     assert found["linear"] > 0.5 * sum(found.values())
 
@@ -383,8 +387,7 @@ def test_a_checkpointed_forward_counts_twice_and_its_backward_once(reentrant):
     def step():
         torch.utils.checkpoint.checkpoint(part, x, use_reentrant=reentrant).sum().backward()
 
-    profiled(step)
-    found = profiled(step)[1]
+    found = least(step)
     assert found["activation"] >= 3 * NAP
     assert found["moe"] > 0
     assert sum(found.values()) - found["activation"] < NAP
