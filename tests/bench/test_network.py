@@ -108,25 +108,34 @@ def test_a_delayed_link_carries_one_message_after_the_other():
         lab = network.Delays(latency=0.01)
         lab.enter(rank)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        assert seconds_of_a_gather() < 0.1, "no rate, no delay"
+        # Whatever else runs on this machine only adds: each is the least of some.
+        assert min(seconds_of_a_gather() for _ in range(5)) < 0.1, "no rate, no delay"
         lab.set_rate(40)
         # 4 megabits at 40 a second, and the latency.
-        assert 0.1 < seconds_of_a_gather() < 0.3
+        assert 0.1 < min(seconds_of_a_gather() for _ in range(3)) < 0.3
         whole, part = torch.empty(SIZE), torch.ones(SIZE // 2)
-        start = time.perf_counter()
-        handles = [dist.all_gather_into_tensor(whole, part, async_op=True) for _ in range(3)]
-        assert time.perf_counter() - start < 0.05, "nobody waits yet"
-        handles[0].wait()
-        first = time.perf_counter() - start
-        handles[2].wait()
-        last = time.perf_counter() - start
+
+        def three_messages():
+            start = time.perf_counter()
+            handles = [dist.all_gather_into_tensor(whole, part, async_op=True) for _ in range(3)]
+            sent = time.perf_counter() - start
+            handles[0].wait()
+            first = time.perf_counter() - start
+            handles[2].wait()
+            return sent, first, time.perf_counter() - start
+
+        sent, first, last = map(min, zip(*(three_messages() for _ in range(3)), strict=True))
+        assert sent < 0.05, "nobody waits yet"
         assert 0.1 < first < 0.2 and 0.3 < last < 0.5, (first, last)
-        start = time.perf_counter()
+
+        def seconds_of(collective, *tensors):
+            start = time.perf_counter()
+            collective(*tensors)
+            return time.perf_counter() - start
+
         scattered = torch.empty(SIZE // 2)
-        dist.reduce_scatter_tensor(scattered, whole)
-        assert 0.1 < time.perf_counter() - start < 0.3 and bool((scattered == 2).all())
-        start = time.perf_counter()
-        dist.all_reduce(whole)
-        assert 0.2 < time.perf_counter() - start < 0.5
+        assert 0.1 < min(seconds_of(dist.reduce_scatter_tensor, scattered, whole) for _ in range(3)) < 0.3
+        assert bool((scattered == 2).all())
+        assert 0.2 < min(seconds_of(dist.all_reduce, whole) for _ in range(3)) < 0.5
 
     on_ranks(2, body)

