@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
-from mindspeed_lite.ops.masked_softmax import masked_softmax, reference
+from mindspeed_lite.ops.masked_softmax import masked_softmax, reference, why_not
 from mindspeed_lite.verify import Exact
 
 from ._refused import kept_on, refused
@@ -30,14 +30,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(self: Any, input: Any, mask: Any, softmax_offset: Any = None) -> Any:
         if not self.scaled_masked_softmax_fusion:
             return wrapped(self, input, mask, softmax_offset)
+        # As in Megatron's path without the extension, a mask that is given stands for the causal one.
+        causal = self.attn_mask_type == AttnMaskType.causal and mask is None and input.size(2) > 1
+        scale = 1.0 if self.scale is None else float(self.scale)
         reasons = _in_the_way(self, mask, softmax_offset, attention_mask_func)
+        # Megatron's passes rather than the reference, which widens scores that Megatron may leave as they are.
+        reasons = reasons or why_not(input, mask, causal=causal, scale=scale)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             # Not Megatron's choice between this and its extension, which is absent.
             return self.forward_torch_softmax(input, mask, softmax_offset)
-        # As in Megatron's path without the extension, a mask that is given stands for the causal one.
-        causal = self.attn_mask_type == AttnMaskType.causal and mask is None and input.size(2) > 1
-        scale = 1.0 if self.scale is None else float(self.scale)
         if session.verifier is not None:
             session.verifier.check(
                 FEATURE.name,
@@ -66,7 +68,7 @@ def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> l
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = refused(context, ARGUMENT, "--no-masked-softmax-fusion")
-    if context.device != "cpu":
+    if context.device not in ("cpu", "npu"):
         reasons.append(
             f"there is no kernel for {context.device}; --use-flash-attn, which has one, makes no scores at all"
         )

@@ -246,16 +246,15 @@ def test_copies_hide_behind_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(stepping, "adamw", adamw)
     link.bandwidth = 8 * size / seconds
-    # Where others keep the machine busy, threads wake up late: the best of some.
-    for number in range(1, 8):
+    waited = []
+    for number in range(1, 6):
         link.waited, link.moved = 0.0, {"out": 0, "back": 0}
         step(optimizer, mains, number)
         assert link.moved == {"out": 8 * size * times, "back": 8 * size * times}
-        assert link.waited > 2 * seconds * 0.9
-        # 40 ms; one after the other it were 320.
-        if link.waited < times * seconds:
-            return
-    pytest.fail(f"waited {link.waited} seconds")
+        waited.append(link.waited)
+    # 40 ms; one after the other it were 320. Where others keep the machine busy, whoever waits wakes up late, and comes
+    # to wait late.
+    assert min(waited) < times * seconds and max(waited) > 2 * seconds * 0.9
 
 
 def test_no_more_room_is_said_once_and_loses_nothing() -> None:

@@ -24,7 +24,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.npu_contract.model_run import BATCH, HEADS, HIDDEN, LAYERS, MARK, SEQUENCE, VOCABULARY
-from tests.npu_contract.operators import UNFUSED, violations
+from tests.npu_contract.operators import IN_MODEL, UNFUSED, violations
 from tests.npu_contract.recorder import Recorder, describe
 
 
@@ -117,7 +117,8 @@ def _forward_and_backward(options: Mapping[str, Any]) -> dict[str, Any]:
         calls = recorder.calls
         # The router has a softmax of its own, and a gradient with a sign.
         others = ("aten::_softmax", "aten::neg") if options.get("experts") else ()
-        unfused = {operator: set(theirs) - set(others) for operator, theirs in UNFUSED.items()}
+        here = {operator for operator, in_model in IN_MODEL.items() if any(in_model(options))}
+        unfused = {operator: set(theirs) - set(others) for operator, theirs in UNFUSED.items() if operator in here}
         return {
             "forward": [text_of(call) for call in calls[:forward]],
             "backward": [text_of(call) for call in calls[forward:]],
@@ -163,6 +164,7 @@ def _model(options: Mapping[str, Any]) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     qk_layernorm, experts = options.get("qk_layernorm", False), options.get("experts")
+    given = {"masked_softmax_fusion": False, **options.get("config", {})}
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -180,12 +182,11 @@ def _model(options: Mapping[str, Any]) -> Any:
         tensor_model_parallel_size=options.get("tp", 1),
         sequence_parallel=options.get("sp", False),
         gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         persist_layer_norm=False,
         qk_layernorm=qk_layernorm,
         num_moe_experts=experts,
         # JSON has lists where Megatron has tuples.
-        **{key: tuple(value) if isinstance(value, list) else value for key, value in options.get("config", {}).items()},
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()},
     )
     return GPTModel(
         config=config,

@@ -52,6 +52,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "moe_aux_loss_coeff": 1e-2,
         },
     },
+    # Attention that makes its scores, with a causal mask of ours and with one that is given.
+    "scores": {"without": ["use_flash_attn"], "config": {"masked_softmax_fusion": True}},
+    "scores_mask": {"without": ["use_flash_attn"], "mask": True, "config": {"masked_softmax_fusion": True}},
     "recompute": {
         "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     },
@@ -59,8 +62,14 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def job(name: str, *, features: Sequence[str] | None = None, reference: Sequence[str] = ()) -> dict[str, Any]:
-    """One run: a configuration, the features by name (None: all that apply), operators forced on the reference."""
-    return {"name": name, "features": features, "reference": list(reference), "options": CONFIGURATIONS[name]}
+    """One run: a configuration, the features by name, operators forced on the reference.
+
+    features: None stands for all that apply, but for those that the configuration goes without.
+    """
+    options = CONFIGURATIONS[name]
+    if features is None and "without" in options:
+        features = [feature for feature in golden("plain")["applied"] if feature not in options["without"]]
+    return {"name": name, "features": features, "reference": list(reference), "options": options}
 
 
 def run(environment: Environment, jobs: Sequence[Mapping[str, Any]], mode: str = "fake") -> list[dict[str, Any]]:
@@ -120,7 +129,6 @@ ON_REFERENCE = {
 FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
-    "masked_softmax_fusion": "attention that is one operator makes no scores",
     "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
     "moe_wgrad_side_stream": "it needs a value, and has never been timed on a device",
     "quant_states": "it needs a value, and changes what training computes",

@@ -90,7 +90,9 @@ def once(training: Training, has_mask: bool) -> list[Entry]:
             found.append(Entry("attention", "rotary angles", angles))
         if training.recompute_granularity == "full":
             found.append(Entry("attention", "rotary angles, of which layers are recomputed", angles // 2))
-    if not (training.flash or training.fuses_softmax or has_mask):
+    # The CPU's softmax of scores needs no mask for what is causal; an NPU's is handed one.
+    needs_none = training.fuses_softmax and training.device == "cpu"
+    if not (training.flash or needs_none or has_mask):
         found.append(Entry("attention", "causal mask", training.seq_length**2))
     return found
 
@@ -160,7 +162,11 @@ def _scores(training: Training, heads: int) -> list[Entry]:
     count = rows * training.seq_length
     found = [Entry("attention", "softmax of the scores", count * training.width)]
     if training.fuses_softmax:
-        found.append(Entry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows))
+        # An NPU's works from the probabilities.
+        if training.device == "cpu":
+            found.append(
+                Entry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows)
+            )
     elif training.attention_softmax_in_fp32 and training.width == 2:
         found.append(Entry("attention", "softmax of the scores in fp32", count * 4))
     if training.attention_dropout > 0:

@@ -167,12 +167,16 @@ class Training:
 
     @property
     def fuses_softmax(self) -> bool:
-        """Whether our softmax of scores runs, which has a kernel for the CPU."""
+        """Whether our softmax of scores runs."""
         return self.has_softmax_to_fuse and self.use_masked_softmax_fusion
 
     @property
     def has_softmax_to_fuse(self) -> bool:
-        return self.device == "cpu" and self.masked_softmax_fusion and not self.flash
+        """There is a kernel for the CPU, and one for NPUs that takes some lengths."""
+        serves = self.device == "cpu" or (
+            self.device == "npu" and self.seq_length % 32 == 0 and self.seq_length <= 4096
+        )
+        return serves and self.masked_softmax_fusion and not self.flash
 
     @property
     def has_dropout_to_fuse(self) -> bool:

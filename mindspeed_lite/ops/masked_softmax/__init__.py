@@ -20,9 +20,15 @@ class Case(NamedTuple):
 
     device: str
     dtype: torch.dtype
+    is_tiled: bool
+    """Whether queries and keys are multiples of 32 in number, and at most 4096."""
 
 
-OPERATOR = Operator("masked_softmax", reference.masked_softmax, {"cpu": "mindspeed_lite.ops.masked_softmax.cpu"})
+OPERATOR = Operator(
+    "masked_softmax",
+    reference.masked_softmax,
+    {"cpu": "mindspeed_lite.ops.masked_softmax.cpu", "npu": "mindspeed_lite.ops.masked_softmax.npu"},
+)
 
 
 def masked_softmax(
@@ -39,10 +45,11 @@ def masked_softmax(
     same probability for all of them, and hidden keys count beside visible ones whose scores are as low. Their gradient
     is zero in any case. A NaN or an infinity among the visible scores of a row makes of it what torch.softmax does.
 
-    For the backward pass the scores in their own dtype, the mask and, on a backend with a kernel, two fp32 numbers per
-    row are kept; the kernel makes no fp32 copy of the scores in either direction and no matrix for `causal`. It does
-    not read what lies right of the diagonal then, in the scores or in the probabilities' gradient, unless a row's
-    visible scores are near or below -10000. The result is the same for any number of threads.
+    For the backward pass the CPU's kernel keeps the scores in their own dtype, the mask and two fp32 numbers per row.
+    It makes no fp32 copy of the scores in either direction and no matrix for `causal`, and does not read what lies
+    right of the diagonal then, in the scores or in the probabilities' gradient, unless a row's visible scores are near
+    or below -10000. Its result is the same for any number of threads. An NPU keeps the probabilities and the mask,
+    which for `causal` is one of [1, 1, sq, sk], made once; how it computes 16-bit scores inside is not documented.
 
     It replaces megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax (forward_torch_softmax), without its window
     and its offset.
@@ -80,4 +87,4 @@ def _case(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: 
             size not in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape), strict=False)
         ):
             raise ValueError(f"masked_softmax: mask {list(sizes)} does not broadcast to scores {list(shape)}")
-    return Case(scores.device.type, scores.dtype)
+    return Case(scores.device.type, scores.dtype, all(size % 32 == 0 and 0 < size <= 4096 for size in shape[2:]))

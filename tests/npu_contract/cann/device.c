@@ -180,15 +180,27 @@ IF_HOST(aclrtCmoAsync)
 
 /* ---- operators of the older interface, compiled one by one ---- */
 
-MAKE_AND_RETURN(aclCreateDataBuffer) MAKE_AND_RETURN(aclCreateTensorDesc) MAKE_AND_RETURN(aclopCreateAttr)
+MAKE_AND_RETURN(aclCreateDataBuffer) MAKE_AND_RETURN(aclopCreateAttr)
+/* What a description was made with, as the trace shows it. */
+void *aclCreateTensorDesc(int type, int dimensions, const int64_t *sizes, int format) {
+    char *line = malloc(400);
+    int used = snprintf(line, 400, "tensor %d", type);
+    for (int i = 0; i < dimensions && used < 360; i++)
+        used += snprintf(line + used, 400 - used, "%s%ld", i ? "," : " ", (long)sizes[i]);
+    return line;
+}
 /* To clean up after a refusal must not fail again: that would end the process. */
 ACCEPT(aclDestroyDataBuffer) ACCEPT(aclDestroyTensorDesc) ACCEPT(aclopDestroyAttr)
 IF_HOST(aclSetTensorDescName) IF_HOST(aclSetTensorFormat) IF_HOST(aclSetTensorShape) IF_HOST(aclSetTensorPlaceMent)
 IF_HOST(aclopSetAttrBool) IF_HOST(aclopSetAttrDataType) IF_HOST(aclopSetAttrFloat) IF_HOST(aclopSetAttrInt)
 IF_HOST(aclopSetAttrString) IF_HOST(aclopSetAttrListBool) IF_HOST(aclopSetAttrListFloat)
 IF_HOST(aclopSetAttrListInt) IF_HOST(aclopSetAttrListListInt)
-long aclopCompileAndExecute(const char *operation) {
+long aclopCompileAndExecute(const char *operation, int inputs, char **input, void **input_data, int outputs,
+                            char **output) {
     char line[200];
+    /* From the last to the first, as the newer interface comes to note them. */
+    while (outputs-- > 0) cann_stub_note(output[outputs]);
+    while (inputs-- > 0) cann_stub_note(input[inputs]);
     snprintf(line, sizeof line, "call aclop:%s", operation);
     cann_stub_note(line);
     return cann_stub_if_host();

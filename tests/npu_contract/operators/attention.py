@@ -43,7 +43,7 @@ UNFUSED = ("aten::_softmax", "aten::baddbmm", "aten::bmm")
 
 def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
     """One per layer."""
-    return 1, 0
+    return 0 if "use_flash_attn" in options.get("without", ()) else 1, 0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,193 @@
+"""`mindspeed_lite.ops.masked_softmax` on npu_scaled_masked_softmax and its backward operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.npu_contract.definitions import (
+    DTYPES,
+    LEFT_OUT,
+    Case,
+    Mutation,
+    Probe,
+    Tensors,
+    by_name,
+    is_tensor,
+    prober,
+)
+from tests.npu_contract.recorder import Call, Tensor
+
+UNFUSED = ("aten::_softmax",)
+
+
+def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
+    """One per layer of attention that is not one operator."""
+    return 1 if "use_flash_attn" in options.get("without", ()) else 0, 0
+
+
+@dataclass(frozen=True)
+class MaskedSoftmax(Case):
+    """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is never torch_npu's own default.
+
+    mask: the shape of a mask that hides every third entry.
+    """
+
+    name: str
+    shape: tuple[int, ...] = (2, 3, 32, 32)
+    dtype: str = "bfloat16"
+    causal: bool = True
+    mask: tuple[int, ...] | None = None
+    scale: float = 0.5
+
+    operator = "masked_softmax"
+    forward = "npu_scaled_masked_softmax"
+    backward = "npu_scaled_masked_softmax_backward"
+    kernel = "aclop:ScaledMaskedSoftmax"
+    saved = {"y": 0}  # noqa: RUF012
+
+    def leaves(self, device: str) -> Tensors:
+        dtype = getattr(torch, self.dtype)
+        leaves = {"scores": torch.zeros(self.shape, dtype=dtype, device=device).requires_grad_()}
+        if self.mask is not None:
+            leaves["mask"] = self._mask().to(device)
+        return leaves
+
+    def run(self, leaves: Tensors) -> torch.Tensor:
+        from mindspeed_lite.ops.masked_softmax import masked_softmax
+
+        return masked_softmax(leaves["scores"], leaves.get("mask"), causal=self.causal, scale=self.scale)
+
+    def why_not(self, leaves: Tensors) -> list[str]:
+        from mindspeed_lite.ops.masked_softmax import why_not
+
+        return why_not(leaves["scores"], leaves.get("mask"), causal=self.causal, scale=self.scale)
+
+    def arguments(self) -> Mapping[str, Any]:
+        first = (1, 1) if self.mask is None else (1, 1, 1, 1, *self.mask)[-4:-2]
+        return {
+            "x": Tensor(self.dtype, self.shape, ""),
+            "mask": Tensor("bool", (*first, *self.shape[2:]), ""),
+            "scale": self.scale,
+            "fixed_triu_mask": False,
+        }
+
+    def result(self) -> Tensor:
+        return Tensor(self.dtype, self.shape, "")
+
+    def effect(self, call: Call) -> list[str]:
+        """True hides: what the mask must be, from the public operator's documentation."""
+        hidden = torch.zeros(self.shape[2:], dtype=torch.bool)
+        if self.causal:
+            hidden = torch.arange(self.shape[3]) > torch.arange(self.shape[2])[:, None]
+        if self.mask is not None:
+            hidden = hidden | self._mask()
+        given = call.arguments["mask"].content
+        right = hidden.expand(self.arguments()["mask"].shape).tolist()
+        return [] if given == right else [f"mask hides {given}: want {right}"]
+
+    def _mask(self) -> torch.Tensor:
+        assert self.mask is not None
+        return torch.arange(torch.Size(self.mask).numel()).reshape(self.mask) % 3 == 0
+
+
+CASES = (
+    MaskedSoftmax("causal"),
+    *(MaskedSoftmax(dtype, dtype=dtype) for dtype in ("float16", "float32")),
+    MaskedSoftmax("nothing hidden", causal=False),
+    MaskedSoftmax("more keys", causal=False, shape=(2, 3, 32, 96)),
+    *(
+        MaskedSoftmax(f"mask {'x'.join(map(str, mask))}", mask=mask, causal=False)
+        for mask in ((2, 1, 32, 32), (1, 3, 32, 32), (2, 3, 32, 32), (2, 1, 1, 32), (32, 32), (32,))
+    ),
+    MaskedSoftmax("mask and causal", mask=(2, 1, 32, 32)),
+)
+
+
+# ---- what is documented ----
+
+
+def softmax(call: Call) -> Iterator[str]:
+    """npu_scaled_masked_softmax(x, mask, scale=, fixed_triu_mask=) -> y"""
+    x, mask = call.arguments["x"], call.arguments["mask"]
+    yield from by_name(call, "scale", "fixed_triu_mask")
+    yield from _inputs(x, mask, call)
+    if call.results is not None:
+        yield from is_tensor("result 0 (y)", call.results[0], x.dtype, x.shape)
+
+
+def softmax_backward(call: Call) -> Iterator[str]:
+    """npu_scaled_masked_softmax_backward(y_grad, y, mask, scale, fixed_triu_mask) -> dx"""
+    y = call.arguments["y"]
+    yield from _inputs(y, call.arguments["mask"], call)
+    yield from is_tensor("y_grad", call.arguments["y_grad"], y.dtype, y.shape)
+    if call.results is not None:
+        yield from is_tensor("result 0 (dx)", call.results[0], y.dtype, y.shape)
+
+
+def _inputs(x: Tensor, mask: object, call: Call) -> Iterator[str]:
+    if x.dtype not in DTYPES:
+        yield f"x is {x.dtype}: want one of {', '.join(DTYPES)}"
+    if x.dim != 4 or any(size % 32 or not 32 <= size <= 4096 for size in x.shape[2:]):
+        yield f"x is {x}: want four dimensions, the last two multiples of 32 from 32 to 4096"
+        return
+    if not isinstance(mask, Tensor) or mask.dtype != "bool":
+        yield f"mask is {mask}: want bool"
+    elif (
+        mask.dim != 4
+        or mask.shape[2:] != x.shape[2:]
+        or any(size not in (1, wanted) for size, wanted in zip(mask.shape[:2], x.shape[:2], strict=True))
+    ):
+        yield f"mask is {mask}: want [{x.shape[0]} or 1, {x.shape[1]} or 1, {x.shape[2]}, {x.shape[3]}]"
+    if call.arguments["fixed_triu_mask"] is not False:
+        yield "fixed_triu_mask is documented as not implemented: want False"
+
+
+CONTRACTS = {"npu_scaled_masked_softmax": softmax, "npu_scaled_masked_softmax_backward": softmax_backward}
+
+MUTATIONS = {
+    "scale left out": Mutation("scale=scale, ", "", "scale is 1: want 0.5"),
+    "scale by position": Mutation("hidden, scale=scale", "hidden, scale", "scale not passed by name"),
+    "scale by another name": Mutation("scale=scale", "scale_value=scale", "scale_value"),
+    "the reserved triangle": Mutation("fixed_triu_mask=False)", "fixed_triu_mask=True)", "want False"),
+    "mask left as it was given": Mutation(
+        ".expand(-1, -1, queries, keys)", "", "mask is bool[2, 1, 1, 32]: want [2 or 1, 3 or 1, 32, 32]"
+    ),
+    "mask of fewer dimensions": Mutation("(1,) * (4 - hidden.dim()) + ", "", "RuntimeError"),
+    "mask as numbers": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
+    "true sees": Mutation("npu_scaled_masked_softmax(scores, hidden", "npu_scaled_masked_softmax(scores, ~hidden",
+                          "mask hides"),
+    "the lower triangle": Mutation("triu_(1)", "tril_(-1)", "mask hides"),
+    "the diagonal hidden": Mutation("triu_(1)", "triu_(0)", "mask hides"),
+    "a mask for the causal one": Mutation(
+        "own if mask is None else mask | own", "own", "mask is bool[1, 1, 32, 32]: want"
+    ),
+    "a causal mask kept for one that is not": Mutation(
+        "latest[0] == made_for", "latest[0][:2] == made_for[:2]", "mask hides"
+    ),
+    "scores widened": Mutation("(scores, hidden", "(scores.float(), hidden", "x is float32[2, 3, 32, 32]: want"),
+    "scores without gradient": Mutation("(scores, hidden", "(scores.detach(), hidden", "does not require grad"),
+    "torch's own softmax": Mutation(
+        "torch_npu.npu_scaled_masked_softmax(scores, hidden, scale=scale, fixed_triu_mask=False)",
+        "(scores * scale).masked_fill(hidden, -10000.0).softmax(-1)", "want ['npu_scaled_masked_softmax']",
+    ),
+}  # fmt: skip
+
+_X, _MASK = ((2, 3, 32, 64), torch.bfloat16), ((1, 1, 32, 64), torch.bool)
+_probe = prober("npu_scaled_masked_softmax", x=_X, mask=_MASK, by_name={"scale": 0.5, "fixed_triu_mask": False})
+
+PROBES: Mapping[str, Probe] = {
+    "right": _probe("nobody"),
+    "scale by another name": _probe("schema", scale_value=0.5),
+    "no mask": _probe("schema", mask=None),
+    "scale left out": _probe("nobody", "scale not passed by name", scale=LEFT_OUT),
+    "the reserved triangle": _probe("nobody", "want False", fixed_triu_mask=True),
+    "48 queries": _probe("nobody", "multiples of 32", x=((2, 3, 48, 64), torch.bfloat16)),
+    "8192 keys": _probe("nobody", "multiples of 32", x=((1, 1, 32, 8192), torch.bfloat16)),
+    "float64": _probe("nobody", "want one of", x=(_X[0], torch.float64)),
+    "a mask of one row": _probe("nobody", "mask is bool[2, 1, 1, 64]", mask=((2, 1, 1, 64), torch.bool)),
+    "a mask of numbers": _probe("nobody", "want bool", mask=(_MASK[0], torch.bfloat16)),
+}
