@@ -79,6 +79,19 @@ def _told(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
     return next((each.run for outcome in outcomes for each in outcome.processes if each.run), None)
 
 
+def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Of two measurements of the ceiling each figure's higher, with the source of the products.
+
+    What else a machine does lowers a measurement, for minutes where two cores share their units with a neighbour's.
+    """
+    if one is None or other is None:
+        found = one if other is None else other
+        return None if found is None else dict(found)
+    figures = {name: max(value, other[name]) for name, value in one.items() if name != "source"}
+    first = one if one["flops_per_second"] >= other["flops_per_second"] else other
+    return {**figures, "source": first["source"]}
+
+
 def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
     told = _told(outcomes)
     entries = (told["report"] or {}).get("entries", []) if told else []

@@ -7,6 +7,7 @@ import torch
 
 from mindspeed_lite.bench import ceiling
 from mindspeed_lite.bench.ceiling import Ceiling, for_utilisation, known
+from mindspeed_lite.bench.compose import higher_ceiling
 
 
 @pytest.fixture
@@ -75,6 +76,14 @@ def test_a_matmul_that_beats_the_sheet_wins():
     assert stated.flops_per_second == 989.4e12 and stated.bytes_per_second == 3e12 and "data sheet" in stated.source
     assert for_utilisation(fast, "NVIDIA H100", torch.bfloat16) is fast
     assert for_utilisation(slow, "a CPU", torch.bfloat16) is slow
+
+
+def test_of_two_measurements_the_higher_figures_count():
+    one = {"flops_per_second": 2.0, "bytes_per_second": 5.0, "source": "one", "measured_flops_per_second": 2.0}
+    other = {"flops_per_second": 3.0, "bytes_per_second": 4.0, "source": "other", "measured_flops_per_second": 3.0}
+    best = {"flops_per_second": 3.0, "bytes_per_second": 5.0, "source": "other", "measured_flops_per_second": 3.0}
+    assert higher_ceiling(one, other) == higher_ceiling(other, one) == best
+    assert higher_ceiling(None, one) == higher_ceiling(one, None) == one and higher_ceiling(None, None) is None
 
 
 def test_as_a_command_it_prints_json(small, capsys):

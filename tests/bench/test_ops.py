@@ -158,6 +158,15 @@ def test_shares_of_the_ceiling():
     assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 1e10)
 
 
+def test_a_ceiling_that_is_higher_at_the_end_is_the_one_that_counts(monkeypatch):
+    found = iter([ceiling.Ceiling(2e11, 1e10, "at first"), ceiling.Ceiling(1e11, 3e10, "at the end")])
+    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: next(found))
+    report = measured()
+    assert report["ceiling"] == {"flops_per_second": 2e11, "bytes_per_second": 3e10, "source": "at first"}
+    ours = contender(report, "mindspeed_lite")
+    assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 3e10)
+
+
 def test_the_nearer_ceiling_is_the_bound():
     case = replace(tiny(), forward=Work(32, 10**9))
     report = run.run([case], CPU, torch.float32, FAST)

@@ -148,11 +148,11 @@ def test_every_operator_and_every_dtype_is_looked_at():
 
 
 def measured(monkeypatch, **plain):
-    contender = {"name": "torch", "seconds": 2e-3, "ratio": 2.0, "ratio_high": 2.1, "error": None, "of_ceiling": 0.2}
+    contender = {"name": "torch", "seconds": 2e-3, "ratio": 2.0, "ratio_high": 2.1, "error": None}
     ours = {**contender, "name": "mindspeed_lite", "seconds": 1e-3}
-    row = {"direction": "forward", "contenders": [ours, {**contender, **plain}]}
+    row = {"direction": "forward", "bytes": 1, "flops": 200, "contenders": [ours, {**contender, **plain}]}
     monkeypatch.setattr(speed.run, "measure", lambda *args: [row])
-    monkeypatch.setattr(speed.ceiling, "measure", lambda *args: speed.ceiling.Ceiling(1.0, 1.0, "not at all"))
+    monkeypatch.setattr(speed.ceiling, "measure", lambda *args: speed.ceiling.Ceiling(1e6, 1e6, "not at all"))
     monkeypatch.setattr(speed, "_measured", {})
     case = types.SimpleNamespace(device="cpu", dtype=torch.bfloat16)
     return speed.judge(case, quick=False)
