@@ -150,8 +150,12 @@ def _series(off: Steps, on: Steps, yardstick: Steps | None) -> list[dict[str, An
 def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any]:
     """The `growth` object of a comparison: memory that a training gains with every step."""
 
+    # What is in use tells a leak from a heap that settles; where it is not known, all that is resident.
+    steps = [step for run in (*off, *on) for step in run if step["measured"]]
+    figure = "memory_bytes" if any(step["live_bytes"] is None for step in steps) else "live_bytes"
+
     def growth(runs: Sequence[Steps]) -> list[float]:
-        return [slope([step["memory_bytes"] for step in steps if step["measured"]]) for steps in runs]
+        return [slope([step[figure] for step in run if step["measured"]]) for run in runs]
 
     # A leak is in every run, and stands out of what off does: a heap may grow for a while by itself.
     before, after = max(growth(off)), min(growth(on))

@@ -43,6 +43,7 @@ class Recorder:
         self._number = 0
         self._last = plan.warmup + plan.steps + plan.profile
         self._baseline = 0
+        self._live_baseline: int | None = 0
         self._peak = 0
         self._given: list[str] = []
         self._building = contextlib.ExitStack()
@@ -57,6 +58,7 @@ class Recorder:
         if _is_cpu():
             process_memory.reset_peak()
             self._baseline = process_memory.resident()
+            self._live_baseline = process_memory.handed_out()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
             self._building.enter_context(DrawnIn(_DTYPES[precision]))
 
@@ -83,6 +85,7 @@ class Recorder:
         seconds = time.perf_counter() - began
 
         def done(losses: dict[str, float], grad_norm: float | None) -> None:
+            memory = _memory() - self._baseline
             if not profiled:
                 self._peak = max(self._peak, _peak() - self._baseline)
             self._write(
@@ -93,7 +96,8 @@ class Recorder:
                 profiled=profiled,
                 loss=losses,
                 grad_norm=grad_norm,
-                memory_bytes=_memory() - self._baseline,
+                memory_bytes=memory,
+                live_bytes=_live(self._live_baseline, memory),
                 peak_memory_bytes=self._peak,
                 time=time.time(),
             )
@@ -148,6 +152,19 @@ def _synchronize() -> None:
 
 def _memory() -> int:
     return process_memory.resident() if _is_cpu() else int(torch.cuda.memory_allocated())
+
+
+def _live(baseline: int | None, memory: int) -> int | None:
+    """Bytes that are in use, of which a leak is a growing part; None where that is not known.
+
+    Resident memory grows for some steps without one, until the heap has found room for everything that comes and goes.
+    """
+    if not _is_cpu():
+        return memory
+    now = process_memory.handed_out()
+    if now is None or baseline is None or now - baseline < memory // 2:
+        return None  # another allocator has most of it
+    return now - baseline
 
 
 def _peak() -> int:

@@ -76,6 +76,7 @@ def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
         rows = [process.steps[index] for process in processes]
         # The last stage of a pipeline computes the loss, and the last rank is in it.
         losses: dict[str, float] = next((row["loss"] for row in reversed(rows) if row["loss"]), {})
+        live = [row["live_bytes"] for row in rows]
         norms = [row["grad_norm"] for row in rows if row["grad_norm"] is not None]
         merged.append(
             {
@@ -86,6 +87,7 @@ def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
                 "loss": losses,
                 "grad_norm": norms[-1] if norms else None,
                 "memory_bytes": max(row["memory_bytes"] for row in rows),
+                "live_bytes": None if None in live else max(live),
             }
         )
     return merged

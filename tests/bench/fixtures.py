@@ -35,6 +35,7 @@ def run(repeat: int, step: float, memory: float, apart: float = 0.0, steps: int 
             "loss": {"lm loss": 10.8 * 0.93**at + apart * (at % 3) / 2},
             "grad_norm": 2.5 * 0.96**at,
             "memory_bytes": int(memory * 0.9),
+            "live_bytes": int(memory * 0.8),
         }
         for at in range(1, steps + 1)
     ]

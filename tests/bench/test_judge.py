@@ -11,7 +11,7 @@ from mindspeed_lite.bench.judge import compare_growth, compare_losses, widest
 BASE = [5.0, 4.5, 4.0, 3.5]
 
 
-def steps(losses, norms=None, memory=None):
+def steps(losses, norms=None, memory=None, live=None):
     return [
         {
             "iteration": index + 1,
@@ -19,6 +19,7 @@ def steps(losses, norms=None, memory=None):
             "loss": {} if loss is None else {"lm loss": loss},
             "grad_norm": (norms or [1.0] * len(losses))[index],
             "memory_bytes": (memory or [0] * len(losses))[index],
+            "live_bytes": None if live is None else live[index],
         }
         for index, loss in enumerate(losses)
     ]
@@ -85,6 +86,16 @@ def test_growth_of_on_alone_is_a_leak():
     heap = steps(BASE, memory=[0, 86 << 20, 172 << 20, 258 << 20])
     more = steps(BASE, memory=[0, 92 << 20, 184 << 20, 276 << 20])
     assert compare_growth([heap], [more], 1e9)["verdict"] == "steady", "a heap that grows in both arms is no leak"
+
+
+def test_a_heap_that_settles_is_no_leak_and_a_leak_in_use_is_one():
+    flat, grows = [0] * 4, [0, 4 << 20, 8 << 20, 12 << 20]
+    settles, leaks = steps(BASE, memory=grows, live=flat), steps(BASE, memory=flat, live=grows)
+    off = steps(BASE, memory=flat, live=flat)
+    assert compare_growth([off], [settles], 1e9)["verdict"] == "steady"
+    assert compare_growth([off], [leaks], 1e9)["verdict"] == "grows"
+    unknown = steps(BASE, memory=grows)
+    assert compare_growth([off], [unknown], 1e9)["verdict"] == "grows", "where it is not known, what is resident counts"
 
 
 def test_features_together_have_the_widest_class():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 import time
 
 import pytest
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.platform import cpu
+from mindspeed_lite.platform import cpu, process_memory
 from mindspeed_lite.platform.redirect import Redirects
 from tests.platform.forked import forked
 
@@ -255,6 +256,24 @@ def test_streams_keep_program_order_and_events_measure_time():
     cuda.set_stream(side)
     with cuda.stream(None), side:
         pass
+
+
+@forked()
+def test_what_is_handed_out_is_what_is_kept():
+    """Of small blocks and of large ones, from whichever thread; what was given back does not count."""
+    before = process_memory.handed_out()
+    if before is None:
+        pytest.skip("the C library is not glibc 2.33 or later")
+    large = torch.ones(8 << 20, dtype=torch.uint8)
+    small = []
+    worker = threading.Thread(target=lambda: small.extend(torch.ones(1 << 10) for _ in range(1000)))
+    worker.start()
+    worker.join()
+    kept = 12 << 20
+    assert 0.9 * kept < process_memory.handed_out() - before < 1.5 * kept
+    del large
+    small.clear()
+    assert abs(process_memory.handed_out() - before) < 0.1 * kept
 
 
 @forked()
