@@ -6,17 +6,15 @@ import math
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
+from .plot_theme import Theme
 from .wording import Json, dig, items, number, percent, plain, seconds, size
-
-if TYPE_CHECKING:
-    from .plots import Theme
 
 _WIDTH = 9.0
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))

@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from . import plots
+from . import plot_theme, plots
 from .render_summary import details, failed_runs, findings, headline, run_words, skipped
 from .render_tables import (
     Table,
@@ -73,7 +73,7 @@ def render(report: Json, drawn: Mapping[str, tuple[str, str]] | None = None) -> 
         breakdown=_view(breakdown_table(report)) if bench else None,
         operators=[] if bench else _operators(report),
         plots=[(name.removesuffix(".png"), Markup(light), Markup(dark)) for name, (light, dark) in drawn.items()],
-        colors=[plots.theme(report, dark).arms for dark in (False, True)],
+        colors=[plot_theme.theme(report, dark).arms for dark in (False, True)],
         conditions=conditions(report),
         command=command(report),
         failed=len(failed_runs(report)),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite.bench import plots, render_html, render_markdown, render_text, wording
+from mindspeed_lite.bench import plot_theme, plots, render_html, render_markdown, render_text, wording
 from mindspeed_lite.bench.render_summary import findings, headline
 from tests import matrix
 from tests.bench import fixtures
@@ -204,7 +204,7 @@ def test_plots_in_the_page_are_light_and_dark_and_keep_apart() -> None:
     used = {*re.findall(r'href="#([^"]+)"', source), *re.findall(r"url\(#([^)]+)\)", source)}
     assert used and used <= set(ids)
     for light, dark in plots.svg(report).values():
-        assert plots.theme(report, True).text in dark and plots.theme(report, False).text in light
+        assert plot_theme.theme(report, True).text in dark and plots.theme(report, False).text in light
         assert "<metadata" not in light and "<style" not in light
 
 
@@ -229,7 +229,7 @@ def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
 
 
 def test_colors_of_arms_are_their_own_and_off_is_neutral() -> None:
-    look = plots.theme(fixtures.crowd(), dark=False)
+    look = plot_theme.theme(fixtures.crowd(), dark=False)
     assert len(set(look.arms.values())) == len(look.arms) and look.arm("off") == look.off
 
 

@@ -50,6 +50,8 @@ _SHAPES = {
     ),
     "bias_dropout_add": ("64x1024", "37x1000"),
     "layer_norm": ("64x1024", "37x1000", "300x64"),
+    # Lengths that NPUs take.
+    "masked_softmax": ("1x4x128x128", "2x3x96x160,causal=0", "1x2x32x4096,causal=0"),
     "moe_router": (
         "64x64,k=6,pre=1",
         "100x64,k=8,scores=sigmoid,groups=8/4,bias=1",
