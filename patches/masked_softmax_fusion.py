@@ -18,6 +18,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
 from mindspeed_lite.ops.masked_softmax import masked_softmax, reference, why_not
 from mindspeed_lite.verify import Exact
 
+from ._recompute import CUDA_GRAPHS, at_odds
 from ._refused import kept_on, refused
 
 ARGUMENT = "masked_softmax_fusion"
@@ -68,6 +69,11 @@ def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> l
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = refused(context, ARGUMENT, "--no-masked-softmax-fusion")
+    if context.device == "npu":
+        reasons += at_odds(CUDA_GRAPHS, lambda name: context.arg(name, None))
+        length = context.arg("seq_length", None)
+        if length and (length % 32 or length > 4096):
+            reasons.append(f"--seq-length {length} is not a multiple of 32 up to 4096, as the NPU's operator wants it")
     if context.device not in ("cpu", "npu"):
         reasons.append(
             f"there is no kernel for {context.device}; --use-flash-attn, which has one, makes no scores at all"

@@ -160,4 +160,5 @@ def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> di
     # A leak is in every run, and stands out of what off does: a heap may grow for a while by itself.
     before, after = max(growth(off)), min(growth(on))
     grows = after > _HEAP * max(before, 0.0) + max(_LEAK_SHARE * peak, _LEAK_BYTES)
-    return {"bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": "grows" if grows else "steady"}
+    verdict = "grows" if grows else "steady"
+    return {"figure": figure, "bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": verdict}

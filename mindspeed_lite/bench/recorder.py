@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ from mindspeed_lite.bench.timeline import LANES_OF, Timeline, write_trace
 from mindspeed_lite.bench.yardstick import DrawnIn, OtherSummationOrder
 from mindspeed_lite.platform import process_memory
 
+# Bytes of one of Python's small objects, about.
+_OBJECT = 64
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -58,7 +61,7 @@ class Recorder:
         if _is_cpu():
             process_memory.reset_peak()
             self._baseline = process_memory.resident()
-            self._live_baseline = process_memory.handed_out()
+            self._live_baseline = _held()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
             self._building.enter_context(DrawnIn(_DTYPES[precision]))
 
@@ -155,16 +158,22 @@ def _memory() -> int:
 
 
 def _live(baseline: int | None, memory: int) -> int | None:
-    """Bytes that are in use, of which a leak is a growing part; None where that is not known.
+    """Bytes that are held, of which a leak is a growing part; None where that is not known.
 
     Resident memory grows for some steps without one, until the heap has found room for everything that comes and goes.
     """
     if not _is_cpu():
         return memory
-    now = process_memory.handed_out()
+    now = _held()
     if now is None or baseline is None or now - baseline < memory // 2:
         return None  # another allocator has most of it
     return now - baseline
+
+
+def _held() -> int | None:
+    """What malloc has handed out, Python's small objects, which it hands out itself, and memory that is shared."""
+    found = process_memory.handed_out()
+    return None if found is None else found + _OBJECT * sys.getallocatedblocks() + process_memory.shared()
 
 
 def _peak() -> int:

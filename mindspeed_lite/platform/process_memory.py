@@ -36,14 +36,23 @@ def peak_resident() -> int:
 def handed_out() -> int | None:
     """What glibc's malloc has handed out and not got back; None where that is not known.
 
-    Beside it `resident` has what the heap keeps between such blocks, and code. With another allocator in its place,
-    such as one that is preloaded, this is next to nothing.
+    Beside it `resident` has what the heap keeps between such blocks, code, and what is mapped otherwise; of a block
+    nobody has written to it has nothing. Where another allocator is preloaded, this may be next to nothing.
     """
     ask = _mallinfo()
     if ask is None:
         return None
     found = ask()
     return int(found.in_arenas + found.mapped)
+
+
+def shared() -> int:
+    """Resident bytes of shared memory."""
+    try:
+        with open("/proc/self/status", "rb") as status:
+            return next((int(line.split()[1]) * 1024 for line in status if line.startswith(b"RssShmem:")), 0)
+    except OSError:
+        return 0
 
 
 class _Figures(ctypes.Structure):

@@ -142,7 +142,7 @@ def comparison(name: str, speed: dict[str, Any], memory: dict[str, Any], **loss:
             "reason": "The difference stays below that of the yardstick.",
         }
         | loss,
-        "growth": {"bytes_per_step_off": 0.0, "bytes_per_step_on": 0.0, "verdict": "steady"},
+        "growth": {"figure": "live_bytes", "bytes_per_step_off": 0.0, "bytes_per_step_on": 0.0, "verdict": "steady"},
     }
 
 
@@ -248,7 +248,12 @@ def broken() -> dict[str, Any]:
     grows = comparison(
         "all", measure(0.95, None, "one pair: no interval", 1), measure(0.7, None, "one pair: no interval", 1)
     )
-    grows["growth"] = {"bytes_per_step_off": 0.0, "bytes_per_step_on": 2.5e6, "verdict": "grows"}
+    grows["growth"] = {
+        "figure": "live_bytes",
+        "bytes_per_step_off": 0.0,
+        "bytes_per_step_on": 2.5e6,
+        "verdict": "grows",
+    }
     report["comparisons"] = [grows]
     report["environment"]["differences"] = ["OMP_NUM_THREADS: 8 in off, 4 in all"]
     return report

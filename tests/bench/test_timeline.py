@@ -39,7 +39,7 @@ def test_lanes():
         assert view.spans == [], "nothing is recorded outside of the block"
         dist.barrier()
         waited, computed = [], []
-        for _ in range(3):  # whatever else runs on this machine only adds
+        for _ in range(3):
             with view:
                 dist.all_reduce(x)  # waits for all of it
                 handle = dist.all_reduce(x, async_op=True)
@@ -52,8 +52,9 @@ def test_lanes():
             ends = [each for each in view.spans if each.lane in (COMPUTE, WAIT)]
             whole = max(each.end for each in ends)
             assert computed[-1] + view.waited == pytest.approx(whole, rel=1e-3), "no time is lost"
-        assert min(waited) < 1.9 * DELAY and max(waited) > 1.3 * DELAY
-        assert min(computed) > 0.6 * DELAY and min(computed) < DELAY
+        # Whatever else runs on this machine makes both longer; but what computes for longer waits for less afterwards.
+        assert min(waited) > 0.95 * DELAY and min(map(sum, zip(waited, computed, strict=True))) > 1.9 * DELAY
+        assert min(waited) < 1.9 * DELAY and 0.6 * DELAY < min(computed) < DELAY
         with view:
             time.sleep(0.01)
         assert [each.lane for each in view.spans] == [COMPUTE], "each recording starts anew"

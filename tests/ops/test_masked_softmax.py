@@ -364,7 +364,7 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypa
     try:
         scores, mask, _ = make((1, 2, 3, 5), torch.bfloat16, "b1qk")
         assert why_not(scores, mask) == ["no C++ compiler"]
-        assert OPERATOR.choose(Case("cpu", torch.bfloat16, False)) is reference.masked_softmax
+        assert OPERATOR.choose(Case("cpu", torch.bfloat16, False, False)) is reference.masked_softmax
         assert "float64" in why_not(scores.double())[0]
     finally:
         OPERATOR.forget()

@@ -112,7 +112,12 @@ def reasons(device="cpu", explicit=(), **host_args):
 
 def test_conditions_name_what_is_in_the_way():
     assert reasons() == reasons(masked_softmax_fusion=False) == []
-    assert reasons("npu") == []
+    assert reasons("npu") == reasons("npu", seq_length=4096) == reasons("cpu", seq_length=48) == []
+    for length in (48, 8192):
+        (said,) = reasons("npu", seq_length=length)
+        assert f"--seq-length {length}" in said
+    (said,) = reasons("npu", cuda_graph_impl="local")
+    assert "--cuda-graph-impl" in said and reasons("cpu", cuda_graph_impl="local") == []
     (other,) = reasons("cuda")
     assert "cuda" in other and "--use-flash-attn" in other
     (against,) = reasons(explicit=["masked_softmax_fusion"], masked_softmax_fusion=False)

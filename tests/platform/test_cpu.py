@@ -274,6 +274,9 @@ def test_what_is_handed_out_is_what_is_kept():
     del large
     small.clear()
     assert abs(process_memory.handed_out() - before) < 0.1 * kept
+    shared = process_memory.shared()
+    block = torch.ones(8 << 20, dtype=torch.uint8).share_memory_()
+    assert process_memory.shared() - shared >= block.numel()
 
 
 @forked()

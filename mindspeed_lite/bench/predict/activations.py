@@ -162,11 +162,13 @@ def _scores(training: Training, heads: int) -> list[Entry]:
     count = rows * training.seq_length
     found = [Entry("attention", "softmax of the scores", count * training.width)]
     if training.fuses_softmax:
-        # An NPU's works from the probabilities.
         if training.device == "cpu":
             found.append(
                 Entry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows)
             )
+        elif training.create_attention_mask_in_dataloader:
+            # An NPU's works from the probabilities, and a mask that was given is written out for it.
+            found.append(Entry("attention", "mask of the scores", training.micro_batch_size * training.seq_length**2))
     elif training.attention_softmax_in_fp32 and training.width == 2:
         found.append(Entry("attention", "softmax of the scores in fp32", count * 4))
     if training.attention_dropout > 0:

@@ -22,6 +22,8 @@ class Case(NamedTuple):
     dtype: torch.dtype
     is_tiled: bool
     """Whether queries and keys are multiples of 32 in number, and at most 4096."""
+    is_scaled: bool
+    """Whether the scale is another than 1."""
 
 
 OPERATOR = Operator(
@@ -48,8 +50,9 @@ def masked_softmax(
     For the backward pass the CPU's kernel keeps the scores in their own dtype, the mask and two fp32 numbers per row.
     It makes no fp32 copy of the scores in either direction and no matrix for `causal`, and does not read what lies
     right of the diagonal then, in the scores or in the probabilities' gradient, unless a row's visible scores are near
-    or below -10000. Its result is the same for any number of threads. An NPU keeps the probabilities and the mask,
-    which for `causal` is one of [1, 1, sq, sk], made once; how it computes 16-bit scores inside is not documented.
+    or below -10000. Its result is the same for any number of threads. An NPU keeps the probabilities and a
+    mask, of [1, 1, sq, sk] without one given. There a query from which every key is hidden sees all of them, and their
+    scores have a gradient; how 16-bit scores are computed inside is not documented.
 
     It replaces megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax (forward_torch_softmax), without its window
     and its offset.
@@ -87,4 +90,5 @@ def _case(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: 
             size not in (1, wanted) for size, wanted in zip(reversed(sizes), reversed(shape), strict=False)
         ):
             raise ValueError(f"masked_softmax: mask {list(sizes)} does not broadcast to scores {list(shape)}")
-    return Case(scores.device.type, scores.dtype, all(size % 32 == 0 and 0 < size <= 4096 for size in shape[2:]))
+    is_tiled = all(size % 32 == 0 and 0 < size <= 4096 for size in shape[2:])
+    return Case(scores.device.type, scores.dtype, is_tiled, scale != 1.0)

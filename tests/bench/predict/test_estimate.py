@@ -98,9 +98,9 @@ def test_fused_sums_and_softmax_keep_less_where_they_have_a_kernel(device: str) 
     tokens, scores = 32 * 2, 2 * 8 * 32 * 32
     # Two masks of a byte, after attention and after the MLP.
     assert kept() - kept("--bias-dropout-fusion") == (device == "cpu") * 2 * tokens * 64
-    # On the CPU the scores in 16 bits and two numbers for each row come on top of the probabilities in 16 bits, which
-    # is all that an NPU keeps; neither keeps those in fp32.
-    own = {"cpu": 2 * scores + 8 * scores // 32, "cuda": 0, "npu": 0}[device]
+    # On the CPU the scores in 16 bits and two numbers for each row come on top of the probabilities in 16 bits, on an
+    # NPU the mask of each layer; neither keeps probabilities in fp32.
+    own = {"cpu": 2 * scores + 8 * scores // 32, "cuda": 0, "npu": 2 * 32 * 32}[device]
     for words, spared in (((), 0), (("--attention-softmax-in-fp32",), 4 * scores)):
         less = kept(*words) - kept(*words, "--masked-softmax-fusion")
         assert less == (spared - own if device != "cuda" else 0)

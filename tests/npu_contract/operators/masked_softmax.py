@@ -31,7 +31,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class MaskedSoftmax(Case):
-    """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is never torch_npu's own default.
+    """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is torch_npu's own default in float16 alone.
 
     mask: the shape of a mask that hides every third entry.
     """
@@ -85,18 +85,24 @@ class MaskedSoftmax(Case):
             hidden = torch.arange(self.shape[3]) > torch.arange(self.shape[2])[:, None]
         if self.mask is not None:
             hidden = hidden | self._mask()
+        # A row in which everything is hidden sees every key.
+        hidden = hidden & ~hidden.expand(*hidden.shape[:-1], self.shape[3]).all(-1, keepdim=True)
         given = call.arguments["mask"].content
         right = hidden.expand(self.arguments()["mask"].shape).tolist()
         return [] if given == right else [f"mask hides {given}: want {right}"]
 
     def _mask(self) -> torch.Tensor:
         assert self.mask is not None
-        return torch.arange(torch.Size(self.mask).numel()).reshape(self.mask) % 3 == 0
+        mask = torch.arange(torch.Size(self.mask).numel()).reshape(self.mask) % 3 == 0
+        if mask.dim() > 1:
+            mask[..., 5:6, :] |= mask.shape[-2] > 1
+        return mask
 
 
 CASES = (
     MaskedSoftmax("causal"),
-    *(MaskedSoftmax(dtype, dtype=dtype) for dtype in ("float16", "float32")),
+    MaskedSoftmax("float16", dtype="float16", scale=1.0),
+    MaskedSoftmax("float32", dtype="float32"),
     MaskedSoftmax("nothing hidden", causal=False),
     MaskedSoftmax("more keys", causal=False, shape=(2, 3, 32, 96)),
     *(
@@ -156,17 +162,16 @@ MUTATIONS = {
     "mask left as it was given": Mutation(
         ".expand(-1, -1, queries, keys)", "", "mask is bool[2, 1, 1, 32]: want [2 or 1, 3 or 1, 32, 32]"
     ),
-    "mask of fewer dimensions": Mutation("(1,) * (4 - hidden.dim()) + ", "", "RuntimeError"),
+    "mask of fewer dimensions": Mutation("(1,) * (4 - mask.dim()) + ", "", "RuntimeError"),
+    "a row without keys": Mutation("(hidden & ~empty)", "hidden", "mask hides"),
     "mask as numbers": Mutation("hidden, scale=scale", "hidden.to(scores.dtype), scale=scale", "want bool"),
     "true sees": Mutation("npu_scaled_masked_softmax(scores, hidden", "npu_scaled_masked_softmax(scores, ~hidden",
                           "mask hides"),
     "the lower triangle": Mutation("triu_(1)", "tril_(-1)", "mask hides"),
     "the diagonal hidden": Mutation("triu_(1)", "triu_(0)", "mask hides"),
-    "a mask for the causal one": Mutation(
-        "own if mask is None else mask | own", "own", "mask is bool[1, 1, 32, 32]: want"
-    ),
+    "a mask for the causal one": Mutation("hidden | _own_mask(", "_own_mask(", "mask is bool[1, 1, 32, 32]: want"),
     "a causal mask kept for one that is not": Mutation(
-        "latest[0] == made_for", "latest[0][:2] == made_for[:2]", "mask hides"
+        "(device, queries, keys, causal)", "(device, queries, keys, True)", "mask hides"
     ),
     "scores widened": Mutation("(scores, hidden", "(scores.float(), hidden", "x is float32[2, 3, 32, 32]: want"),
     "scores without gradient": Mutation("(scores, hidden", "(scores.detach(), hidden", "does not require grad"),

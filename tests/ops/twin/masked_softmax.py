@@ -18,4 +18,6 @@ def npu_scaled_masked_softmax(
         raise ValueError(f"mask {tuple(mask.shape)} does not broadcast to {tuple(x.shape)}")
     if fixed_triu_mask:
         raise ValueError("fixed_triu_mask is documented as not implemented")
-    return (x.float() * scale).masked_fill(mask, -10000.0).softmax(-1).to(x.dtype)
+    # In which type it scales is not documented, nor what is left of a row in which everything is hidden.
+    scores = (x * scale).float().masked_fill(mask, float("-inf"))
+    return scores.softmax(-1).to(x.dtype)
