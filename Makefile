@@ -40,8 +40,8 @@ bench: install
 bench-overlap: install
 	@$(BIN)/python -m benchmarks.overlap --page docs/benchmarks/overlap.md
 
-.releases/.prepared: $(VENV)/.installed tests/releases.py
-	@$(BIN)/python -m tests.releases
+.releases/.prepared: $(VENV)/.installed tests/harness/checkouts.py
+	@$(BIN)/python -m tests.harness.checkouts
 	@touch $@
 
 lint: .releases/.prepared
@@ -49,8 +49,8 @@ lint: .releases/.prepared
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
-	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(FEATURES) $(RELEASES) --check
-	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES) --check
+	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES) --check
+	$(BIN)/python -m tools.fingerprints $(DEVICE) $(RELEASES) --check
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 test: PART = -m "not whole"
@@ -68,8 +68,8 @@ RELEASES = --root 0.16.1=.releases/0.16.1 --root 0.17.1=.releases/0.17.1 --root 
   --root 0.19.2=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2>/dev/null)
 
 fingerprints: .releases/.prepared
-	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(FEATURES) $(RELEASES)
-	$(BIN)/python -m mindspeed_lite.engine.fingerprints $(DEVICE) $(RELEASES)
+	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES)
+	$(BIN)/python -m tools.fingerprints $(DEVICE) $(RELEASES)
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -29,7 +29,11 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
-    packages=[*find_packages(include=["mindspeed_lite", "mindspeed_lite.*"]), "mindspeed_lite.patches"],
+    packages=[
+        *find_packages(include=["mindspeed_lite", "mindspeed_lite.*"]),
+        "mindspeed_lite.patches",
+        "mindspeed_lite.patches._shared",
+    ],
     package_dir={"mindspeed_lite.patches": "patches"},
     package_data={
         "mindspeed_lite.patches": ["fingerprints.json"],

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests import releases
-from tests.training.jobs import ROOT, Trainer
+from tests.harness import checkouts
+from tests.harness.checkouts import ROOT
+from tests.harness.training import Trainer
 
 ALLOWED = 1.0
 NUDGES = (1, 2, 3)
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Train, write the page, and return 1 if something does not hold."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=releases.ALL)
+    parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=checkouts.ALL)
     every = {**LAYOUTS, **EXPERT_LAYOUTS}
     parser.add_argument(
         "--layouts",
@@ -115,7 +116,7 @@ def _measure(
     release: str, steps: int, layouts: Mapping[str, tuple[int, dict[str, Any]]], features: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = Trainer(releases.folder(release), Path(scratch), training=False)
+        trainer = Trainer(checkouts.folder(release), Path(scratch), training=False)
         text = _text(Path(scratch))
         yardstick: list[float] = []
         for layout, (nproc, options) in layouts.items():

@@ -5,7 +5,7 @@
 
 An MLP's two linear layers under tensor and sequence parallelism, forward and backward, on processes that a network
 laboratory joins: links so slow that the messages of a step take a quarter, half and all of the time of its products,
-and one as fast as it goes. In one message (Megatron's order) and in slices (`--coc-parallel-num auto`), A B A B.
+and one as fast as it goes. In one message (Megatron's order) and in chunks (`--coc-parallel-num auto`), A B A B.
 """
 
 from __future__ import annotations
@@ -29,11 +29,18 @@ import torch.distributed as dist
 
 from mindspeed_lite.bench import timeline
 from mindspeed_lite.bench.network import Delays, Network, laboratory
-from mindspeed_lite.bench.overlap import PHASES, Seconds, foresee
+from mindspeed_lite.bench.overlap import PHASES, Seconds, predict_overlap
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.parallel.slices import Trials
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, Slices, column_linear, fixed, row_linear
+from mindspeed_lite.parallel.tp_linear import (
+    AUTOGRAD_WGRAD,
+    ChunkPolicy,
+    TPCommConfig,
+    column_linear,
+    fixed_chunks,
+    row_linear,
+)
 from mindspeed_lite.platform import cpu
+from mindspeed_lite.tuning.chunk_autotuner import ChunkAutotuner
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,9 +57,9 @@ class Problem:
         self.down = torch.randn(options.hidden, inner, generator=generator).requires_grad_()
         self.dy = torch.randn(options.rows // ranks, 1, options.hidden, generator=generator)
 
-    def step(self, slices: Slices) -> None:
+    def step(self, chunks: ChunkPolicy) -> None:
         """Forward and backward."""
-        link = Link(self.group, True, slices, PLAIN)
+        link = TPCommConfig(self.group, True, chunks, AUTOGRAD_WGRAD)
         y = row_linear(column_linear(self.x, self.up, None, link), self.down, link)
         self.x.grad = self.up.grad = self.down.grad = None
         torch.autograd.backward(y, self.dy)
@@ -105,7 +112,7 @@ def _rank(options: argparse.Namespace, network: Network, rank: int, store: str, 
     view.install()
     assert dist.group.WORLD is not None
     problem = Problem(options, dist.group.WORLD)
-    problem.step(fixed(1))
+    problem.step(fixed_chunks(1))
     free = problem.parts(options.repeats)
     computing = sum(each.product + each.weight for each in free.values())
     results = []
@@ -137,7 +144,7 @@ def _everybody(network: Network, turn: Any, rank: int, rate: float | None) -> No
 def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timeline, out: Path) -> dict[str, Any]:
     said: list[str] = []
     takes = problem.parts(options.repeats)
-    trials = Trials(problem.group, said.append)
+    trials = ChunkAutotuner(problem.group, said.append)
     problem.step(trials)
     chosen: dict[str, int] = {}
 
@@ -145,16 +152,16 @@ def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timel
         chosen[phase] = trials(phase, x, w, run)
         return chosen[phase]
 
-    arms: dict[str, Slices] = {"off": fixed(1), "on": auto}
+    arms: dict[str, ChunkPolicy] = {"off": fixed_chunks(1), "on": auto}
     seconds: dict[str, list[float]] = {arm: [] for arm in arms}
     waited: dict[str, list[float]] = {arm: [] for arm in arms}
     spans: dict[str, list[timeline.Span]] = {}
     for _ in range(options.repeats):
-        for arm, slices in arms.items():
+        for arm, chunks in arms.items():
             dist.barrier()
             with view:
                 start = time.perf_counter()
-                problem.step(slices)
+                problem.step(chunks)
                 seconds[arm].append(time.perf_counter() - start)
             waited[arm].append(view.waited)
             spans[arm] = view.spans
@@ -164,7 +171,8 @@ def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timel
     dist.all_gather_object(gathered, spans)
     foreseen = {
         arm: [
-            foresee(phase, 1 if arm == "off" else chosen.get(phase, 1), options.ranks, takes[phase]) for phase in PHASES
+            predict_overlap(phase, 1 if arm == "off" else chosen.get(phase, 1), options.ranks, takes[phase])
+            for phase in PHASES
         ]
         for arm in arms
     }
@@ -248,7 +256,7 @@ def _page(
         "",
         f"{options.ranks} processes on {cpu.describe()}, a core each; {where}. An MLP of {options.rows} rows, hidden "
         f"size {options.hidden} and ffn {options.ffn} in fp32, tensor and sequence parallel, forward and backward, "
-        f"{options.repeats} pairs of a step in one message and a step in slices, A B A B; medians, the ratio with its "
+        f"{options.repeats} pairs of a step in one message and a step in chunks, A B A B; medians, the ratio with its "
         "95 % interval.",
         "",
         "| link | products | messages | off | on | off / on | foreseen | waits off | waits on | hidden of what can |",
@@ -273,8 +281,8 @@ def _page(
     lines += [
         "",
         "*products*, *messages*: each alone, of the slowest rank. *foreseen*: off / on by a model of two lanes that "
-        "takes these times and the slices that were chosen. *hidden of what can be*: messages less waits, by messages "
-        "less the waits that the model finds unavoidable with these slices; above 100 % where messages went faster "
+        "takes these times and the chunks that were chosen. *hidden of what can be*: messages less waits, by messages "
+        "less the waits that the model finds unavoidable with these chunks; above 100 % where messages went faster "
         "than they did alone. Waits hold what ranks differ by, too: the first line shows how much that is.",
         "",
         "Slices that were chosen:",
@@ -283,7 +291,7 @@ def _page(
     for each in results:
         link = "as fast as it goes" if each["rate"] is None else f"{each['rate']:.0f} Mbit/s"
         lines += [f"- {link}:", *(f"    - {text}" for text in each["said"])]
-    lines += ["", "One step of every rank at the slowest link, in one message above, in slices below:", ""]
+    lines += ["", "One step of every rank at the slowest link, in one message above, in chunks below:", ""]
     lines += [
         "![lanes](overlap/lanes.png)",
         "",

@@ -22,8 +22,8 @@ from typing import Any
 import mindspeed_lite.megatron_adaptor  # noqa: F401
 from benchmarks.configurations import CONFIGURATIONS, DENSE
 from mindspeed_lite import platform
+from mindspeed_lite.bench.probes import train_step
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.patches import _recording
 from mindspeed_lite.patches.recompute_activation_function import CHOSEN
 from mindspeed_lite.platform import allocator
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("MASTER_PORT", "0")
     allocator.keep_freed_memory()
     alternation = Alternation()
-    _recording.around_steps("alternation", "a benchmark alternates", alternation.around)
+    train_step.around_steps("alternation", "a benchmark alternates", alternation.around)
     sys.argv = [script, *flags]
     try:
         runpy.run_path(str(ROOT / script), run_name="__main__")

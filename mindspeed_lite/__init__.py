@@ -28,42 +28,61 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "disable", "enable", "enabled", "report"]
 
-# From a checkout that is not installed, `mindspeed_lite.patches` lies beside this package, not in it.
-_root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
-if all(_os.path.isfile(_os.path.join(_root, *parts)) for parts in (("setup.py",), ("patches", "__init__.py"))):
-    __path__.append(_root)
+
+class _Patches:
+    """Finds `mindspeed_lite.patches` beside this package, where it lies in a checkout; nothing else."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        root = _os.path.dirname(_os.path.dirname(_os.path.abspath(__file__)))
+        file = _os.path.join(root, "patches", "__init__.py")
+        if name != "mindspeed_lite.patches" or not all(map(_os.path.isfile, (file, _os.path.join(root, "setup.py")))):
+            return None
+        from importlib.util import spec_from_file_location
+
+        return spec_from_file_location(name, file, submodule_search_locations=[_os.path.dirname(file)])
+
+
+# First, since another checkout may be installed.
+if not any(getattr(each, "__name__", "") == "_Patches" for each in _sys.meta_path):
+    _sys.meta_path.insert(0, _Patches)  # type: ignore[arg-type]
 
 
 def enable(*, host_args: Any = None, **flags: Any) -> Report:
-    """Swap in the features named by keyword, on top of those in force; all or none.
+    """Swap in the features named by keyword, together with those in force; all or none.
+
+    Calls add up: what is in force afterwards is what all calls ask for together, and of two values for one flag the
+    later one counts. Enable features before the model is built: what acts where a model is made (norms, optimizers,
+    recomputation) does nothing for one that exists.
 
     Args:
         host_args: a namespace, dataclass or mapping in which the features' conditions find the model's arguments
-            under Megatron's names (`transformer_impl`, `normalization`, ...); without it nothing is assumed.
+            under Megatron's names (`transformer_impl`, `normalization`, ...); without it nothing is assumed. It is
+            only read.
         **flags: flags with underscores and without dashes (`use_flash_attn=True`), and `auto`, `strict`,
             `allow_unverified`.
 
     Returns:
-        The report of this call.
+        The report of what is in force now.
 
     Raises:
         mindspeed_lite.engine.EngineError: an unknown flag or value, a conflict, a target that does not exist.
         mindspeed_lite.platform.DeviceError: the requested device cannot be used.
     """
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
 
-    return activation.full_report(activation.activate_by_keyword(flags, host_args))
+    return runtime.full_report(runtime.put_in_force([*runtime.requests(), runtime.by_keyword(flags, host_args)]))
 
 
 def disable() -> list[str]:
     """Take everything back: features, the flags in Megatron's parser, the device layer.
 
     Returns:
-        What was left in place because someone else has changed it since; usually nothing.
+        What was left in place because another party has changed it since; usually nothing.
     """
-    from mindspeed_lite import activation, platform
+    from mindspeed_lite import platform, runtime
 
-    left = activation.deactivate()
+    left = runtime.take_back()
     adaptor = _sys.modules.get("mindspeed_lite.megatron_adaptor")
     if adaptor is not None:
         adaptor.remove()
@@ -73,22 +92,29 @@ def disable() -> list[str]:
 
 @contextlib.contextmanager
 def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
-    """`enable` for a block; what was in force before it stays in force after it."""
-    from mindspeed_lite import activation, platform
+    """`enable` for a block; after it what was in force before it is in force again."""
+    from mindspeed_lite import platform, runtime
 
     had_device = platform.current() is not None
-    active = activation.activate_by_keyword(flags, host_args)
+    before = runtime.requests()
+    own = runtime.by_keyword(flags, host_args)
+    found = runtime.put_in_force([*before, own])
     try:
-        yield activation.full_report(active)
+        yield runtime.full_report(found)
     finally:
-        activation.deactivate(active)
-        if not had_device:
-            platform.deactivate()
+        # An outer block that was left first, or `disable`, has taken this one's features with it.
+        if own in runtime.requests():
+            if before:
+                runtime.put_in_force(before)
+            else:
+                runtime.take_back()
+            if not had_device:
+                platform.deactivate()
 
 
 def report() -> Report | None:
     """What is in force now, or None: features, targets, backends, reasons, fallbacks so far."""
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
 
-    active = activation.current()
-    return None if active is None else activation.full_report(active)
+    found = runtime.current()
+    return None if found is None else runtime.full_report(found)

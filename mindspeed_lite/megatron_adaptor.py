@@ -21,17 +21,17 @@ def install() -> None:
         mindspeed_lite.platform.DeviceError: MINDSPEED_LITE_DEVICE names a device that cannot be used.
     """
     from mindspeed_lite import platform
-    from mindspeed_lite.patches import _arguments
+    from mindspeed_lite.patches._shared import arguments
 
     platform.activate()
-    _arguments.install()
+    arguments.install()
 
 
 def remove() -> None:
     """Take the argument hooks back; `mindspeed_lite.disable()` takes back everything."""
-    from mindspeed_lite.patches import _arguments
+    from mindspeed_lite.patches._shared import arguments
 
-    _arguments.remove()
+    arguments.remove()
 
 
 def disabled() -> bool:

@@ -1,6 +1,6 @@
 """What is swapped in Megatron, one feature a file; the only room that speaks Megatron.
 
-Modules with a leading underscore are not features: they hold what features share or where flags come in.
+What has a leading underscore is no feature: `_shared` holds what several features need, and where flags come in.
 """
 
 if __name__ != "mindspeed_lite.patches":

@@ -3,7 +3,7 @@
 Reaches `bias_dropout_add_fused_train`, the function that Megatron calls after attention and after the MLP wherever its
 configuration has `bias_dropout_fusion`, which is its default. Megatron leaves the fusion to torch.compile, which serves
 on CUDA; on a CPU its draws are slower than the whole pass here, and an NPU has the single steps. Leaves inference and
-layers without the fusion alone. Steps aside, with a reason, for `--no-bias-dropout-fusion`, on CUDA, and where residual
+layers without the fusion alone. Falls back, with a reason, for `--no-bias-dropout-fusion`, on CUDA, and where residual
 and output differ in dtype, of which the releases make different things.
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add, reference
 from mindspeed_lite.verify import Exact
 
-from ._refused import refused
+from ._shared.megatron_defaults import explicitly_disabled_reasons
 
 ARGUMENT = "bias_dropout_fusion"
 
@@ -69,7 +69,7 @@ def _verify(
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = refused(context, ARGUMENT, "--no-bias-dropout-fusion")
+    reasons = explicitly_disabled_reasons(context, ARGUMENT, "--no-bias-dropout-fusion")
     if context.device == "cuda":
         reasons.append("torch.compile fuses it on CUDA, as Megatron has it")
     return reasons
@@ -87,7 +87,8 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("bias_dropout_add",),
-    patches=(Wrap("megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train", _train),),
+    patches=(Override("megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train", _train),),
 )

@@ -3,33 +3,40 @@
 Reaches the column and row parallel linear layers of the local implementation inside transformer layers: their
 backward pass computes the gradient of the input and puts that of the weight aside until `backward_dw()`, which
 Megatron calls in the combined schedule of `--overlap-moe-expert-parallel-comm` (its only caller, and without it
-Megatron refuses the flag). The linear layer has a way to leave its weight gradient to somebody else, made for the
+Megatron refuses the flag). The linear layer has a way to leave its weight gradient to other code, made for the
 output layer: a buffer that takes the output's gradient. Each call is given a buffer of its own, so that no line of
 the layer is replaced. Gradient reduction then waits for the delayed gradient as it does with Transformer Engine's.
-Leaves the embedding, the output layer, which nobody asks, and Transformer Engine's layers alone. Steps aside where
-gradients are not accumulated in the product (`--gradient-accumulation-fusion`), for frozen weights, and where
+Leaves the embedding, the output layer, which the schedule skips, and Transformer Engine's layers alone. Falls back
+where gradients are not accumulated in the product (`--gradient-accumulation-fusion`), for frozen weights, and where
 gradient reduction overlaps the backward pass without knowing of the delay.
 
-Same products, same order for each weight: the same bits as without the delay. What nobody has asked for when
+Same products, same order for each weight: the same bits as without the delay. What has not been asked for when
 gradients are reduced is computed then, and said.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Provide, Session
 from mindspeed_lite.pipeline.wgrad import WgradQueue
+from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from . import _main_grad
+from ._shared import wgrad_accumulation
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
+_READS = ("config", "gradient_accumulation_fusion", "weight")
 _QUEUE = "wgrad_queue"
+_HANDOVERS = "wgrad_handovers"
+# How many gradients Megatron may leave in a buffer of ours, each of which is for one.
+_LIMIT = 1
 # What Megatron's gradient reduction looks for in a parameter and in its module.
 _PARAMETER_IS_LATE = "skip_backward_post_hook"
 _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
@@ -42,8 +49,14 @@ class _Handover:
         self.layer = layer
         self.input = input_.detach()
         self.sequence_parallel = sequence_parallel
+        self.taken = False
+
+    def __len__(self) -> int:
+        """Full once the feature has ended since the forward pass: no schedule would ask for what is put aside."""
+        return _LIMIT if getattr(self.layer, _QUEUE, None) is None else 0
 
     def append(self, grad_output: torch.Tensor) -> None:
+        self.taken = True
         getattr(self.layer, _QUEUE).put(lambda: self._compute(grad_output))
 
     def _compute(self, grad_output: torch.Tensor) -> None:
@@ -54,11 +67,13 @@ class _Handover:
             total = self.input
             if self.sequence_parallel:
                 total = mappings.gather_from_sequence_parallel_region(total, group=self.layer.tp_group)
-            _main_grad.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
+            wgrad_accumulation.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
+        # What autograd was given in its stead is nothing to add.
+        weight.grad_added_to_main_grad = True
 
 
 def put(layer: Any, compute: Callable[[], None]) -> bool:
-    """Put a weight gradient of `layer` aside that somebody else computes; False if the layer delays none."""
+    """Defer a weight gradient of `layer` to its queue; False if the layer delays none."""
     queue = getattr(layer, _QUEUE, None)
     if queue is not None:
         queue.put(compute)
@@ -75,11 +90,25 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
             session.fallback(FEATURE.name, "the model's configuration has no gradient_accumulation_fusion")
             return
         queue = WgradQueue()
-        setattr(self, _QUEUE, queue)
-        setattr(self, _TELL_WHEN_DONE, queue.call_after_each)
-        setattr(self.weight, _PARAMETER_IS_LATE, True)
+        session.mark(self, _QUEUE, queue)
+        session.mark(self, _TELL_WHEN_DONE, queue.call_when_done)
+        session.mark(self.weight, _PARAMETER_IS_LATE, True)
+        # Before the marks go: gradients put aside belong to a backward pass that has been.
+        session.on_end(functools.partial(_end, session, weakref.ref(self), queue))
 
     return __init__
+
+
+def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> None:
+    """Compute what was put aside, and leave to autograd what comes later in this step."""
+    layer = reference()
+    handovers = session.find(_HANDOVERS) or ()
+    to_come = any(each.layer is layer and not each.taken for each in handovers)
+    if queue.drain(announce=not to_come) and layer is not None:
+        layer.weight.grad_added_to_main_grad = False
+        if to_come:
+            # What autograd was given in the gradient's stead; its next one is real.
+            layer.weight.grad = None
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -92,8 +121,12 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             and hasattr(weight, "main_grad")
             and torch.is_grad_enabled()
         ):
-            kwargs["grad_output_buffer"] = _Handover(self, input, kwargs["sequence_parallel"])
-            kwargs["wgrad_deferral_limit"] = 0
+            handover = _Handover(self, input, kwargs["sequence_parallel"])
+            # A backward pass that is still to come has its hold on it.
+            under_way: weakref.WeakSet[_Handover] = session.state(_HANDOVERS, weakref.WeakSet)
+            under_way.add(handover)
+            kwargs["grad_output_buffer"] = handover
+            kwargs["wgrad_deferral_limit"] = _LIMIT
         return wrapped(self, input, weight, *args, **kwargs)
 
     return _forward_impl
@@ -125,10 +158,26 @@ def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., 
                 "gradients that are not there",
             )
             for layer in _queued(module):
-                setattr(layer, _QUEUE, None)
+                session.mark(layer, _QUEUE, None)
         wrapped(self, config, ddp_config, module, *args, **kwargs)
+        for layer in _queued(module):
+            session.on_end(functools.partial(_reduce_as_it_comes, weakref.ref(self), weakref.ref(layer)))
 
     return __init__
+
+
+def _reduce_as_it_comes(reduction: weakref.ref[Any], queued: weakref.ref[Any]) -> None:
+    """Let autograd call what the queue has called, as where a parameter is not late when its model is wrapped."""
+    ddp, layer = reduction(), queued()
+    queue = getattr(layer, _QUEUE, None)
+    if ddp is None or layer is None or queue is None or not queue.hooks:
+        return
+    with torch.enable_grad():
+        accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
+    for hook in queue.hooks:
+        accumulator.register_hook(hook)
+    # Nothing else keeps it.
+    ddp.grad_accs.append(accumulator)
 
 
 def _end_of_step(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
@@ -156,10 +205,6 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
-
-
 FEATURE = Feature(
     name="delay_wgrad_compute",
     summary="weight gradients computed when the schedule that overlaps expert communication asks for them",
@@ -167,21 +212,31 @@ FEATURE = Feature(
         Option(
             "--delay-wgrad-compute",
             help="Compute weight gradients apart from the rest of the backward pass.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="bitwise",
+    theme="experts",
+    memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",
     condition=_why_not,
-    adjust=_adjust,
     patches=(
-        Wrap(f"{_LAYERS}:ColumnParallelLinear.__init__", _init),
-        Wrap(f"{_LAYERS}:RowParallelLinear.__init__", _init),
-        Wrap(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward),
-        Wrap(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward),
-        Wrap(f"{_LAYERS}:ColumnParallelLinear.backward_dw", _backward_dw),
-        Wrap(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17"),
-        Provide(f"{_LAYERS}:RowParallelLinear.backward_dw", lambda session: _drain, versions="<0.17"),
-        Wrap(f"{_DDP}.__init__", _reduction),
-        Wrap(f"{_DDP}.finish_grad_sync", _end_of_step),
+        Around(f"{_LAYERS}:ColumnParallelLinear.__init__", _init, reads=_READS),
+        Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),
+        Override(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
+        Override(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
+        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", _backward_dw),
+        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17"),
+        Provide(
+            f"{_LAYERS}:RowParallelLinear.backward_dw",
+            lambda session: _drain,
+            versions="<0.17",
+            wanted_by="megatron.core.transformer.mlp",
+        ),
+        Around(
+            f"{_DDP}.__init__",
+            _reduction,
+            reads=(f"{DDP_CONFIG}.overlap_grad_reduce", f"{DDP_CONFIG}.delay_wgrad_compute"),
+        ),
+        Around(f"{_DDP}.finish_grad_sync", _end_of_step, reads=("module",)),
     ),
 )

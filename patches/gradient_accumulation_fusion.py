@@ -4,7 +4,7 @@ Reaches every linear layer of the local implementation with a weight to train: c
 output layer with its own or with the embedding's weight. Megatron's linear layer has the fusion and calls an extension
 of Apex for it; this is that extension, by its name and on every device, so that no line of the layer is replaced and
 its communication, hooks and tied weights stay Megatron's. Leaves Transformer Engine's layers alone, which accumulate
-themselves, and an Apex that is installed. Steps aside, with a reason, for `--no-gradient-accumulation-fusion` and for
+themselves, and an Apex that is installed. Falls back, with a reason, for `--no-gradient-accumulation-fusion` and for
 FSDP, which has no main gradients to add to.
 
 Megatron's default is on and is switched off where Apex is missing; this flag keeps it on. In Python the field
@@ -14,17 +14,19 @@ Megatron's default is on and is switched off where Apex is missing; this flag ke
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Provide, Replace, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Provide, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 from mindspeed_lite.verify import Exact
 
-from ._refused import kept_on, refused
+from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
+from ._shared.until_end import config_field
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -43,6 +45,50 @@ def _extension(session: Session) -> ModuleType:
     module: Any = ModuleType(EXTENSION)
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
     return module  # type: ignore[no-any-return]
+
+
+class _WhileInForce:
+    """True while the feature is in force, also for a backward pass to which a forward pass has handed it."""
+
+    on = True
+
+    def __bool__(self) -> bool:
+        return self.on
+
+    def __deepcopy__(self, memo: Any) -> _WhileInForce:
+        return self
+
+    def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
+        return bool, (self.on,)
+
+
+def _is_there() -> bool:
+    from megatron.core.tensor_parallel import layers
+
+    return bool(layers._grad_accum_fusion_available)
+
+
+def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        if not self.gradient_accumulation_fusion:
+            return
+        self.gradient_accumulation_fusion = in_force = session.state(ARGUMENT, _WhileInForce)
+        layer = weakref.ref(self)
+
+        def end() -> None:
+            in_force.on = _is_there()
+            found = layer()
+            if found is None:
+                return
+            found.gradient_accumulation_fusion = in_force.on
+            if not in_force.on and hasattr(found.weight, "grad_added_to_main_grad"):
+                # The next gradient of this step comes from autograd, and is still to be added.
+                found.weight.grad_added_to_main_grad = False
+
+        session.on_end(end)
+
+    return __init__
 
 
 def _verify(verifier: Any, main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
@@ -68,7 +114,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
-    reasons += refused(context, ARGUMENT, "--no-gradient-accumulation-fusion")
+    reasons += explicitly_disabled_reasons(context, ARGUMENT, "--no-gradient-accumulation-fusion")
     for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if context.arg(flag, False):
             reasons.append(f"--{flag.replace('_', '-')} has no main gradients that a layer could add to")
@@ -87,13 +133,18 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="operators",
+    memory="not predicted: saves the 16-bit weight gradient of one layer at a time",
     condition=_why_not,
-    adjust=lambda context: kept_on(context, ARGUMENT),
+    arguments=lambda context: reenable_default(context, ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
         # For functions that import it when they run, and by value for the layers, which have tried already.
-        Provide(EXTENSION, _extension),
+        Provide(EXTENSION, _extension, wanted_by=_LAYERS),
         Provide(f"{_LAYERS}:{EXTENSION}", lambda session: sys.modules[EXTENSION]),
-        Replace(f"{_LAYERS}:_grad_accum_fusion_available", True),
+        Override(f"{_LAYERS}:_grad_accum_fusion_available", lambda wrapped, session: True),
+        Around(f"{_LAYERS}:ColumnParallelLinear.__init__", _init, reads=("gradient_accumulation_fusion",)),
+        Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=("gradient_accumulation_fusion",)),
+        config_field(ARGUMENT, _is_there),
     ),
 )

@@ -4,24 +4,38 @@ Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls for the
 operator: without `--use-flash-attn`, and in the layers that it leaves to Megatron. Megatron's fusion is on by default
 and calls extensions for CUDA that have to be built apart; without them scores are widened to fp32, masked and
 normalised in passes of their own, and the fp32 result is kept. Leaves `--no-masked-softmax-fusion` and an extension
-that is there alone. Steps aside, with a reason, for sliding windows, softmax offsets and masking functions of others.
+that is there alone. Falls back, with a reason, for sliding windows, softmax offsets and masking functions of others.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.masked_softmax import masked_softmax, reference, why_not
 from mindspeed_lite.verify import Exact
 
-from ._recompute import CUDA_GRAPHS, at_odds
-from ._refused import kept_on, refused
+from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
+from ._shared.until_end import config_field, switch_off
 
 ARGUMENT = "masked_softmax_fusion"
+
+
+def _is_there() -> bool:
+    return importlib.util.find_spec("scaled_masked_softmax_cuda") is not None
+
+
+def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, *args, **kwargs)
+        switch_off(self, "scaled_masked_softmax_fusion", session, _is_there)
+
+    return __init__
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -68,9 +82,9 @@ def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> l
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = refused(context, ARGUMENT, "--no-masked-softmax-fusion")
+    reasons = explicitly_disabled_reasons(context, ARGUMENT, "--no-masked-softmax-fusion")
     if context.device == "npu":
-        reasons += at_odds(CUDA_GRAPHS, lambda name: context.arg(name, None))
+        reasons += conflict_reasons(CUDA_GRAPH_ARGS, lambda name: context.arg(name, None))
         length = context.arg("seq_length", None)
         if length and (length % 32 or length > 4096):
             reasons.append(f"--seq-length {length} is not a multiple of 32 up to 4096, as the NPU's operator wants it")
@@ -93,8 +107,24 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
-    adjust=lambda context: kept_on(context, ARGUMENT),
+    arguments=lambda context: reenable_default(context, ARGUMENT),
     operators=("masked_softmax",),
-    patches=(Wrap("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward", _forward),),
+    patches=(
+        Override(
+            "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward",
+            _forward,
+            reads=(
+                "attn_mask_type",
+                "forward_torch_softmax",
+                "mask_func",
+                "scale",
+                "scaled_masked_softmax_fusion",
+                "window_size",
+            ),
+        ),
+        Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", _init),
+        config_field(ARGUMENT, _is_there),
+    ),
 )

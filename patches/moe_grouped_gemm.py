@@ -8,7 +8,7 @@ run by Megatron's own MLP, so that activation, per-token probabilities and what 
 
 Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
 layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
-beside the rest where that is asked for (`--moe-wgrad-side-stream`). Steps aside, with a reason, for fp8 and fp4, frozen
+beside the rest where that is asked for (`--moe-wgrad-side-stream`). Falls back, with a reason, for fp8 and fp4, frozen
 or further distributed weights, offloading, and experts that are not Megatron's MLP of its own linear layers.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Feature, Option, Override, Session
 from mindspeed_lite.ops.grouped_matmul import (
     Counts,
     TakeGradients,
@@ -27,19 +27,24 @@ from mindspeed_lite.ops.grouped_matmul import (
     grouped_matmul,
     weight_gradients,
 )
+from mindspeed_lite.platform.megatron import CONFIG
 
-from . import (
-    _experts,
-    _main_grad,
-    _recompute,
-    delay_wgrad_compute,
-    moe_wgrad_side_stream,
-    recompute_activation_function,
-)
-from ._stand_ins import InPlaceOf, Through
+from . import delay_wgrad_compute, moe_wgrad_side_stream, recompute_activation_function
+from ._shared import moe, recompute, wgrad_accumulation
+from ._shared.proxies import AttributeOverride, FunctionModule
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
+_LINEAR = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
+_MLP = "megatron.core.transformer.mlp:MLP"
+_READS = (
+    "config",
+    "local_experts",
+    "num_local_experts",
+    *(f"{_MLP}.{name}" for name in ("linear_fc1", "linear_fc2")),
+    *(f"{_LINEAR}.{name}" for name in ("bias", "config", "gradient_accumulation_fusion", "weight")),
+    *(f"{CONFIG}.{name}" for name in ("fp8", "recompute_granularity", "recompute_modules")),
+)
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -49,14 +54,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         reasons = getattr(self, _REASONS, None)
         if reasons is None:
             reasons = _cannot(self)
-            setattr(self, _REASONS, reasons)
+            session.mark(self, _REASONS, reasons)
             if reasons:
                 session.fallback(FEATURE.name, "; ".join(reasons))
         if reasons:
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
-        together = Through(lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None))
+        together = FunctionModule(
+            lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None)
+        )
         # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
-        one = InPlaceOf(self, num_local_experts=1, local_experts=[together])
+        one = AttributeOverride(self, num_local_experts=1, local_experts=[together])
         return wrapped(one, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
 
     return forward
@@ -67,13 +74,15 @@ def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Count
     first = experts[0]
     fc1 = [expert.linear_fc1 for expert in experts]
     fc2 = [expert.linear_fc2 for expert in experts]
+    for layer in (*fc1, *fc2):
+        _before_call(layer)
 
     def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         # What Megatron's MLP does between its two linear layers.
-        middle = InPlaceOf(
+        middle = AttributeOverride(
             first,
-            linear_fc1=Through(lambda _: (x, None)),
-            linear_fc2=Through(lambda y: (y, None)),
+            linear_fc1=FunctionModule(lambda _: (x, None)),
+            linear_fc2=FunctionModule(lambda y: (y, None)),
             # It is given up here, if at all: for all experts at once.
             **{recompute_activation_function.CHOSEN: False},
         )
@@ -84,10 +93,20 @@ def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Count
     x = _linear(session, fc1, hidden, counts, fc1_biases)
     if not (_has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)):
         return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
-    checkpoint = _recompute.giving_up()
+    checkpoint = recompute.checkpoint_without_output()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
     checkpoint.discard_output_and_register_recompute(out)
     return _finish(fc2, out, counts, probs)
+
+
+def _before_call(layer: Any) -> None:
+    """No linear layer is called, and Megatron waits for gathered parameters (--overlap-param-gather) before such calls.
+
+    Hooks that are one half of a pair are left alone.
+    """
+    if not layer._forward_hooks:
+        for hook in layer._forward_pre_hooks.values():
+            hook(layer, ())
 
 
 def _has_moe_act(config: Any) -> bool:
@@ -123,7 +142,7 @@ def _verify(
 
     inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
     inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
-    _experts.compare(
+    moe.compare(
         session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", exact_in_fp64=True
     )
 
@@ -161,7 +180,7 @@ def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
             waiting.clear()
             if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
                 accumulate()
-        return [_main_grad.stand_in(weight) for weight in weights]
+        return [wgrad_accumulation.stand_in(weight) for weight in weights]
 
     return take
 
@@ -209,16 +228,17 @@ FEATURE = Feature(
         Option(
             "--moe-grouped-gemm",
             help="Compute the experts of a rank with grouped matrix products.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="ulp",
-    condition=_experts.why_not("grouped experts"),
-    adjust=_experts.turn_on("moe_grouped_gemm"),
+    theme="experts",
+    condition=moe.why_not("grouped experts"),
+    arguments=moe.turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(
-        Wrap("megatron.core.transformer.moe.experts:SequentialMLP.forward", _forward),
-        Wrap(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
-        Wrap(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions="<0.17"),
+        Override("megatron.core.transformer.moe.experts:SequentialMLP.forward", _forward, reads=_READS),
+        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
+        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions="<0.17"),
     ),
 )

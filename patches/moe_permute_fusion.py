@@ -5,7 +5,7 @@ Reaches the three functions that Megatron's dispatchers move tokens with, when t
 few, and add rows up one rounding at a time. The names that Megatron imports from Transformer Engine for the fused
 form are supplied too, since its configuration refuses the flag where they are missing.
 
-Steps aside for padding to the tile of a quantised product, which only Transformer Engine's form has.
+Falls back for padding to the tile of a quantised product, which only Transformer Engine's form has.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Option, Provide, Session, Wrap
+from mindspeed_lite.engine import Feature, Option, Override, Provide, Session
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
-from . import _experts
+from ._shared import moe
+from ._shared.until_end import config_field
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 # What TransformerConfig looks for.
@@ -65,7 +66,7 @@ def _permuted(session: Session, plain: Callable[..., Any], given: Sequence[Any])
 
 def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
     # What only moves and adds is exact in float64.
-    _experts.compare(session, FEATURE, operator, ours, theirs, inputs, exact_in_fp64=True, **more)
+    moe.compare(session, FEATURE, operator, ours, theirs, inputs, exact_in_fp64=True, **more)
 
 
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -178,7 +179,7 @@ def _supplied(session: Session) -> Callable[..., Any]:
     """What stands under the names of Transformer Engine's functions, for the configuration to find.
 
     The functions above leave two who would call it: padding to a tile, which Megatron asks for with fp8 or fp4 only,
-    and somebody's own code. The operator has no such padding, so both are told.
+    and third-party code. The operator has no such padding, so both are told.
     """
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
@@ -190,6 +191,12 @@ def _supplied(session: Session) -> Callable[..., Any]:
     return fused_form
 
 
+def _is_there() -> bool:
+    from megatron.core.transformer.moe import moe_utils
+
+    return getattr(moe_utils, "fused_permute", None) is not None
+
+
 FEATURE = Feature(
     name="moe_permute_fusion",
     summary="tokens moved to their experts and back by one operator",
@@ -197,19 +204,21 @@ FEATURE = Feature(
         Option(
             "--moe-permute-fusion",
             help="Permute tokens for their experts with one fused operator.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="ulp",
-    condition=_experts.why_not("a permutation"),
-    adjust=_experts.turn_on("moe_permute_fusion"),
+    theme="experts",
+    condition=moe.why_not("a permutation"),
+    arguments=moe.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
-        Wrap(f"{_UTILS}:permute", _permute, versions=">=0.17"),
-        Wrap(f"{_UTILS}:permute", _permute_of_three, versions="<0.17"),
-        Wrap(f"{_UTILS}:unpermute", _unpermute, versions=">=0.17"),
-        Wrap(f"{_UTILS}:unpermute", _unpermute_without_padding, versions="<0.17"),
-        Wrap(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks),
+        Override(f"{_UTILS}:permute", _permute, versions=">=0.17"),
+        Override(f"{_UTILS}:permute", _permute_of_three, versions="<0.17"),
+        Override(f"{_UTILS}:unpermute", _unpermute, versions=">=0.17"),
+        Override(f"{_UTILS}:unpermute", _unpermute_without_padding, versions="<0.17"),
+        Override(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks),
         *(Provide(f"{_UTILS}:{name}", _supplied) for name in _NAMES),
+        config_field("moe_permute_fusion", _is_there),
     ),
 )

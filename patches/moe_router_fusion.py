@@ -2,7 +2,7 @@
 
 Reaches the functions that Megatron's router calls with its fused form in mind: `topk_routing_with_score_function`,
 `compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Same choices as Megatron's own code, ties
-included. Leaves alone the calls that Megatron makes without asking for the fused form, and steps aside for routing
+included. Leaves alone the calls that Megatron makes without asking for the fused form, and falls back for routing
 that is replayed or chosen by the caller, and before 0.18, which rounds scores to the logits' dtype before it chooses,
 for 16-bit logits.
 """
@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Feature, Option, Override, Session
 from mindspeed_lite.ops import moe_router as ops
 
-from . import _experts
+from ._shared import moe
+from ._shared.until_end import config_field
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUNDED = (
@@ -35,7 +36,7 @@ def _route(
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
-            _experts.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits})
+            moe.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits})
         return ops.topk_routing(logits, topk, **how)
     if fused:
         session.fallback(FEATURE.name, why_not)
@@ -147,7 +148,7 @@ def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = Fa
         if session.verifier is not None:
             given = (topk, score_function)
             functions = (lambda x: ops.aux_loss_scores(x, *given)[1], lambda x: wrapped(x, *given)[1])
-            _experts.compare(session, FEATURE, "aux_loss_scores", *functions, {"logits": logits})
+            moe.compare(session, FEATURE, "aux_loss_scores", *functions, {"logits": logits})
         routing_map, scores = ops.aux_loss_scores(logits, topk, score_function)
         if padding_mask is None:
             return routing_map, scores
@@ -177,10 +178,16 @@ def _aux_loss(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
             probs = probs * padding_mask.unsqueeze(-1)
         if session.verifier is not None:
             functions = (lambda x: ops.load_balancing_loss(x, *given), lambda x: wrapped(x, *given))
-            _experts.compare(session, FEATURE, "load_balancing_loss", *functions, {"probs": probs})
+            moe.compare(session, FEATURE, "load_balancing_loss", *functions, {"probs": probs})
         return ops.load_balancing_loss(probs, *given)
 
     return switch_load_balancing_loss_func
+
+
+def _is_there() -> bool:
+    from megatron.core.transformer.moe import moe_utils
+
+    return getattr(moe_utils, "fused_topk_with_score_function", None) is not None
 
 
 FEATURE = Feature(
@@ -190,28 +197,30 @@ FEATURE = Feature(
         Option(
             "--moe-router-fusion",
             help="Compute the router's scores, choice, probabilities and auxiliary loss with fused operators.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="ulp",
-    condition=_experts.why_not("a fused router"),
-    adjust=_experts.turn_on("moe_router_fusion"),
+    theme="experts",
+    condition=moe.why_not("a fused router"),
+    arguments=moe.turn_on("moe_router_fusion"),
     operators=("moe_router",),
     patches=(
-        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),
-        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.18,<0.19"),
-        Wrap(
+        Override(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),
+        Override(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.18,<0.19"),
+        Override(
             f"{_UTILS}:topk_routing_with_score_function",
             functools.partial(_topk_without_indices, rounds=True),
             versions=">=0.17,<0.18",
         ),
-        Wrap(f"{_UTILS}:topk_routing_with_score_function", _topk_without_dense_output, versions="<0.17"),
-        Wrap(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
-        Wrap(
+        Override(f"{_UTILS}:topk_routing_with_score_function", _topk_without_dense_output, versions="<0.17"),
+        Override(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
+        Override(
             f"{_UTILS}:compute_routing_scores_for_aux_loss",
             functools.partial(_aux_scores, rounds=True),
             versions="<0.17",
         ),
-        Wrap(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss),
+        Override(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss),
+        config_field("moe_router_fusion", _is_there),
     ),
 )

@@ -3,7 +3,7 @@
 Without the flag the ranks of a tensor-parallel group share each expert. With it `--expert-model-parallel-size` EP
 becomes EP x TP and each rank holds experts / (EP x TP) whole ones: larger products, no gather and scatter inside an
 expert. Megatron can be told the same since 0.10 with `--expert-tensor-parallel-size 1` and the larger expert-parallel
-size; this flag says it for the user, once Megatron has validated the rest, and changes no code.
+size; this flag sets both before Megatron validates its arguments, and changes no code.
 """
 
 from __future__ import annotations
@@ -36,13 +36,10 @@ def _why_not(context: Context) -> Sequence[str]:
     given = context.arg("expert_tensor_parallel_size", None)
     if "expert_tensor_parallel_size" in context.explicit:
         reasons.append(f"--expert-tensor-parallel-size {given} is given: say only one of the two")
-    settings = context.settings
-    if settings.get("mindspeed_lite_auto") and not settings.get(FEATURE.options[0].dest):
-        reasons.append("it changes which rank holds which expert: ask for it by name")
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
+def _arguments(context: Context) -> Mapping[str, Any]:
     tensor, expert = _sizes(context)
     return {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": tensor * expert}
 
@@ -52,7 +49,9 @@ FEATURE = Feature(
     summary="tensor-parallel ranks hold whole experts",
     options=(Option("--moe-tp-extend-ep", help="Spread whole experts over the tensor-parallel ranks too."),),
     numerics="ulp",
+    theme="experts",
     condition=_why_not,
-    adjust=_adjust,
+    not_auto="it changes which rank holds which expert: enable it explicitly with its flag",
+    arguments=_arguments,
     patches=(),
 )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 
 # The parameters whose optimizer is in its step; the innermost is last.
 _stepping: list[Any] = []
@@ -66,9 +66,15 @@ FEATURE = Feature(
         Option("--param-gather-once", help="Let each distributed optimizer gather the parameters that it updates."),
     ),
     numerics="bitwise",
+    theme="communication",
+    memory="none: it moves fewer bytes and keeps the same ones",
     condition=_why_not,
     patches=(
-        Wrap("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
-        Wrap("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync", _gather),
+        Around("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
+        Override(
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+            _gather,
+            reads=("buckets", "_ParamAndGradBucket.params"),
+        ),
     ),
 )

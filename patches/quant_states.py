@@ -2,11 +2,12 @@
 
 The moments are means over many steps, and few of their bits matter; what matters is that small changes are not lost.
 So the fused AdamW (`--use-fused-adamw`, which this flag turns on) computes in fp32 registers, and what it writes back
-is rounded by chance: right on average. In fp8, 128 numbers share an exponent. Wants neither Transformer Engine nor the
+is stochastically rounded: unbiased. In fp8, 128 numbers share an exponent. Wants neither Transformer Engine nor the
 distributed optimizer, as Megatron's `--use-precision-aware-optimizer` does.
 
 Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and the methods of checkpoints
-(`_optimizer_forms`): these hold plain fp32 numbers, so they load with the flag, without it, and with its other value.
+(`_shared.optimizer_state`): these hold plain fp32 numbers, so they load with the flag, without it, and
+with its other value.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
-from mindspeed_lite.ops.adamw.narrow import Narrow
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, after_init
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, patch_optimizer_init
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -33,10 +34,10 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
             return torch.float32
         return torch.bfloat16 if parameter in tied else wanted
 
-    inner.narrow = Narrow(inner, dtype)
+    inner.quantized_moments = QuantizedMoments(inner, dtype)
 
 
-_init = after_init("quant_states", _use)
+_init = patch_optimizer_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:
@@ -65,7 +66,7 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="quant_states",
-    summary="Adam's moments in bf16 or fp8, rounded by chance",
+    summary="Adam's moments in bf16 or fp8, stochastically rounded",
     options=(
         Option(
             "--quant-states",
@@ -76,13 +77,14 @@ FEATURE = Feature(
         ),
     ),
     numerics="deviation",
+    theme="memory",
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone reads and writes narrow moments"),),
     operators=("adamw",),
     patches=(
-        Wrap(f"{FP32}.__init__", _init),
-        Wrap(f"{FLOAT16}.__init__", _init),
-        Wrap(f"{DISTRIBUTED}.__init__", _init),
+        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
+        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
+        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
         *PATCHES,
         *FP32_PATCHES,
     ),

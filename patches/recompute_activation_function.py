@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Feature, Session, Wrap
+from mindspeed_lite.engine import Feature, Override, Session
+from mindspeed_lite.platform.megatron import CONFIG
 
-from . import _recompute
-from ._stand_ins import InPlaceOf, Through
+from ._shared import recompute
+from ._shared.proxies import AttributeOverride, FunctionModule
 
-SWITCH = _recompute.Switch(
+SWITCH = recompute.Switch(
     "recompute_activation_function",
     help="Release the MLP's activation after use and compute it again in the backward pass.",
 )
@@ -40,15 +41,15 @@ def _prepare(layer: Any, session: Session) -> None:
     selective = layer.config.recompute_granularity == "selective"
     # What is computed again as a whole keeps nothing that could be given up.
     if isinstance(mlp, MLP):
-        setattr(mlp, CHOSEN, not (selective and "mlp" in modules))
+        session.mark(mlp, CHOSEN, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):
         for expert in getattr(getattr(mlp, "experts", None), "local_experts", ()):
-            setattr(expert, CHOSEN, True)
+            session.mark(expert, CHOSEN, True)
         shared = getattr(mlp, "shared_experts", None)
         if shared is not None and layer.config.moe_shared_expert_overlap:
             session.fallback(FEATURE.name, "shared experts that overlap communication keep their activation")
         elif shared is not None:
-            setattr(shared, CHOSEN, not (selective and "shared_experts" in modules))
+            session.mark(shared, CHOSEN, not (selective and "shared_experts" in modules))
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -64,11 +65,11 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
         def activation(x: Any, *rest: Any) -> Any:
             others = dict(zip(names, rest, strict=True))
-            fc1 = Through(lambda _: (x, others.get("bias")))
-            between = InPlaceOf(self, linear_fc1=fc1, linear_fc2=Through(lambda y: (y, None)))
+            fc1 = FunctionModule(lambda _: (x, others.get("bias")))
+            between = AttributeOverride(self, linear_fc1=fc1, linear_fc2=FunctionModule(lambda y: (y, None)))
             return wrapped(between, x, others.get("scale"), **kwargs)[0]
 
-        checkpoint = _recompute.giving_up()
+        checkpoint = recompute.checkpoint_without_output()
         y = checkpoint.checkpoint(activation, x, *(given[name] for name in names))
         output, output_bias = self.linear_fc2(y)
         checkpoint.discard_output_and_register_recompute(output)
@@ -83,9 +84,14 @@ FEATURE = Feature(
     options=SWITCH.options,
     enabled=SWITCH.enabled,
     numerics="bitwise",
+    theme="memory",
     condition=SWITCH.why_not,
+    conflicting_args=recompute.CONFLICTING_ARGS,
+    not_auto=recompute.NOT_AUTO,
     patches=(
-        SWITCH.in_chosen_layers(_prepare),
-        Wrap("megatron.core.transformer.mlp:MLP.forward", _forward),
+        SWITCH.in_chosen_layers(
+            _prepare, ("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap")
+        ),
+        Override("megatron.core.transformer.mlp:MLP.forward", _forward, reads=("linear_fc1", "linear_fc2")),
     ),
 )

@@ -14,14 +14,16 @@ With `--recompute-norm-num-layers N` that holds for the first N layers of each p
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Session, Wrap
+from mindspeed_lite.engine import Feature, Override, Session
 
-from . import _recompute
+from ._shared import recompute
 
-SWITCH = _recompute.Switch(
+SWITCH = recompute.Switch(
     "recompute_norm", help="Release the norms of a layer after use and compute them again in the backward pass."
 )
 
@@ -30,8 +32,21 @@ def _prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     # Norms that are part of the linear layer behind them have an empty module in their place.
-    layer.recompute_input_layernorm = not isinstance(layer.input_layernorm, IdentityOp)
-    layer.recompute_pre_mlp_layernorm = not isinstance(layer.pre_mlp_layernorm, IdentityOp)
+    for name, checkpoint in (
+        ("input_layernorm", "input_layernorm_checkpoint"),
+        ("pre_mlp_layernorm", "pre_mlp_norm_checkpoint"),
+    ):
+        switch = f"recompute_{name}"
+        if not getattr(layer, switch, False):
+            # Megatron keeps the last checkpoint in the layer; a backward pass to come has its own hold on it.
+            session.on_end(functools.partial(_forget, weakref.ref(layer), checkpoint))
+        session.mark(layer, switch, not isinstance(getattr(layer, name), IdentityOp))
+
+
+def _forget(layer: weakref.ref[Any], name: str) -> None:
+    found = layer()
+    if found is not None:
+        vars(found).pop(name, None)
 
 
 def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -49,9 +64,15 @@ FEATURE = Feature(
     options=SWITCH.options,
     enabled=SWITCH.enabled,
     numerics="bitwise",
+    theme="memory",
     condition=SWITCH.why_not,
+    conflicting_args=recompute.CONFLICTING_ARGS,
+    not_auto=recompute.NOT_AUTO,
     patches=(
-        SWITCH.in_chosen_layers(_prepare),
-        Wrap("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8),
+        SWITCH.in_chosen_layers(
+            _prepare,
+            ("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
+        ),
+        Override("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8),
     ),
 )

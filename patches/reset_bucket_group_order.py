@@ -7,43 +7,41 @@ needed, behind nothing. Reaches `DistributedDataParallel.__init__`, which links 
 of experts), `_ParamAndGradBucketGroup.finish_param_sync`, in which a bucket is waited for: the first step's order
 becomes the chain's; and `DistributedOptimizer.step_with_ready_grads`, after which the first bucket's parameters are
 what the next forward pass uses: its gather starts there, behind the end of the step, its logging and the next batch.
-Leaves the gathers themselves alone. Steps aside where others decide when gathers start: `--align-param-gather`,
+Leaves the gathers themselves alone. Falls back where others decide when gathers start: `--align-param-gather`,
 `--overlap-param-gather-with-optimizer-step`.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Session
+from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._found_out import tell
-from ._recompute import at_odds
+from ._shared.conflicts import conflict_reasons
 
 NAME = "reset_bucket_group_order"
-_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+_GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
 _ORDER = "order_of_first_use"
 _NEXT = "next_param_gather_bucket_group"
-_chains: weakref.WeakKeyDictionary[Any, list[Order]] = weakref.WeakKeyDictionary()
 
 
 class Order:
     """The bucket groups of one chain, linked again once it is known in which order they are used."""
 
-    def __init__(self, groups: Sequence[Any], say: Callable[[str], None]) -> None:
+    def __init__(self, groups: Sequence[Any], session: Session) -> None:
         # Megatron links them from the last to the first.
         self._registered = list(reversed(groups))
         self._used: list[Any] = []
-        self._say = say
+        self._session = session
         self.known = False
         for group in groups:
-            setattr(group, _ORDER, self)
+            session.mark(group, _ORDER, self)
             # Until the order is known each is fetched when it is needed.
-            setattr(group, _NEXT, None)
+            session.mark(group, _NEXT, None)
 
     def begin(self) -> None:
         """Start the first gather of the next forward pass, if it is known which that is."""
@@ -66,14 +64,14 @@ class Order:
 
     def _link(self) -> None:
         for one, other in itertools.pairwise(self._used):
-            setattr(one, _NEXT, other)
-        # What is not used stays out: nobody would wait for it, and Megatron starts no gather twice.
+            self._session.mark(one, _NEXT, other)
+        # What is not used stays out: nothing would wait for it, and Megatron starts no gather twice.
         for group in self._registered:
             delattr(group, _ORDER)
         self.known = True
         registered = [each for each in self._registered if each in self._used]
         moved = sum(one is not other for one, other in zip(self._used, registered, strict=True))
-        self._say(
+        self._session.log_decision(
             f"{NAME}: {moved} of {len(self._used)} bucket groups are used in another place than registered"
             if moved
             else f"{NAME}: all {len(self._used)} bucket groups are used in the order in which they were registered"
@@ -83,7 +81,9 @@ class Order:
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, ddp_config, *args, **kwargs)
-        reasons = at_odds(_DECIDE, lambda name: getattr(self.ddp_config, name, getattr(self, name, False)))
+        reasons = conflict_reasons(
+            CONFLICTING_ARGS, lambda name: getattr(self.ddp_config, name, getattr(self, name, False))
+        )
         if not self.ddp_config.overlap_param_gather:
             return
         if reasons:
@@ -91,8 +91,11 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
             return
         chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if each]
         if all(len(each) == 1 for each in chains):
-            tell(session, f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
-        _chains[self] = [Order(groups, functools.partial(tell, session)) for groups in chains]
+            session.log_decision(
+                f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)"
+            )
+        chains_of: Any = session.state(NAME, weakref.WeakKeyDictionary)
+        chains_of[self] = [Order(groups, session) for groups in chains]
 
     return __init__
 
@@ -111,7 +114,7 @@ def _step(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]
     def step_with_ready_grads(self: Any) -> bool:
         done = wrapped(self)
         for model in getattr(self, "model_chunks", ()):
-            for order in _chains.get(model, ()):
+            for order in (session.find(NAME) or {}).get(model, ()):
                 # Dense parameters and experts have an optimizer each.
                 if order.is_of(self.model_param_gbuf_map):
                     order.begin()
@@ -120,7 +123,7 @@ def _step(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]
     return step_with_ready_grads
 
 
-_DECIDE = {
+CONFLICTING_ARGS = {
     "align_param_gather": "--align-param-gather starts gathers from the pipeline's schedule",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step starts them in the step",
 }
@@ -134,7 +137,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--overlap-param-gather is not given: no gather overlaps anything")
     if context.arg("use_megatron_fsdp", False) or context.arg("use_torch_fsdp2", False):
         reasons.append("FSDP gathers by itself")
-    return [*reasons, *at_odds(_DECIDE, lambda name: context.arg(name, None))]
+    return reasons
 
 
 FEATURE = Feature(
@@ -143,14 +146,34 @@ FEATURE = Feature(
     options=(
         Option(
             "--reset-bucket-group-order",
-            help="Gather parameters behind compute in the order of their use, from the end of the step on.",
+            help="Start overlapped parameter all-gathers at the end of the step, in first-forward order.",
         ),
     ),
     numerics="bitwise",
+    theme="communication",
+    memory="none: gathers start in another order",
     condition=_why_not,
+    conflicting_args=CONFLICTING_ARGS,
     patches=(
-        Wrap("megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__", _init),
-        Wrap(f"{_BUFFERS}:_ParamAndGradBucketGroup.finish_param_sync", _finish),
-        Wrap("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
+        Around(
+            "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+            _init,
+            reads=(
+                "bucket_groups",
+                "ddp_config",
+                "expert_parallel_bucket_groups",
+                f"{DDP_CONFIG}.overlap_param_gather",
+                f"{_GROUP}.{_NEXT}",
+            ),
+        ),
+        Around(f"{_GROUP}.finish_param_sync", _finish, reads=(_NEXT, "param_gather_dispatched")),
+        Around(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+            _step,
+            reads=(
+                "model_param_gbuf_map",
+                *(f"{_GROUP}.{name}" for name in ("param_gather_dispatched", "params", "start_param_sync")),
+            ),
+        ),
     ),
 )

@@ -7,8 +7,8 @@ again: there are no passes that convert and at no time a second copy. One bit mo
 rounding; it stands in the sign of the second moment.
 
 Reaches the mixed-precision optimizers where they have made their main parameters (`__init__`), and every method that
-reads or writes these beside the step, those of checkpoints among them (`_optimizer_forms`). The objects in between
-keep shape and dtype and read as NaN.
+reads or writes these beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
+between keep shape and dtype and read as NaN.
 """
 
 from __future__ import annotations
@@ -19,16 +19,24 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Relation, Session, Wrap
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
-from mindspeed_lite.ops.adamw.shared import Shared
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.split_params import SplitFP32Params
 
 from . import use_fused_adamw
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, PATCHES, after_init, around_whole, copy_main, main_params_are_used
+from ._shared.optimizer_state import (
+    DISTRIBUTED,
+    FLOAT16,
+    PATCHES,
+    copy_main,
+    main_params_are_used,
+    patch_optimizer_init,
+    with_materialized_state,
+)
 
 
-def _shared_of(optimizer: Any) -> Shared | None:
-    return getattr(getattr(optimizer, "optimizer", None), "shared", None)
+def _split_params_of(optimizer: Any) -> SplitFP32Params | None:
+    return getattr(getattr(optimizer, "optimizer", None), "split_params", None)
 
 
 def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
@@ -37,26 +45,26 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     def highs() -> Mapping[torch.Tensor, torch.Tensor]:
         return {
             main: high
-            for main, high in use_fused_adamw.copies(owner()).items()
+            for main, high in use_fused_adamw.cast_targets(owner()).items()
             if main.dtype == torch.float32 and high.dtype == torch.bfloat16 and high.is_contiguous()
         }
 
-    inner.shared = Shared(inner, highs)
+    inner.split_params = SplitFP32Params(inner, highs)
     for name in ("fp32_from_float16_groups", "shard_fp32_from_float16_groups"):
         mains = [main for group in getattr(optimizer, name, ()) for main in group if main is not None]
-        alone = len(mains) - len(inner.shared.halves()) if mains else 0
+        alone = len(mains) - len(inner.split_params.halves()) if mains else 0
         if alone:
             session.fallback(FEATURE.name, f"{alone} main parameters have no bf16 weight to be half of")
 
 
-_init = after_init("reuse_fp32_param", _use)
+_init = patch_optimizer_init("reuse_fp32_param", _use)
 
 
 def _dummy_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """The step that makes states for a checkpoint leaves the weights alone, which are the model's."""
 
     def _init_optimizer_states_with_dummy_values(self: Any) -> Any:
-        if _shared_of(self) is None:
+        if _split_params_of(self) is None:
             return wrapped(self)
         groups = self.optimizer.param_groups
         rates = [group["lr"] for group in groups]
@@ -85,17 +93,18 @@ FEATURE = Feature(
         Option("--reuse-fp32-param", help="Keep no fp32 copy of the weights: 16 bits beside the bf16 ones hold it."),
     ),
     numerics="bitwise",
+    theme="memory",
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
     operators=("adamw",),
     patches=(
-        Wrap(f"{FLOAT16}.__init__", _init),
-        Wrap(f"{FLOAT16}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
-        Wrap(f"{DISTRIBUTED}.__init__", _init),
-        Wrap(f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step),
-        Wrap(f"{DISTRIBUTED}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
+        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
+        Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
+        Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
+        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
+        Around(f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step, reads=("optimizer",)),
+        Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
+        Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
         *PATCHES,
     ),
 )

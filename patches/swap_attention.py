@@ -18,31 +18,29 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Wrap
-from mindspeed_lite.memory.link import Link, Streams
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.offload import Offload
 
-from ._recompute import CUDA_GRAPHS, at_odds
+from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's names of modules that have other names in Megatron.
 _ALSO = {"input_norm": "input_layernorm", "post_attention_norm": "pre_mlp_layernorm"}
-_AT_ODDS = {
+CONFLICTING_ARGS = {
     "cpu_offloading": "--cpu-offloading moves activations itself",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves activations itself",
     "hybrid_layer_pattern": "--hybrid-layer-pattern runs layers in another block",
     "hybrid_override_pattern": "--hybrid-override-pattern runs layers in another block",
-    **CUDA_GRAPHS,
+    **CUDA_GRAPH_ARGS,
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
 }
 _keys = itertools.count()
-_of_session: weakref.WeakKeyDictionary[Session, Offload] = weakref.WeakKeyDictionary()
 
 
 def _names(given: str) -> tuple[str, ...]:
@@ -53,8 +51,8 @@ def _names(given: str) -> tuple[str, ...]:
     return names
 
 
-def _link_of(device: torch.device) -> Link:
-    return Streams(device)
+def _copy_engine_of(device: torch.device) -> CopyEngine:
+    return StreamCopyEngine(device)
 
 
 def _why_not_here(device: str) -> list[str]:
@@ -63,18 +61,18 @@ def _why_not_here(device: str) -> list[str]:
 
 def _shared(session: Session, device: torch.device) -> Offload:
     """The one that all chunks of this session share, as they share its buffers."""
-    found = _of_session.get(session)
-    if found is None:
+
+    def make() -> Offload:
         budget = session.settings.swap_attention_budget
         limit = None if budget is None else int(budget * 2**30)
-        found = Offload(_link_of(device), device.type, limit, session.fallback_of(FEATURE.name))
-        _of_session[session] = found
-    return found
+        return Offload(_copy_engine_of(device), device.type, limit, session.fallback_of(FEATURE.name))
+
+    return session.state(FEATURE.name, make)
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = _of_session.get(session)
+        offload = session.find(FEATURE.name)
         with contextlib.nullcontext() if offload is None else offload.forward_pass():
             return wrapped(self, *args, **kwargs)
 
@@ -92,6 +90,10 @@ class _Around:
             module.register_forward_hook(self._leave, always_call=True),
         )
 
+    def __reduce__(self) -> Any:
+        """A copy of the module, which nothing would unhook, moves nothing."""
+        return _idle, ()
+
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
         context = self._make()
         self._open.append((context, context.__enter__()))
@@ -101,6 +103,12 @@ class _Around:
         context.__exit__(None, None, None)
         if callable(entered) and output is not None:
             entered(output[0] if isinstance(output, tuple) else output)
+
+
+def _idle() -> _Around:
+    found = _Around.__new__(_Around)
+    found._make, found._open, found.handles = contextlib.nullcontext, [], ()  # type: ignore[assignment]
+    return found
 
 
 def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
@@ -124,7 +132,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         wrapped(self, *args, **kwargs)
         modules = _chosen(self, session.settings.swap_modules)
         # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = at_odds(_AT_ODDS, lambda name: getattr(self.config, name, None))
+        reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(self.config, name, None))
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return
@@ -134,7 +142,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             _Around(self, lambda: offload.layer(key, self.parameters())),
             *(_Around(each, offload.saving) for each in modules),
         ]
-        session.at_end.append(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
+        session.on_end(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
 
     return __init__
 
@@ -150,9 +158,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--swap-attention-budget {budget}: `swap_attention` takes GiB above 0")
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
-    reasons = [*_why_not_here(context.device), *at_odds(_AT_ODDS, lambda name: context.arg(name, None))]
-    if context.settings.get("mindspeed_lite_auto") and not context.settings.get("swap_attention"):
-        reasons.append("it trades the host's memory and its link for memory: ask for it by name")
+    reasons = _why_not_here(context.device)
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine has its own --cpu-offloading")
     if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
@@ -181,9 +187,13 @@ FEATURE = Feature(
         ),
     ),
     numerics="bitwise",
+    theme="memory",
+    memory="not predicted: what has left the device depends on the link; `mindspeed-lite bench` measures it",
     condition=_why_not,
+    conflicting_args=CONFLICTING_ARGS,
+    not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(
-        Wrap("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
-        Wrap("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
+        Around("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init, reads=("config",)),
     ),
 )

@@ -6,44 +6,41 @@ one is updated on the device, the next comes in and the one before goes out. Par
 weights, and those in halves (`--reuse-fp32-param`), stay: of them the moments alone move.
 
 Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and every method that reads or
-writes these or the moments beside the step, those of checkpoints among them (`_optimizer_forms`). The objects in
+writes these or the moments beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
 between keep shape and dtype and read as NaN. Leaves gradients alone, and with them norms, clipping and skipped steps.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session, Wrap
-from mindspeed_lite.memory.link import Link, Streams
-from mindspeed_lite.memory.streamed import Streamed
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
 from . import use_fused_adamw
-from ._optimizer_forms import (
+from ._shared.optimizer_state import (
     DISTRIBUTED,
     FLOAT16,
     FP32,
     FP32_PATCHES,
     PATCHES,
-    after_init,
-    around_whole,
     copy_main,
     main_params_are_used,
+    patch_optimizer_init,
+    with_materialized_state,
 )
 
-_of_session: weakref.WeakKeyDictionary[Session, Streamed] = weakref.WeakKeyDictionary()
+
+def _copy_engine_of(device: torch.device) -> CopyEngine:
+    return StreamCopyEngine(device)
 
 
-def _link_of(device: torch.device) -> Link:
-    return Streams(device)
-
-
-def _no_link(device: str) -> list[str]:
+def _no_copy_engine(device: str) -> list[str]:
     """Reasons why there is no second memory; empty if there is."""
     if device == "cpu":
         return ["cpu has one memory: --virtual-optimizer keeps the moments in files there"]
@@ -54,18 +51,19 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
     parameters = [each for group in inner.param_groups for each in group["params"]]
     if not parameters:
         return
-    home = _of_session.get(session)
-    if home is None:
-        # One for all optimizers, which make their steps one after the other.
+
+    def make() -> SwappedOptimizerState:
         times = session.settings.swap_optimizer_times
-        home = Streamed(_link_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
-        _of_session[session] = home
-    inner.home = home
+        return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
+
+    # One for all optimizers, which make their steps one after the other.
+    placement = session.state(FEATURE.name, make)
+    inner.placement = placement
     # What is copied into weights is not the weights.
-    home.adopt(use_fused_adamw.copies(optimizer))
+    placement.register(use_fused_adamw.cast_targets(optimizer))
 
 
-_init = after_init("swap_optimizer", _use)
+_init = patch_optimizer_init("swap_optimizer", _use)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -76,9 +74,7 @@ def _why_not(context: Context) -> Sequence[str]:
             f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
             "in one order of its own, does not exist here"
         )
-    reasons = _no_link(context.device) + main_params_are_used(context)
-    if settings.get("mindspeed_lite_auto") and not settings.get("swap_optimizer"):
-        reasons.append("it trades time for memory: ask for it by name")
+    reasons = _no_copy_engine(context.device) + main_params_are_used(context)
     return reasons
 
 
@@ -95,22 +91,24 @@ FEATURE = Feature(
             default=16,
             type=int,
             metavar="N",
-            help="Groups in which they come for a step, three at a time; more take less memory of the device.",
+            help="Number of groups per optimizer step; three are resident at once, so more groups use less memory.",
         ),
     ),
     numerics="bitwise",
+    theme="memory",
     condition=_why_not,
+    not_auto="it trades speed for memory: enable it explicitly with its flag",
     requires=(Relation("use_fused_adamw", "its step alone goes over parameters in groups"),),
     conflicts=(Relation("virtual_optimizer", "both keep Adam's moments in host memory, each in its own way"),),
     operators=("adamw",),
     patches=(
-        Wrap(f"{FP32}.__init__", _init),
-        Wrap(f"{FLOAT16}.__init__", _init),
-        Wrap(f"{FLOAT16}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
-        Wrap(f"{DISTRIBUTED}.__init__", _init),
-        Wrap(f"{DISTRIBUTED}._copy_model_params_to_main_params", around_whole),
-        Wrap(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
+        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
+        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
+        Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
+        Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
+        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
+        Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
+        Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
         *PATCHES,
         *FP32_PATCHES,
     ),

@@ -1,11 +1,11 @@
 """`--use-ascend-coc`: tensor-parallel communication behind the products of the linear layers it belongs to.
 
 Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation: attention, MLP, shared experts and
-the output layer with its own or with the embedding's weight, through the seam of `_tp_linear`. Bias, frozen weights,
-gradient accumulation fusion, delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks for the
-same; it is off again once it has been read, or Megatron would build Transformer Engine's buffers. Leaves experts alone,
-whose dispatcher communicates, and Transformer Engine's layers. Steps aside, with a reason, for weights that are not
-whole and under autocast.
+the output layer with its own or with the embedding's weight, through the seam of `_shared.tp_linear`. Bias, frozen
+weights, gradient accumulation fusion, delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks
+for the same; it is off again once it has been read, or Megatron would build Transformer Engine's buffers. Leaves
+experts alone, whose dispatcher communicates, and Transformer Engine's layers. Falls back, with a reason, for weights
+that are not whole and under autocast.
 
 Megatron hides the gather and the scatter of a column parallel layer's backward pass; its forward gather, and the
 scatter and gather of a row parallel one, wait for each other. Q, K and V are one layer in Megatron, as are the two
@@ -15,20 +15,19 @@ halves of a gated fc1: their input is gathered once.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
-from mindspeed_lite.parallel.slices import CANDIDATES, Trials
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session, Settings
 from mindspeed_lite.parallel.symmetric import Symmetric
-from mindspeed_lite.parallel.tp_linear import Link, Slices, fixed
+from mindspeed_lite.parallel.tp_linear import ChunkPolicy, TPCommConfig, fixed_chunks
 from mindspeed_lite.platform import cache
+from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 
-from . import _tp_linear
-from ._tp_linear import LAYERS, Call
+from ._shared import tp_linear
+from ._shared.tp_linear import LAYERS, LayerCall
 
 NAME = "use_ascend_coc"
 _LAYER_NAME = "tp_comm_buffer_name"
@@ -40,55 +39,53 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class _Choice:
-    """The number of slices for every group of a session."""
+    """The number of chunks for every group of a session."""
 
     def __init__(self, number: int | None) -> None:
         self._number = number
-        self._trials: dict[Any, Trials] = {}
+        self._trials: dict[Any, ChunkAutotuner] = {}
 
-    def of(self, group: Any, training: bool) -> Slices:
+    def of(self, group: Any, training: bool) -> ChunkPolicy:
         if self._number is not None:
-            return fixed(self._number)
+            return fixed_chunks(self._number)
         if group not in self._trials:
-            self._trials[group] = Trials(group, lambda text: _log.warning("%s: %s", NAME, text), cache.folder)
+            self._trials[group] = ChunkAutotuner(group, lambda text: _log.warning("%s: %s", NAME, text), cache.folder)
         trials = self._trials[group]
         return trials if training else trials.known
 
 
-_choices: weakref.WeakKeyDictionary[Session, _Choice] = weakref.WeakKeyDictionary()
-
-
 def _choice(session: Session) -> _Choice:
-    if session not in _choices:
+    def make() -> _Choice:
         number, mode = session.settings["coc_parallel_num"], session.settings["coc_mode"]
         if mode == 1:
             number = 1
         elif number == AUTO and torch.are_deterministic_algorithms_enabled():
             number = _DETERMINISTIC
-            session.notice(f"{NAME}: {number} slices, because the times of a trial differ from run to run")
-        _choices[session] = _Choice(None if number == AUTO else number)
-    return _choices[session]
+            session.notice(f"{NAME}: {number} chunks, because the times of a trial differ from run to run")
+        return _Choice(None if number == AUTO else number)
+
+    return session.state(NAME, make)
 
 
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
-        setattr(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))
+        session.mark(self, _LAYER_NAME, kwargs.get(_LAYER_NAME))
 
     return __init__
 
 
-def _link(call: Call) -> Link:
+def _comm_config(call: LayerCall) -> TPCommConfig:
     if call.session.settings["coc_fused_kernel"]:
         say = call.session.fallback_of(NAME)
         if call.sequence_parallel:
             symmetric = Symmetric(lambda reason: say(f"--coc-fused-kernel: {reason}"))
-            return Link(call.group, True, fixed(1), call.weight_gradient, symmetric)
-        say("--coc-fused-kernel: a layer is not sequence parallel, which PyTorch's operators are for: slices")
-    return Link(call.group, call.sequence_parallel, _slices(call), call.weight_gradient)
+            return TPCommConfig(call.group, True, fixed_chunks(1), call.wgrad_handler, symmetric)
+        say("--coc-fused-kernel: a layer is not sequence parallel, which PyTorch's operators are for: chunks")
+    return TPCommConfig(call.group, call.sequence_parallel, _slices(call), call.wgrad_handler)
 
 
-def _slices(call: Call) -> Slices:
+def _slices(call: LayerCall) -> ChunkPolicy:
     """Megatron's own switches say which passes and layers are left in one piece."""
     config = call.layer.config
     choose = _choice(call.session).of(call.group, call.layer.training)
@@ -99,7 +96,7 @@ def _slices(call: Call) -> Slices:
         off.add("row forward")
     name = getattr(call.layer, _LAYER_NAME, None)
     if not call.is_row and name in ("qkv", "fc1") and getattr(config, f"tp_comm_overlap_disable_{name}", False):
-        return fixed(1)
+        return fixed_chunks(1)
     if not off:
         return choose
     return lambda phase, x, w, run: 1 if phase in off else choose(phase, x, w, run)
@@ -123,20 +120,18 @@ def _why_not(context: Context) -> Sequence[str]:
     elif settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
         raise OptionError(
             "--tp-comm-overlap-cfg describes buffers of Transformer Engine, which --transformer-impl local does not "
-            "have. Leave it out; --coc-parallel-num says how many slices."
+            "have. Leave it out; --coc-parallel-num says how many chunks."
         )
-    reasons += _tp_linear.in_the_way(context)
+    reasons += tp_linear.in_the_way(context)
     if settings.get("coc_fused_kernel", False) and context.device != "cuda":
         other = "--use-ascend-mc2 has those of an NPU" if context.device == "npu" else "leave it out"
         raise OptionError(
             f"--coc-fused-kernel uses symmetric memory, which is CUDA's, and the device is {context.device}: {other}."
         )
-    if settings.get("mindspeed_lite_auto", False) and not _enabled(settings):
-        reasons.append("times choose the slices, so that two runs may differ in the last bit: ask for it by name")
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
+def _arguments(context: Context) -> Mapping[str, Any]:
     return {"tp_comm_overlap": False} if context.settings.get("tp_comm_overlap", False) else {}
 
 
@@ -144,7 +139,7 @@ FEATURE = Feature(
     name=NAME,
     summary="tensor-parallel communication behind the products of its own linear layers",
     options=(
-        Option("--use-ascend-coc", help="Hide tensor-parallel communication behind products, in slices."),
+        Option("--use-ascend-coc", help="Hide tensor-parallel communication behind products, in chunks."),
         Option(
             "--coc-parallel-num",
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",
@@ -155,26 +150,30 @@ FEATURE = Feature(
         ),
         Option(
             "--coc-mode",
-            help="0: Megatron's own layers; 1: in one message; 2 and -1: in slices.",
+            help="0: Megatron's own layers; 1: in one message; 2 and -1: in chunks.",
             default=-1,
             choices=(-1, 0, 1, 2),
         ),
         Option(
             "--coc-fused-kernel",
-            help="On CUDA, PyTorch's operators over symmetric memory for sequence parallel layers, instead of slices.",
+            help="On CUDA, PyTorch's operators over symmetric memory for sequence parallel layers, instead of chunks.",
         ),
         Option(
             "--tp-comm-overlap",
             help="As --use-ascend-coc, with the local implementation.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="ulp",
+    theme="communication",
+    memory="not predicted: one chunk of a gathered input or output",
     condition=_why_not,
+    conflicting_args=tp_linear.CONFLICTING_ARGS,
+    not_auto="measured times choose the chunks, so that two runs may differ in the last bit: enable it explicitly",
     enabled=_enabled,
-    adjust=_adjust,
+    arguments=_arguments,
     patches=(
-        Wrap(f"{LAYERS}:ColumnParallelLinear.__init__", _init),
-        *_tp_linear.through(NAME, _link),
+        Around(f"{LAYERS}:ColumnParallelLinear.__init__", _init),
+        *tp_linear.tp_linear_patches(NAME, _comm_config),
     ),
 )

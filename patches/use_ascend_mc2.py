@@ -1,10 +1,10 @@
 """`--use-ascend-mc2`: gather and product, product and scatter in one operator of an NPU, for sequence parallel layers.
 
-Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation through the seam of `_tp_linear`, as
-`--use-ascend-coc` does, which is the same in slices on every device. Forward gathers and scatters and their likes in
-the backward pass of the input's gradient become one operator each; the weight's gradient, gradient accumulation fusion,
-delayed weight gradients, bias and recomputation are as there. Leaves alone what is not sequence parallel, and experts.
-Steps aside, with a reason, for products that the operators do not take.
+Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation through the seam of
+`_shared.tp_linear`, as `--use-ascend-coc` does, which is the same in chunks on every device. Forward gathers and
+scatters and their likes in the backward pass of the input's gradient become one operator each; the weight's gradient,
+gradient accumulation fusion, delayed weight gradients, bias and recomputation are as there. Leaves alone what is not
+sequence parallel, and experts. Falls back, with a reason, for products that the operators do not take.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 
 from mindspeed_lite.engine import Context, Feature, Option, Relation
 from mindspeed_lite.parallel.mc2 import MC2
-from mindspeed_lite.parallel.tp_linear import Link, fixed
+from mindspeed_lite.parallel.tp_linear import TPCommConfig, fixed_chunks
 
-from . import _tp_linear
-from ._tp_linear import Call
+from ._shared import tp_linear
+from ._shared.tp_linear import LayerCall
 
 NAME = "use_ascend_mc2"
 
 
-def _link(call: Call) -> Link:
+def _comm_config(call: LayerCall) -> TPCommConfig:
     if not call.sequence_parallel:
         call.session.fallback(NAME, "a layer is not sequence parallel: nothing is gathered or scattered")
     fused = MC2(call.session.fallback_of(NAME))
-    return Link(call.group, call.sequence_parallel, fixed(1), call.weight_gradient, fused)
+    return TPCommConfig(call.group, call.sequence_parallel, fixed_chunks(1), call.wgrad_handler, fused)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -34,11 +34,9 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append(f"the operators are CANN's, for an NPU, and the device is {context.device}: --use-ascend-coc")
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine has its own layers")
-    reasons += _tp_linear.in_the_way(context)
+    reasons += tp_linear.in_the_way(context)
     if context.host_args is not None and not context.arg("sequence_parallel", False):
         reasons.append("--sequence-parallel is not given: nothing is gathered or scattered")
-    if context.settings.get("mindspeed_lite_auto", False) and not context.settings.get(NAME, False):
-        reasons.append("it has never been timed on a device: ask for it by name")
     return reasons
 
 
@@ -49,7 +47,11 @@ FEATURE = Feature(
         Option("--use-ascend-mc2", help="Let one operator of the NPU gather and multiply, or multiply and scatter."),
     ),
     numerics="ulp",
+    theme="communication",
+    memory="not predicted: never measured on a device",
     condition=_why_not,
+    conflicting_args=tp_linear.CONFLICTING_ARGS,
+    not_auto="it has never been timed on a device: enable it explicitly with its flag",
     conflicts=(Relation("use_ascend_coc", "both say how a layer's communication is hidden"),),
-    patches=_tp_linear.through(NAME, _link),
+    patches=tp_linear.tp_linear_patches(NAME, _comm_config),
 )

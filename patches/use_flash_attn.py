@@ -21,11 +21,28 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Session, Settings, Wrap
-from mindspeed_lite.ops.attention import attention, packed, why_not
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Session, Settings
+from mindspeed_lite.ops.attention import attend, fallback_reasons, packed, prepare
+from mindspeed_lite.platform.megatron import CONFIG
 
-from ._attention_check import check
+from ._shared.verify_attention import check
 
+_SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
+_PACK = "megatron.core.packed_seq_params:PackedSeqParams"
+_READS = (
+    "attention_dropout",
+    "attn_mask_type",
+    "config",
+    "hidden_size_per_attention_head",
+    "scale_mask_softmax",
+    "softmax_offset",
+    "softmax_scale",
+    f"{CONFIG}.sequence_parallel",
+    f"{_SOFTMAX}.scale",
+    f"{_SOFTMAX}.window_size",
+    f"{_PACK}.qkv_format",
+    *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
+)
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
@@ -59,35 +76,40 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         window = softmax.window_size
         dropout = self.attention_dropout.p if self.training else 0.0
         sink = self.softmax_offset
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             # Layer-wise query-key scaling divides here and multiplies before the softmax.
             "scale": self.softmax_scale * (softmax.scale or 1.0),
             "window": window,
             "dropout_p": dropout,
             "sink": None if sink is None else sink.to(query.device),
         }
+        spec = packing = None
         if packed_seq_params is None:
             # Megatron's local path looks at the module's own mask type and ignores the argument.
-            how["causal"] = (
+            causal = (
                 self.attn_mask_type == AttnMaskType.causal
                 and attention_mask is None
                 and window is None
                 and query.size(0) > 1
             )
-            how["mask"] = attention_mask if window is None else None
-            reasons = _why_not_bias(attention_bias) or why_not(query, key, value, **how)
+            reasons = _why_not_bias(attention_bias)
+            if not reasons:
+                mask = attention_mask if window is None else None
+                spec = prepare(query, key, value, causal=causal, mask=mask, **options)
+                reasons = fallback_reasons(spec)
         else:
-            # As Transformer Engine: a pack's masks are its lengths and the module's kind.
-            how["causal"] = self.attn_mask_type in positions
             reasons = _why_not_packed(self, query, attention_bias, packed_seq_params, AttnMaskType)
-        if reasons:
+            if not reasons:
+                packing = _packing(packed_seq_params)
+                # As Transformer Engine: a pack's masks are its lengths and the module's kind.
+                spec = packed.prepare(query, key, value, packing, causal=self.attn_mask_type in positions, **options)
+        if reasons or spec is None:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
-        packing = None if packed_seq_params is None else _packing(packed_seq_params)
 
         def compute(q: Any, k: Any, v: Any) -> Any:
             """[s, b, n, d] -> [s, b, n, dv], or for a pack [t, n, d] -> [t, n, dv]"""
-            return attention(q, k, v, **how) if packing is None else packed.attention(q, k, v, packing, **how)
+            return (attend(q, k, v, spec) if packing is None else packed.attend(q, k, v, packing, spec))[0]
 
         if verifier is not None:
             check(
@@ -96,7 +118,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 compute,
                 lambda *qkv: wrapped(self, *qkv, attention_mask),
                 (query, key, value),
-                how,
+                spec,
                 packing,
                 same_size=value.size(-1) == self.hidden_size_per_attention_head,
             )
@@ -164,7 +186,7 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
+def _arguments(context: Context) -> Mapping[str, Any]:
     if context.host_args is None or context.arg("reset_attention_mask", False):
         return {}
     return {"create_attention_mask_in_dataloader": False}
@@ -177,23 +199,24 @@ FEATURE = Feature(
         Option(
             "--use-flash-attn",
             help="Compute attention with a fused operator that never stores the scores.",
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
         Option(
             "--attention-backend",
             help="flash and fused: as --use-flash-attn, with the local implementation.",
             default="auto",
             type=_backend,
-            upstream=">=0.16,<0.20",
+            upstream=">=0.16",
         ),
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     enabled=_enabled,
-    adjust=_adjust,
+    arguments=_arguments,
     operators=("attention",),
     patches=(
-        Wrap("megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", _init),
-        Wrap("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _forward),
+        Override("megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", _init),
+        Override("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _forward, reads=_READS),
     ),
 )

@@ -9,7 +9,7 @@ every release): torch's Adam or AdamW gets another step and stays what it is, so
 `clip_grad_by_total_norm_fp32` hands its coefficient to that step; `step_with_ready_grads` hands it the tensors which
 `_copy_main_params_to_model_params` would have written. What is deferred is dropped by the next `prepare_grads`.
 `local_multi_tensor_l2_norm` and `local_multi_tensor_scale` are what Megatron falls back to without Apex. Leaves the
-unscaling of fp16 gradients alone, which must know of infinities before the step. Steps aside for other optimizers,
+unscaling of fp16 gradients alone, which must know of infinities before the step. Falls back for other optimizers,
 for groups whose options only torch knows, and from deferred clipping where gradients are read after it.
 """
 
@@ -17,20 +17,20 @@ from __future__ import annotations
 
 import importlib.util
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.adamw import Rule, adamw, reference
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW, adopt
 from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.ops.l2norm import reference as l2norm_reference
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepInput, adopt, release
 from mindspeed_lite.verify import Exact
 
-# Every optimizer with our step, to find the one that owns a parameter.
-_adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -47,13 +47,17 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
             session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
             return
-        fused.on_step_aside = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
+        owner = weakref.ref(fused)
+        session.on_end(lambda: release(owner()))
+        fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
         if session.verifier is not None:
             fused.before_update = _verification(session.verifier)
         if getattr(config, "log_num_zeros_in_grad", False):
             session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
         else:
-            _adopted.add(fused)
+            # To find the optimizer that owns a parameter.
+            adopted: weakref.WeakSet[Any] = session.state(FEATURE.name, weakref.WeakSet)
+            adopted.add(fused)
 
     return __init__
 
@@ -62,7 +66,7 @@ def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..
     def prepare_grads(self: Any) -> Any:
         if is_ours(self.optimizer):
             # Of a step that was skipped after its clipping.
-            self.optimizer.grad_scales = {}
+            self.optimizer.next_step = StepInput()
         return wrapped(self)
 
     return prepare_grads
@@ -72,28 +76,30 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def clip_grad_by_total_norm_fp32(
         parameters: Any, max_norm: Any, total_norm: Any, use_decoupled_grad: bool = False
     ) -> Any:
-        owners = _owners(parameters)
+        owners = _owners(session.find(FEATURE.name) or (), parameters)
         if use_decoupled_grad or owners is None or not isinstance(total_norm, (int, float)):
             return wrapped(parameters, max_norm, total_norm, use_decoupled_grad)
         coefficient = max_norm / (total_norm + 1.0e-6)
         if coefficient < 1.0:
+            scales: dict[Any, dict[torch.Tensor, float]] = {
+                owner: dict(owner.next_step.grad_scales) for _, owner in owners
+            }
             for parameter, owner in owners:
-                owner.grad_scales = (
-                    {**owner.grad_scales} if not isinstance(owner.grad_scales, dict) else owner.grad_scales
-                )
-                owner.grad_scales[parameter] = coefficient
+                scales[owner][parameter] = coefficient
+            for owner, its in scales.items():
+                owner.next_step = replace(owner.next_step, grad_scales=its)
         return None
 
     return clip_grad_by_total_norm_fp32
 
 
-def _owners(parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
+def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
     """Each parameter that has a gradient with the optimizer that updates it; None if one has none of ours."""
     if isinstance(parameters, torch.Tensor):
         return None
     owner = {
         parameter: optimizer
-        for optimizer in _adopted
+        for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
@@ -108,16 +114,16 @@ def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         inner = self.optimizer
         if not is_ours(inner):
             return wrapped(self)
-        inner.copies, inner.copied = copies(self), False
+        inner.next_step, inner.cast_done = replace(inner.next_step, cast_targets=cast_targets(self)), False
         try:
             return wrapped(self)
         finally:
-            inner.copies, inner.copied = {}, False
+            inner.next_step, inner.cast_done = replace(inner.next_step, cast_targets={}), False
 
     return step_with_ready_grads
 
 
-def copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
+def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
     """fp32 main parameter -> the memory into which Megatron would copy it; empty where it does more than copy."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
@@ -143,7 +149,7 @@ def copies(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
 
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def _copy_main_params_to_model_params(self: Any) -> Any:
-        if is_ours(self.optimizer) and self.optimizer.copied:
+        if is_ours(self.optimizer) and self.optimizer.cast_done:
             return None
         return wrapped(self)
 
@@ -254,6 +260,25 @@ def _why_not(context: Context) -> Sequence[str]:
 
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _COPY = "_copy_main_params_to_model_params"
+_BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
+# What `copies` reads off each of the two.
+FLOAT16_READS = tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups"))
+DISTRIBUTED_READS = (
+    *(
+        f"{DISTRIBUTED}.{name}"
+        for name in (
+            "_get_model_param_range_map",
+            "buffers",
+            "model_float16_groups",
+            "model_fp32_groups",
+            "model_param_gbuf_map",
+            "shard_fp32_from_float16_groups",
+            "shard_fp32_groups",
+        )
+    ),
+    f"{_BUFFERS}:_ParamAndGradBuffer.buckets",
+    f"{_BUFFERS}:_ParamAndGradBucket.param_data",
+)
 
 FEATURE = Feature(
     name="use_fused_adamw",
@@ -265,17 +290,22 @@ FEATURE = Feature(
         for name in ("use_fused_adamw", "reuse_fp32_param", "quant_states", "swap_optimizer", "virtual_optimizer")
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("adamw", "l2norm"),
     patches=(
-        Wrap(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
-        Wrap(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", _prepare_grads),
-        Wrap(f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", _prepare_grads),
-        Wrap(f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads", _step),
-        Wrap(f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params.{_COPY}", _copy),
-        Wrap(f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{_COPY}", _copy),
-        Wrap("megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", _clip),
-        Wrap("megatron.core.utils:local_multi_tensor_l2_norm", _norm),
-        Wrap("megatron.core.utils:local_multi_tensor_scale", _scale),
+        Around(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
+        Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", _prepare_grads, reads=("optimizer",)),
+        Around(f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", _prepare_grads, reads=("optimizer",)),
+        Around(
+            f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
+            _step,
+            reads=("optimizer", *FLOAT16_READS, *DISTRIBUTED_READS),
+        ),
+        Override(f"{FLOAT16}.{_COPY}", _copy, reads=("optimizer",)),
+        Override(f"{DISTRIBUTED}.{_COPY}", _copy, reads=("optimizer",)),
+        Override("megatron.core.optimizer.clip_grads:clip_grad_by_total_norm_fp32", _clip),
+        Override("megatron.core.utils:local_multi_tensor_l2_norm", _norm),
+        Override("megatron.core.utils:local_multi_tensor_scale", _scale),
     ),
 )

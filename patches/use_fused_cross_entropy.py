@@ -3,7 +3,7 @@
 Reaches both functions through which `LanguageModule.compute_language_model_loss` gets the loss of GPT, BERT, T5,
 Mamba and multi-token prediction: `vocab_parallel_cross_entropy`, and `fused_vocab_parallel_cross_entropy` of
 `--cross-entropy-loss-fusion`. They are the same functions in every supported release, but for the group that the
-first one takes since 0.19. Leaves Transformer Engine's loss (`--cross-entropy-fusion-impl te`) alone. Steps aside for
+first one takes since 0.19. Leaves Transformer Engine's loss (`--cross-entropy-fusion-impl te`) alone. Falls back for
 a call with label smoothing under tensor parallelism, which Megatron computes for each rank's slice by itself, so that
 ranks disagree.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
 from mindspeed_lite.verify import Exact
@@ -120,11 +120,12 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("cross_entropy",),
     patches=(
-        Wrap(UNFUSED, _until_018, versions="<0.19"),
-        Wrap(UNFUSED, _since_019, versions=">=0.19"),
-        Wrap(FUSED, _fused),
+        Override(UNFUSED, _until_018, versions="<0.19"),
+        Override(UNFUSED, _since_019, versions=">=0.19"),
+        Override(FUSED, _fused),
     ),
 )

@@ -3,7 +3,7 @@
 Reaches every LayerNorm of the local implementation where Apex is absent: layer inputs, before the MLP, QK-norm, the
 final norm, BERT's head. `WrappedTorchNorm.__new__` is where all of them are made, whichever layer specification asks,
 and it is the same in every supported release. Leaves RMSNorm, L2Norm, Apex's and Transformer Engine's norms alone.
-Parameters have the names of `torch.nn.LayerNorm`, so checkpoints are interchangeable. Steps aside for a
+Parameters have the names of `torch.nn.LayerNorm`, so checkpoints are interchangeable. Falls back for a
 memory-efficient norm, which Megatron refuses.
 """
 
@@ -19,7 +19,7 @@ from mindspeed_lite.engine import Context, Feature, Option
 from mindspeed_lite.ops.layer_norm import layer_norm, reference
 from mindspeed_lite.verify import Exact
 
-from . import _norms
+from ._shared import local_norms
 
 
 class FusedLayerNorm(torch.nn.LayerNorm):
@@ -69,14 +69,14 @@ class FusedLayerNorm(torch.nn.LayerNorm):
             ours,
             definition if self.zero_centered else torchs,
             {"x": x, "weight": self.weight, "bias": self.bias},
-            against=_norms.compared_with("LayerNorm", self),
+            against=local_norms.compared_with("LayerNorm", self),
             exact=[Exact(definition)],
             variant="zero-centred" if self.zero_centered else "",
         )
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = _norms.why_not(context, "LayerNorm")
+    reasons = local_norms.why_not(context, "LayerNorm")
     if importlib.util.find_spec("apex") is not None:
         reasons.append("Apex is installed, whose fused norm Megatron's local implementation takes for LayerNorm")
     return reasons
@@ -87,7 +87,8 @@ FEATURE = Feature(
     summary="LayerNorm as one operator; also under sequence parallelism and with zero-centred gamma",
     options=(Option("--use-fused-layernorm", help="Compute LayerNorm with one fused operator."),),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("layer_norm",),
-    patches=(_norms.instead_of("LayerNorm", FusedLayerNorm),),
+    patches=(local_norms.instead_of("LayerNorm", FusedLayerNorm),),
 )

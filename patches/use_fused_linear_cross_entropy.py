@@ -6,7 +6,7 @@ output layer hands on what it would have multiplied, and the loss, which is the 
 between stays Megatron's. Tied and untied weights, tensor and sequence parallelism and gradient accumulation fusion
 are served; multi-token prediction until 0.18 (since 0.19 it counts in its logits how many of its tokens would be
 accepted). Leaves the loss of BERT, T5, Mamba and hybrid models alone, whose forward has no such seam; that of a
-call that steps aside is the matter of `--use-fused-cross-entropy`. Steps aside where somebody else wants the logits
+call that falls back is the matter of `--use-fused-cross-entropy`. Falls back where other code wants the logits
 or puts his own loss in place, and where their gradient is to be kept for a delayed weight gradient.
 """
 
@@ -20,15 +20,27 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.linear_cross_entropy import Accumulate, reference
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
+from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.verify import Exact
 
-from . import _main_grad
+from ._shared import wgrad_accumulation
 
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
+_OUTPUT = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
+_READS = (
+    "compute_language_model_loss",
+    "config",
+    "output_layer",
+    "post_process",
+    "share_embeddings_and_output_weights",
+    "shared_embedding_or_output_weight",
+    f"{CONFIG}.mtp_num_layers",
+    *(f"{_OUTPUT}.{name}" for name in ("_forward_impl", "bias", "gather_output", "weight")),
+)
 
 # Elements of the float64 logits a verification is willing to make.
 _EXACT = 1 << 23
@@ -36,7 +48,7 @@ _EXACT = 1 << 23
 
 @dataclass(frozen=True)
 class Deferred:
-    """Logits that nobody has computed: what the output layer was about to multiply, and for whom."""
+    """Logits that are not computed yet: what the output layer was about to multiply."""
 
     hidden: torch.Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
     weight: torch.Tensor  # [V / ranks, H]
@@ -65,7 +77,7 @@ def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         main_grad[rows] += dlogits.t() @ hidden
 
-    return Accumulate(add, lambda: _main_grad.stand_in(weight))
+    return Accumulate(add, lambda: wgrad_accumulation.stand_in(weight))
 
 
 @contextlib.contextmanager
@@ -135,12 +147,12 @@ def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
         "autocast is on": torch.is_autocast_enabled(given["hidden_states"].device.type),
         "the output layer's weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1
         or hasattr(_weight(model), "__fsdp_param__"),
-        **{_NEEDS[name]: getattr(config, name, False) for name in _NEEDS},
+        **{why: getattr(config, name, False) for name, why in CONFLICTING_ARGS.items()},
     }
     return [reason for reason, holds in found.items() if holds]
 
 
-_NEEDS = {
+CONFLICTING_ARGS = {
     "defer_embedding_wgrad_compute": "--defer-embedding-wgrad-compute keeps the logits' gradient for later",
     "use_mup": "--use-mup scales the logits",
     "config_logger_dir": "--config-logger-dir writes the logits to a file",
@@ -198,14 +210,9 @@ def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: A
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = [_NEEDS[name] for name in _NEEDS if context.arg(name, False)]
+    reasons = []
     if context.arg("cross_entropy_loss_fusion", False) and context.arg("cross_entropy_fusion_impl", "") == "te":
         reasons.append("--cross-entropy-fusion-impl te uses Transformer Engine's own fused loss")
-    settings = context.settings
-    if settings.get("mindspeed_lite_auto") and not settings.get(FEATURE.options[0].dest):
-        reasons.append(
-            "it trades a fourth matrix product of the output layer for the logits' memory: ask for it by name"
-        )
     return reasons
 
 
@@ -220,7 +227,10 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="memory",
     condition=_why_not,
+    conflicting_args=CONFLICTING_ARGS,
+    not_auto="it trades a fourth GEMM of the output layer for the logits' memory: enable it explicitly with its flag",
     operators=("linear_cross_entropy",),
-    patches=(Wrap(MODEL, _postprocess), Wrap(LOSS, _loss)),
+    patches=(Override(MODEL, _postprocess, reads=_READS), Override(LOSS, _loss)),
 )

@@ -18,7 +18,7 @@ from mindspeed_lite.engine import Context, Feature, Option
 from mindspeed_lite.ops.rms_norm import reference, rms_norm
 from mindspeed_lite.verify import Exact
 
-from . import _norms
+from ._shared import local_norms
 
 
 class FusedRMSNorm(torch.nn.RMSNorm):
@@ -69,14 +69,14 @@ class FusedRMSNorm(torch.nn.RMSNorm):
             ours,
             definition if self.zero_centered else torchs,
             {"x": x, "weight": self.weight},
-            against=_norms.compared_with("RMSNorm", self),
+            against=local_norms.compared_with("RMSNorm", self),
             exact=[Exact(definition)],
             variant="zero-centred" if self.zero_centered else "",
         )
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    return _norms.why_not(context, "RMSNorm")
+    return local_norms.why_not(context, "RMSNorm")
 
 
 FEATURE = Feature(
@@ -84,7 +84,8 @@ FEATURE = Feature(
     summary="RMSNorm as one fused operator; also under sequence parallelism",
     options=(Option("--use-fused-rmsnorm", help="Compute RMSNorm with one fused operator."),),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("rms_norm",),
-    patches=(_norms.instead_of("RMSNorm", FusedRMSNorm),),
+    patches=(local_norms.instead_of("RMSNorm", FusedRMSNorm),),
 )

@@ -4,7 +4,7 @@ Reaches `apply_rotary_pos_emb`, to which every attention comes, whatever Megatro
 packed sequences, YaRN's factor, multi-latent attention's regrouped pairs; and the two functions with which
 multi-latent attention rotates under Megatron's fusion. Leaves the angles alone, and with them every long-context
 scaling: they are computed where they were. Megatron's `apply_rope_fusion` needs no Transformer Engine then: what it
-looks for is provided where it is absent. Steps aside, with a reason, for shapes that only broadcasting would fit.
+looks for is provided where it is absent. Falls back, with a reason, for shapes that only broadcasting would fit.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Provide, Session, Wrap
+from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session
 from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
+from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.verify import Exact
+
+from ._shared.until_end import config_field
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
+_READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_latent_attention", "rotary_interleaved"))
 
 
 def _until_018(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -223,7 +227,7 @@ def _why_not(context: Context) -> Sequence[str]:
     return reasons
 
 
-def _adjust(context: Context) -> Mapping[str, Any]:
+def _arguments(context: Context) -> Mapping[str, Any]:
     """Megatron's own fusion is on again where Megatron allows it; without Transformer Engine it was switched off."""
     latent = context.arg("multi_latent_attention", False)
     refused = (
@@ -236,20 +240,28 @@ def _adjust(context: Context) -> Mapping[str, Any]:
     return {} if refused else {"apply_rope_fusion": True}
 
 
+def _is_there() -> bool:
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return getattr(rope_utils, "fused_apply_rotary_pos_emb", None) is not None
+
+
 FEATURE = Feature(
     name="use_fused_rotary_pos_emb",
     summary="rotary embedding in one pass, also where Megatron's own fusion demands Transformer Engine",
     options=(Option("--use-fused-rotary-pos-emb", help="Compute rotary embedding with one fused operator."),),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
-    adjust=_adjust,
+    arguments=_arguments,
     operators=("rope",),
     patches=(
-        Wrap(f"{UTILITIES}:apply_rotary_pos_emb", _until_018, versions="<0.19"),
-        Wrap(f"{UTILITIES}:apply_rotary_pos_emb", _since_019, versions=">=0.19"),
+        Override(f"{UTILITIES}:apply_rotary_pos_emb", _until_018, versions="<0.19", reads=_READS),
+        Override(f"{UTILITIES}:apply_rotary_pos_emb", _since_019, versions=">=0.19", reads=_READS),
         Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb", _fused),
         Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb_thd", _fused_thd),
-        Wrap(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query),
-        Wrap(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value),
+        config_field("apply_rope_fusion", _is_there),
     ),
 )

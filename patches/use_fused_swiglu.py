@@ -7,7 +7,7 @@ in every supported release, while the code that calls them is not. Keeps only th
 A model calls these functions only where its configuration has `bias_activation_fusion`. `TransformerConfig` gets it as
 it is made, if it has SwiGLU without it, since that is the same mathematics. Leaves alone what Megatron then still
 computes with torch's own activation: GELU without bias (one operator already) and, in a configuration without
-`bias_activation_fusion`, exact GELU and other gated activations. Steps aside, with a reason, for storing the input in
+`bias_activation_fusion`, exact GELU and other gated activations. Falls back, with a reason, for storing the input in
 fp8, for Transformer Engine's activation offloading, and for a clamp beside a bias.
 """
 
@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.activation import activation, reference
+from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.verify import Exact
 
 _FP8 = "activation_func_fp8_input_store keeps the input in fp8, which the operator does not"
@@ -148,10 +149,14 @@ def _squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[...
 def _configuration(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __post_init__(self: Any) -> None:
         # Megatron's fused SwiGLU ignores a clamp and refuses an offset.
-        bent = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0.0
+        has_clamp_or_offset = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0.0
         others = self.use_te_activation_func or self.activation_func_fp8_input_store
-        if self.gated_linear_unit and self.activation_func is torch.nn.functional.silu and not (bent or others):
-            self.bias_activation_fusion = True
+        if (
+            self.gated_linear_unit
+            and self.activation_func is torch.nn.functional.silu
+            and not (has_clamp_or_offset or others)
+        ):
+            session.mark(self, "bias_activation_fusion", True)
         wrapped(self)
 
     return __post_init__
@@ -191,16 +196,31 @@ FEATURE = Feature(
         ),
     ),
     numerics="ulp",
+    theme="operators",
     condition=_why_not,
     operators=("activation",),
     patches=(
-        Wrap("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", _bias_swiglu),
-        Wrap("megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", _weighted_bias_swiglu),
-        Wrap("megatron.core.fusions.fused_bias_geglu:bias_geglu_impl", _bias_geglu),
-        Wrap("megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl", _weighted_bias_quick_geglu),
-        Wrap("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
-        Wrap("megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl", _weighted_squared_relu),
-        Wrap("megatron.core.activations:squared_relu", _squared_relu),
-        Wrap("megatron.core.transformer.transformer_config:TransformerConfig.__post_init__", _configuration),
+        Override("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", _bias_swiglu),
+        Override("megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", _weighted_bias_swiglu),
+        Override("megatron.core.fusions.fused_bias_geglu:bias_geglu_impl", _bias_geglu),
+        Override("megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl", _weighted_bias_quick_geglu),
+        Override("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
+        Override(
+            "megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl", _weighted_squared_relu
+        ),
+        Override("megatron.core.activations:squared_relu", _squared_relu),
+        Around(
+            f"{CONFIG}.__post_init__",
+            _configuration,
+            reads=(
+                "activation_func",
+                "activation_func_clamp_value",
+                "activation_func_fp8_input_store",
+                "bias_activation_fusion",
+                "gated_linear_unit",
+                "glu_linear_offset",
+                "use_te_activation_func",
+            ),
+        ),
     ),
 )

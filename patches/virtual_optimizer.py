@@ -11,19 +11,17 @@ state are what they were, so checkpoints are Megatron's own.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session, Wrap
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory import host
-from mindspeed_lite.memory.virtual import Virtual
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from ._optimizer_forms import DISTRIBUTED, FLOAT16, FP32, after_init
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, patch_optimizer_init
 
 _ALL = "all"
-_of_session: weakref.WeakKeyDictionary[Session, Virtual] = weakref.WeakKeyDictionary()
 
 
 def _amount(text: str) -> str | float:
@@ -49,10 +47,10 @@ def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None
     return None if amount == _ALL else int(float(amount) * 2**30)
 
 
-def _shared(session: Session) -> Virtual:
+def _shared(session: Session) -> HostMappedMoments:
     """The one that all optimizers of this session share, as they share the budget."""
-    found = _of_session.get(session)
-    if found is None:
+
+    def make() -> HostMappedMoments:
         from megatron.core import parallel_state
 
         stage, stages = 0, 1
@@ -60,21 +58,23 @@ def _shared(session: Session) -> Virtual:
             stage = parallel_state.get_pipeline_model_parallel_rank()
             stages = parallel_state.get_pipeline_model_parallel_world_size()
         budget = _budget(session.settings.virtual_optimizer, stage, stages)
-        found = _of_session[session] = Virtual(budget, session.fallback_of(FEATURE.name))
-    return found
+        return HostMappedMoments(budget, session.fallback_of(FEATURE.name))
+
+    placement: HostMappedMoments = session.state(FEATURE.name, make)
+    return placement
 
 
 def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> None:
-    inner.home = _shared(session)
+    inner.placement = _shared(session)
 
 
-_init = after_init("virtual_optimizer", _use)
+_init = patch_optimizer_init("virtual_optimizer", _use)
 
 
 def _why_not(context: Context) -> Sequence[str]:
     given = context.settings.get("virtual_optimizer")
     if given:
-        # Of a command, whose mistake is said before anything is built.
+        # Of a command, whose mistake is reported before anything is built.
         _budget(given, 0, context.arg("pipeline_model_parallel_size", None) or len(given))
     reasons = host.why_not(context.device)
     if context.arg("rl_offload_optimizer_during_inference", False):
@@ -96,12 +96,13 @@ FEATURE = Feature(
         ),
     ),
     numerics="bitwise",
+    theme="memory",
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone goes over moments where they are"),),
     operators=("adamw",),
     patches=(
-        Wrap(f"{FP32}.__init__", _init),
-        Wrap(f"{FLOAT16}.__init__", _init),
-        Wrap(f"{DISTRIBUTED}.__init__", _init),
+        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
+        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
+        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
     ),
 )

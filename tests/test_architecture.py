@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite import activation
-from tests.platform.forked import clean_environment
+from mindspeed_lite import runtime
+from tests.harness.processes import clean_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mindspeed_lite"
@@ -122,19 +124,32 @@ def test_operators_know_torch_and_at_most_the_platform(path):
     assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
-@pytest.mark.parametrize("path", files("mindspeed_lite/parallel"), ids=module_name)
-def test_parallel_mechanisms_know_torch_operators_and_the_platform(path):
-    for name in ours(path):
-        assert within(name, "mindspeed_lite.parallel", "mindspeed_lite.ops", "mindspeed_lite.platform"), name
+# Rooms between the operators and the patches, and which others each may import. None of them names Megatron.
+MAY_IMPORT = {
+    "optim": ("ops", "platform"),
+    "memory": ("ops", "platform"),
+    "tuning": ("ops", "platform"),
+    "parallel": ("tuning", "memory", "ops", "platform"),
+    "pipeline": ("parallel", "memory"),
+    "planner": ("pipeline",),
+}
+
+
+@pytest.mark.parametrize(
+    "room, path",
+    [(room, path) for room in MAY_IMPORT for path in files(f"mindspeed_lite/{room}")],
+    ids=lambda each: module_name(each) if isinstance(each, Path) else each,
+)
+def test_a_room_between_operators_and_patches_imports_those_below_it(room, path):
+    for name in ours(path) - {"mindspeed_lite"}:
+        assert within(name, *(f"mindspeed_lite.{each}" for each in (room, *MAY_IMPORT[room]))), name
     assert not [name for name in imports(path) if within(name, "megatron")]
     assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
-@pytest.mark.parametrize("path", files("mindspeed_lite/memory"), ids=module_name)
-def test_what_says_where_memory_is_knows_torch_operators_and_the_platform(path):
-    for name in ours(path):
-        assert within(name, "mindspeed_lite.memory", "mindspeed_lite.ops", "mindspeed_lite.platform"), name
-    assert not [name for name in imports(path) if within(name, "megatron")]
+def test_every_room_has_a_rule():
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert rooms == {"engine", "platform", "ops", "cli", "bench", *MAY_IMPORT}
 
 
 @pytest.mark.parametrize("path", files("mindspeed_lite/platform"), ids=module_name)
@@ -160,14 +175,14 @@ def test_nothing_imports_what_stands_on_top(path):
 
 @pytest.mark.parametrize("path", files("mindspeed_lite/engine", "mindspeed_lite/ops", "mindspeed_lite/platform"),
                          ids=module_name)  # fmt: skip
-def test_lower_rooms_know_neither_patches_nor_activation(path):
+def test_lower_rooms_know_neither_patches_nor_runtime(path):
     assert not [
         each
         for each in imports(path)
         if within(
             each,
             "mindspeed_lite.patches",
-            "mindspeed_lite.activation",
+            "mindspeed_lite.runtime",
             "mindspeed_lite.verify",
             "patches",
             "tests",
@@ -187,7 +202,7 @@ def test_the_verifier_knows_torch_and_the_engine():
 
 def test_a_feature_has_one_name_everywhere():
     names = [path.stem for path in FEATURE_FILES]
-    assert names == [feature.name for feature in activation.catalogue()], "patches/ and the catalogue"
+    assert names == [feature.name for feature in runtime.catalogue()], "patches/ and the catalogue"
     assert sorted(path.stem for path in (ROOT / "docs" / "features").glob("*.md")) == names, "docs/features/"
     for name in names:
         module = importlib.import_module(f"mindspeed_lite.patches.{name}")
@@ -196,94 +211,66 @@ def test_a_feature_has_one_name_everywhere():
         flags = [option.flag for option in module.FEATURE.options]
         assert f"--{name.replace('_', '-')}" in flags
         assert (module.__doc__ or "").startswith(f"`--{name.replace('_', '-')}`: ")
-    shared = {path.stem for path in (ROOT / "patches").glob("_*.py") if path.stem != "__init__"}
-    tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "patches").glob("test_*.py")}
-    assert tested == set(names) | {stem.removeprefix("_") for stem in shared}
+    shared = {path.stem for path in (ROOT / "patches" / "_shared").glob("*.py")} - {"__init__"}
+    for folder, modules in ((".", {*names, "drift", "kinds", "reads"}), ("_shared", shared)):
+        tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "patches" / folder).glob("test_*.py")}
+        assert tested == modules, folder
 
 
 def test_every_operator_a_feature_names_exists():
     from mindspeed_lite.ops import dispatch
 
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         assert set(feature.operators) <= set(dispatch.OPERATORS), feature.name
     for package in dispatch.OPERATORS.values():
         assert is_ours(package)
 
 
-SURFACE = {
-    "names": ["__version__", "disable", "enable", "enabled", "report"],
-    "flags": [
-        "--attention-backend",
-        "--bias-dropout-fusion",
-        "--coc-fused-kernel",
-        "--coc-mode",
-        "--coc-parallel-num",
-        "--delay-wgrad-compute",
-        "--gradient-accumulation-fusion",
-        "--masked-softmax-fusion",
-        "--mindspeed-lite-allow-unverified",
-        "--mindspeed-lite-auto",
-        "--mindspeed-lite-report",
-        "--mindspeed-lite-strict",
-        "--mindspeed-lite-verify",
-        "--moe-grouped-gemm",
-        "--moe-permute-fusion",
-        "--moe-router-fusion",
-        "--moe-tp-extend-ep",
-        "--moe-wgrad-side-stream",
-        "--param-gather-once",
-        "--quant-states",
-        "--recompute-activation-function",
-        "--recompute-activation-function-num-layers",
-        "--recompute-norm",
-        "--recompute-norm-num-layers",
-        "--reset-bucket-group-order",
-        "--reuse-fp32-param",
-        "--swap-attention",
-        "--swap-attention-budget",
-        "--swap-modules",
-        "--swap-optimizer",
-        "--swap-optimizer-times",
-        "--tp-comm-overlap",
-        "--use-ascend-coc",
-        "--use-ascend-mc2",
-        "--use-flash-attn",
-        "--use-fused-adamw",
-        "--use-fused-cross-entropy",
-        "--use-fused-embedding",
-        "--use-fused-layernorm",
-        "--use-fused-linear-cross-entropy",
-        "--use-fused-rmsnorm",
-        "--use-fused-rotary-pos-emb",
-        "--use-fused-swiglu",
-        "--virtual-optimizer",
-    ],
-    "environment": [
-        "MINDSPEED_LITE_ALLOCATOR",
-        "MINDSPEED_LITE_BENCH",
-        "MINDSPEED_LITE_CACHE",
-        "MINDSPEED_LITE_DEVICE",
-        "MINDSPEED_LITE_DISABLE",
-        "MINDSPEED_LITE_PRODUCTS",
-        "MINDSPEED_LITE_SWAP",
-    ],
-    "commands": ["bench", "bench-ops", "doctor", "features", "memory", "run"],
-}
+def test_helpers_of_tests_are_in_the_harness_and_no_test_module_imports_another():
+    shared = ("tests.harness", "tests.npu_contract", "tests.ops.twin")
+    found = [
+        f"{module_name(path)} imports {name}"
+        for path in files("tests", "benchmarks")
+        for name in imports(path)
+        # A package that is named on the way to a module holds nothing itself.
+        if within(name, "tests") and (ROOT.joinpath(*name.split(".")).with_suffix(".py")).is_file()
+        if not within(name, *shared) or name.rpartition(".")[2].startswith("test_")
+    ]
+    assert not found
+    rows = re.findall(r"^\| `(\w+)` \|", (ROOT / "tests" / "harness" / "README.md").read_text(), re.MULTILINE)
+    assert sorted(rows) == [path.stem for path in files("tests/harness") if path.stem != "__init__"]
 
 
-def test_the_public_surface_is_this_and_nothing_else():
-    """A change here is a change for users: it belongs in CHANGELOG.md."""
+SURFACE = ROOT / "tests" / "golden" / "surface.json"
+
+
+def test_the_public_surface_is_this_and_nothing_else(request):
+    """A change here is a change for users: it belongs in CHANGELOG.md. `pytest --update` writes the file."""
     from mindspeed_lite import cli
 
     sources = "\n".join(path.read_text() for path in files("mindspeed_lite", "patches"))
     found = {
         "names": sorted(mindspeed_lite.__all__),
-        "flags": sorted(option.flag for option in (*activation.GENERAL, *activation.catalogue().options())),
+        "flags": sorted(option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())),
         "environment": sorted(set(re.findall(r"\bMINDSPEED_LITE_[A-Z]+(?:_[A-Z]+)*\b", sources))),
         "commands": sorted(cli.COMMANDS),
     }
-    assert found == SURFACE
+    text = json.dumps(found, indent=1) + "\n"
+    if request.config.getoption("--update"):
+        SURFACE.write_text(text)
+    assert text == SURFACE.read_text(), "the public surface has changed: see `pytest --update`"
     assert all(hasattr(mindspeed_lite, name) for name in mindspeed_lite.__all__)
+
+
+def test_every_feature_says_what_lists_are_made_of():
+    from mindspeed_lite.planner import flags
+
+    themes = runpy.run_path(str(ROOT / "docs" / "generate.py"))["THEMES"]
+    read = {flag for name in ("ON", "INTEGERS", "NUMBERS", "TEXTS", "LISTS") for flag in getattr(flags, name)}
+    for feature in runtime.catalogue():
+        assert feature.theme in themes, feature.name
+        predicted = any(option.flag in read for option in feature.options)
+        assert predicted == (feature.memory == ""), f"{feature.name}: `memory` says why the planner does not read it"
 
 
 def python(code, folder, **environment):
@@ -306,7 +293,7 @@ def test_a_bare_checkout_on_the_path_is_enough(tmp_path):
     code = (
         "import mindspeed_lite.patches, sys\n"
         "assert 'torch' not in sys.modules and not any(m.startswith('megatron') for m in sys.modules)\n"
-        "from mindspeed_lite.patches import _defaults\n"
+        "from mindspeed_lite.patches._shared import megatron_defaults\n"
         "print(mindspeed_lite.patches.__file__)\n"
     )
     ran = python(code, tmp_path, PYTHONPATH=str(ROOT))

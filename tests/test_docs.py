@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite import activation, platform
+from mindspeed_lite import platform, runtime
 from mindspeed_lite.cli import COMMANDS
 from mindspeed_lite.memory import host
-from mindspeed_lite.patches._defaults import DEFAULTS
-from mindspeed_lite.platform import allocator, cpu_products
+from mindspeed_lite.patches._shared.megatron_defaults import DEFAULTS
+from mindspeed_lite.platform import allocator, cpu_matmul
 from mindspeed_lite.platform.cache import CACHE_VARIABLE
 from mindspeed_lite.platform.megatron import ASSUMPTIONS
 
@@ -24,7 +24,9 @@ PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 # Flags in README that are not Megatron's parser's: torchrun's, pip's, and those of our subcommands.
-OTHERS = {"--nproc-per-node", "--no-deps", "--allocator", "--each", "--measure", "--selftest", "--npu-selftest"}
+OTHERS = {"--nproc-per-node", "--no-deps", "--allocator", "--each", "--measure", "--selftest", "--npu-selftest"} | {
+    "--diff"
+}
 
 
 def text(page: Path) -> str:
@@ -59,9 +61,9 @@ def test_generated_parts_are_current() -> None:
 
 
 def test_every_feature_has_its_page_and_every_page_its_feature() -> None:
-    names = {feature.name for feature in activation.catalogue()}
+    names = {feature.name for feature in runtime.catalogue()}
     assert {page.stem for page in (DOCS / "features").glob("*.md")} == names
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         page = text(DOCS / "features" / f"{feature.name}.md")
         assert page.startswith(f"# {feature.name}\n")
         assert f"*{feature.numerics}*" in page
@@ -81,7 +83,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_flags_in_the_readme_exist() -> None:
-    ours = {option.flag for option in (*activation.GENERAL, *activation.catalogue().options())}
+    ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
     named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text(README).replace("<!--", "").replace("-->", "")))
     assert named - OTHERS == ours
     assert named >= OTHERS, "OTHERS has a flag that README does not name"
@@ -94,7 +96,7 @@ def test_variables_in_the_readme_exist() -> None:
         platform.DEVICE_VARIABLE,
         allocator.ALLOCATOR_VARIABLE,
         CACHE_VARIABLE,
-        cpu_products.PRODUCTS_VARIABLE,
+        cpu_matmul.CPU_MATMUL_VARIABLE,
         host.FOLDER_VARIABLE,
     }
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
@@ -136,7 +138,8 @@ from pathlib import Path
 
 import torch
 
-from mindspeed_lite.engine import Context, Report, Session, Settings, Table, Transaction, make_plan
+from mindspeed_lite.engine import Context, Report, Session, Settings, Swap, change, make_plan
+from mindspeed_lite.engine.fingerprints import Table
 
 scratch = Path(sys.argv[1])
 sys.path.insert(0, str(scratch))
@@ -161,24 +164,22 @@ def run(**arguments):
     return losses.detach(), leaf.grad
 
 
-# In a list, because a name of this module would be moved along.
-original = [cross_entropy.vocab_parallel_cross_entropy]
+original = cross_entropy.vocab_parallel_cross_entropy
+code = original.__code__
 off, smoothed_off = run(), run(label_smoothing=0.1)
 settings = Settings({"torch_cross_entropy": True})
 context = Context(settings, "cpu", {})
 session = Session(settings, context, Report({}, "cpu"))
-plan = make_plan(
-    [FEATURE], context, host_version=__version__, fingerprints=Table(), session=session, allow_unverified=True
-)
-transaction = Transaction(plan, session)
-transaction.apply()
-assert held_by_value.vocab_parallel_cross_entropy is cross_entropy.vocab_parallel_cross_entropy is not original[0]
+plan = make_plan([FEATURE], context, host_version=__version__, fingerprints=Table(), allow_unverified=True)
+swaps = [Swap(FEATURE.name, step.patch, session.of(FEATURE.name)) for step in plan.applied[0].steps]
+change(add=swaps)
+assert held_by_value.vocab_parallel_cross_entropy is original and original.__code__ is not code
 on = run()
 assert not session.report.fallbacks
 smoothed_on = run(label_smoothing=0.1)
 assert [each.feature for each in session.report.fallbacks] == ["torch_cross_entropy"]
-assert transaction.undo() == []
-assert held_by_value.vocab_parallel_cross_entropy is cross_entropy.vocab_parallel_cross_entropy is original[0]
+assert change(remove=swaps) == []
+assert held_by_value.vocab_parallel_cross_entropy is original and original.__code__ is code
 for here, there in zip(on, off, strict=True):
     # A loss of about 3 from fp32 sums of 11 terms: a few units in the last place.
     torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)

@@ -36,7 +36,7 @@ def test_a_wheel_imports_from_anywhere(tmp_path: Path) -> None:
             assert packed in names, packed
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mindspeed_lite, mindspeed_lite.patches as p;"
-        "from mindspeed_lite.activation import catalogue, fingerprints;"
+        "from mindspeed_lite.runtime import catalogue, fingerprints;"
         "assert mindspeed_lite.__file__.startswith(sys.argv[1]) and p.__file__.startswith(sys.argv[1]);"
         "print(len(catalogue()), len(fingerprints().entries))"
     )

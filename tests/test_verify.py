@@ -16,15 +16,16 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mindspeed_lite
-from mindspeed_lite import activation, platform, verify
+from mindspeed_lite import platform, runtime, verify
 from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings, VerifyError
 from mindspeed_lite.verify import Exact, Verifier
-from tests import matrix
-from tests.patches.test_use_flash_attn import CASES, inputs_of, module_of
-from tests.patches.test_use_fused_rmsnorm import HIDDEN, norm_of
-from tests.platform.forked import forked
-from tests.training.jobs import ROOT, Trainer
-from tests.training.test_script import MODEL
+from tests.harness import matrix
+from tests.harness.attention_modules import CASES, inputs_of, module_of
+from tests.harness.checkouts import ROOT
+from tests.harness.norms import HIDDEN, norm_of
+from tests.harness.processes import forked
+from tests.harness.script_trainings import MODEL
+from tests.harness.training import Trainer
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -279,7 +280,7 @@ def test_an_original_that_cannot_run_is_left_out_or_refused_if_strict():
 
 
 def test_the_flag_has_one_name_and_takes_no_negative_number():
-    assert activation.VERIFY.flag == verify.FLAG
+    assert runtime.VERIFY.flag == verify.FLAG
     for value in (-1, "many", True):
         with pytest.raises(OptionError, match="--mindspeed-lite-verify takes"):
             mindspeed_lite.enable(verify=value)
@@ -336,7 +337,7 @@ def test_a_row_without_keys_is_padding_on_both_sides():
 @pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
 @forked("megatron")
 def test_large_attention_is_judged_by_one_group_of_heads(case):
-    from mindspeed_lite.patches import _attention_check as patch
+    from mindspeed_lite.patches._shared import verify_attention as patch
 
     patch._SCORES_AT_ONCE = 0
     mindspeed_lite.enable(use_flash_attn=True, verify=2, strict=True)
@@ -350,8 +351,8 @@ def test_large_attention_is_judged_by_one_group_of_heads(case):
 def test_a_planted_fault_in_an_operator_stops_a_strict_run():
     from mindspeed_lite.patches import use_flash_attn, use_fused_rmsnorm
 
-    attention, rms_norm = use_flash_attn.attention, use_fused_rmsnorm.rms_norm
-    use_flash_attn.attention = lambda *qkv, **how: attention(*qkv, **how) * 1.01
+    attend, rms_norm = use_flash_attn.attend, use_fused_rmsnorm.rms_norm
+    use_flash_attn.attend = lambda *given: (attend(*given)[0] * 1.01, None)
     use_fused_rmsnorm.rms_norm = lambda *given: rms_norm(*given) * 1.01
     with mindspeed_lite.enabled(use_flash_attn=True, use_fused_rmsnorm=True, verify=1, strict=True):
         with pytest.raises(VerifyError, match=r"--use-flash-attn.*attention on float32 q\[24,2,4,16\].* causal"):
@@ -366,8 +367,7 @@ def test_dropout_is_left_out_with_a_reason_and_megatrons_buffer_is_not_kept():
 
     from mindspeed_lite.patches import use_flash_attn as patch
 
-    patch.why_not = lambda *qkv, **how: []  # as on a device whose kernel has dropout
-    patch.attention = lambda q, k, v, **how: q
+    patch.attend = lambda q, k, v, spec: (q, None)
     mindspeed_lite.enable(use_flash_attn=True, verify=1)
     qkv, _ = inputs_of()
     for _ in range(2):
@@ -385,7 +385,7 @@ def test_without_the_flag_there_is_no_verifier_and_copies_of_a_model_have_none()
     Verifier.check = Verifier.leave_out = None
     norm, _ = run_norm(torch.float32)
     run_attention(torch.float32)
-    assert activation.current().session.verifier is None and "verifier" not in vars(norm)
+    assert runtime.current().session.verifier is None and "verifier" not in vars(norm)
     mindspeed_lite.disable()
     mindspeed_lite.enable(use_fused_rmsnorm=True, verify=1)
     norm = norm_of()
@@ -397,14 +397,13 @@ def test_without_the_flag_there_is_no_verifier_and_copies_of_a_model_have_none()
 
 @forked("megatron")
 def test_two_models_are_counted_apart():
-    with mindspeed_lite.enabled(use_fused_rmsnorm=True, verify=1):
-        one, first = norm_of(), activation.current().session.report
-    with mindspeed_lite.enabled(use_fused_rmsnorm=True, verify=2):
-        two, second = norm_of(), activation.current().session.report
     x = torch.randn(4, HIDDEN)
-    for _ in range(3):
-        one(x), two(x)
-    assert [entry.calls for report in (first, second) for entry in report.verifications] == [1, 2]
+    for calls in (1, 2):
+        with mindspeed_lite.enabled(use_fused_rmsnorm=True, verify=calls):
+            norm = norm_of()
+            for _ in range(3):
+                norm(x)
+            assert [entry.calls for entry in mindspeed_lite.report().verifications] == [calls]
 
 
 @pytest.fixture(scope="module")

@@ -36,7 +36,7 @@ CATEGORIES: tuple[str, ...] = (
 )
 REDUCTION, COMMUNICATION, COPIES, OTHER = CATEGORIES[9:]
 
-# Whoever knows the model opens ranges of these names, PREFIX + category, around its parts.
+# The probes open ranges of these names, PREFIX + category, around its parts.
 PREFIX = "mindspeed_lite::"
 STEP = PREFIX + "step"
 

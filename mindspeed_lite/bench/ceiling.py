@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.platform import cpu_products
+from mindspeed_lite.platform import cpu_matmul
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -75,7 +75,7 @@ class Peak:
 @contextlib.contextmanager
 def products_of_training(device: str) -> Iterator[None]:
     """Matrix products as the device layer has them, without the rest of it."""
-    undo = cpu_products.install() if device == "cpu" else lambda: None
+    undo = cpu_matmul.install() if device == "cpu" else lambda: None
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from mindspeed_lite.bench.statistics import CONFIDENCE, Ratio, paired_ratio, qua
 
 SCHEMA_VERSION = 1
 
-_YARDSTICKS = {"float32": "itself in float32", "other order": "itself with sums in another order"}
+_ROUNDING_BASELINES = {"float32": "itself in float32", "other order": "itself with sums in another order"}
 
 
 def report(
@@ -38,9 +38,9 @@ def report(
         "created": created,
         "title": title,
         "command": list(command),
-        # A yardstick that did not run was followed by another, or the losses say that they were not judged.
+        # A rounding baseline that did not run was followed by another, or the losses say that they were not judged.
         "complete": complete
-        and all(run["status"] == "ok" for arm in arms if arm["role"] != "yardstick" for run in arm["runs"]),
+        and all(run["status"] == "ok" for arm in arms if arm["role"] != "rounding_baseline" for run in arm["runs"]),
         "settings": {**settings, "confidence": CONFIDENCE},
         "environment": environment,
         "model": told["model"] if told else {},
@@ -52,7 +52,7 @@ def report(
     }
 
 
-def needs_yardstick(outcomes: Sequence[Outcome]) -> bool:
+def needs_rounding_baseline(outcomes: Sequence[Outcome]) -> bool:
     """Whether some arm promises the same mathematics and gives other losses than off."""
     arms = [_arm(name, runs, None) for name, runs in _by_arm(outcomes).items()]
     return any(
@@ -172,9 +172,8 @@ def _comparisons(outcomes: Sequence[Outcome], arms: Sequence[Mapping[str, Any]])
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
     runs = _by_arm(good)
     off = {outcome.repeat: outcome for outcome in runs.get("off", [])}
-    reference = next(
-        ((_YARDSTICKS[each.arm.arithmetic], each.steps) for each in good if each.arm.role == "yardstick"), None
-    )
+    baselines = (each for each in good if each.arm.role == "rounding_baseline")
+    reference = next(((_ROUNDING_BASELINES[each.arm.arithmetic], each.steps) for each in baselines), None)
     rows = []
     for arm in arms:
         if arm["role"] != "on":
@@ -266,7 +265,7 @@ def _findings(
     for arm in arms:
         for run in arm["runs"]:
             if run["status"] != "ok":
-                severity = "warning" if arm["role"] == "yardstick" else "failure"
+                severity = "warning" if arm["role"] == "rounding_baseline" else "failure"
                 say(severity, arm["name"], f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
         for feature, reasons in arm["skipped"].items():
             say("warning", arm["name"], f"{feature} was asked for and not applied: {'; '.join(reasons)}")

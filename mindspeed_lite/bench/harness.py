@@ -20,7 +20,7 @@ from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
 from mindspeed_lite.bench.records import Process
 
 if TYPE_CHECKING:
-    # Brings torch, which whoever starts others can do without.
+    # Imports torch, which the parent process can do without.
     from mindspeed_lite.bench.network import Links
 
 _INJECT = Path(__file__).parent / "inject"
@@ -227,7 +227,7 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _held_port() -> Iterator[int]:
-    """A port that the system gives nobody else meanwhile; torch's store, which reuses addresses, may listen there."""
+    """A port that no other process gets meanwhile; torch's store, which reuses addresses, may listen there."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))

@@ -13,7 +13,7 @@ Steps = Sequence[dict[str, Any]]
 
 CLASSES = ("bitwise", "ulp", "deviation")
 
-# Two trainings that each deviate from the exact one as far as the yardstick says are this far apart, at most.
+# Two trainings that each deviate from the exact one as far as the rounding baseline says are this far apart, at most.
 ALLOWED = 2.0
 
 # Growth per step that counts as a leak: beyond so many times that of off, and beyond the larger of this share of the
@@ -66,14 +66,14 @@ def _norm_difference(first: Steps, second: Steps) -> float | None:
 
 
 def compare_losses(
-    off: Sequence[Steps], on: Sequence[Steps], numerics: str, yardstick: tuple[str, Steps] | None
+    off: Sequence[Steps], on: Sequence[Steps], numerics: str, rounding_baseline: tuple[str, Steps] | None
 ) -> dict[str, Any]:
     """The `loss` object of a comparison (see docs/bench-report.md).
 
     Args:
         off, on: the steps of each run; the runs of one arm are repeats.
         numerics: the class that the features promise.
-        yardstick: what the third training is, and its steps.
+        rounding_baseline: what the third training is, and its steps.
     """
     pairs = list(zip(off, on, strict=False))
     differences = [_differences(a, b) for a, b in pairs]
@@ -86,21 +86,21 @@ def compare_losses(
         "rms_difference": rms,
         "step": iteration,
         "grad_norm_difference": max(norms, default=None),
-        "series": _series(off[0], on[0], yardstick[1] if yardstick else None),
-        "yardstick": None,
-        "times_yardstick": None,
+        "series": _series(off[0], on[0], rounding_baseline[1] if rounding_baseline else None),
+        "rounding_baseline": None,
+        "times_rounding_baseline": None,
     }
     own = max((value for each in off[1:] for _, value in _differences(off[0], each)), default=0.0)
     deterministic = all(_identical(off[0], each) for each in off[1:])
-    if yardstick is not None:
-        reference = _differences(off[0], yardstick[1])
+    if rounding_baseline is not None:
+        reference = _differences(off[0], rounding_baseline[1])
         allowed = _root_mean_square(reference)
-        found["yardstick"] = {
-            "kind": yardstick[0],
+        found["rounding_baseline"] = {
+            "kind": rounding_baseline[0],
             "largest_difference": max((value for _, value in reference), default=0.0),
             "rms_difference": allowed,
         }
-        found["times_yardstick"] = rms / allowed if allowed > 0 and math.isfinite(allowed) else None
+        found["times_rounding_baseline"] = rms / allowed if allowed > 0 and math.isfinite(allowed) else None
     found["verdict"], found["reason"] = _loss_verdict(
         found, all(_identical(a, b) for a, b in pairs), own if not deterministic else None
     )
@@ -126,24 +126,24 @@ def _loss_verdict(found: dict[str, Any], identical: bool, own: float | None) -> 
             f"the losses differ {where}" if found["largest_difference"] else f"the gradient norms differ by {norm:.3g}"
         )
         return "differs", f"{what}, and the features promise the same bits"
-    times = found["times_yardstick"]
+    times = found["times_rounding_baseline"]
     if times is None:
-        return "not judged", f"the losses differ {where}; there is no yardstick to hold that against"
-    text = f"the losses differ {where}, {times:.2f} times as far as off from {found['yardstick']['kind']}"
+        return "not judged", f"the losses differ {where}; there is no rounding baseline to hold that against"
+    text = f"the losses differ {where}, {times:.2f} times as far as off from {found['rounding_baseline']['kind']}"
     if times > ALLOWED:
         return "differs", f"{text}; rounding explains {ALLOWED:g} times"
     return "agrees", text
 
 
-def _series(off: Steps, on: Steps, yardstick: Steps | None) -> list[dict[str, Any]]:
+def _series(off: Steps, on: Steps, rounding_baseline: Steps | None) -> list[dict[str, Any]]:
     """The first loss of each iteration, side by side."""
 
     def first(step: dict[str, Any]) -> float | None:
         return next(iter(step["loss"].values()), None)
 
     rows = [{"iteration": a["iteration"], "off": first(a), "on": first(b)} for a, b in zip(off, on, strict=False)]
-    for row, step in zip(rows, yardstick or (), strict=False):
-        row["yardstick"] = first(step)
+    for row, step in zip(rows, rounding_baseline or (), strict=False):
+        row["rounding_baseline"] = first(step)
     return rows
 
 

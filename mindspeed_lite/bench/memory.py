@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_lite.bench import recorder
 from mindspeed_lite.bench.plan import Plan
-from mindspeed_lite.memory.saved import Tracker
+from mindspeed_lite.memory.saved_tensors import Tracker
 
 
 class MemoryRecorder(recorder.Recorder):
@@ -25,18 +25,16 @@ class MemoryRecorder(recorder.Recorder):
         self._tracker = Tracker(lambda address: False)
 
     def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
-        """Run one training step and count; see `mindspeed_lite.patches._memory`."""
-        from mindspeed_lite.patches import _memory
+        """Run one training step and count; see `mindspeed_lite.bench.probes.memory`."""
+        from mindspeed_lite.bench.probes import memory
 
-        others = {
-            tensor.untyped_storage().data_ptr() for tensor in (*_memory.weights(model), *_memory.gradients(model))
-        }
+        others = {tensor.untyped_storage().data_ptr() for tensor in (*memory.weights(model), *memory.gradients(model))}
         self._tracker.is_excluded = others.__contains__
         with self._tracker:
             result = step()
-        weights, gradients = list(_memory.weights(model)), list(_memory.gradients(model))
-        states = list(_memory.states(optimizer))
-        addressed, away = _memory.in_host_memory(optimizer)
+        weights, gradients = list(memory.weights(model)), list(memory.gradients(model))
+        states = list(memory.states(optimizer))
+        addressed, away = memory.in_host_memory(optimizer)
         self._taken = {
             "parameters": sum(each.numel() for each in weights),
             "weights": size(weights),

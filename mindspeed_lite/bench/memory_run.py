@@ -10,8 +10,8 @@ from typing import Any
 from mindspeed_lite.bench import harness
 from mindspeed_lite.bench.harness import Job
 from mindspeed_lite.bench.plan import Arm
-from mindspeed_lite.bench.predict import Rank
 from mindspeed_lite.bench.records import Process
+from mindspeed_lite.planner import Rank
 
 # What a prediction may be off, and from how many bytes on that is judged.
 TOLERANCE = 0.05

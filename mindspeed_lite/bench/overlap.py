@@ -42,25 +42,25 @@ class Lanes:
         self.now = max(self.now, arrival)
 
 
-def foresee(phase: str, slices: int, ranks: int, takes: Seconds) -> Lanes:
-    """One pass of a sequence-parallel layer over `ranks` ranks in `slices` messages; see `PHASES`."""
+def predict_overlap(phase: str, chunks: int, ranks: int, takes: Seconds) -> Lanes:
+    """One pass of a sequence-parallel layer over `ranks` ranks in `chunks` messages; see `PHASES`."""
     lanes = Lanes()
     if phase in ("column forward", "row backward"):
-        arrivals = [lanes.send(takes.gather / slices) for _ in range(slices)]
-        own = takes.product / ranks if slices > 1 else 0.0
+        arrivals = [lanes.send(takes.gather / chunks) for _ in range(chunks)]
+        own = takes.product / ranks if chunks > 1 else 0.0
         lanes.compute(own)
         for arrival in arrivals:
             lanes.wait(arrival)
-            lanes.compute((takes.product - own) / slices)
+            lanes.compute((takes.product - own) / chunks)
         lanes.compute(takes.weight)
         return lanes
     if phase not in PHASES:
         raise ValueError(f"no such pass: {phase!r}; one of {', '.join(PHASES)}")
     gathered = lanes.send(takes.gather) if phase == "column backward" else 0.0
     arrivals = []
-    for _ in range(slices):
-        lanes.compute(takes.product / slices)
-        arrivals.append(lanes.send(takes.reduce / slices))
+    for _ in range(chunks):
+        lanes.compute(takes.product / chunks)
+        arrivals.append(lanes.send(takes.reduce / chunks))
     if phase == "column backward":
         lanes.wait(gathered)
         lanes.compute(takes.weight)

@@ -24,7 +24,7 @@ class Arm:
         choice: `off`: none; `given`: those the command turns on itself; `all`: every one that applies; `only`:
             those in `features` and no other.
         beside: features that are on whatever the choice: in every arm, off too.
-        arithmetic: `as given`, or for the yardstick off in float32 or with sums in another order.
+        arithmetic: `as given`, or for the rounding baseline off in float32 or with sums in another order.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Arm:
     @property
     def role(self) -> str:
         if self.arithmetic != "as given":
-            return "yardstick"
+            return "rounding_baseline"
         return "off" if self.name == "off" else "on"
 
 

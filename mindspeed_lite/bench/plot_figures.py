@@ -79,7 +79,7 @@ def memory(report: Json, look: Theme) -> Figure | None:
 
 
 def loss(report: Json, look: Theme) -> Figure | None:
-    """The curves over each other, and below how far each is from off, next to the yardstick."""
+    """The curves over each other, and below how far each is from off, next to the rounding baseline."""
     shown = [each for each in items(report, "comparisons") if items(each, "loss", "series")]
     if not shown:
         return None
@@ -108,7 +108,7 @@ def loss(report: Json, look: Theme) -> Figure | None:
             drawn = True
             points = [value if value > 0 else math.nan for value in apart]
             lower.plot(iterations, points, color=color, linestyle=dash, linewidth=1.6, marker="o", markersize=2.5)
-    limits = [_finite(dig(each, "loss", "yardstick", "largest_difference")) for each in shown]
+    limits = [_finite(dig(each, "loss", "rounding_baseline", "largest_difference")) for each in shown]
     limit = max((each for each in limits if each), default=None)
     if drawn:
         lower.set_yscale("log")
@@ -118,7 +118,11 @@ def loss(report: Json, look: Theme) -> Figure | None:
         bottom = min(lower.get_ylim()[0], limit / 10) if drawn else 0.0
         lower.axhspan(bottom, limit, color=look.off, alpha=0.16, lw=0)
         lower.axhline(
-            limit, color=look.yardstick, linestyle="--", linewidth=1.2, label="largest difference of yardstick"
+            limit,
+            color=look.rounding_baseline,
+            linestyle="--",
+            linewidth=1.2,
+            label="largest difference of rounding baseline",
         )
         lower.set_ylim(bottom, max(lower.get_ylim()[1], limit * 1.25))
     if not drawn:
@@ -221,11 +225,11 @@ def operators(report: Json, look: Theme) -> Figure | None:
             text = "did not run" if dig(contender, "error") else "not known" if share is None else percent(share)
             axes.barh(at, share or 0.0, height=height * 0.9, color=look.contender(name, names))
             axes.annotate(text, (share or 0.0, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.axvline(1, color=look.yardstick, linestyle="--", linewidth=1.2)
+    axes.axvline(1, color=look.rounding_baseline, linestyle="--", linewidth=1.2)
     axes.set_xlim(0, max(1.16, axes.get_xlim()[1] * 1.1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(percent(round(value, 6)))))
     handles: list[Any] = [Patch(facecolor=look.contender(name, names), label=name) for name in names]
-    handles.append(Line2D([], [], color=look.yardstick, linestyle="--", label="ceiling"))
+    handles.append(Line2D([], [], color=look.rounding_baseline, linestyle="--", label="ceiling"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4)
     return figure
 

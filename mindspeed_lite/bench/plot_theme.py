@@ -45,7 +45,7 @@ class Theme:
     muted: str
     grid: str
     off: str
-    yardstick: str
+    rounding_baseline: str
     arms: dict[str, str] = field(default_factory=dict)
 
     def arm(self, name: str) -> str:
@@ -75,11 +75,11 @@ def theme(report: Json, dark: bool) -> Theme:
     for arm in items(report, "arms") or items(report, "comparisons"):
         name = plain(dig(arm, "name") or dig(arm, "arm")) or "?"
         role = dig(arm, "role")
-        if role == "yardstick" or name == "yardstick":
-            arms[name] = base.yardstick
+        if role == "rounding_baseline" or name == "rounding_baseline":
+            arms[name] = base.rounding_baseline
         elif role == "off" or name == "off":
             arms[name] = base.off
         else:
             arms[name] = _ARMS[place % len(_ARMS)][dark]
             place += 1
-    return Theme(base.dark, base.background, base.text, base.muted, base.grid, base.off, base.yardstick, arms)
+    return Theme(base.dark, base.background, base.text, base.muted, base.grid, base.off, base.rounding_baseline, arms)

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite import activation, platform
+from mindspeed_lite import platform, runtime
 from mindspeed_lite.bench import breakdown, environment
 from mindspeed_lite.bench.plan import Plan
+from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
 from mindspeed_lite.bench.timeline import LANES_OF, Timeline, write_trace
-from mindspeed_lite.bench.yardstick import DrawnIn, OtherSummationOrder
 from mindspeed_lite.platform import process_memory
 
 # Bytes of one of Python's small objects, about.
@@ -35,7 +35,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Recorder:
-    """The listener of one process; see `mindspeed_lite.patches._recording`."""
+    """The listener of one process; see `mindspeed_lite.bench.probes.train_step`."""
 
     def __init__(self, plan: Plan, lanes: Timeline | None = None) -> None:
         self.plan = plan
@@ -63,7 +63,7 @@ class Recorder:
             self._baseline = process_memory.resident()
             self._live_baseline = _held()
         if self.plan.arm.arithmetic == "float32" and precision in _DTYPES:
-            self._building.enter_context(DrawnIn(_DTYPES[precision]))
+            self._building.enter_context(SampleRandomInDtype(_DTYPES[precision]))
 
     def step(self, run: Callable[[], Any]) -> tuple[Any, Callable[[dict[str, float], float | None], None]]:
         """Run one training step; see `Listener.step`."""
@@ -74,7 +74,7 @@ class Recorder:
         profiled = self.plan.profile and number == self._last
         order: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self.plan.arm.arithmetic == "other order":
-            order = OtherSummationOrder()  # type: ignore[no-untyped-call, unused-ignore]
+            order = ReversedReductionOrder()  # type: ignore[no-untyped-call, unused-ignore]
         began = time.perf_counter()
         if profiled:
             result = self._profile(run)
@@ -110,25 +110,25 @@ class Recorder:
         return result, done
 
     def _begin(self) -> None:
-        from mindspeed_lite.patches import _recording
+        from mindspeed_lite.bench.probes import train_step
 
         self._building.close()
-        self._last = _recording.stop_after(self._last)
-        active, device = activation.current(), platform.activate()
+        self._last = train_step.stop_after(self._last)
+        active, device = runtime.current(), platform.activate()
         self._write(
             "run",
-            model=_recording.model(),
+            model=train_step.model(),
             environment=environment.describe(device),
             memory_kind=_memory_kind(),
             given=self._given,
-            applicable=activation.applicable(active) if active is not None else {},
-            report=activation.full_report(active).as_dict() if active is not None else None,
+            applicable=runtime.applicable(active) if active is not None else {},
+            report=runtime.full_report(active).as_dict() if active is not None else None,
         )
 
     def _profile(self, run: Callable[[], Any]) -> Any:
-        from mindspeed_lite.patches import _scopes
+        from mindspeed_lite.bench.probes import profiler_ranges
 
-        remove = _scopes.install()
+        remove = profiler_ranges.install()
         try:
             trace = Path(self.plan.trace) / f"rank{self.rank}.json" if self.plan.trace else None
             result, found = breakdown.profile(run, trace)
@@ -139,7 +139,7 @@ class Recorder:
 
 
 def _fallbacks() -> list[str]:
-    active = activation.current()
+    active = runtime.current()
     return [f"{each.feature}: {each.reason}" for each in active.session.report.fallbacks] if active is not None else []
 
 

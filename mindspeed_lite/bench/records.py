@@ -69,7 +69,7 @@ def _process(path: Path) -> Process:
 
 
 def merged_steps(processes: list[Process]) -> list[dict[str, Any]]:
-    """A step for each iteration that every process finished: the slowest time, the losses of whoever has them."""
+    """A step for each iteration that every process finished: the slowest time, and losses where a rank has them."""
     count = min((len(process.steps) for process in processes), default=0)
     merged = []
     for index in range(count):

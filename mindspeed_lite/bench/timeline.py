@@ -1,6 +1,6 @@
 """When a process computes, when it waits for messages, and when messages are in flight: a lane for each.
 
-Reaches the functions of `torch.distributed`, which must be wrapped before somebody takes them by value: before
+Reaches the functions of `torch.distributed`, which must be wrapped before other modules import them by value: before
 Megatron is imported. A message is in flight from the call until the backend's own thread says that it has come; the
 process waits while it is inside `wait()`, or inside a call that does not return before the message has come. What is
 left computes. This is the view of a process: right for gloo, where the process is what computes, and no more than an
@@ -75,7 +75,7 @@ class Timeline:
         return sum(span.end - span.start for span in self.spans if span.lane == WAIT)
 
     def install(self) -> Callable[[], None]:
-        """Wrap the collectives of this process; returns the way back."""
+        """Wrap the collectives of this process; returns an undo callable."""
         originals = [(module, name, getattr(module, name)) for name in _COLLECTIVES for module in _having(name)]
         # One for both modules: a batch of sends and receives is checked by identity.
         changed = {original: self._around(name, original) for _, name, original in originals}
@@ -125,7 +125,7 @@ class Timeline:
 
 
 class _Watched:
-    """A collective's handle that says when somebody waits for it and when it has come."""
+    """A collective's handle that records when it is waited for and when it has come."""
 
     def __init__(self, timeline: Timeline, name: str, start: float, handle: Any) -> None:
         self._timeline, self._name, self._handle = timeline, name, handle
@@ -135,7 +135,7 @@ class _Watched:
             )
             self._flight: float | None = None
         except (AttributeError, RuntimeError):
-            self._flight = start  # sends and receives have no such thing: until somebody has waited
+            self._flight = start  # sends and receives have no such thing: until it has been waited for
 
     def wait(self, *args: Any) -> Any:
         start = self._timeline._now()

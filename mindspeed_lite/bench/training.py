@@ -1,4 +1,4 @@
-"""The whole benchmark of a training command: off and on in alternation, a yardstick where one is needed, the report."""
+"""The whole benchmark of a training command: off and on in alternation, a rounding baseline if needed, the report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Request:
         mode: `features`, `each`, `all` or `noise`; see `arms_for`.
         features: names, for mode `features`; empty: what the command turns on itself.
         beside: features that are on in every arm, off too.
-        yardstick: `auto`, `float32`, `order` or `none`.
+        rounding_baseline: `auto`, `float32`, `order` or `none`.
     """
 
     job: Job
@@ -39,7 +39,7 @@ class Request:
     features: tuple[str, ...]
     beside: tuple[str, ...]
     repeats: int
-    yardstick: str
+    rounding_baseline: str
     profile: bool
     trace: bool
     title: str
@@ -47,7 +47,7 @@ class Request:
 
 @dataclass
 class Progress:
-    """Where a benchmark stands, for whoever shows it."""
+    """Where a benchmark stands, to be shown."""
 
     run: int = 0
     runs: int | None = None
@@ -81,7 +81,7 @@ class Benchmark:
         if first.status != "ok":
             raise BenchError(f"the command does not run with features off: {first.reason}")
         arms = self._arms(first)
-        extra = int(self.request.yardstick != "none")
+        extra = int(self.request.rounding_baseline != "none")
         self._progress.runs = self.request.repeats * (1 + len(arms)) + extra
         self._measure_ceiling(first)
         for repeat in range(1, self.request.repeats + 1):
@@ -92,7 +92,7 @@ class Benchmark:
             for arm in arms:
                 if arm.name not in self._broken:
                     self._run(arm, repeat, last)
-        self._run_yardstick()
+        self._run_rounding_baseline()
         self.complete = True
 
     def report(self) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class Benchmark:
                 "timeout": request.job.timeout,
                 "mode": request.mode,
                 "beside": list(request.beside),
-                "yardstick": request.yardstick,
+                "rounding_baseline": request.rounding_baseline,
                 "allocator": request.job.allocator or "as the command has it",
                 **_links(request.job),
             },
@@ -120,7 +120,7 @@ class Benchmark:
 
     def _run(self, arm: Arm, repeat: int, last: bool) -> Outcome:
         arm = replace(arm, beside=self.request.beside)
-        shown = last and arm.role != "yardstick"
+        shown = last and arm.role != "rounding_baseline"
         profile = shown and self.request.profile
         trace = self.request.job.folder / "trace" / arm.name if shown and self.request.trace else None
         self._progress.run += 1
@@ -158,17 +158,17 @@ class Benchmark:
             raise BenchError(f"no feature applies to this training: {reasons}")
         return arms_for("each", applicable)
 
-    def _run_yardstick(self) -> None:
+    def _run_rounding_baseline(self) -> None:
         """A third training for what promises the same mathematics and gives other bits."""
-        wanted = self.request.yardstick
-        if wanted == "none" or not compose.needs_yardstick(self.outcomes):
+        wanted = self.request.rounding_baseline
+        if wanted == "none" or not compose.needs_rounding_baseline(self.outcomes):
             return
         kinds = {"float32": ["float32"], "order": ["other order"]}.get(wanted)
         if kinds is None:
             sixteen = compose.dtype(self.outcomes) != "fp32"
             kinds = ["float32", "other order"] if sixteen else ["other order"]
         for kind in kinds:
-            arm = Arm(f"yardstick, {kind}", "off", arithmetic=kind)  # type: ignore[arg-type]
+            arm = Arm(f"rounding baseline, {kind}", "off", arithmetic=kind)  # type: ignore[arg-type]
             if self._run(arm, 1, last=False).status == "ok":
                 break
 
@@ -213,9 +213,9 @@ def check_features(names: Sequence[str]) -> None:
     """
     import difflib
 
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
 
-    known = [feature.name for feature in activation.catalogue()]
+    known = [feature.name for feature in runtime.catalogue()]
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

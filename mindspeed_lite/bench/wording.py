@@ -218,10 +218,10 @@ def loss_words(loss: object, against: str) -> str:
     if largest is not None and verdict != "identical":
         step = dig(loss, "step")
         parts.append(f"largest difference {difference(largest)}" + (f" at iteration {count(step)}" if step else ""))
-    multiple = number(dig(loss, "times_yardstick"))
+    multiple = number(dig(loss, "times_rounding_baseline"))
     if multiple is not None and math.isfinite(multiple) and verdict != "identical":
-        kind = plain(dig(loss, "yardstick", "kind"))
-        parts.append(f"{significant(multiple)} times that of the yardstick" + (f" ({kind})" if kind else ""))
+        kind = plain(dig(loss, "rounding_baseline", "kind"))
+        parts.append(f"{significant(multiple)} times that of the rounding baseline" + (f" ({kind})" if kind else ""))
     gradient = number(dig(loss, "grad_norm_difference"))
     if gradient is not None and verdict != "identical":
         parts.append(f"gradient norm within {difference(gradient)} (relative)")

@@ -22,7 +22,8 @@ def start(path: str) -> None:
     plan = Plan.read(path)
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform
-    from mindspeed_lite.patches import _arguments, _memory, _recording
+    from mindspeed_lite.bench.probes import memory, train_step
+    from mindspeed_lite.patches._shared import arguments
     from mindspeed_lite.platform import allocator
 
     current = platform.current()
@@ -39,10 +40,10 @@ def start(path: str) -> None:
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         # The harness asks a process that hangs where it stands.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-    _arguments.before_validation(lambda args: _prepare(args, plan))
+    arguments.before_validation(lambda args: _prepare(args, plan))
     if isinstance(_recorder, MemoryRecorder):
-        _memory.install(_recorder.around)
-    _recording.install(_recorder)
+        memory.install(_recorder.around)
+    train_step.install(_recorder)
 
 
 def _join(plan: Plan, device: Any) -> None:
@@ -56,26 +57,26 @@ def _join(plan: Plan, device: Any) -> None:
 
 
 def _prepare(args: Any, plan: Plan) -> None:
-    from mindspeed_lite.patches import _recording
+    from mindspeed_lite.bench.probes import train_step
 
     assert _recorder is not None
-    _recorder.arguments_are_final(_recording.precision(args), given=_choose(args, plan))
-    _recording.leave_no_trace(args)
+    _recorder.arguments_are_final(train_step.precision(args), given=_choose(args, plan))
+    train_step.leave_no_trace(args)
     if plan.arm.arithmetic == "float32":
-        _recording.in_float32(args)
+        train_step.in_float32(args)
 
 
 def _choose(args: Any, plan: Plan) -> list[str]:
     """Turn features off and on in the parsed arguments; returns those that the command itself turns on."""
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
 
-    catalogue = activation.catalogue()
+    catalogue = runtime.catalogue()
     settings = Settings.of(catalogue.options(), args)
     given = [feature.name for feature in catalogue if feature.is_enabled(settings)]
     arm = plan.arm
     if arm.choice != "given":
-        setattr(args, activation.AUTO.dest, arm.choice == "all")
+        setattr(args, runtime.AUTO.dest, arm.choice == "all")
     chosen = {"only": arm.features, "given": given}.get(arm.choice, ())
     for feature in catalogue:
         wanted = feature.name in arm.beside or feature.name in chosen

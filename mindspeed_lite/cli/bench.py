@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
             features=features,
             beside=beside,
             repeats=options.repeats,
-            yardstick=options.yardstick,
+            rounding_baseline=options.rounding_baseline,
             profile=not options.no_profile,
             trace=options.trace,
             title=options.title or _name(command),
@@ -277,7 +277,7 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds without a step after which a run has hung (default %(default)g)",
     )  # fmt: skip
     parser.add_argument(
-        "--yardstick", choices=("auto", "float32", "order", "none"), default="auto",
+        "--rounding-baseline", choices=("auto", "float32", "order", "none"), default="auto",
         help="what a difference of the loss is held against: off in float32, or with sums in another order; "
         "auto takes float32 where the training is in 16 bits",
     )  # fmt: skip

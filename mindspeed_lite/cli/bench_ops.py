@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_lite.bench.operators import OPERATORS
+from mindspeed_lite.ops.discovery import OPERATORS, cases
 
 from . import terminal
 
 if TYPE_CHECKING:
-    from mindspeed_lite.bench.operators import Case
+    from mindspeed_lite.bench.operators import BoundCase
 
 PROGRAM = "mindspeed-lite bench-ops"
 
@@ -61,8 +61,8 @@ def _parser() -> terminal.Parser:
         "(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.",
         epilog="shapes:\n"
         + "\n".join(
-            f"  {name:{width}}  {entry.shapes}\n  {'':{width}}  for example {entry.example}"
-            for name, entry in OPERATORS.items()
+            f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.example}"
+            for name, declared in ((name, cases(name)) for name in OPERATORS)
         ),
     )
     parser.add_argument(
@@ -128,7 +128,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
     except platform.DeviceError as error:
         raise _UsageError(f"--device: {error}" if options.device else error) from error
     dtype = ceiling.DTYPES[options.dtype]
-    cases = _cases(options, device.name, dtype)
+    chosen = _cases(options, device.name, dtype)
     try:
         before = None if options.compare is None else earlier.load(options.compare)
     except earlier.BadReport as error:
@@ -146,7 +146,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
         allocator.keep_freed_memory()  # all contenders in the memory a training run would give them
     with ceiling.products_of_training(device.name), _progress() as tell:
         return run.run(
-            cases,
+            chosen,
             device,
             dtype,
             timing.QUICK if options.quick else timing.Effort(),
@@ -157,23 +157,19 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
         )
 
 
-def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[Case]:
-    from dataclasses import replace
-
+def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[BoundCase]:
     from mindspeed_lite.bench import operators
 
-    found: dict[tuple[str, str], Case] = {}
+    found: dict[tuple[str, str], BoundCase] = {}
     for name, texts in options.chosen.items():
-        file = operators.module(name)
-        for text in file.shapes(device, options.quick) if texts is None else texts:
+        for text in cases(name).shapes(device, options.quick) if texts is None else texts:
             try:
-                case: Case = file.case(text, device, dtype)
+                case = operators.case(name, text, device, dtype)
             except ValueError as error:
                 raise _UsageError(f"--shapes: {text!r} is no shape of {name}: {error}") from error
             if options.quick:
                 # Compiling takes longer than everything else together.
-                kept = tuple(each for each in case.contenders if each.name != operators.COMPILED)
-                case = replace(case, contenders=kept)
+                case = case.only(*(each.name for each in case.contenders if each.name != operators.COMPILED))
             found[name, case.name] = case
     return list(found.values())
 

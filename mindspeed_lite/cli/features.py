@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import terminal
+from . import features_diff, terminal
 
 if TYPE_CHECKING:
-    from mindspeed_lite.engine import Feature, Table
+    from mindspeed_lite.engine import Feature
+    from mindspeed_lite.engine.fingerprints import Table
 
 PROGRAM = "mindspeed-lite features"
 
@@ -28,14 +29,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = terminal.Parser(prog=PROGRAM, description="Every feature, or one in detail.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature (or its flag), with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--diff", action="store_true", help="show how its targets differ from the verified releases")
+    parser.add_argument("--against", metavar="DIR", help="with --diff: the folder that holds the other `megatron`")
     options = parser.parse_args(list(arguments))
     try:
-        from mindspeed_lite import activation
+        from mindspeed_lite import runtime
 
-        catalogue = activation.catalogue()
-        fingerprints = activation.fingerprints()
+        catalogue = runtime.catalogue()
+        fingerprints = runtime.fingerprints()
     except Exception as error:  # what keeps a feature's module from loading is what the user has to be told
         return terminal.fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing", 1)
+    if options.diff or options.against:
+        if options.name is None:
+            return terminal.fail(PROGRAM, "--diff wants the name of a feature")
+        found = _find(options.name, catalogue)
+        if found is None:
+            return terminal.fail(PROGRAM, _unknown(options.name, catalogue))
+        return features_diff.show(PROGRAM, found, fingerprints, options.against)
     if options.name is None:
         described = [describe(feature, fingerprints) for feature in catalogue]
         lines = _overview(described)
@@ -71,14 +81,15 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
             for option in feature.options
         ],
         "patches": [
-            {"how": patch.how, "target": patch.target, "versions": patch.versions} for patch in feature.patches
+            {"kind": patch.kind, "target": patch.target, "versions": patch.versions, "reads": list(patch.reads)}
+            for patch in feature.patches
         ],
         "verified": verified_releases(feature, fingerprints),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
         "backends": {name: dispatch.backends(name) for name in feature.operators},
         "requires": [{"feature": each.feature, "reason": each.reason} for each in feature.requires],
         "conflicts": [{"feature": each.feature, "reason": each.reason} for each in feature.conflicts],
-        "doc": inspect.cleandoc(feature.doc or getattr(module, "__doc__", None) or ""),
+        "doc": inspect.cleandoc(getattr(module, "__doc__", None) or ""),
         "page": f"docs/features/{feature.name}.md",
     }
 
@@ -93,9 +104,7 @@ def verified_releases(feature: Feature, fingerprints: Table) -> list[str]:
     for release in sorted(fingerprints.entries, key=Version):
         counting = [patch for patch in feature.patches if matches(patch.versions, release)]
         # What is provided is not there, so it has no source to know.
-        known = [
-            isinstance(patch, Provide) or fingerprints.lookup(patch.target, release) is not None for patch in counting
-        ]
+        known = [isinstance(patch, Provide) or patch.target in fingerprints.entries[release] for patch in counting]
         if counting and all(known):
             releases.append(release)
     return releases
@@ -125,7 +134,7 @@ def _versions(feature: dict[str, Any]) -> str:
 
 def _targets(feature: dict[str, Any]) -> list[str]:
     return [
-        f"{patch['how']} {patch['target']}" + (f" ({patch['versions']})" if patch["versions"] else "")
+        f"{patch['kind']} {patch['target']}" + (f" ({patch['versions']})" if patch["versions"] else "")
         for patch in feature["patches"]
     ]
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindspeed_lite.bench import predict
-from mindspeed_lite.bench.predict.arguments import misspelt
+from mindspeed_lite import planner
+from mindspeed_lite.planner.arguments import misspelt
 
 from . import memory_text, terminal
 from .terminal import fail
@@ -56,9 +56,9 @@ def main(arguments: Sequence[str]) -> int:
         return fail(PROGRAM, f"--json {options.json}: there is no such folder")
     try:
         world_size = _world_size(options, command)
-        training = predict.read(command, world_size, options.device or _device(), options.vocabulary or 0)
-        predict.ranks(training)
-    except predict.ArgumentError as error:
+        training = planner.read(command, world_size, options.device or _device(), options.vocabulary or 0)
+        planner.ranks(training)
+    except planner.ArgumentError as error:
         return fail(PROGRAM, error)
     measured = None
     if options.measure:
@@ -73,12 +73,12 @@ def main(arguments: Sequence[str]) -> int:
                 f"the command ran with {measured.world_size} ranks and was predicted for {world_size}: leave out "
                 "--world-size, or start as many",
             )
-        training = training.having(device=options.device or measured.device)
+        training = training.replace(device=options.device or measured.device)
     return _show(options, training, measured)
 
 
-def _show(options: argparse.Namespace, training: predict.Training, measured: memory_run.Run | None) -> int:
-    ranks, changes = predict.ranks(training), list(predict.changes(training))
+def _show(options: argparse.Namespace, training: planner.TrainingConfig, measured: memory_run.Run | None) -> int:
+    ranks, changes = planner.ranks(training), list(planner.changes(training))
     width, color = terminal.width(), terminal.has_color()
     lines = memory_text.prediction(training, ranks, width, color)
     if options.explain:
@@ -119,10 +119,10 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, 
 
 
 def _world_size(options: argparse.Namespace, command: Sequence[str]) -> int:
-    """How many ranks: what is said, what torchrun is told, what the environment has, or one."""
+    """How many ranks: by our flag, by torchrun's flags, by the environment, or one."""
     if options.world_size is not None:
         if options.world_size < 1:
-            raise predict.ArgumentError(f"--world-size is at least 1, not {options.world_size}")
+            raise planner.ArgumentError(f"--world-size is at least 1, not {options.world_size}")
         return int(options.world_size)
     found: dict[str, str] = {}
     for place, word in enumerate(command):
@@ -134,7 +134,7 @@ def _world_size(options: argparse.Namespace, command: Sequence[str]) -> int:
     try:
         return int(found["per node"]) * int(found.get("nodes", "1"))
     except ValueError:
-        raise predict.ArgumentError(
+        raise planner.ArgumentError(
             "--nproc-per-node and --nnodes do not say how many ranks there will be: add --world-size N before the `--`"
         ) from None
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_lite.bench.predict import Change, Rank, Training
 from mindspeed_lite.bench.wording import size
+from mindspeed_lite.planner import Change, Rank, TrainingConfig
 
 from . import terminal
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from mindspeed_lite.bench.memory_run import Comparison, Run
 
 
-def prediction(training: Training, ranks: Sequence[Rank], width: int, color: bool) -> list[str]:
+def prediction(training: TrainingConfig, ranks: Sequence[Rank], width: int, color: bool) -> list[str]:
     """What is trained, and a row for every kind of rank."""
     rows = []
     for first, last, rank in _kinds(ranks):
@@ -44,7 +44,7 @@ def prediction(training: Training, ranks: Sequence[Rank], width: int, color: boo
     return lines + _table(headers, rows, width, color, (0, 5, 6, 8, 7, 7, 7, 7, 7, 4, 7))
 
 
-def explanation(training: Training, ranks: Sequence[Rank], width: int, color: bool) -> list[str]:
+def explanation(training: TrainingConfig, ranks: Sequence[Rank], width: int, color: bool) -> list[str]:
     """The tensors of the rank that takes most."""
     rank = max(ranks, key=lambda each: each.total)
     rows = [
@@ -119,7 +119,7 @@ def comparison(found: Sequence[Comparison], run: Run, width: int, color: bool) -
 
 
 def report(
-    training: Training,
+    training: TrainingConfig,
     ranks: Sequence[Rank],
     found: Sequence[Change],
     compared: Sequence[Comparison],
@@ -147,7 +147,7 @@ def report(
     }
 
 
-def _about(training: Training, ranks: Sequence[Rank], width: int) -> list[str]:
+def _about(training: TrainingConfig, ranks: Sequence[Rank], width: int) -> list[str]:
     t = training
     dense = sum(rank.parameters.dense for rank in ranks) * t.tp
     experts = sum(rank.parameters.experts for rank in ranks) * t.ep * t.etp

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.platform import npu_trouble
-from mindspeed_lite.platform.npu_trouble import Trouble
+from mindspeed_lite.platform.npu_trouble import NpuDiagnosis
 
 SECONDS = 60.0
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
@@ -38,7 +38,7 @@ class Probe:
     transfer_to_npu does not import, or ""), hccl, backends (operator -> backend and reasons).
     """
 
-    trouble: Trouble | None
+    trouble: NpuDiagnosis | None
     breaks_torch: bool = False
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -59,14 +59,14 @@ def ask(seconds: float = SECONDS) -> Probe:
         facts |= line.get("found", {})
     doing = next((line["doing"] for line in reversed(lines) if "doing" in line), "starting Python")
     if "trouble" in facts:
-        trouble = Trouble(*facts.pop("trouble"))
+        trouble = NpuDiagnosis(*facts.pop("trouble"))
     elif code is None:
-        trouble = Trouble(
+        trouble = NpuDiagnosis(
             f"{doing} does not end (given up after {seconds:g} s)",
             "look at `npu-smi info` for a device or driver that hangs; `doctor --timeout` waits longer",
         )
     elif code != 0 or "backends" not in facts:
-        trouble = Trouble(
+        trouble = NpuDiagnosis(
             f"{doing} ends the process ({_ending(code)}){_last_words(text)}",
             "torch_npu, CANN and the driver do not fit each other or this torch: install a matching set; "
             "`python -c 'import torch_npu'` shows it",
@@ -92,7 +92,7 @@ def _run(told: Path, said: Path, seconds: float) -> int | None:
     """The exit code of the other side, or None after it was stopped; what it prints goes to `said`."""
     command = [sys.executable, "-m", __name__, str(told)]
     with open(said, "wb") as output:
-        # A group of its own, so that what it has started ends with it; a file, so that nobody waits for a pipe.
+        # A group of its own, so that what it has started ends with it; a file, so that no pipe is waited for.
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )

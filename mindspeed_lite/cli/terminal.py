@@ -98,7 +98,7 @@ def table(
     if room < 0:
         return None
     while room > 0 and widths != natural:
-        # One column at a time to whoever lacks most, so that long cells share what there is.
+        # One column at a time to the cell that lacks most, so that long cells share what there is.
         neediest = max(range(len(widths)), key=lambda index: natural[index] / widths[index])
         widths[neediest] += 1
         room -= 1

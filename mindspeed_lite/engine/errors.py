@@ -36,11 +36,11 @@ class RequirementError(PlanError):
 
 
 class ApplyError(EngineError):
-    """A patch failed while it was put in place; all of them have been taken back."""
+    """A patch could not be applied, that of `feature`; nothing has been changed."""
 
-
-class UndoError(EngineError):
-    """Patches are taken back in the wrong order."""
+    def __init__(self, text: str, feature: str = "") -> None:
+        super().__init__(text)
+        self.feature = feature
 
 
 class FallbackError(EngineError):

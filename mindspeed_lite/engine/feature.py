@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -167,72 +167,74 @@ class Context:
         return getattr(self.host_args, name, default)
 
 
-@dataclass(frozen=True)
-class Replace:
-    """Put `replacement` in the target's place. With `bind`, `replacement(session)` returns what to put there.
+@dataclass(frozen=True, eq=False)
+class _Patch:
+    """What every patch declares.
 
-    Patches of one feature on one target are variants for different releases. Where a release moved the
-    symbol, `variant_of` names the target in whose stead this one stands.
+    target: "package.module:Class.attribute", resolved through the class that defines the attribute.
+    make: called when the patch is applied; returns what stands at the target from then on.
+    versions: PEP 440 range of host releases this patch is for. Patches of one feature on one target are variants.
+    reads: attributes that the code reads off the host's objects, checked before the patch is applied: "name" (of the
+        target's class), "Class.name" (of the target's module) or "package.module:Class.name".
+    variant_of: where a release moved the symbol, the target that this one takes the place of.
     """
 
     target: str
-    replacement: Any
+    make: Callable[..., Any]
     versions: str = ""
-    bind: bool = False
+    reads: Sequence[str] = ()
     variant_of: str = ""
-    how: ClassVar[str] = "replace"
+    kind: ClassVar[str] = ""
     order: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        _check_patch(self)
-        if self.bind and not callable(self.replacement):
-            raise ValueError(f"{self.target}: with `bind` the replacement is called, so it must be callable.")
+        for text in filter(None, (self.target, self.variant_of)):
+            if not parse(text)[1] and not isinstance(self, Provide):
+                raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
+        if not self.target:
+            raise ValueError("a patch needs a target.")
+        if not callable(self.make):
+            raise ValueError(f"{self.target}: `make` is called when the patch is applied, so it must be callable.")
+        if isinstance(self.reads, str):
+            raise ValueError(f"{self.target}: `reads` is a sequence of names, not one text.")
+        object.__setattr__(self, "reads", tuple(self.reads))
+        _check_range(self.target, self.versions)
 
 
-@dataclass(frozen=True)
-class Wrap:
-    """Put `around(wrapped, session)` in the target's place; a smaller `order` is nearer the original."""
+@dataclass(frozen=True, eq=False)
+class Around(_Patch):
+    """Code before and after the target, which it always calls. Bound to the target's signature.
 
-    target: str
-    around: Callable[[Any, Any], Any]
-    versions: str = ""
-    order: int = 0
-    variant_of: str = ""
-    how: ClassVar[str] = "wrap"
+    `make(wrapped, session)` returns the wrapper; a smaller `order` is nearer the original.
+    """
 
-    def __post_init__(self) -> None:
-        _check_patch(self)
-        if not callable(self.around):
-            raise ValueError(f"{self.target}: `around` must be callable.")
+    order: int = 0  # type: ignore[misc]
+    kind: ClassVar[str] = "around"
 
 
-@dataclass(frozen=True)
-class Provide:
-    """Supply `value(session)` for a symbol, or without colon a module, that the host can live without."""
+@dataclass(frozen=True, eq=False)
+class Override(_Patch):
+    """Code in place of the target's body, which may hand single calls back. Bound to signature and body.
 
-    target: str
-    value: Callable[[Any], Any]
-    versions: str = ""
-    variant_of: str = ""
-    how: ClassVar[str] = "provide"
-    order: ClassVar[int] = 0
+    `make(wrapped, session)` returns the replacement: a wrapper for a function, any value for a value.
+    """
 
-    def __post_init__(self) -> None:
-        _check_patch(self)
-        if not callable(self.value):
-            raise ValueError(f"{self.target}: `value` is called with the session, so it must be callable.")
+    order: int = 0  # type: ignore[misc]
+    kind: ClassVar[str] = "override"
 
 
-Patch = Replace | Wrap | Provide
+@dataclass(frozen=True, eq=False)
+class Provide(_Patch):
+    """A symbol, or without colon a module, that the host looks for and lives without. `make(session)` returns it.
+
+    `wanted_by`: the module of the host that looks for it, where that is not the target's own.
+    """
+
+    wanted_by: str = ""
+    kind: ClassVar[str] = "provide"
 
 
-def _check_patch(patch: Patch) -> None:
-    for text in filter(None, (patch.target, patch.variant_of)):
-        if not parse(text)[1] and not isinstance(patch, Provide):
-            raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
-    if not patch.target:
-        raise ValueError("a patch needs a target.")
-    _check_range(patch.target, patch.versions)
+Patch = Around | Override | Provide
 
 
 @dataclass(frozen=True)
@@ -245,43 +247,63 @@ class Relation:
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing a user can turn on: its flags, when it applies, what it patches, what it does to numbers."""
+    """One thing a user can turn on, as data.
+
+    name: identifier; also the name of its module, its page and its test.
+    summary: one line for lists and the report.
+    options: its flags; the first one turns it on unless `enabled` says otherwise.
+    numerics: "bitwise", "ulp" or "deviation", against the path it replaces.
+    patches: what it swaps in the host.
+    theme: heading under which lists group it.
+    condition: reasons why it does not apply to this model, device and layout; [] if it does.
+    conflicting_args: arguments of the host that it cannot live with, each with the reason.
+    enabled: whether the settings ask for it.
+    requires, conflicts: other features, each with the reason.
+    not_auto: why auto leaves it off although it applies.
+    arguments: arguments of the host that it sets before the host validates them.
+    operators: names of the operators that it calls.
+    memory: why its effect on memory is not predicted; "" if the planner reads its flags.
+    """
 
     name: str
     summary: str
     options: Sequence[Option]
     numerics: Numerics
     patches: Sequence[Patch]
+    theme: str = ""
     condition: Callable[[Context], Sequence[str]] | None = None
+    conflicting_args: Mapping[str, str] = field(default_factory=dict)
     enabled: Callable[[Settings], bool] | None = None
     requires: Sequence[Relation] = ()
     conflicts: Sequence[Relation] = ()
-    adjust: Callable[[Context], Mapping[str, Any]] | None = None
+    not_auto: str = ""
+    arguments: Callable[[Context], Mapping[str, Any]] | None = None
     operators: Sequence[str] = ()
-    doc: str = ""
+    memory: str = ""
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"feature `{self.name}`: the name must be an identifier.")
         if self.numerics not in get_args(Numerics):
             raise ValueError(f"feature `{self.name}`: numerics is one of {', '.join(get_args(Numerics))}.")
-        for field in ("options", "patches", "requires", "conflicts", "operators"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+        for name in ("options", "patches", "requires", "conflicts", "operators"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.options and self.enabled is None:
             raise ValueError(f"feature `{self.name}`: without options it must say when it is `enabled`.")
         if len({option.dest for option in self.options}) < len(self.options):
             raise ValueError(f"feature `{self.name}` declares one flag twice.")
         if self.name in {relation.feature for relation in (*self.requires, *self.conflicts)}:
             raise ValueError(f"feature `{self.name}` names itself in `requires` or `conflicts`.")
-        replaced = [(patch.target, patch.versions) for patch in self.patches if isinstance(patch, Replace)]
-        for target, _ in (pair for pair in replaced if replaced.count(pair) > 1):
-            raise ValueError(f"feature `{self.name}` replaces `{target}` twice for the same versions.")
 
     @property
     def label(self) -> str:
         """Name and flags, as a message names it."""
         flags = ", ".join(option.flag for option in self.options)
         return f"`{self.name}` ({flags or 'no flag'})"
+
+    def conflict_reasons(self, value_of: Callable[[str], Any]) -> list[str]:
+        """The reasons of the conflicting arguments that are set, by `value_of(name)`."""
+        return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
 
     def is_enabled(self, settings: Settings) -> bool:
         """Whether the user asked for it: by default, whether the first option's value is truthy."""

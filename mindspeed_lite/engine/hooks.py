@@ -9,7 +9,7 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
-# wrapt has no way to take a hook back, so each module gets one, and whoever waits for it stands in a list of ours.
+# wrapt has no way to take a hook back, so each module gets one, and all that wait for it stand in a list of ours.
 _waiting: dict[str, list[ImportHandle]] = {}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,3 +61,35 @@ def _keywords(option: Option) -> dict[str, Any]:
     keywords |= {"default": option.default, "type": option.convert}
     optional = {"choices": option.choices, "nargs": option.nargs, "metavar": option.metavar}
     return keywords | {name: value for name, value in optional.items() if value is not None}
+
+
+def given_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> frozenset[str]:
+    """The dests that a command line names itself, told from its words alone: no action runs, nothing is converted."""
+    words = list(arguments)
+    if parser.fromfile_prefix_chars is not None:
+        words = parser._read_args_from_files(words)
+    if "--" in words:
+        words = words[: words.index("--")]
+    return frozenset(dest for word in words for dest in _named(parser, word))
+
+
+def _named(parser: argparse.ArgumentParser, word: str) -> Iterator[str]:
+    """The dests of the options in one word: one, or those of short switches that are written together."""
+    actions = parser._option_string_actions
+    if len(word) < 2 or word[0] not in parser.prefix_chars:
+        return
+    option = word if word in actions else word.partition("=")[0]
+    is_long = option[1:2] != "" and option[1] in parser.prefix_chars
+    if option not in actions and (parser.allow_abbrev or not is_long):
+        longer = [each for each in actions if each.startswith(option)]
+        option = longer[0] if len(longer) == 1 else option
+    if option in actions:
+        yield actions[option].dest
+    elif not is_long:
+        for letter in word[1:]:
+            action = actions.get(word[0] + letter)
+            if action is None:
+                return
+            yield action.dest
+            if action.nargs != 0:
+                return  # the rest of the word is its value

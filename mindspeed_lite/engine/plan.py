@@ -1,18 +1,19 @@
-"""From features, settings and versions to an ordered list of steps; every skip carries all of its reasons."""
+"""Decides which features to apply, with the reasons of each that is not; changes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from packaging.version import InvalidVersion, Version
 
 from .errors import ConflictError, EngineError, PlanError, RequirementError, TargetError
-from .feature import Context, Feature, Patch, Provide, Replace, Wrap, matches
+from .feature import Context, Feature, Patch, Provide, Settings, matches
 from .options import Collision
-from .target import DEFAULT_SKIP, Target, resolve, signature_difference, unwrap, vacancy
+from .source import has_attribute, mentions
+from .swaps import provided
+from .target import is_class, parse, resolve, vacancy
 
 if TYPE_CHECKING:
     from .fingerprints import Table
@@ -20,47 +21,42 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Status = Literal["applied", "skipped", "off"]
 ALLOW_UNVERIFIED = "--mindspeed-lite-allow-unverified"
-ALREADY_THERE = "already provided by the host"
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One patch as it will be applied; `value` is what a replacement puts there; a Provide has no target."""
+    """One patch that is to be applied, and how well its target is known."""
 
     feature: str
     patch: Patch
-    target: Target | None
-    value: Any
-    verified: str
+    verdict: str
 
 
 @dataclass
 class Outcome:
-    """What became of one feature, and why."""
+    """What becomes of one feature, and why. Reasons of one that is off are why auto left it off."""
 
     feature: Feature
     status: Status
     reasons: list[str] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
-    adjustments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in the order in which they apply, and one outcome per feature."""
+    """One outcome per feature, by name, and the settings with what auto chose."""
 
-    steps: tuple[Step, ...]
     outcomes: tuple[Outcome, ...]
+    settings: Settings
     host_version: str
-    skip_modules: Collection[str]
 
     def outcome(self, feature: str) -> Outcome:
         return next(each for each in self.outcomes if each.feature.name == feature)
 
     @property
-    def adjustments(self) -> dict[str, Any]:
-        """All host arguments the applied features set."""
-        return {name: value for each in self.outcomes for name, value in each.adjustments.items()}
+    def applied(self) -> list[Outcome]:
+        return [each for each in self.outcomes if each.status == "applied"]
 
 
 def make_plan(
@@ -69,117 +65,156 @@ def make_plan(
     *,
     host_version: str,
     fingerprints: Table,
-    session: Any,
-    allow_unverified: bool = False,
+    auto: bool = False,
     strict: bool = False,
-    skip_modules: Collection[str] = (),
+    allow_unverified: bool = False,
     collisions: Sequence[Collision] = (),
+    without: Mapping[str, str] | None = None,
+    sets_arguments: bool = True,
 ) -> Plan:
-    """Decide everything, change nothing; raise EngineError if going on is not what was asked for.
+    """Decide on every feature.
 
-    `skip_modules` are top-level names besides the standard library that hold nothing of the host by value.
+    Args:
+        auto: turn on what applies by itself besides what the settings ask for. What only auto asked for never raises.
+        strict: raise if a feature that the settings ask for does not apply.
+        collisions: flags of features that mean something else to the host.
+        without: features that do not apply for another reason, which is given.
+        sets_arguments: whether the caller sets the arguments that features ask for. If not, a feature that is nothing
+            else does not apply unless the host has them.
+
+    Raises:
+        EngineError: what the settings ask for contradicts itself or does not fit this host.
     """
     try:
         Version(host_version)
     except InvalidVersion as error:
         raise PlanError(f"host version `{host_version}` is not a version number.") from error
     everything = {feature.name: feature for feature in sorted(features, key=lambda each: each.name)}
-    enabled = {name: each for name, each in everything.items() if each.is_enabled(context.settings)}
-    _refuse_collisions(enabled, collisions)
-    _refuse_conflicts(enabled)
-    judge = _Judge(context, host_version, fingerprints, session, allow_unverified)
-    outcomes = {
-        name: judge.outcome(feature) if name in enabled else Outcome(feature, "off")
-        for name, feature in everything.items()
-    }
-    _skip_dependents(outcomes)
-    applied = [each for each in outcomes.values() if each.status == "applied"]
-    _refuse_double_replacement(applied)
-    _collect_adjustments(applied, context)
+    planner = _FeaturePlanner(context, host_version, fingerprints, allow_unverified, collisions, without or {})
+    named = [each for each in everything.values() if each.is_enabled(context.settings)]
+    names = {each.name for each in named}
+    outcomes = {name: Outcome(feature, "off") for name, feature in everything.items()}
+    if auto:
+        _choose(planner, everything, outcomes, names)
+    enabled = names | {name for name, each in outcomes.items() if each.status == "applied"}
+    for feature in named:
+        _refuse_contradictions(feature, everything, enabled, collisions)
+    for feature in named:
+        outcomes[feature.name] = planner.outcome(feature, refuse=True)
+    _skip_dependents(outcomes, names)
+    # Those asked for first, so that it is one that only auto chose which gives way.
+    settled: list[Outcome] = []
+    for each in sorted(outcomes.values(), key=lambda each: each.feature.name not in names):
+        try:
+            _settle(each, settled, planner.context)
+            missing = [f"{name} = {value!r}" for name, value in each.arguments.items() if context.arg(name) != value]
+            if missing and not each.steps and not sets_arguments:
+                each.status, each.arguments = "skipped" if each.feature.name in names else "off", {}
+                each.reasons.append(f"it only sets {', '.join(missing)}, which are left to you here: set them yourself")
+                settled.remove(each)
+        except EngineError as error:
+            if each.feature.name in names:
+                raise
+            each.status, each.steps, each.reasons, each.arguments = "off", [], [str(error)], {}
+    _skip_dependents(outcomes, names)
     skipped = [each for each in outcomes.values() if each.status == "skipped"]
     if strict and skipped:
         listed = "; ".join(f"feature {each.feature.label}: {', '.join(each.reasons)}" for each in skipped)
         raise PlanError(f"strict mode allows no skipped feature: {listed}.")
-    steps = sorted((step for each in applied for step in each.steps), key=_rank)
-    return Plan(tuple(steps), tuple(outcomes.values()), host_version, DEFAULT_SKIP.union(skip_modules))
+    return Plan(tuple(outcomes.values()), planner.context.settings, host_version)
 
 
-def _rank(step: Step) -> tuple[int, int, str]:
-    """Symbols first, since a replacement may use them; then replacements, then wraps from the inside out."""
-    return ("provide", "replace", "wrap").index(step.patch.how), step.patch.order, step.feature
+def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
+    """By feature, why its flag alone would not turn it on, its own requirements granted; [] if it would."""
+    from .fingerprints import Table
+
+    planner = _FeaturePlanner(context, "0", Table(), True, (), {})
+    everything = {feature.name: feature for feature in features}
+    found = {}
+    for name, each in everything.items():
+        granted = {other.feature: everything.get(other.feature, each) for other in each.requires}
+        found[name] = planner.why_not_auto(each, granted)
+    return found
 
 
-def _refuse_collisions(enabled: Mapping[str, Feature], collisions: Sequence[Collision]) -> None:
-    for each in collisions:
-        if each.feature in enabled:
+def _choose(
+    planner: _FeaturePlanner, everything: Mapping[str, Feature], outcomes: dict[str, Outcome], named: set[str]
+) -> None:
+    """Turn on what applies by itself, first what requires nothing; note why the rest stays off."""
+    enabled = {name: everything[name] for name in sorted(named)}
+    for feature in sorted(everything.values(), key=lambda each: len(each.requires)):
+        if feature.name in named:
+            continue
+        outcome = outcomes[feature.name]
+        outcome.reasons = planner.why_not_auto(feature, enabled)
+        if outcome.reasons:
+            continue
+        try:
+            found = planner.outcome(feature, refuse=False)
+        except EngineError as error:
+            outcome.reasons = [str(error)]
+            continue
+        outcome.reasons = found.reasons
+        if found.status == "applied":
+            outcome.status, outcome.steps = found.status, found.steps
+            enabled[feature.name] = feature
+            planner.turn_on(feature)
+
+
+def _refuse_contradictions(
+    feature: Feature, everything: Mapping[str, Feature], enabled: set[str], collisions: Sequence[Collision]
+) -> None:
+    for collision in collisions:
+        if collision.feature == feature.name:
             raise PlanError(
-                f"feature {enabled[each.feature].label}: {each.flag} means something else in this host; "
+                f"feature {feature.label}: {collision.flag} means something else in this host; "
                 "leave the feature off, or use a release of this package that knows this host version."
+            )
+    for relation in feature.conflicts:
+        if relation.feature in enabled:
+            other = everything[relation.feature]
+            raise ConflictError(
+                f"features {feature.label} and {other.label} conflict: {relation.reason}; turn one off."
+            )
+    for relation in feature.requires:
+        if relation.feature not in enabled:
+            raise RequirementError(
+                f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
+                f"{relation.reason}; turn it on too."
             )
 
 
-def _refuse_conflicts(enabled: Mapping[str, Feature]) -> None:
-    for feature in enabled.values():
-        for relation in feature.conflicts:
-            if relation.feature in enabled:
-                other = enabled[relation.feature]
-                raise ConflictError(
-                    f"features {feature.label} and {other.label} conflict: {relation.reason}; turn one off."
-                )
-        for relation in feature.requires:
-            if relation.feature not in enabled:
-                raise RequirementError(
-                    f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
-                    f"{relation.reason}; turn it on too."
-                )
-
-
-def _skip_dependents(outcomes: Mapping[str, Outcome]) -> None:
+def _skip_dependents(outcomes: Mapping[str, Outcome], named: set[str]) -> None:
     changed = True
     while changed:
         changed = False
         for outcome in outcomes.values():
-            for relation in outcome.feature.requires if outcome.status != "off" else ():
-                reason = f"requires feature `{relation.feature}`, which was skipped"
-                if outcomes[relation.feature].status == "skipped" and reason not in outcome.reasons:
-                    outcome.status, outcome.steps, changed = "skipped", [], True
-                    outcome.reasons.append(reason)
+            for relation in outcome.feature.requires if outcome.status == "applied" else ():
+                if outcomes[relation.feature].status != "applied":
+                    outcome.status = "skipped" if outcome.feature.name in named else "off"
+                    outcome.steps, outcome.arguments, changed = [], {}, True
+                    outcome.reasons.append(f"requires feature `{relation.feature}`, which was skipped")
 
 
-def _refuse_double_replacement(applied: Sequence[Outcome]) -> None:
-    sole = [
-        (each.feature, step)
-        for each in applied
-        for step in each.steps
-        if not isinstance(step.patch, Wrap) and step.verified != ALREADY_THERE
-    ]
-    for (one, step), (other, second) in combinations(sole, 2):
-        if one is not other and _place(step) == _place(second):
-            raise ConflictError(
-                f"features {one.label} and {other.label} both {step.patch.how} `{step.patch.target}`; turn one off."
-            )
-
-
-def _place(step: Step) -> Any:
-    if step.target is None:
-        return step.patch.target
-    # Two targets may be two names of one object.
-    return id(step.target.raw) if step.target.is_shared else (id(step.target.owner), step.target.name)
-
-
-def _collect_adjustments(applied: Sequence[Outcome], context: Context) -> None:
-    setter: dict[str, Outcome] = {}
-    for outcome in applied:
-        if outcome.feature.adjust is None:
-            continue
-        outcome.adjustments = dict(_ask(outcome.feature, "adjust", outcome.feature.adjust, context))
-        for name, value in outcome.adjustments.items():
-            other = setter.setdefault(name, outcome)
-            if other.adjustments[name] != value:
+def _settle(outcome: Outcome, settled: list[Outcome], context: Context) -> None:
+    """Ask a feature that applies for its arguments, and refuse what contradicts one that is settled."""
+    if outcome.status != "applied":
+        return
+    feature = outcome.feature
+    if feature.arguments is not None:
+        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context))
+    provided = {step.patch.target for step in outcome.steps if isinstance(step.patch, Provide)}
+    for other in settled:
+        both = f"features {other.feature.label} and {feature.label}"
+        for step in other.steps:
+            if isinstance(step.patch, Provide) and step.patch.target in provided:
+                raise ConflictError(f"{both} both provide `{step.patch.target}`; turn one off.")
+        for name, value in outcome.arguments.items():
+            if other.arguments.get(name, value) != value:
                 raise ConflictError(
-                    f"features {other.feature.label} and {outcome.feature.label} set host argument `{name}` "
-                    f"to {other.adjustments[name]!r} and {value!r}; turn one off."
+                    f"{both} set host argument `{name}` to {other.arguments[name]!r} and {value!r}; turn one off."
                 )
+    settled.append(outcome)
 
 
 def _ask(feature: Feature, what: str, question: Callable[[Any], T], argument: Any) -> T:
@@ -195,30 +230,76 @@ def _ask(feature: Feature, what: str, question: Callable[[Any], T], argument: An
 
 
 @dataclass
-class _Judge:
+class _FeaturePlanner:
     """Judges one feature at a time against the host as it is."""
 
     context: Context
     host_version: str
     fingerprints: Table
-    session: Any
     allow_unverified: bool
+    collisions: Sequence[Collision]
+    without: Mapping[str, str]
 
-    def outcome(self, feature: Feature) -> Outcome:
-        reasons: list[str] = []
+    def turn_on(self, feature: Feature) -> None:
+        values = {**self.context.settings, feature.options[0].dest: True}
+        self.context = replace(self.context, settings=Settings(values))
+
+    def why_not_auto(self, feature: Feature, enabled: Mapping[str, Feature]) -> list[str]:
+        """Reasons why auto leaves a feature off that could be known without looking at the host's code."""
+        reasons = [self.without[feature.name]] if feature.name in self.without else []
+        if not feature.options or not feature.options[0].is_switch:
+            reasons.append("it needs a value that only the user can choose")
+        if feature.not_auto:
+            reasons.append(feature.not_auto)
+        reasons += [
+            f"{each.flag} means something else in this host" for each in self.collisions if each.feature == feature.name
+        ]
+        clashes = [(each.feature, each.reason) for each in feature.conflicts if each.feature in enabled]
+        clashes += [
+            (name, each.reason)
+            for name, other in enabled.items()
+            for each in other.conflicts
+            if each.feature == feature.name
+        ]
+        reasons += [f"conflicts with {name}: {reason}" for name, reason in dict.fromkeys(clashes)]
+        reasons += [
+            f"requires {relation.feature}: {relation.reason}"
+            for relation in feature.requires
+            if relation.feature not in enabled
+        ]
+        try:
+            return reasons + self.conditions(feature)
+        except EngineError as error:
+            return [*reasons, str(error)]
+
+    def conditions(self, feature: Feature) -> list[str]:
+        """Reasons of the feature's own why it does not apply."""
+        reasons = feature.conflict_reasons(lambda name: self.context.arg(name, None))
         if feature.condition is not None:
             answer = _ask(feature, "condition", feature.condition, self.context)
             # A single text is a sequence of texts too: its letters.
             reasons += filter(None, [answer] if isinstance(answer, str) else answer)
-        chosen = self._variants(feature, reasons)
+        return reasons
+
+    def outcome(self, feature: Feature, refuse: bool) -> Outcome:
+        """Whether the feature applies; with `refuse` a target that does not exist is an error."""
+        reasons = self.conditions(feature)
+        reasons += [self.without[feature.name]] if feature.name in self.without else []
+        doubts: list[str] = []
         unresolved: list[TargetError] = []
         steps: list[Step] = []
-        for patch in chosen:
+        for patch in self._variants(feature, reasons):
             try:
-                steps.append(self._step(feature, patch, reasons))
+                steps.append(self._step(feature, patch, doubts))
             except TargetError as error:
                 unresolved.append(error)
-        if unresolved and not reasons:
+        if doubts:
+            doubts[-1] += (
+                f" (`mindspeed-lite features {feature.name} --diff` shows what differs in host version "
+                f"{self.host_version}, {ALLOW_UNVERIFIED} applies the feature all the same)"
+            )
+            reasons += doubts
+        if unresolved and refuse and not reasons:
             raise TargetError(
                 f"feature {feature.label} does not fit host version {self.host_version}: "
                 f"{unresolved[0]} Turn it off, or use a release of this package that knows this version."
@@ -236,43 +317,43 @@ class _Judge:
             if not fitting:
                 ranges = ", ".join(patch.versions for patch in group)
                 reasons.append(f"no variant of `{target}` for host version {self.host_version} (there is {ranges})")
-            if sum(isinstance(patch, Replace) for patch in fitting) > 1:
-                raise PlanError(
-                    f"feature {feature.label} has two replacements of `{target}` for host version "
-                    f"{self.host_version}; report this."
-                )
             chosen += fitting
         return chosen
 
-    def _step(self, feature: Feature, patch: Patch, reasons: list[str]) -> Step:
+    def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> Step:
         if isinstance(patch, Provide):
-            provided = "provided" if vacancy(patch.target) else ALREADY_THERE
-            return Step(feature.name, patch, None, None, provided)
+            module = patch.wanted_by or parse(patch.target)[0]
+            name = (parse(patch.target)[1] or (patch.target,))[-1]
+            vacant = (provided(patch.target) or vacancy(patch.target)) is not None
+            verdict = "provided" if vacant else "already provided by the host"
+            if vacant and not mentions(module, name):
+                self._doubt(f"`{patch.target}`: nothing in `{module}` looks for it", patch, doubts)
+            return Step(feature.name, patch, verdict)
         target = resolve(patch.target)
-        verified = self._verified(patch, reasons)
-        value = None
-        if isinstance(patch, Replace):
-            value = patch.replacement
-            if patch.bind and not reasons:
-                value = _ask(feature, f"binding `{patch.target}`", value, self.session)
-            if (not patch.bind or not reasons) and (target.kind != "value" or callable(target.raw)):
-                different = signature_difference(target.raw, unwrap(value), bound=target.is_bound)
-                reasons += [f"`{patch.target}`: {clause}" for clause in different]
-        return Step(feature.name, patch, target, value, verified)
+        verdict, objection = self.fingerprints.judge(patch, target.raw)
+        if objection:
+            self._doubt(f"`{patch.target}` {objection}", patch, doubts)
+        for text in patch.reads:
+            missing = self._missing(text, patch.target, target.owner)
+            if missing:
+                self._doubt(f"`{patch.target}`: {missing}", patch, doubts)
+        return Step(feature.name, patch, verdict if verdict == "verified" else f"unverified: {verdict}")
 
-    def _verified(self, patch: Replace | Wrap, reasons: list[str]) -> str:
-        verdict = self.fingerprints.verdict(patch.target, self.host_version)
-        if verdict == "verified":
-            return verdict
-        # A wrap hands its arguments on, so the signature is all it rests on.
-        if not self.allow_unverified and (verdict != "same_signature" or isinstance(patch, Replace)):
-            found = {
-                "unknown": "is not known",
-                "changed": "has another signature",
-                "same_signature": "has changed",
-            }
-            reasons.append(
-                f"`{patch.target}` {found[verdict]} in host version {self.host_version}, not verified for "
-                f"{patch.how} (pass {ALLOW_UNVERIFIED} to use it all the same)"
-            )
-        return "unverified"
+    def _doubt(self, problem: str, patch: Patch, doubts: list[str]) -> None:
+        if not self.allow_unverified:
+            doubts.append(f"{problem} ({patch.kind})")
+
+    def _missing(self, text: str, target: str, owner: Any) -> str:
+        """Which attribute that a patch reads is gone, as a clause."""
+        module, colon, path = text.rpartition(":")
+        holder, _, name = path.rpartition(".")
+        if colon or holder or not is_class(owner):
+            try:
+                owner = resolve(f"{module if colon else parse(target)[0]}:{holder or name}").raw
+            except TargetError as error:
+                return str(error)
+            if not holder:
+                return ""
+        if is_class(owner) and not has_attribute(owner, name):
+            return f"`{owner.__module__}.{owner.__qualname__}` has no attribute `{name}`, which the patch reads"
+        return ""

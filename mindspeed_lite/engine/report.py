@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .plan import Outcome, Plan
-    from .transaction import Transaction
+    from .swaps import Swap
 
 _COLORS = {"applied": "32", "skipped": "33", "off": "2", "fallbacks": "33", "verification": "36", "notices": "36"}
 
 
 @dataclass
 class PatchEntry:
-    """One patch in place: `verified`: how well the target is known; `holders`: who else was moved along."""
+    """One patch in place: how well its target is known, and which other names of a value were moved along."""
 
     target: str
     how: str
@@ -36,7 +36,7 @@ class Entry:
     numerics: str
     reasons: list[str] = field(default_factory=list)
     patches: list[PatchEntry] = field(default_factory=list)
-    adjustments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
     backends: list[str] = field(default_factory=list)
 
 
@@ -97,11 +97,12 @@ class Report:
     fallbacks: list[Fallback] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     verifications: list[Verification] = field(default_factory=list)
-    schema_version: int = 1
+    schema_version: int = 2
 
-    def record(self, plan: Plan, settings: Mapping[str, Any], transaction: Transaction | None = None) -> None:
-        """Take the entries from a plan, and from its transaction what was really moved."""
-        self.entries = [_entry(outcome, settings, transaction) for outcome in plan.outcomes]
+    def record(self, plan: Plan, swaps: Iterable[Swap]) -> None:
+        """Take the entries from a plan, and from its swaps what was really moved."""
+        by_patch = {(each.feature, id(each.patch)): each for each in swaps}
+        self.entries = [_entry(outcome, plan.settings, by_patch) for outcome in plan.outcomes]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values only, the same that come back from JSON."""
@@ -113,14 +114,13 @@ class Report:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Report:
-        if data.get("schema_version") != 1:
-            raise ValueError(f"report schema {data.get('schema_version')!r} is not known; this release reads schema 1.")
+        if data.get("schema_version") != 2:
+            raise ValueError(f"report schema {data.get('schema_version')!r} is not known; this release reads schema 2.")
         entries = [
             Entry(**{**row, "patches": [PatchEntry(**each) for each in row["patches"]]}) for row in data["entries"]
         ]
         fallbacks = [Fallback(**row) for row in data["fallbacks"]]
-        # Reports of releases that did not verify have no such list.
-        verifications = [Verification(**row) for row in data.get("verifications", ())]
+        verifications = [Verification(**row) for row in data["verifications"]]
         return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
 
     def to_text(self, width: int = 100, color: bool = False) -> str:
@@ -147,12 +147,17 @@ class Report:
                 lines += fit("  ".join(filter(None, (entry.feature, flags, f"[{'; '.join(details)}]"))), 2)
                 lines += [line for reason in entry.reasons for line in fit(f"- {reason}", 4)]
                 lines += [line for patch in entry.patches for line in fit(_patch_text(patch), 4)]
-                for name, value in entry.adjustments.items():
+                for name, value in entry.arguments.items():
                     lines += fit(f"sets {name} = {value}", 4)
-        if by_status["off"]:
+        left_off = [entry for entry in by_status["off"] if entry.reasons]
+        if left_off:
+            lines.append(heading("off", f", left off by auto ({len(left_off)})"))
+            lines += [line for each in left_off for line in fit(f"{each.feature}: {'; '.join(each.reasons)}", 2)]
+        off = [entry.feature for entry in by_status["off"] if not entry.reasons]
+        if off:
             # The length of the word is that of the text, not of its color codes.
-            off = fit("off: " + ", ".join(entry.feature for entry in by_status["off"]), 0)
-            lines += [heading("off") + off[0][len("off") :], *off[1:]]
+            text = fit("off: " + ", ".join(off), 0)
+            lines += [heading("off") + text[0][len("off") :], *text[1:]]
         for name, texts in (
             ("fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks]),
             ("verification", [each.to_text() for each in self.verifications]),
@@ -169,16 +174,14 @@ def _patch_text(patch: PatchEntry) -> str:
     return f"{patch.how} {patch.target} ({patch.verified}{also})"
 
 
-def _entry(outcome: Outcome, settings: Mapping[str, Any], transaction: Transaction | None) -> Entry:
+def _entry(outcome: Outcome, settings: Mapping[str, Any], swaps: Mapping[Any, Swap]) -> Entry:
     feature = outcome.feature
-    patches: Iterable[PatchEntry] = (
-        PatchEntry(
-            step.patch.target,
-            step.patch.how,
-            *(transaction.placed(step) if transaction is not None else (step.verified, [])),
+    patches = []
+    for step in outcome.steps:
+        swap = swaps.get((feature.name, id(step.patch)))
+        patches.append(
+            PatchEntry(step.patch.target, step.patch.kind, step.verdict, [] if swap is None else list(swap.holders))
         )
-        for step in outcome.steps
-    )
     return Entry(
         feature.name,
         outcome.status,
@@ -186,6 +189,6 @@ def _entry(outcome: Outcome, settings: Mapping[str, Any], transaction: Transacti
         feature.summary,
         feature.numerics,
         list(outcome.reasons),
-        list(patches),
-        dict(outcome.adjustments),
+        patches,
+        dict(outcome.arguments),
     )

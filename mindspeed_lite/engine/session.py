@@ -1,41 +1,141 @@
-"""What a running patch may ask for: the settings it is bound to, and a place to say that it stepped aside."""
+"""What a running patch may ask for: settings, a place for what it keeps and marks, a place to say that it fell back."""
 
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from .errors import FallbackError
 from .feature import Context, Settings
 from .report import Fallback, Report
-
-if TYPE_CHECKING:
-    from .transaction import Transaction
+from .target import MISSING
 
 _log = logging.getLogger("mindspeed_lite")
+T = TypeVar("T")
 
 
-class Session:
-    """One set of settings in force. Two models with different settings are two sessions."""
+class _Shared:
+    """What all features of a session see."""
 
-    def __init__(self, settings: Settings, context: Context, report: Report, *, strict: bool = False) -> None:
+    def __init__(self, settings: Settings, context: Context, report: Report, strict: bool) -> None:
         self.settings = settings
         self.context = context
         self.report = report
         self.strict = strict
-        self.transaction: Transaction | None = None
-        # Who compares replaced operators with the originals; set before patches are bound, or nobody does.
         self.verifier: Any = None
-        # What objects that outlive the session need done before the patches go, latest first.
-        self.at_end: list[Callable[[], None]] = []
-        self._said: set[tuple[str, str]] = set()
-        self._lock = threading.Lock()
+        self.states: dict[str, list[Any]] = {}
+        self.logged: set[tuple[str, str]] = set()
+        self.lock = threading.RLock()
+
+
+class Session:
+    """The features in force, as one of them sees it.
+
+    A feature's view lasts from the call that enables it until one that takes it out or changes its flags. What it keeps
+    (`state`), marks (`mark`) or has to undo (`on_end`) goes then, after its patches.
+    """
+
+    def __init__(self, settings: Settings, context: Context, report: Report, *, strict: bool = False) -> None:
+        self._see(_Shared(settings, context, report, strict), "")
+
+    def _see(self, shared: _Shared, feature: str) -> Session:
+        self.feature = feature
+        self._shared = shared
+        self._kept: dict[str, Any] = {}
+        self._ends: list[Callable[[], object]] = []
+        return self
+
+    def of(self, feature: str) -> Session:
+        """The same session, seen by `feature`."""
+        return Session.__new__(Session)._see(self._shared, feature)
+
+    def renew(self, settings: Settings, context: Context, report: Report, strict: bool) -> Callable[[], None]:
+        """Go on with another set of features; what was reported so far stays reported. Returns the undo."""
+        shared, before = self._shared, dict(vars(self._shared))
+        report.fallbacks, report.verifications = shared.report.fallbacks, shared.report.verifications
+        shared.logged = {(feature, text) for feature, text in shared.logged if feature}
+        shared.settings, shared.context, shared.report, shared.strict = settings, context, report, strict
+        return lambda: vars(shared).update(before)
+
+    @property
+    def settings(self) -> Settings:
+        return self._shared.settings
+
+    @property
+    def context(self) -> Context:
+        return self._shared.context
+
+    @property
+    def report(self) -> Report:
+        return self._shared.report
+
+    @property
+    def strict(self) -> bool:
+        return self._shared.strict
+
+    @property
+    def verifier(self) -> Any:
+        """Compares replaced operators with the originals; None where that was not asked for."""
+        return self._shared.verifier
+
+    @verifier.setter
+    def verifier(self, verifier: Any) -> None:
+        self._shared.verifier = verifier
+
+    def state(self, key: str, factory: Callable[[], T]) -> T:
+        """What this feature keeps under `key`, made at the first call; gone when the feature ends."""
+        with self._shared.lock:
+            if key not in self._kept:
+                self._kept[key] = factory()
+                self._shared.states.setdefault(key, []).append(self._kept[key])
+            found: T = self._kept[key]
+            return found
+
+    def find(self, key: str) -> Any:
+        """What any feature keeps under `key`, or None."""
+        return next(reversed(self._shared.states.get(key, ())), None)
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Call `callback` when this feature ends, after its patches have gone; the latest first."""
+        self._ends.append(callback)
+
+    def mark(self, owner: Any, name: str, value: Any) -> None:
+        """Set an attribute of a module, parameter or other object of the host until this feature ends."""
+        space = vars(owner)
+        before = space.get(name, MISSING)
+        reference = weakref.ref(owner)
+        setattr(owner, name, value)
+
+        def remove() -> None:
+            found = reference()
+            if found is not None and vars(found).get(name, MISSING) is value:
+                if before is MISSING:
+                    del vars(found)[name]
+                else:
+                    vars(found)[name] = before
+
+        self.on_end(remove)
+
+    def end(self) -> list[str]:
+        """Undo what this feature keeps and marks; returns what failed, one line each."""
+        failed = []
+        while self._ends:
+            try:
+                self._ends.pop()()
+            except Exception as error:
+                failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
+        while self._kept:
+            key, value = self._kept.popitem()
+            # Enabled again with other flags, the feature may keep something new there already.
+            self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
+        return failed
 
     def fallback(self, feature: str, reason: str) -> None:
-        """`feature` leaves this call to the host's own code; said once per reason, forbidden if strict."""
+        """`feature` leaves this call to the host's own code; logged once per reason, forbidden if strict."""
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
             _log.warning("feature `%s` leaves a call to the host's own code: %s", feature, reason)
@@ -44,25 +144,31 @@ class Session:
 
     def fallback_of(self, feature: str) -> Callable[[str], None]:
         """`fallback` of one feature, for what must not keep the session; silent once that has gone."""
-        owner = weakref.ref(self)
+        owner = weakref.ref(self._shared)
 
-        def say(reason: str) -> None:
-            session = owner()
-            if session is not None:
-                session.fallback(feature, reason)
+        def log(reason: str) -> None:
+            shared = owner()
+            if shared is not None:
+                Session.__new__(Session)._see(shared, feature).fallback(feature, reason)
 
-        return say
+        return log
 
     def notice(self, text: str) -> None:
-        """Something the user should know; said once."""
+        """Something the user should know; reported once."""
         if self._is_new("", text):
             self.report.notices.append(text)
             _log.debug("%s", text)
 
+    def log_decision(self, text: str) -> None:
+        """Something decided while the training runs, when the report has been printed: a notice, and rank 0 logs it."""
+        self.notice(text)
+        if os.environ.get("RANK", "0") == "0":
+            _log.warning("%s", text)
+
     def _is_new(self, feature: str, text: str) -> bool:
-        if (feature, text) in self._said:
+        if (feature, text) in self._shared.logged:
             return False
-        with self._lock:
-            before = len(self._said)
-            self._said.add((feature, text))
-            return len(self._said) > before
+        with self._shared.lock:
+            before = len(self._shared.logged)
+            self._shared.logged.add((feature, text))
+            return len(self._shared.logged) > before

@@ -12,17 +12,17 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
 from .errors import TargetError
 
-Kind = Literal["function", "staticmethod", "classmethod", "property", "class", "value"]
 Owner = Any  # a module, a class, or sys.modules itself
 Place = tuple[Owner, str]
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _CACHED = type(functools.lru_cache(len))
+_DESCRIPTORS = (staticmethod, classmethod, property)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, _CACHED)
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _SYNTAX = re.compile(rf"({_NAME})(?::({_NAME}))?")
@@ -51,7 +51,6 @@ class Target:
     owner: Owner
     name: str
     raw: Any
-    kind: Kind
     definer_text: str
 
     @property
@@ -62,12 +61,12 @@ class Target:
     @property
     def is_shared(self) -> bool:
         """Whether others may hold it by value; a plain value such as None or 1 has no identity to trace."""
-        return not self.is_foreign and (self.kind != "value" or callable(self.raw))
+        return not self.is_foreign and (callable(self.raw) or isinstance(self.raw, _DESCRIPTORS))
 
     @property
     def is_bound(self) -> bool:
         """Whether its first parameter is the instance or the class."""
-        return is_class(self.owner) and self.kind not in ("staticmethod", "class")
+        return is_class(self.owner) and not isinstance(self.raw, (staticmethod, type))
 
 
 def is_class(found: Any) -> bool:
@@ -91,13 +90,21 @@ def read(owner: Owner, name: str) -> Any:
 
 
 def write(owner: Owner, name: str, value: Any) -> None:
-    """Set, or with MISSING delete, past any `__setattr__` of the owner."""
+    """Set, or with MISSING delete what is there, past any `__setattr__` of the owner."""
+    if value is MISSING and name not in namespace(owner):
+        return
     if is_class(owner):
         type.__delattr__(owner, name) if value is MISSING else type.__setattr__(owner, name, value)
     elif value is MISSING:
         del namespace(owner)[name]
     else:
         namespace(owner)[name] = value
+
+
+def key_of(owner: Owner, name: str) -> tuple[int, str]:
+    """Identity of a place."""
+    # A class's dictionary is a new proxy at each look; a module's may serve under two names in sys.modules.
+    return id(owner if is_class(owner) else namespace(owner)), name
 
 
 def describe(owner: Owner, name: str) -> str:
@@ -123,8 +130,8 @@ def resolve(text: str) -> Target:
                 "name a class of the package that defines it itself."
             )
     else:
-        definer_text = _home(raw) or describe(owner, path[-1])
-    return Target(text, owner, path[-1], raw, _kind(raw), definer_text)
+        definer_text = home_of(raw) or describe(owner, path[-1])
+    return Target(text, owner, path[-1], raw, definer_text)
 
 
 def vacancy(text: str) -> Place | None:
@@ -168,7 +175,7 @@ def _step(text: str, scope: Any, name: str) -> tuple[Owner, Any]:
     raise TargetError(f"`{text}` does not exist: `{getattr(scope, '__name__', scope)}` has no `{name}`.")
 
 
-def _home(raw: Any) -> str | None:
+def home_of(raw: Any) -> str | None:
     """Where a function or class says it was defined, if it really stands there."""
     if not isinstance(raw, (*_FUNCTIONS, type)):
         return None
@@ -180,15 +187,6 @@ def _home(raw: Any) -> str | None:
         space = namespace(found)
         found = None if space is None else space.get(name)
     return f"{module_name}:{qualname}" if found is raw else None
-
-
-def _kind(raw: Any) -> Kind:
-    if isinstance(raw, type):
-        return "class"
-    for descriptor in (staticmethod, classmethod, property):
-        if isinstance(raw, descriptor):
-            return descriptor.__name__  # type: ignore[return-value]
-    return "function" if isinstance(raw, _FUNCTIONS) else "value"
 
 
 def unwrap(raw: Any) -> Any:
@@ -282,28 +280,20 @@ def _parameters(obj: Any, follow_wrapped: bool = True) -> list[Parameter] | None
         return None
 
 
-def signature_of(obj: Any) -> str:
-    """Names, kinds and which have defaults; of a class its constructor's; "?" if there is none to read."""
-    parameters = _parameters(obj)
-    if parameters is None:
-        return "?"
-    return render_signature((each.name, each.kind, each.default is not Parameter.empty) for each in parameters)
+def signature_difference(original: Any, wrapper: Any, *, bound: bool = False) -> list[str]:
+    """Reasons why `wrapper` cannot be called like `original`, one clause each; empty if it can.
 
-
-def signature_difference(original: Any, replacement: Any, *, bound: bool = False, wrapper: bool = False) -> list[str]:
-    """What keeps `replacement` from being called like `original`, one clause each; empty if nothing does.
-
-    With `bound` the name of the first parameter is of no matter. A `wrapper` is judged by its own signature,
-    and may pass through what it does not name as long as it takes both *args and **kwargs.
+    With `bound` the name of the first parameter is of no matter. A wrapper may pass through what it does not name as
+    long as it takes both *args and **kwargs.
     """
-    theirs, ours = _parameters(original), _parameters(replacement, follow_wrapped=not wrapper)
+    theirs, ours = _parameters(original), _parameters(wrapper, follow_wrapped=False)
     if theirs is None:
         return []
     if ours is None:
-        return ["the signature of the replacement cannot be read"]
+        return ["the signature of the wrapper cannot be read"]
     if bound and theirs and ours and theirs[0].kind in _POSITIONAL and ours[0].kind in _POSITIONAL:
         theirs, ours = theirs[1:], ours[1:]
-    if wrapper and {each.kind for each in ours} >= set(_VARIADIC):
+    if {each.kind for each in ours} >= set(_VARIADIC):
         ours = [each for each in ours if each.kind not in _VARIADIC]
         named, leading = {each.name for each in ours}, sum(each.kind in _POSITIONAL for each in ours)
         positional = [each for each in theirs if each.kind in _POSITIONAL]
@@ -322,7 +312,7 @@ def _difference(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
     wanted, given = {_label(each): each for each in theirs}, {_label(each): each for each in ours}
     found = [f"target grew parameter `{name}`" for name in wanted if name not in given]
     found += [
-        f"replacement swallows `{name}`, which the target does not take"
+        f"wrapper swallows `{name}`, which the target does not take"
         if each.kind in _VARIADIC
         else f"target lost parameter `{name}`"
         for name, each in given.items()

@@ -1,9 +1,9 @@
-"""What is kept, where, and for how long. Tensors and optimizers in, tensors out; Megatron is not named here.
+"""Decides what is kept, where, and for how long: tensors and optimizers in, tensors out, no Megatron.
 
-host       memory of the host that a device addresses
-link       copies between a device and its host beside compute, and buffers for them
-offload    activations that wait for the backward pass in host memory
-saved      what autograd keeps for the backward pass, counted
-virtual    moments of an optimizer that stand there, as many as a budget allows
-streamed   what an optimizer keeps, which stands in host memory and comes to the device in groups
+host                        host memory that a device addresses
+copy_engine                 copies between a device and its host beside compute, and pinned buffers for them
+offload                     activations that wait for the backward pass in host memory
+saved_tensors               what autograd saves for the backward pass, counted
+host_mapped_moments         optimizer moments in host memory that the device addresses, as many as a budget allows
+swapped_optimizer_state     optimizer state in host memory that comes to the device in groups
 """

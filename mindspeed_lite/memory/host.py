@@ -1,4 +1,4 @@
-"""Memory of the host that a device addresses by itself: kernels read and write it as they do the device's own.
+"""Allocates host memory that a device addresses by itself: kernels read and write it as their own.
 
 CPU     a file, mapped: pages that are not in use can leave memory. The file has no name any more once it is mapped, so
         nothing stays behind, whatever ends the process; its blocks are reserved, so it cannot run into a full disk.

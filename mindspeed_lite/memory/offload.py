@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory: they leave and come back while layers compute.
+"""Offloads activations to host memory until their backward pass, while layers compute.
 
 A pass is one forward pass through the layers of a chunk of a model; every layer of it is a group of what autograd
 saved there. What happens when:
@@ -10,9 +10,9 @@ backward of layer i begins   the group of i-1 begins to come back. Each group kn
                              so the order in which microbatches and chunks run does not matter.
 backward of layer i wants    a tensor: its copy has come, or compute waits for that copy alone.
 
-A storage leaves once, whoever saved it in how many views. Autograd holds the records; when it lets go of the last
-one the buffer serves again. A storage that somebody empties to compute it again later (recomputation) stays what it
-is, empty, and is not moved. One that somebody else holds on to stays too, since its leaving gives nothing; it is known
+A storage leaves once, however many views of it were saved. Autograd holds the records; when it lets go of the last
+one the buffer serves again. A storage that is emptied to be recomputed later stays what it
+is, empty, and is not moved. One that other code references stays too, since its leaving gives nothing; it is known
 again in the next pass, a table or mask by its storage and an activation by its place in the layer.
 """
 
@@ -27,7 +27,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .link import Buffer, Link, Mark, Pool, whole
+from mindspeed_lite.platform.side_stream import Event
+
+from .copy_engine import Buffer, CopyEngine, PinnedBufferPool, as_bytes
 
 # Smaller storages cost more than they give.
 SMALLEST = 1 << 20
@@ -36,20 +38,20 @@ SMALLEST = 1 << 20
 class _Record:
     """One storage that autograd saved, wherever it is now."""
 
-    def __init__(self, storage: torch.UntypedStorage, place: Hashable, pool: Pool) -> None:
+    def __init__(self, storage: torch.UntypedStorage, place: Hashable, pool: PinnedBufferPool) -> None:
         self.storage: torch.UntypedStorage | None = storage
         self.place = place
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.buffer: Buffer | None = None
-        #: Of the copy that is on its way in, until somebody has waited for it.
-        self.coming: Mark | None = None
+        #: Of the copy that is on its way in, until it has been waited for.
+        self.pending_h2d: Event | None = None
         self._pool = pool
 
     def keep(self) -> None:
         """It stays on the device; a copy that was begun is worth nothing."""
         if self.buffer is not None:
-            self._pool.give(self.buffer)
+            self._pool.release(self.buffer)
             self.buffer = None
 
     def __del__(self) -> None:
@@ -75,7 +77,7 @@ class _Group:
         self.before = before
         # Autograd alone keeps records alive: what it has let go of need not move.
         self.records: list[weakref.ref[_Record]] = []
-        self.sent: Mark | None = None
+        self.sent: Event | None = None
         #: How many tensors that could move.
         self.saved = 0
 
@@ -96,7 +98,7 @@ class Offload:
     """Takes what autograd saves within chosen modules to host memory.
 
     Args:
-        link: copies between the device and the host.
+        engine: copies between the device and the host.
         device: the kind of device ("cuda", "npu") whose memory is meant.
         budget: bytes of host memory; None for as many as it takes.
         on_refusal: called once with the reason when the host has no more room; what has no room stays on the device.
@@ -105,15 +107,15 @@ class Offload:
 
     def __init__(
         self,
-        link: Link,
+        engine: CopyEngine,
         device: str,
         budget: int | None = None,
         on_refusal: Callable[[str], None] | None = None,
         smallest: int = SMALLEST,
     ) -> None:
-        self._link = link
+        self._engine = engine
         self._device = device
-        self._pool = Pool(link, budget)
+        self._pool = PinnedBufferPool(engine, budget)
         self._on_refusal = on_refusal
         self._smallest = smallest
         self._pass: _Pass | None = None
@@ -121,7 +123,7 @@ class Offload:
         #: Addresses of storages that never move: the layer's parameters, and tables and masks that all layers share.
         self._own: frozenset[int] = frozenset()
         self._shared: dict[int, StorageWeakRef] = {}
-        #: Layer, number of the tensor there and its storage's size: somebody else holds on to it in every pass.
+        #: Layer, number of the tensor there and its storage's size: other code references it in every pass.
         self._held: set[Hashable] = set()
 
     @property
@@ -196,9 +198,9 @@ class Offload:
         record = saved.record
         if record.storage is None:
             self._fetch(record)
-        if record.coming is not None:
-            self._link.wait(record.coming)
-            record.coming = None
+        if record.pending_h2d is not None:
+            self._engine.wait(record.pending_h2d)
+            record.pending_h2d = None
             record.keep()
         assert record.storage is not None
         tensor = torch.empty(0, dtype=saved.dtype, device=record.device)
@@ -206,24 +208,24 @@ class Offload:
 
     def _send(self, group: _Group) -> None:
         for record in group.alive():
-            # Emptied, to be filled again by whoever computes it again.
+            # Emptied, to be filled again by its recomputation.
             if record.storage is None or record.storage.nbytes() != record.nbytes:
                 continue
             try:
-                record.buffer = self._pool.take(record.nbytes)
+                record.buffer = self._pool.acquire(record.nbytes)
             except MemoryError as error:
                 if self._on_refusal is not None:
                     self._on_refusal(str(error))
                     self._on_refusal = None
                 continue
-            group.sent = self._link.out(whole(record.storage), record.buffer)
+            group.sent = self._engine.d2h(as_bytes(record.storage), record.buffer)
 
     def _free(self, group: _Group | None) -> None:
         """Let go of the device memory of a group that was sent."""
         if group is None or group.sent is None:
             return
         # A lane is in order. What is freed may be written by compute at once, so compute waits.
-        self._link.wait(group.sent)
+        self._engine.wait(group.sent)
         group.sent = None
         for record in group.alive():
             if record.buffer is not None and record.storage is not None:
@@ -249,7 +251,7 @@ class Offload:
     def _fetch(self, record: _Record) -> None:
         assert record.buffer is not None
         target = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
-        record.coming = self._link.back(record.buffer, target)
+        record.pending_h2d = self._engine.h2d(record.buffer, target)
         record.storage = target.untyped_storage()
 
     def _on_backward(self, group: _Group, output: torch.Tensor) -> None:

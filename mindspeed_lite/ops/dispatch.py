@@ -7,7 +7,7 @@ of the same case costs one dictionary lookup. A backend module is imported when 
 
     supported(case) -> list[str]        every reason why it cannot serve the case; empty means it can
 
-What a backend cannot do goes to the reference, and each (operator, backend, reasons) is said once: a WARNING
+What a backend cannot do goes to the reference, and each (operator, backend, reasons) is logged once: a WARNING
 of the logger "mindspeed_lite", and a call of every subscriber of `on_fallback`.
 
 Host cost in thread time, torch 2.11 on one x86 core, minimum over loops: choosing, with the checks of the
@@ -30,30 +30,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from mindspeed_lite.ops.discovery import OPERATORS
+
+__all__ = [
+    "OPERATORS", "REFERENCE", "Case", "Implementation", "Operator", "Selection", "backends", "device_unusable", "force",
+    "on_fallback", "operator", "report_fallback", "selected",
+]  # fmt: skip
+
 Implementation = Callable[..., torch.Tensor]
 FallbackCallback = Callable[[str, str, tuple[str, ...]], None]
 
 REFERENCE = "reference"
-
-# Operator name -> package that defines OPERATOR. A literal: no import order decides what a table shows.
-OPERATORS: Mapping[str, str] = {
-    "accumulate_wgrad": "mindspeed_lite.ops.accumulate_wgrad",
-    "activation": "mindspeed_lite.ops.activation",
-    "adamw": "mindspeed_lite.ops.adamw",
-    "attention": "mindspeed_lite.ops.attention",
-    "bias_dropout_add": "mindspeed_lite.ops.bias_dropout_add",
-    "cross_entropy": "mindspeed_lite.ops.cross_entropy",
-    "grouped_matmul": "mindspeed_lite.ops.grouped_matmul",
-    "l2norm": "mindspeed_lite.ops.l2norm",
-    "layer_norm": "mindspeed_lite.ops.layer_norm",
-    "linear_cross_entropy": "mindspeed_lite.ops.linear_cross_entropy",
-    "masked_softmax": "mindspeed_lite.ops.masked_softmax",
-    "moe_router": "mindspeed_lite.ops.moe_router",
-    "permute": "mindspeed_lite.ops.permute",
-    "rms_norm": "mindspeed_lite.ops.rms_norm",
-    "rope": "mindspeed_lite.ops.rope",
-    "vocab_embedding": "mindspeed_lite.ops.vocab_embedding",
-}
 
 _log = logging.getLogger("mindspeed_lite")
 _lock = threading.RLock()

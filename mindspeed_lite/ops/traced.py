@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-# Fake tensors, and other types of somebody's own, may have no memory.
+# Fake tensors, and other tensor subclasses, may have no memory.
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 
 

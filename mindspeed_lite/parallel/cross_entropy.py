@@ -1,6 +1,6 @@
-"""The cross-entropy of a vocabulary that is split over a group, rank by rank in order.
+"""Computes the cross-entropy of a vocabulary that is split over a group, rank by rank in order.
 
-Each rank looks at its own slice; three (with label smoothing four) numbers per row travel, in one all-gather, and
+Each rank looks at its own shard; three (with label smoothing four) numbers per row travel, in one all-gather, and
 every rank merges the same numbers in the same order. So the losses are equal on all ranks to the last bit. Nothing
 travels in the backward pass but what the linear layer before it sends.
 """
@@ -37,15 +37,15 @@ def vocab_parallel_linear_cross_entropy(
 ) -> torch.Tensor:
     """`mindspeed_lite.ops.linear_cross_entropy.linear_cross_entropy`, where a rank has weight [V / size, H].
 
-    hidden: [..., H], the same on every rank. Its gradient is that of this rank's slice of the vocabulary: to sum it
-    over the ranks is the matter of whoever gave each of them the hidden states.
+    hidden: [..., H], the same on every rank. Its gradient is that of this rank's shard of the vocabulary: to sum it
+    over the ranks is left to the caller, who gave each of them the hidden states.
     """
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, label_smoothing, gather, accumulate)
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:
-    """Where a slice of this width begins, the size of the whole, and how to get the statistics of all slices."""
+    """Where a shard of this width begins, the size of the whole, and how to get the statistics of all shards."""
     if group is None or group.size() == 1:
         return 0, width, None
     return group.rank() * width, group.size() * width, functools.partial(_gather, group=group)

@@ -1,7 +1,7 @@
-"""Products and collectives in one operator of CANN: all-gather with product, product with reduce-scatter (MC2).
+"""Fuses GEMM and collective in one CANN operator: all-gather + matmul, matmul + reduce-scatter (MC2).
 
-As `pipelined`, on Ascend NPUs over HCCL. What keeps a call from the operators are sizes and dtypes alone, which are the
-same on every rank.
+As `overlapped_gemm`, on Ascend NPUs over HCCL. A call falls back for sizes and dtypes
+alone, which are the same on every rank.
 
 Source: documentation of torch_npu.npu_all_gather_base_mm and npu_mm_reduce_scatter_base (op-plugin 7.3).
 """
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .fused import Fused
+from .fused_gemm_collective import FusedGemmCollective
 
 # What the operators take: ranks of a group (Atlas A2: up to 8, A3: up to 32), and the dimension that is summed over.
 RANKS = (2, 4, 8, 16, 32)
@@ -32,7 +32,7 @@ def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
     return reasons
 
 
-class MC2(Fused):
+class MC2(FusedGemmCollective):
     """The two operators of CANN."""
 
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:

@@ -1,8 +1,8 @@
-"""Products and collectives in one operator of PyTorch: its asynchronous tensor parallelism over symmetric memory.
+"""Fuses GEMM and collective in one PyTorch operator: asynchronous tensor parallelism over symmetric memory.
 
-As `pipelined`, on CUDA devices that reach each other's memory: a rank copies its neighbours' rows, or hands over
+As `overlapped_gemm`, on CUDA devices that reach each other's memory: a rank copies its neighbours' rows, or hands over
 theirs, by NVLink on a stream of its own while it multiplies others, without NCCL and without its kernels' share of the
-processors. What keeps a call from the operators is found out by all ranks of a group together, once.
+processors. What keeps a call from the operators is determined by all ranks of a group together, once.
 
 A scattered result is summed over ranks in one pass and rounded once, where a ring rounds after every rank.
 
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .fused import Fused
+from .fused_gemm_collective import FusedGemmCollective
 
 _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
-class Symmetric(Fused):
+class Symmetric(FusedGemmCollective):
     """The two operators of PyTorch."""
 
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:

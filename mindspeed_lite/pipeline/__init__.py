@@ -1,1 +1,1 @@
-"""In what order the work of a training step runs."""
+"""Orders the work of a training step."""

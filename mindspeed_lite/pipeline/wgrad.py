@@ -1,7 +1,7 @@
-"""Weight gradients put aside in the backward pass, to be computed where a schedule has time for them.
+"""Queues weight gradients of the backward pass until the schedule has time for them.
 
 The backward pass of a layer is two products: the gradient of its input, for which the layer before it waits, and the
-gradient of its weight, for which nobody waits until gradients are reduced. What the second needs stays in memory
+gradient of its weight, for which nothing waits until gradients are reduced. What the second needs stays in memory
 meanwhile.
 """
 
@@ -25,19 +25,21 @@ class WgradQueue:
         """Put a gradient aside; `compute` adds it to where it is accumulated."""
         self._waiting.append(compute)
 
-    def call_after_each(self, hook: Callable[[], object]) -> None:
-        """Call `hook` whenever a gradient is there, for whoever reduces it."""
+    @property
+    def hooks(self) -> tuple[Callable[[], object], ...]:
+        """What is called when gradients are there."""
+        return tuple(self._hooks)
+
+    def call_when_done(self, hook: Callable[[], object]) -> None:
+        """Call `hook` whenever the gradients that were put aside are there, so that they can be reduced."""
         self._hooks.append(hook)
 
-    def run_oldest(self) -> None:
-        """Compute the oldest one; IndexError if there is none."""
-        self._waiting.popleft()()
-        for hook in self._hooks:
-            hook()
-
-    def drain(self) -> int:
-        """Compute all of them; returns how many there were."""
+    def drain(self, announce: bool = True) -> int:
+        """Compute all of them, the oldest first, and call the hooks; returns how many there were."""
         count = len(self._waiting)
         while self._waiting:
-            self.run_oldest()
+            self._waiting.popleft()()
+        # Once: those of earlier micro-batches are not reduced apart.
+        for hook in self._hooks if count and announce else ():
+            hook()
         return count

@@ -90,7 +90,11 @@ def activate(requested: str | None = None) -> Device:
     _active = (chosen, redirects)
     from . import megatron
 
-    megatron.attach(chosen.name)
+    try:
+        megatron.attach(chosen.name)
+    except BaseException:
+        deactivate()
+        raise
     return chosen
 
 

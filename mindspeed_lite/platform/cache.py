@@ -1,17 +1,22 @@
 """The folder for what one process finds out and the next need not: compiled kernels, and what trials chose.
 
-`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`, else a folder of this user's among
-the temporary files. Safe to share between machines: whoever keeps something there names what it depends on.
+`$MINDSPEED_LITE_CACHE`, else `mindspeed_lite` below `$XDG_CACHE_HOME` or `~/.cache`; where that cannot be used, a
+folder of this user's among the temporary files. Safe to share between machines: the name of an entry includes what it
+depends on.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import stat
 import tempfile
 from pathlib import Path
 
 CACHE_VARIABLE = "MINDSPEED_LITE_CACHE"
+
+_log = logging.getLogger("mindspeed_lite")
 
 
 class NoCache(Exception):
@@ -20,28 +25,40 @@ class NoCache(Exception):
 
 @functools.cache
 def folder() -> Path:
-    """The first place that can be written to.
+    """The first place that this user can write to and no other user can; logs once why it is not the first of all.
 
     Raises:
         NoCache: there is none; the text names each place, what is wrong with it, and the variable.
     """
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places = [Path(chosen)] if chosen else [Path(home) / "mindspeed_lite"]
-    if not chosen and hasattr(os, "getuid"):
+    places = [Path(chosen) if chosen else Path(home) / "mindspeed_lite"]
+    if hasattr(os, "getuid"):
         places.append(Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}")
-    problems = []
+    problems: list[str] = []
     for place in places:
-        try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=place):
-                pass
-        except OSError as error:
-            problems.append(f"{place}: {error.strerror or error}")
-            continue
-        # Code is loaded from here: a folder that another user made in a shared place is not ours to trust.
-        if hasattr(os, "getuid") and not chosen and place.stat().st_uid != os.getuid():
-            problems.append(f"{place}: it belongs to another user")
-            continue
-        return place
+        problem = _problem(place)
+        if problem is None:
+            if problems:
+                level = logging.WARNING if chosen else logging.INFO
+                _log.log(level, "cache: %s is used: %s", place, "; ".join(problems))
+            return place
+        problems.append(f"{place}: {problem}")
     raise NoCache(f"{'; '.join(problems)}; {CACHE_VARIABLE} may name one")
+
+
+def _problem(place: Path) -> str | None:
+    """Why `place` cannot be the folder, or None; makes it if it is not there."""
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = place.stat()
+        # Code is loaded from here: no other user may put some there.
+        if hasattr(os, "getuid") and found.st_uid != os.getuid():
+            return "it belongs to another user, whose code would be loaded"
+        if os.name == "posix" and found.st_mode & stat.S_IWOTH:
+            return "every user can write to it, whose code would be loaded (chmod o-w makes it usable)"
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return None

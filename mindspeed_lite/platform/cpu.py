@@ -21,7 +21,7 @@ import torch
 import torch.utils.data
 from torch.utils._device import DeviceContext, _device_constructors
 
-from . import cpu_products, gloo, process_memory, streams
+from . import cpu_matmul, gloo, process_memory, streams
 from .random_state import DeviceGenerators, HostRandom
 from .redirect import Redirects, for_the_host
 
@@ -72,7 +72,7 @@ def available() -> list[str]:
 def describe() -> str:
     """The processor's name, the cores this process may use, and what the device layer multiplies in fp32."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_products.widened())
+    widened = sorted(str(dtype).removeprefix("torch.") for dtype in cpu_matmul.widened())
     return f"{_processor()}, {cores} cores" + (f", {' and '.join(widened)} products in fp32" if widened else "")
 
 
@@ -98,7 +98,7 @@ def install(redirects: Redirects) -> None:
     _redirect_random(redirects, host_random)
     _redirect_tensors(redirects)
     gloo.install(redirects)
-    redirects.on_undo(cpu_products.install())
+    redirects.on_undo(cpu_matmul.install())
     redirects.rebind_importers()
 
 

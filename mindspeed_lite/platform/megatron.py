@@ -19,34 +19,41 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import (
+    Around,
     Context,
     Entry,
     Feature,
     ImportHandle,
+    Override,
     Patch,
     Provide,
-    Replace,
     Report,
     Session,
     Settings,
-    Table,
-    Transaction,
-    Wrap,
+    Swap,
+    change,
     make_plan,
     matches,
     when_imported,
 )
+from mindspeed_lite.engine.fingerprints import Table
 
 HOST = "megatron-core"
+CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
+DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
+_DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 # Where arguments from a YAML file hold the model's fields.
 SECTIONS = ("language_model", "model_parallel")
 
-# Packages that hold nothing of Megatron's by value: the engine need not look through them.
-LIBRARIES = frozenset(
-    "torch numpy triton sympy mpmath networkx jinja2 pydantic pydantic_core yaml einops packaging wrapt functorch "
-    "regex filelock fsspec typing_extensions setuptools pkg_resources psutil PIL scipy pandas sklearn".split()
-)
+
+def root() -> Path | None:
+    """The folder with the `megatron` that an import would find, without importing it; None if there is none."""
+    spec = importlib.util.find_spec("megatron")
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        if (Path(location) / "core" / "package_info.py").is_file():
+            return Path(location).parent
+    return None
 
 
 def version() -> str | None:
@@ -57,12 +64,11 @@ def version() -> str | None:
     loaded = sys.modules.get("megatron.core.package_info")
     if loaded is not None:
         return str(loaded.__version__).partition("+")[0]
-    spec = importlib.util.find_spec("megatron")
-    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
-        info = Path(location) / "core" / "package_info.py"
-        if info.is_file():
-            return str(runpy.run_path(str(info))["__version__"]).partition("+")[0]
-    return None
+    folder = root()
+    if folder is None:
+        return None
+    found = runpy.run_path(str(folder / "megatron" / "core" / "package_info.py"))["__version__"]
+    return str(found).partition("+")[0]
 
 
 def argument_holders(args: Any) -> list[Any]:
@@ -84,9 +90,19 @@ def always(name: str, summary: str, *patches: Patch, condition: Any = None) -> F
     )
 
 
-def place(
-    *features: Feature, device: str | None = None, fingerprints: Table | None = None
-) -> tuple[Transaction, Report]:
+class Placed:
+    """Features without a flag in force, with their report."""
+
+    def __init__(self, swaps: list[Swap], entries: list[Entry]) -> None:
+        self.entries = entries
+        self._swaps = swaps
+
+    def remove(self) -> list[str]:
+        """Take them back; returns what was left alone."""
+        return change(remove=self._swaps)
+
+
+def place(*features: Feature, device: str | None = None, fingerprints: Table | None = None) -> Placed:
     """Put features without a flag in force by themselves, on a release that need not be a verified one.
 
     device: what they are told they run on; the active device if not given.
@@ -97,27 +113,34 @@ def place(
         active = current()
         device = "cpu" if active is None else active.name
     context = Context(Settings({}), device, {})
-    session = Session(context.settings, context, Report({}, device))
+    report = Report({}, device)
+    session = Session(context.settings, context, report)
     plan = make_plan(
         features,
         context,
         host_version=version() or "0",
         fingerprints=Table() if fingerprints is None else fingerprints,
-        session=session,
         allow_unverified=True,
-        skip_modules=LIBRARIES,
     )
-    transaction = Transaction(plan, session)
-    transaction.apply()
-    session.report.record(plan, context.settings, transaction)
-    return transaction, session.report
+    swaps = [
+        Swap(each.feature.name, step.patch, session.of(each.feature.name))
+        for each in plan.applied
+        for step in each.steps
+    ]
+    change(add=swaps)
+    try:
+        report.record(plan, swaps)
+    except BaseException:
+        change(remove=swaps)
+        raise
+    return Placed(swaps, report.entries)
 
 
 def _norm_under_sequence_parallel(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """torch's norms are right on a sequence shard; only their weights' gradients must be summed over the group.
 
     Reaches every norm of the local implementation. `WrappedTorchNorm` refuses sequence parallelism, although all
-    that is missing is the mark by which Megatron sums those gradients. Steps aside without sequence parallelism.
+    that is missing is the mark by which Megatron sums those gradients. Falls back without sequence parallelism.
     """
 
     def __new__(
@@ -226,7 +249,7 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
     """A wheel's compiled dataset helpers are used as they are.
 
     `megatron.training` compiles them at every start by the makefile beside them, which is in a checkout but not in
-    the wheels, and ends the run when that fails. Steps aside wherever there is a makefile.
+    the wheels, and ends the run when that fails. Falls back wherever there is a makefile.
     """
 
     def compile_helpers() -> Any:
@@ -238,7 +261,7 @@ def _compiled_dataset_helpers(wrapped: Callable[..., Any], session: Session) -> 
     return compile_helpers
 
 
-def _given_back(session: Session) -> Callable[..., Any]:
+def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A recomputed output is copied into the storage that was released, as before 0.17.
 
     Since then Megatron lets both share one storage by an extension that is compiled when it is first needed, in every
@@ -251,7 +274,10 @@ def _given_back(session: Session) -> Callable[..., Any]:
         storage.copy_(found)
         recomputed.data = output.detach()
 
-    return lambda: share_storage
+    def _get_share_storage() -> Any:
+        return share_storage
+
+    return _get_share_storage
 
 
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
@@ -268,40 +294,42 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         "device_sequence_parallel_norm",
         "torch's norms accept sequence parallelism",
         ("cpu", "npu"),
-        Wrap("megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__", _norm_under_sequence_parallel),
+        Override(
+            "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+            _norm_under_sequence_parallel,
+            reads=[f"{CONFIG}.sequence_parallel"],
+            order=-10,
+        ),
     ),
     _assumption(
         "device_split_sizes",
         "split sizes of expert parallelism reach gloo as numbers",
         ("cpu",),
-        Wrap("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),
+        Override("megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu", _counts_on_host),
     ),
     _assumption(
         "device_adam_state",
         "the distributed optimizer loads checkpoints with torch's Adam",
         ("cpu", "npu"),
-        Wrap(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.state_dict", _adam_state_before_first_step
-        ),
-        Wrap(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_state_dict", _step_count_of_checkpoint
-        ),
-        Wrap(
-            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states",
+        Around(f"{_DISTRIBUTED}.state_dict", _adam_state_before_first_step, reads=["optimizer"]),
+        Around(f"{_DISTRIBUTED}.load_state_dict", _step_count_of_checkpoint, reads=["optimizer"]),
+        Override(
+            f"{_DISTRIBUTED}._set_main_param_and_optimizer_states",
             _state_without_step_count,
+            reads=["optimizer", "model_param_group_index_map"],
         ),
     ),
     _assumption(
         "device_dataset_helpers",
         "training scripts start on a wheel, which has the dataset helpers compiled and no makefile",
         ("cpu", "npu"),
-        Wrap("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
+        Override("megatron.core.datasets.utils:compile_helpers", _compiled_dataset_helpers),
     ),
     _assumption(
         "device_recomputed_output",
         "outputs that are released and computed again need no compiler",
         ("cpu", "npu"),
-        Replace("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, bind=True, versions=">=0.17"),
+        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
     ),
     _assumption(
         "device_router_gemm",
@@ -318,8 +346,7 @@ def _known() -> Table:
 
 
 _waiting: list[ImportHandle] = []
-_applied: list[Transaction] = []
-_entries: list[Entry] = []
+_applied: list[Placed] = []
 
 
 def attach(device: str) -> None:
@@ -334,21 +361,19 @@ def attach(device: str) -> None:
             present.append(feature)
         else:
             _waiting.append(when_imported(module, functools.partial(_put_right, [feature], device)))
-    # Together, since each transaction looks through every loaded module.
+    # Together, since each change may look through every loaded module.
     _put_right(present, device)
 
 
 def _put_right(features: Sequence[Feature], device: str, module: Any = None) -> None:
     fitting = [each for each in features if any(matches(patch.versions, version() or "0") for patch in each.patches)]
     if fitting:
-        transaction, report = place(*fitting, device=device, fingerprints=_known())
-        _applied.append(transaction)
-        _entries.extend(report.entries)
+        _applied.append(place(*fitting, device=device, fingerprints=_known()))
 
 
 def entries() -> list[Entry]:
     """What has been put in place so far, for the report."""
-    return list(_entries)
+    return [entry for each in _applied for entry in each.entries]
 
 
 def detach() -> None:
@@ -356,5 +381,6 @@ def detach() -> None:
     while _waiting:
         _waiting.pop().cancel()
     while _applied:
-        _applied.pop().undo()
-    _entries.clear()
+        # If that fails it is still in place, and still known.
+        _applied[-1].remove()
+        _applied.pop()

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import npu_trouble
 from .base import DeviceError
-from .npu_trouble import Trouble
+from .npu_trouble import NpuDiagnosis
 from .redirect import Redirects
 
 name = "npu"
@@ -24,7 +24,7 @@ def available() -> list[str]:
     return [] if found is None else [str(found)]
 
 
-def trouble() -> Trouble | None:
+def trouble() -> NpuDiagnosis | None:
     """What keeps NPUs from being used in this process, or None. Asks the driver for devices, but opens none."""
     found = npu_trouble.before_import()
     if found is not None:

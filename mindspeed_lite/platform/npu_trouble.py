@@ -30,7 +30,7 @@ _SHARED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 _LENGTH = 300
 
 
-class Trouble(NamedTuple):
+class NpuDiagnosis(NamedTuple):
     """`what` is wrong, and what to do: `fix`."""
 
     what: str
@@ -40,29 +40,31 @@ class Trouble(NamedTuple):
         return f"{self.what} ({self.fix})"
 
 
-def before_import() -> Trouble | None:
+def before_import() -> NpuDiagnosis | None:
     """What can be told before torch_npu is imported: that it is absent, or built for another torch."""
     try:
         found = importlib.util.find_spec("torch_npu")
     except ValueError:  # already imported, and a module without a spec
         found = None
     if found is None and "torch_npu" not in sys.modules:
-        return Trouble("torch_npu is not installed", "pip install 'mindspeed-lite[npu]', matching your torch and CANN")
+        return NpuDiagnosis(
+            "torch_npu is not installed", "pip install 'mindspeed-lite[npu]', matching your torch and CANN"
+        )
     return pair(torch_npu_version(), torch_version())
 
 
-def pair(npu: str, torch: str) -> Trouble | None:
+def pair(npu: str, torch: str) -> NpuDiagnosis | None:
     """torch_npu is built for one series of torch: major and minor must be the same. Unknown versions pass."""
     if not series(npu) or not series(torch) or series(npu) == series(torch):
         return None
     want, have = (".".join(map(str, series(each))) for each in (torch, npu))
-    return Trouble(
+    return NpuDiagnosis(
         f"torch_npu {npu} is not for torch {torch}",
         f"pip install 'torch-npu=={want}.*' (and the CANN it names), or 'torch=={have}.*'",
     )
 
 
-def of_import(error: BaseException) -> Trouble:
+def of_import(error: BaseException) -> NpuDiagnosis:
     """Why `import torch_npu`, or an `import torch` that loads it, failed."""
     text = _chain(error)
     symbol = re.search(r"(\S*\.so[\w.]*): undefined symbol: (\w+)", text)
@@ -74,10 +76,10 @@ def of_import(error: BaseException) -> Trouble:
     if library is not None and not re.match(r"lib(torch|c10)", library[1]):
         return _of_library(library[1])
     fix = "reinstall torch_npu for this torch and CANN; if set_env.sh is sourced and they match, report this line"
-    return Trouble(f"torch_npu is installed but does not import: {text}", fix)
+    return NpuDiagnosis(f"torch_npu is installed but does not import: {text}", fix)
 
 
-def of_devices() -> Trouble:
+def of_devices() -> NpuDiagnosis:
     """Why torch_npu, which imports, sees no device."""
     visible = os.environ.get(VISIBLE)
     nodes = sorted(DEVICE_NODES.glob("davinci[0-9]*"))
@@ -86,28 +88,30 @@ def of_devices() -> Trouble:
             "`npu-smi info` must list one: load the Ascend driver; in a container, pass "
             "--device /dev/davinci0 (and the others), " + ", ".join(f"/dev/{name}" for name in _SHARED_NODES)
         )
-        return Trouble(f"torch_npu finds no NPU device: there is no {DEVICE_NODES}/davinci*", fix)
+        return NpuDiagnosis(f"torch_npu finds no NPU device: there is no {DEVICE_NODES}/davinci*", fix)
     missing = [name for name in _SHARED_NODES if not (DEVICE_NODES / name).exists()]
     if missing:
         there = f"{nodes[0]} is there, {', '.join(str(DEVICE_NODES / name) for name in missing)} not"
         fix = "pass the missing nodes to the container with --device, or reload the Ascend driver"
-        return Trouble(f"torch_npu finds no NPU device: {there}", fix)
+        return NpuDiagnosis(f"torch_npu finds no NPU device: {there}", fix)
     every = [*nodes, *(DEVICE_NODES / name for name in _SHARED_NODES)]
     closed = next((each for each in every if not os.access(each, os.R_OK | os.W_OK)), None)
     if closed is not None:
         fix = f"add this user to the group that owns it (`usermod -aG {_group(closed)} USER`), then log in again"
-        return Trouble(f"torch_npu finds no NPU device: no permission to open {closed}", fix)
+        return NpuDiagnosis(f"torch_npu finds no NPU device: no permission to open {closed}", fix)
     if visible is not None:
         fix = f"unset {VISIBLE}, or name devices of 0 to {len(nodes) - 1} (numbers restart at 0 in some containers)"
-        return Trouble(f"torch_npu finds no NPU device: {VISIBLE}={visible!r} leaves none of {len(nodes)}", fix)
+        return NpuDiagnosis(f"torch_npu finds no NPU device: {VISIBLE}={visible!r} leaves none of {len(nodes)}", fix)
     fix = "`npu-smi info` must show it healthy; install the driver and firmware that this CANN names"
-    return Trouble(f"torch_npu finds no NPU device although {nodes[0]} can be opened: driver and CANN do not fit", fix)
+    return NpuDiagnosis(
+        f"torch_npu finds no NPU device although {nodes[0]} can be opened: driver and CANN do not fit", fix
+    )
 
 
-def of_opening(error: BaseException) -> Trouble:
+def of_opening(error: BaseException) -> NpuDiagnosis:
     """Why a device that is counted could not be opened or asked."""
     fix = f"look at `npu-smi info`: it may be busy, unhealthy or without memory; {VISIBLE} leaves devices out"
-    return Trouble(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
+    return NpuDiagnosis(f"an NPU is there but cannot be opened: {_chain(error)}", fix)
 
 
 def series(version: str) -> tuple[int, ...]:
@@ -158,32 +162,32 @@ def cann_version() -> str:
     return ""
 
 
-def _of_symbol(library: str, symbol: str) -> Trouble:
+def _of_symbol(library: str, symbol: str) -> NpuDiagnosis:
     # Mangled names of torch's own namespaces: c10, at, torch.
     if re.match(r"_ZNK?(3c10|2at|5torch)", symbol):
         fix = "install the torch_npu that is built for exactly this torch, and a torch from the same place"
-        return Trouble(f"torch_npu {torch_npu_version()} does not fit torch {torch_version()}: no {symbol}", fix)
+        return NpuDiagnosis(f"torch_npu {torch_npu_version()} does not fit torch {torch_version()}: no {symbol}", fix)
     fix = "install the CANN that this torch_npu's release notes name, and source its set_env.sh"
-    return Trouble(f"torch_npu {torch_npu_version()} does not fit this CANN: {library} lacks {symbol}", fix)
+    return NpuDiagnosis(f"torch_npu {torch_npu_version()} does not fit this CANN: {library} lacks {symbol}", fix)
 
 
-def _of_library(library: str) -> Trouble:
+def _of_library(library: str) -> NpuDiagnosis:
     if re.match(r"lib(ascend_hal|drv)", library):
         fix = "install the Ascend driver; in a container, mount /usr/local/Ascend/driver and put its lib64 on "
-        return Trouble(f"the Ascend driver's {library} is not found", fix + "LD_LIBRARY_PATH")
+        return NpuDiagnosis(f"the Ascend driver's {library} is not found", fix + "LD_LIBRARY_PATH")
     if library.startswith("libatb"):
-        return Trouble(f"CANN's {library} is not found", "install CANN's NNAL package and source its set_env.sh")
+        return NpuDiagnosis(f"CANN's {library} is not found", "install CANN's NNAL package and source its set_env.sh")
     home = os.environ.get(CANN_HOME)
     script = next((each for each in map(os.path.expanduser, _SET_ENV) if os.path.isfile(each)), None)
     folders = ("lib64", "runtime/lib64", "compiler/lib64")
     if home and any((Path(home) / folder / library).exists() for folder in folders):
         fix = f"source CANN's set_env.sh again in this shell: LD_LIBRARY_PATH lacks its folder below {home}"
-        return Trouble(f"CANN's {library} is there but not found", fix)
+        return NpuDiagnosis(f"CANN's {library} is there but not found", fix)
     if home:
         fix = "install the whole CANN toolkit that this torch_npu names, and source its set_env.sh"
-        return Trouble(f"CANN's {library} is not found, nor is it below {CANN_HOME}={home}", fix)
+        return NpuDiagnosis(f"CANN's {library} is not found, nor is it below {CANN_HOME}={home}", fix)
     fix = f"source {script}" if script else "install the CANN that this torch_npu names, and source its set_env.sh"
-    return Trouble(f"CANN's {library} is not found and {CANN_HOME} is not set: no set_env.sh is sourced", fix)
+    return NpuDiagnosis(f"CANN's {library} is not found and {CANN_HOME} is not set: no set_env.sh is sourced", fix)
 
 
 def _chain(error: BaseException) -> str:

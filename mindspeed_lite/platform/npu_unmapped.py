@@ -2,7 +2,7 @@
 
 There they raise, since torch for an NPU is built without CUDA. Here markers become those of Ascend's profilers (mstx)
 and memory in use that of the device. Three gauges of `--log-straggler` have no counterpart in torch_npu and read 0; the
-switches of `--profile`, which are for nsys, do nothing; both is said once. A name that a later torch_npu maps is left
+switches of `--profile`, which are for nsys, do nothing; both is logged once. A name that a later torch_npu maps is left
 to it.
 """
 

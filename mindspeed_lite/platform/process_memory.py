@@ -37,7 +37,7 @@ def handed_out() -> int | None:
     """What glibc's malloc has handed out and not got back; None where that is not known.
 
     Beside it `resident` has what the heap keeps between such blocks, code, and what is mapped otherwise; of a block
-    nobody has written to it has nothing. Where another allocator is preloaded, this may be next to nothing.
+    that has not been written to, it has nothing. Where another allocator is preloaded, this may be next to nothing.
     """
     ask = _mallinfo()
     if ask is None:

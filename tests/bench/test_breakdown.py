@@ -13,9 +13,9 @@ from torch.profiler import record_function
 
 from mindspeed_lite.bench import breakdown
 from mindspeed_lite.bench.breakdown import CATEGORIES, PREFIX, STEP, Event, attribute
+from mindspeed_lite.bench.probes import profiler_ranges
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
-from mindspeed_lite.patches import _scopes
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
 
 REDUCTION = "gradient accumulation and reduction"
 NODE = "autograd::engine::evaluate_function: "
@@ -273,9 +273,11 @@ def test_the_mean_over_processes():
 
 
 def test_both_sides_call_the_ranges_the_same():
-    assert _scopes.PREFIX == PREFIX
-    named = {category for _, category in _scopes.CLASSES} | {category for category, _ in _scopes.FUNCTIONS}
-    assert named | {_scopes.COMMUNICATION} <= set(CATEGORIES)
+    assert profiler_ranges.PREFIX == PREFIX
+    named = {category for _, category in profiler_ranges.CLASSES} | {
+        category for category, _ in profiler_ranges.FUNCTIONS
+    }
+    assert named | {profiler_ranges.COMMUNICATION} <= set(CATEGORIES)
 
 
 # From here on, the profiler's own events. What is planted sleeps or is large, so that other load cannot undo it.
@@ -420,7 +422,7 @@ def test_an_asynchronous_collective_is_hidden_and_the_wait_for_the_other_rank_ex
         def exposed():
             join("exposed", False)
 
-        remove = _scopes.install()
+        remove = profiler_ranges.install()
         try:
             behind = breakdown.profile(hidden, None)[1]
             waiting = breakdown.profile(exposed, None)[1]

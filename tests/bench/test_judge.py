@@ -29,8 +29,8 @@ def moved(by):
     return steps([loss + by * (index + 1) for index, loss in enumerate(BASE)])
 
 
-def judge(on, numerics, yardstick=None, off=None):
-    return compare_losses([steps(BASE)] if off is None else off, [on], numerics, yardstick)
+def judge(on, numerics, rounding_baseline=None, off=None):
+    return compare_losses([steps(BASE)] if off is None else off, [on], numerics, rounding_baseline)
 
 
 def test_the_same_bits_are_identical_in_every_class():
@@ -51,14 +51,14 @@ def test_bitwise_cannot_be_asked_of_an_off_that_differs_from_itself():
 
 
 @pytest.mark.parametrize(("by", "verdict"), [(1e-4, "agrees"), (1.9e-3, "agrees"), (2.1e-3, "differs")])
-def test_ulp_is_held_against_the_yardstick(by, verdict):
+def test_ulp_is_held_against_the_rounding_baseline(by, verdict):
     found = judge(moved(by), "ulp", ("itself in float32", moved(1e-3)))
     assert found["verdict"] == verdict
-    assert found["times_yardstick"] == pytest.approx(by / 1e-3, rel=1e-6)
+    assert found["times_rounding_baseline"] == pytest.approx(by / 1e-3, rel=1e-6)
     assert found["largest_difference"] == pytest.approx(4 * by) and found["step"] == 4
 
 
-def test_without_a_yardstick_nothing_is_claimed():
+def test_without_a_rounding_baseline_nothing_is_claimed():
     assert judge(moved(1e-4), "ulp")["verdict"] == "not judged"
 
 

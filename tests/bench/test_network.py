@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.bench import network
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
 
 SIZE = 250_000  # floats: 8 megabits, of which each of two ranks sends its half
 

@@ -1,4 +1,4 @@
-"""bench-ops: that nobody races a wrong answer, what counts as a regression, the report, and the command."""
+"""bench-ops: that a wrong answer gets no time, what counts as a regression, the report, and the command."""
 
 import copy
 import json
@@ -11,9 +11,10 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.bench import ceiling, operators, timing
-from mindspeed_lite.bench.operators import OPERATORS, Case, Contender, Work, earlier, run
+from mindspeed_lite.bench.operators import BoundCase, Runner, Work, earlier, run
 from mindspeed_lite.cli import bench_ops
-from tests.cli.support import command, fails_in_one_line, python
+from mindspeed_lite.ops.discovery import OPERATORS, cases
+from tests.harness.commands import command, fails_in_one_line, python
 
 DOC = Path(__file__).resolve().parents[2] / "docs" / "bench-report.md"
 CPU = platform.device("cpu")
@@ -31,7 +32,7 @@ def cheap(monkeypatch):
 
 def tiny(*contenders):
     """y = 2 x as ours and as plain torch, next to other contenders."""
-    return Case(
+    return BoundCase(
         operator="double",
         name="4",
         device="cpu",
@@ -40,8 +41,8 @@ def tiny(*contenders):
         forward=Work(32, 4),
         both=Work(64, 8),
         contenders=(
-            Contender("mindspeed_lite", lambda: lambda x: 2 * x),
-            Contender("torch", lambda: lambda x: x + x),
+            Runner("mindspeed_lite", lambda: lambda x: 2 * x),
+            Runner("torch", lambda: lambda x: x + x),
             *contenders,
         ),
     )
@@ -55,11 +56,11 @@ def contender(report, name, row=0):
     return next(each for each in report["rows"][row]["contenders"] if each["name"] == name)
 
 
-# Agreement
+# Equivalence
 
 
 def test_a_wrong_contender_is_caught_and_not_timed():
-    report = measured(Contender("wrong", lambda: lambda x: 2.1 * x))
+    report = measured(Runner("wrong", lambda: lambda x: 2.1 * x))
     wrong = contender(report, "wrong")
     assert wrong["seconds"] is None and wrong["ratio"] is None and "does not agree with ours" in wrong["error"]
     assert any(each["severity"] == "warning" and "wrong" in each["text"] for each in report["findings"])
@@ -77,11 +78,11 @@ def test_a_wrong_contender_is_caught_and_not_timed():
     ],
 )
 def test_every_way_to_be_wrong_is_caught(planted, word):
-    assert word in contender(measured(Contender("wrong", lambda: planted)), "wrong")["error"]
+    assert word in contender(measured(Runner("wrong", lambda: planted)), "wrong")["error"]
 
 
 def test_rounding_is_no_disagreement():
-    error = contender(measured(Contender("near", lambda: lambda x: 2 * x * (1 + 1e-6))), "near")["error"]
+    error = contender(measured(Runner("near", lambda: lambda x: 2 * x * (1 + 1e-6))), "near")["error"]
     assert error is None
 
 
@@ -89,14 +90,14 @@ def test_a_contender_that_fails_has_its_error():
     def no_compiler():
         raise ImportError("no C++ compiler")
 
-    report = measured(Contender("peer", no_compiler))
+    report = measured(Runner("peer", no_compiler))
     assert contender(report, "peer")["error"] == "ImportError: no C++ compiler"
     assert any(each["severity"] == "note" and "no C++ compiler" in each["text"] for each in report["findings"])
 
 
 def test_without_ours_the_others_still_have_times():
     case = tiny()
-    broken = Contender("mindspeed_lite", lambda: lambda x: x / [])
+    broken = Runner("mindspeed_lite", lambda: lambda x: x / [])
     report = run.run([replace(case, contenders=(broken, *case.contenders[1:]))], CPU, torch.float32, FAST)
     assert "TypeError" in contender(report, "mindspeed_lite")["error"]
     assert contender(report, "torch")["seconds"] > 0 and contender(report, "torch")["ratio"] is None
@@ -127,7 +128,7 @@ def fields(heading):
 
 
 def test_the_report_has_the_fields_of_its_page():
-    report = measured(Contender("wrong", lambda: lambda x: 3 * x))
+    report = measured(Runner("wrong", lambda: lambda x: 3 * x))
     _, shared = fields('`kind: "bench"`')
     text, own = fields('`kind: "bench-ops"`')
     before = text.partition("as above")[0]
@@ -346,7 +347,7 @@ def test_help_names_every_shape_and_imports_no_torch():
     )
     ran = python("-c", asks)
     assert ran.returncode == 0, ran.stderr
-    assert all(entry.example in ran.stdout and name in ran.stdout for name, entry in OPERATORS.items())
+    assert all(cases(name).example in ran.stdout and name in ran.stdout for name in OPERATORS)
 
 
 def test_the_command_end_to_end(tmp_path):

@@ -1,4 +1,4 @@
-"""The model of two lanes: what can be hidden, worked out by hand; and that layers in slices come near to it."""
+"""The model of two lanes: what can be hidden, worked out by hand; and that layers in chunks come near to it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.bench.network import Delays
-from mindspeed_lite.bench.overlap import PHASES, Seconds, foresee
+from mindspeed_lite.bench.overlap import PHASES, Seconds, predict_overlap
 from mindspeed_lite.bench.timeline import Timeline
-from mindspeed_lite.parallel import pipelined
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
-from tests.platform.forked import forked, on_ranks
+from mindspeed_lite.parallel import overlapped_gemm
+from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
+from tests.harness.processes import forked, on_ranks
 
 
 @pytest.mark.parametrize(
-    ("phase", "slices", "takes", "now", "exposed"),
+    ("phase", "chunks", "takes", "now", "exposed"),
     [
         # Megatron's order: one after the other.
         ("column forward", 1, Seconds(4, gather=2), 6, 2),
@@ -34,23 +34,23 @@ from tests.platform.forked import forked, on_ranks
         ("row forward", 4, Seconds(4, reduce=4), 5, 1),
         ("row forward", 4, Seconds(4, reduce=2), 4.5, 0.5),
         ("row backward", 4, Seconds(4, weight=4, gather=4), 8.5, 0.5),
-        # The gather delays the scatter's slices: 4 + 4 of messages beside 3 + 3 of products.
+        # The gather delays the scatter's chunks: 4 + 4 of messages beside 3 + 3 of products.
         ("column backward", 2, Seconds(3, weight=3, gather=4, reduce=4), 8, 2),
     ],
 )
-def test_by_hand(phase, slices, takes, now, exposed):
-    lanes = foresee(phase, slices, 2, takes)
+def test_by_hand(phase, chunks, takes, now, exposed):
+    lanes = predict_overlap(phase, chunks, 2, takes)
     assert (lanes.now, lanes.exposed) == pytest.approx((now, exposed))
 
 
 def test_slices_never_wait_longer_than_one_message():
     for phase in PHASES:
-        for link in (0.1, 1.0, 4.0, 20.0):
-            takes = Seconds(4, weight=3, gather=link, reduce=2 * link)
-            waits = [foresee(phase, slices, 4, takes).exposed for slices in (1, 2, 4, 8, 16)]
-            assert waits == sorted(waits, reverse=True), (phase, link, waits)
+        for comm in (0.1, 1.0, 4.0, 20.0):
+            takes = Seconds(4, weight=3, gather=comm, reduce=2 * comm)
+            waits = [predict_overlap(phase, chunks, 4, takes).exposed for chunks in (1, 2, 4, 8, 16)]
+            assert waits == sorted(waits, reverse=True), (phase, comm, waits)
     with pytest.raises(ValueError, match="no such pass"):
-        foresee("sideways", 1, 2, Seconds(1))
+        predict_overlap("sideways", 1, 2, Seconds(1))
 
 
 PRODUCT, ROWS, WIDTH = 0.12, 64, 64
@@ -81,7 +81,7 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
             def __getattr__(self, name):
                 return getattr(torch, name)
 
-        pipelined.torch = Torch()
+        overlapped_gemm.torch = Torch()
         # What a rank sends of a matrix is half of it; the whole takes `share` of its product.
         lab.set_rate(ROWS // 2 * WIDTH * 4 * 8 / (share * PRODUCT) / 1e6)
         takes = {
@@ -91,8 +91,8 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
         x, w = torch.zeros(ROWS // 2, WIDTH), torch.zeros(WIDTH, WIDTH)
         group = dist.group.WORLD
         calls = {
-            "column forward": lambda: pipelined.gather_matmul(x, w, group, 4),
-            "row forward": lambda: pipelined.matmul_scatter(torch.zeros(ROWS, WIDTH), w, group, 4).wait(),
+            "column forward": lambda: overlapped_gemm.gather_matmul(x, w, group, 4),
+            "row forward": lambda: overlapped_gemm.matmul_scatter(torch.zeros(ROWS, WIDTH), w, group, 4).wait(),
         }
         for phase, call in calls.items():
             waited = []
@@ -101,7 +101,7 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
                 with view:
                     call()
                 waited.append(view.waited)
-            can = share * PRODUCT - foresee(phase, 4, 2, takes[phase]).exposed
+            can = share * PRODUCT - predict_overlap(phase, 4, 2, takes[phase]).exposed
             hidden = share * PRODUCT - min(waited)
             assert hidden >= 0.9 * can, f"{phase}: {hidden:.3f} s of {can:.3f} s hidden"
 
@@ -117,7 +117,7 @@ def test_memory_does_not_grow():
         import gc
 
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        link = Link(dist.group.WORLD, True, fixed(2), PLAIN)
+        comm = TPCommConfig(dist.group.WORLD, True, fixed_chunks(2), AUTOGRAD_WGRAD)
         x, up, down = torch.zeros(8, 4), torch.zeros(6, 4).requires_grad_(), torch.zeros(4, 6).requires_grad_()
 
         def living():
@@ -130,7 +130,7 @@ def test_memory_does_not_grow():
 
         counts = []
         for step in range(1, 1001):
-            y = row_linear(column_linear(x.requires_grad_(), up, None, link), down, link)
+            y = row_linear(column_linear(x.requires_grad_(), up, None, comm), down, comm)
             y.sum().backward()
             x.grad = up.grad = down.grad = None
             del y

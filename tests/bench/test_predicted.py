@@ -10,12 +10,12 @@ import pytest
 
 from mindspeed_lite.bench import memory_run, records
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
-from mindspeed_lite.bench.predict import ranks, read
-from tests import matrix, releases
-from tests.training.conftest import trainer  # noqa: F401
-from tests.training.jobs import ROOT, Trainer
+from mindspeed_lite.planner import ranks, read
+from tests.harness import checkouts, matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.training import Trainer
 
-SCRIPT = str(ROOT / "tests" / "bench" / "measured.py")
+SCRIPT = str(ROOT / "tests" / "harness" / "measured_script.py")
 
 # Large enough that what is kept for every layer is most of it, small enough for seconds.
 RUN = (
@@ -96,19 +96,19 @@ TRAININGS: dict[str, tuple[int, int, str]] = {
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ),
 }
-NEWEST = releases.WITH_TRAINING[-1]
+NEWEST = checkouts.WITH_TRAINING[-1]
 KEPT = [(NEWEST, name) for name in ("dense, gives up", "tp2 sp, on", "ep2, on")]
 # What differs between releases: experts, and what is recomputed.
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)
-    for release in releases.WITH_TRAINING[:-1]
+    for release in checkouts.WITH_TRAINING[:-1]
     for name in ("partly recomputed", "grouped queries", "ep2", "ep2, on")
 ]
 
 Measured = Callable[[str, str], list[memory_run.Measured]]
 
 
-def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:  # noqa: F811
+def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
     plan = Plan(
         arm=Arm("memory", "given"), records=str(folder), warmup=0, steps=2, profile=False, trace="", allocator="",
         launched=time.time(), package_root=str(ROOT), memory=True,
@@ -128,7 +128,7 @@ def asked(name: str) -> tuple[int, list[str]]:
 
 @pytest.fixture(scope="module")
 def measured(
-    trainer: Callable[[str], Trainer],  # noqa: F811
+    trainer: Callable[[str], Trainer],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Measured:
     """What a training took, run when a test first asks for it."""

@@ -17,17 +17,16 @@ import pytest
 
 from mindspeed_lite.bench import plot_theme, plots, render_html, render_markdown, render_text, wording
 from mindspeed_lite.bench.render_summary import findings, headline
-from tests import matrix
-from tests.bench import fixtures
+from tests.harness import bench_reports, matrix
 
 pytest.importorskip("rich")
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
 ANSI = re.compile(r"\x1b\[")
-NAMES = pytest.mark.parametrize("name", sorted(fixtures.EVERY))
+NAMES = pytest.mark.parametrize("name", sorted(bench_reports.EVERY))
 # Those that draw every plot: a whole report and the one with least in it.
-DRAWN = pytest.mark.parametrize("name", matrix.only(["broken", "full"], sorted(fixtures.EVERY)))
+DRAWN = pytest.mark.parametrize("name", matrix.only(["broken", "full"], sorted(bench_reports.EVERY)))
 BARE = {"loss": ("<svg></svg>", "<svg></svg>")}
 
 
@@ -69,21 +68,21 @@ def forms(report: dict[str, Any]) -> Iterator[str]:
 
 
 def test_facts_of_a_full_report() -> None:
-    for text in forms(fixtures.full()):
+    for text in forms(bench_reports.full()):
         assert "all is 1.25x as fast as off (95 % interval 1.22 to 1.27, 3 pairs)" in text
         assert "smaller: 0.706x the peak memory of off" in text
         assert "1.007x, inside the noise" in text
-        assert "largest difference 6.80e-05 at iteration 14; 0.756 times that of the yardstick" in text
+        assert "largest difference 6.80e-05 at iteration 14; 0.756 times that of the rounding baseline" in text
         for fact in ("identical", "412.0 ms", "79,534 tokens/s", "21.4 GB", "gradient accumulation", "189.5 ms (46 %)"):
             assert fact in text
         assert "NVIDIA H100 80GB HBM3" in text and "OMP_NUM_THREADS=8" in text and "megatron-core 0.16.0" in text
-        assert fixtures.SCRIPT in text
+        assert bench_reports.SCRIPT in text
         assert "The clock of the device fell by 4 % | during run 2 of `off`." in text
         assert "'a | b `c` <d>'" in text
 
 
 def test_an_incomplete_report_says_so_and_why() -> None:
-    for text in forms(fixtures.broken()):
+    for text in forms(bench_reports.broken()):
         assert wording.INCOMPLETE in text
         assert "runs 1, 2 and 3 crashed (exit code 1): out of memory <b>in</b> step 3" in text
         assert "run 2 hung: no step for 1800 s" in text
@@ -94,22 +93,22 @@ def test_an_incomplete_report_says_so_and_why() -> None:
 
 
 def test_one_pair_has_no_interval_and_no_praise() -> None:
-    for text in forms(fixtures.single()):
+    for text in forms(bench_reports.single()):
         assert wording.ONE_PAIR in text
         assert "1.22x as fast as off in its only pair: no interval, so this may be noise" in text
         assert "95 % interval 1." not in text
-    assert headline(fixtures.single()).tone == "neutral"
+    assert headline(bench_reports.single()).tone == "neutral"
 
 
 def test_noise_is_called_noise() -> None:
-    report = fixtures.full()
+    report = bench_reports.full()
     report["comparisons"] = [report["comparisons"][1]]
     for text in forms(report):
         assert "use_fused_rmsnorm does not differ in speed from off outside the noise" in text
 
 
 def test_a_faster_arm_that_trains_differently_is_no_success() -> None:
-    report = fixtures.diverged()
+    report = bench_reports.diverged()
     for text in forms(report):
         assert "Every arm that was compared trains differently from off." in text
         assert "largest difference nan at iteration 8" in text
@@ -118,7 +117,7 @@ def test_a_faster_arm_that_trains_differently_is_no_success() -> None:
 
 
 def test_operators() -> None:
-    for text in forms(fixtures.operators()):
+    for text in forms(bench_reports.operators()):
         assert "1 case is slower than in the earlier run. mindspeed_lite reaches 87.0 % of the ceiling" in text
         assert "ImportError: <b>liger</b> | not installed" in text
         assert "[2, 16, 2048, 64] bfloat16 causal | no <mask>" in text
@@ -127,7 +126,7 @@ def test_operators() -> None:
 
 
 def test_findings_are_not_said_twice() -> None:
-    report = fixtures.broken()
+    report = bench_reports.broken()
     report["findings"] = [{"severity": "failure", "arm": "use_flash_attn", "text": "It crashed in every run."}]
     said = [each.text for each in findings(report) if each.arm == "use_flash_attn"]
     assert said == ["It crashed in every run."]
@@ -136,26 +135,26 @@ def test_findings_are_not_said_twice() -> None:
 @NAMES
 @pytest.mark.parametrize("columns", [60, 80, 120])
 def test_lines_keep_to_the_width(name: str, columns: int) -> None:
-    text = render_text.render(fixtures.EVERY[name](), columns, False)
+    text = render_text.render(bench_reports.EVERY[name](), columns, False)
     assert not [line for line in text.splitlines() if len(line) > columns]
     assert not ANSI.search(text) and text.isascii()
     assert not [line for line in text.splitlines() if line != line.rstrip()]
-    painted = render_text.render(fixtures.EVERY[name](), columns, True)
+    painted = render_text.render(bench_reports.EVERY[name](), columns, True)
     assert ANSI.search(painted)
     stripped = re.sub(r"\x1b\[[0-9;]*m", "", painted)
     assert [line.rstrip() for line in stripped.splitlines()] == text.splitlines()
 
 
 def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = render_text.render(fixtures.full(), 80, False)
+    before = render_text.render(bench_reports.full(), 80, False)
     for name, value in (("COLUMNS", "40"), ("FORCE_COLOR", "1"), ("TERM", "xterm-256color")):
         monkeypatch.setenv(name, value)
-    assert render_text.render(fixtures.full(), 80, False) == before
+    assert render_text.render(bench_reports.full(), 80, False) == before
 
 
 @NAMES
 def test_markdown_tables_are_whole(name: str) -> None:
-    lines = render_markdown.render(fixtures.EVERY[name]()).splitlines()
+    lines = render_markdown.render(bench_reports.EVERY[name]()).splitlines()
     fenced = False
     width: int | None = None
     for line in lines:
@@ -171,7 +170,7 @@ def test_markdown_tables_are_whole(name: str) -> None:
 
 
 def test_markdown_fences_hold_backticks() -> None:
-    report = fixtures.broken()
+    report = bench_reports.broken()
     text = render_markdown.render(report)
     assert "````text\nTraceback" in text
     assert "![Loss of every arm, and its difference from off](loss.png)" in text
@@ -179,7 +178,7 @@ def test_markdown_fences_hold_backticks() -> None:
 
 @DRAWN
 def test_the_page_fetches_nothing_and_runs_nothing(name: str) -> None:
-    report = fixtures.EVERY[name]()
+    report = bench_reports.EVERY[name]()
     source = render_html.render(report)
     page = Page(source)
     assert "script" not in {tag for tag, _ in page.tags}
@@ -194,7 +193,7 @@ def test_the_page_fetches_nothing_and_runs_nothing(name: str) -> None:
 
 @matrix.whole
 def test_plots_in_the_page_are_light_and_dark_and_keep_apart() -> None:
-    report = fixtures.full()
+    report = bench_reports.full()
     source = render_html.render(report)
     tags = Page(source).tags
     assert sum(tag == "svg" for tag, _ in tags) == 8
@@ -210,7 +209,7 @@ def test_plots_in_the_page_are_light_and_dark_and_keep_apart() -> None:
 
 @DRAWN
 def test_png_files(name: str, tmp_path: Path) -> None:
-    report = fixtures.EVERY[name]()
+    report = bench_reports.EVERY[name]()
     names = plots.draw(report, tmp_path / "plots")
     bench = ["step-time.png", "loss.png", "memory.png", "breakdown.png"]
     assert names == (["operators.png"] if name == "operators" else bench)
@@ -229,7 +228,7 @@ def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:
 
 
 def test_colors_of_arms_are_their_own_and_off_is_neutral() -> None:
-    look = plot_theme.theme(fixtures.crowd(), dark=False)
+    look = plot_theme.theme(bench_reports.crowd(), dark=False)
     assert len(set(look.arms.values())) == len(look.arms) and look.arm("off") == look.off
 
 
@@ -267,7 +266,7 @@ def slim(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 @DRAWN
 def test_what_is_not_known_breaks_nothing(name: str) -> None:
-    report = slim(fixtures.EVERY[name])
+    report = slim(bench_reports.EVERY[name])
     every = sorted(places(report), key=str)
     chosen = random.Random(name).sample(every, min(30, len(every)))
     fields = [path for path in every if len(path) < 3 or path[0] in ("comparisons", "rows", "ceiling")]
@@ -284,7 +283,7 @@ def test_plots_stand_what_is_not_known(name: str, tmp_path: Path, monkeypatch: p
 
     # Building the figures is what may fail; to put them into files takes most of the time.
     monkeypatch.setattr(Figure, "savefig", lambda *_, **__: None)
-    report = slim(fixtures.EVERY[name])
+    report = slim(bench_reports.EVERY[name])
     wanted = ("arms", "comparisons", "rows")
     every = [path for path in sorted(places(report), key=str) if path[0] in wanted]
     for at, path in enumerate(random.Random(name).sample(every, 12)):
@@ -347,4 +346,4 @@ def test_a_missing_library_is_named(
     render_html._template.cache_clear()
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"pip install 'mindspeed-lite\[bench\]'"):
-        call(fixtures.single(), tmp_path)
+        call(bench_reports.single(), tmp_path)

@@ -11,14 +11,15 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.bench import selftest
+from mindspeed_lite.bench.operators import BoundCase, Runner, Work
 from mindspeed_lite.bench.selftest import device, numerics, speed, worker
 from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, SLOWER, Check, Outcome
 from mindspeed_lite.ops import dispatch
+from mindspeed_lite.ops.discovery import cases
 from mindspeed_lite.platform import streams
-from tests import matrix
-from tests.cli.support import command, fails_in_one_line
+from tests.harness import matrix
+from tests.harness.commands import command, fails_in_one_line
 
-WITHOUT_GRADIENT = ("adamw", "l2norm")
 EXACT = ("l2norm", "vocab_embedding")
 
 
@@ -36,7 +37,7 @@ def test_it_passes_here(tmp_path):
         "device layer", "copies and arithmetic", "process group (gloo)",
     ]  # fmt: skip
     for name in dispatch.OPERATORS:
-        has_gradient = name not in WITHOUT_GRADIENT
+        has_gradient = cases(name).case(cases(name).tiny[0], "cpu", "fp32").both is not None
         numbers = [check for check in by_group["numerics"] if check["name"].startswith(f"{name} ")]
         assert {check["name"].rsplit(" ", 1)[1] for check in numbers} == {"fp32", "bf16"}
         for check in numbers:
@@ -63,7 +64,16 @@ def problem(ours, plain=lambda x, weight: x * weight):
         generator = torch.Generator().manual_seed(5)
         return tuple(torch.randn(8, 16, generator=generator).requires_grad_() for _ in range(2))
 
-    return numerics.Problem("rms_norm", "8x16 fp32", torch.float32, make, lambda: ours, lambda: plain)
+    return BoundCase(
+        operator="rms_norm",
+        name="8x16 fp32",
+        device="cpu",
+        dtype=torch.float32,
+        make=make,
+        forward=Work(0, 0),
+        both=None,
+        contenders=(Runner("mindspeed_lite", lambda: ours), Runner("torch", lambda: plain)),
+    )
 
 
 def only_in_float32(function):
@@ -234,7 +244,7 @@ def test_a_device_that_does_it_wrong_fails(name, planted, said):
 def test_arithmetic_that_is_off_fails(monkeypatch):
     assert device.arithmetic("cpu").status == OK
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: torch.mm(a, b) + (a.dtype == torch.bfloat16) * 99)
-    with pytest.raises(device.Wrong, match="bfloat16 product of whole numbers is off by"):
+    with pytest.raises(device.DeviceCheckError, match="bfloat16 product of whole numbers is off by"):
         device.arithmetic("cpu")
 
 
@@ -251,7 +261,7 @@ def test_a_mapping_that_is_not_active_fails(monkeypatch):
     chosen = types.SimpleNamespace(describe=lambda: "1 x it")
     monkeypatch.setattr(platform, "activate", lambda name: chosen)
     monkeypatch.setattr(torch, "ones", lambda *args, device, own=torch.ones: own(*args))
-    with pytest.raises(device.Wrong, match="transfer_to_npu is not active"):
+    with pytest.raises(device.DeviceCheckError, match="transfer_to_npu is not active"):
         device.layer("npu")
 
 

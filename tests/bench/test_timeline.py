@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from mindspeed_lite.bench.network import Delays
 from mindspeed_lite.bench.timeline import COMPUTE, FLIGHT, LANES, WAIT, Span, Timeline, draw, read_trace, write_trace
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
 
 DELAY = 0.1
 

@@ -17,15 +17,15 @@ from mindspeed_lite.bench import compose, harness, recorder, timeline
 from mindspeed_lite.bench.harness import Job, Outcome
 from mindspeed_lite.bench.network import Links
 from mindspeed_lite.bench.plan import Arm
-from tests import matrix
-from tests.training.test_script import MODEL, NO_DROPOUT
+from tests.harness import matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.script_trainings import MODEL, NO_DROPOUT
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+FAULTY_SCRIPT = str(ROOT / "tests" / "harness" / "faulty_script.py")
 FEATURE = ("use_fused_rmsnorm",)
 
 
-def job(folder: Path, *, script: str = str(HERE / "planted.py"), timeout: float = 90.0, steps: int = 6,
+def job(folder: Path, *, script: str = FAULTY_SCRIPT, timeout: float = 90.0, steps: int = 6,
         nproc: int = 1, extra: tuple[str, ...] = ()) -> Job:  # fmt: skip
     start = [sys.executable]
     if nproc > 1:
@@ -57,7 +57,7 @@ class Outcomes(dict[str, list[Outcome]]):
         arms = {
             "off": Arm(name, "off"),
             "beside slow": Arm("off", "off"),
-            "yardstick": Arm(name, "off", arithmetic="float32"),
+            "rounding_baseline": Arm(name, "off", arithmetic="float32"),
             "right": Arm(name, "only", (*FEATURE, "use_flash_attn")),
         }
         # The slow one is judged by its interval, and of two pairs little can be said.
@@ -76,7 +76,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 def comparison(outcomes: Outcomes, name: str) -> tuple[dict, dict]:
     off = "beside slow" if name == "slow" else "off"
-    chosen = [*outcomes[off], *outcomes[name], *outcomes["yardstick"]]
+    chosen = [*outcomes[off], *outcomes[name], *outcomes["rounding_baseline"]]
     found = report(chosen)
     return found["comparisons"][0], found
 
@@ -88,8 +88,8 @@ def failures(found: dict) -> list[str]:
 def test_a_right_feature_agrees_and_off_is_itself(outcomes: Outcomes) -> None:
     row, found = comparison(outcomes, "right")
     assert not failures(found)
-    assert row["loss"]["verdict"] == "agrees" and 0 < row["loss"]["times_yardstick"] < 2
-    assert row["loss"]["yardstick"]["kind"] == "itself in float32"
+    assert row["loss"]["verdict"] == "agrees" and 0 < row["loss"]["times_rounding_baseline"] < 2
+    assert row["loss"]["rounding_baseline"]["kind"] == "itself in float32"
     assert row["loss"]["series"][0]["off"] == pytest.approx(5.3, abs=0.5)
     first, *others = ([step["loss"] for step in run.steps] for run in outcomes["off"])
     assert others == [first] and len(first) == 8
@@ -112,12 +112,12 @@ def test_the_profiled_step_is_taken_apart(outcomes: Outcomes) -> None:
     assert [step["measured"] for step in steps[:9]] == [False] * 2 + [True] * 6 + [False]
 
 
-def test_a_yardstick_that_fails_is_a_warning(outcomes: Outcomes) -> None:
+def test_a_rounding_baseline_that_fails_is_a_warning(outcomes: Outcomes) -> None:
     from dataclasses import replace
 
     from mindspeed_lite.bench import render_summary
 
-    failed = replace(outcomes["yardstick"][0], status="crashed", reason="signal SIGKILL", log_tail=["killed"])
+    failed = replace(outcomes["rounding_baseline"][0], status="crashed", reason="signal SIGKILL", log_tail=["killed"])
     found = report([*outcomes["off"], *outcomes["right"], failed])
     assert found["complete"] is True
     assert found["comparisons"][0]["loss"]["verdict"] == "not judged"
@@ -191,7 +191,7 @@ def test_a_hang_is_ended_and_says_where_it_stood(outcomes: Outcomes) -> None:
     run = {arm["name"]: arm for arm in found["arms"]}["hang"]["runs"][0]
     assert run["status"] == "hung"
     assert re.search(r"no progress for 20 s after step 1|before its first step", run["reason"]), run["reason"]
-    assert any("planted.py" in line for line in run["log_tail"]), "the stack stands in the log"
+    assert any("faulty_script.py" in line for line in run["log_tail"]), "the stack stands in the log"
 
 
 @matrix.whole

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite import activation
+from mindspeed_lite import runtime
 from mindspeed_lite.bench import worker
 from mindspeed_lite.bench.plan import Arm
 
 
 def chosen(arm: Arm, *given: str) -> tuple[set[str], bool]:
     """(features that are on, whether auto is) for a command that turns `given` on itself."""
-    options = [option for feature in activation.catalogue() for option in feature.options]
+    options = [option for feature in runtime.catalogue() for option in feature.options]
     args: Any = SimpleNamespace(**{option.dest: option.default for option in options})
     for name in given:
         setattr(args, name, True)
     assert worker._choose(args, SimpleNamespace(arm=arm)) == sorted(given)
-    on = {feature.name for feature in activation.catalogue() if feature.is_enabled(vars(args))}
-    return on, bool(getattr(args, activation.AUTO.dest, False))
+    on = {feature.name for feature in runtime.catalogue() if feature.is_enabled(vars(args))}
+    return on, bool(getattr(args, runtime.AUTO.dest, False))
 
 
 @pytest.mark.parametrize("name", [None, "cuda", "npu"])

@@ -6,8 +6,7 @@ import sys
 import pytest
 
 from mindspeed_lite.platform import allocator
-
-from .support import python
+from tests.harness.commands import python
 
 glibc_only = pytest.mark.skipif(bool(allocator.why_not()), reason="; ".join(allocator.why_not()) or "glibc")
 

@@ -14,10 +14,8 @@ import pytest
 from mindspeed_lite import cli
 from mindspeed_lite.cli import checks
 from mindspeed_lite.cli.checks import build, devices, environment, features, megatron, packages
-from tests import matrix
-from tests.platform import stand_in
-
-from .support import command, without
+from tests.harness import fake_torch_npu, matrix
+from tests.harness.commands import command, without
 
 STATUSES = {"ok", "note", "problem"}
 
@@ -137,7 +135,7 @@ def test_a_torch_that_does_not_import(tmp_path):
 
 @matrix.whole
 def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
-    stand_in.torch_npu(tmp_path, "raise AttributeError('no _npu here')")
+    fake_torch_npu.torch_npu(tmp_path, "raise AttributeError('no _npu here')")
     found = examined(command("doctor", "--json", path=[tmp_path]))
     assert "no _npu here" in found["device"][0]["text"]
     pair = found["torch_npu"][0]
@@ -216,7 +214,7 @@ def test_a_target_that_drifted_is_a_reason(fake_host):
         )
     )
     texts = {row.check: row.text for row in features.check_features()}
-    assert "not as in the verified releases" in texts["feature use_fused_rmsnorm"]
+    assert "unlike the verified releases" in texts["feature use_fused_rmsnorm"]
     assert "is not found" in texts["feature use_flash_attn"]
 
 

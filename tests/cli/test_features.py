@@ -1,15 +1,17 @@
 """`mindspeed-lite features`: every declaration, complete, at every width."""
 
 import json
+import shutil
 import sys
 
 import pytest
 
-from mindspeed_lite import activation, cli
+from mindspeed_lite import cli, runtime
 from mindspeed_lite.cli import features
-from mindspeed_lite.engine import Fingerprint, Provide, Table
-
-from .support import ESCAPE, fails_in_one_line, python
+from mindspeed_lite.engine import Provide
+from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.engine.source import Fingerprint
+from tests.harness.commands import ESCAPE, fails_in_one_line, python
 
 
 def say(capsys, *arguments):
@@ -25,7 +27,7 @@ def test_every_feature_and_every_flag_is_there_at_every_width(capsys, monkeypatc
     assert code == 0
     words = set(out.split())
     squeezed = "".join(out.split())
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         assert feature.name in words
         assert {option.flag for option in feature.options} <= words
         if columns < 150:  # in a table a wrapped cell's lines are apart
@@ -45,8 +47,8 @@ def test_json_is_one_document_with_everything(capsys):
     document = json.loads(out)
     assert code == 0 and document["schema_version"] == 1
     found = {row["name"]: row for row in document["features"]}
-    assert set(found) == {feature.name for feature in activation.catalogue()}
-    for feature in activation.catalogue():
+    assert set(found) == {feature.name for feature in runtime.catalogue()}
+    for feature in runtime.catalogue():
         row = found[feature.name]
         assert [flag["flag"] for flag in row["flags"]] == [option.flag for option in feature.options]
         assert [patch["target"] for patch in row["patches"]] == [patch.target for patch in feature.patches]
@@ -57,13 +59,13 @@ def test_json_is_one_document_with_everything(capsys):
 def test_every_feature_is_verified_somewhere(capsys):
     _, out, _ = say(capsys, "--json")
     for row in json.loads(out)["features"]:
-        patches = activation.catalogue()[row["name"]].patches
+        patches = runtime.catalogue()[row["name"]].patches
         if any(not isinstance(patch, Provide) for patch in patches):
             assert row["verified"], row["name"]
 
 
 def test_a_release_counts_only_if_every_target_is_known():
-    feature = activation.catalogue()["use_flash_attn"]
+    feature = runtime.catalogue()["use_flash_attn"]
     known = Fingerprint("()", "0")
     every = {patch.target: known for patch in feature.patches}
     some = {feature.patches[0].target: known}
@@ -77,13 +79,13 @@ def test_one_feature_has_all_its_details(capsys, name):
     assert code == 0
     for text in ("--use-flash-attn", "docs/features/use_flash_attn.md", "ulp", "attention on reference"):
         assert text in out
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         if feature.name != "use_flash_attn":
             assert feature.name not in out
 
 
 def test_every_feature_can_be_asked_for(capsys):
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         code, out, _ = say(capsys, feature.name)
         assert code == 0 and feature.summary.split()[0] in out
         for relation in (*feature.requires, *feature.conflicts):
@@ -110,7 +112,7 @@ def test_it_imports_no_megatron():
 
 
 def test_without_torch_it_says_so_in_one_line(tmp_path):
-    from .support import command, without
+    from tests.harness.commands import command, without
 
     fails_in_one_line(command("features", **without(tmp_path, "torch")), "torch", "doctor", code=1)
 
@@ -119,3 +121,23 @@ def test_indented_parts_of_a_docstring_keep_their_lines(capsys, monkeypatch):
     module = sys.modules["mindspeed_lite.patches.use_flash_attn"]
     monkeypatch.setattr(module, "__doc__", "One line.\n\nAn example:\n    a = 1\n    b = 2\n")
     assert "    a = 1\n    b = 2\n" in say(capsys, "use_flash_attn")[1]
+
+
+def test_a_diff_shows_how_targets_differ_from_another_copy(capsys, tmp_path):
+    from mindspeed_lite.platform import megatron
+
+    target = megatron.root() / "megatron" / "core" / "fusions" / "fused_bias_swiglu.py"
+    code, out, _ = say(capsys, "use_fused_swiglu", "--diff")
+    assert code == 0 and "as verified" in out and "@@" not in out
+    other = tmp_path / "megatron" / "core"
+    shutil.copytree(megatron.root() / "megatron" / "core", other, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    changed = other / "fusions" / target.name
+    changed.write_text(changed.read_text().replace("def bias_swiglu_impl(input", "def bias_swiglu_impl(other"))
+    code, out, _ = say(capsys, "use_fused_swiglu", "--diff", "--against", str(tmp_path))
+    assert code == 1 and "-def bias_swiglu_impl(other" in out
+    for arguments, text in (
+        (["--diff"], "name of a feature"),
+        (["use_flash_attn", "--diff", "--against", "/no"], "/no"),
+    ):
+        code, out, err = say(capsys, *arguments)
+        assert code == 2 and text in err and err.count("\n") == 1

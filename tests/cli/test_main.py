@@ -3,8 +3,7 @@
 import pytest
 
 from mindspeed_lite import __version__, cli
-
-from .support import command, fails_in_one_line, python
+from tests.harness.commands import command, fails_in_one_line, python
 
 
 def test_help_names_every_command():

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.bench.memory_run import Measured, Run, compare
-from mindspeed_lite.bench.predict import ranks, read
 from mindspeed_lite.cli import memory, memory_text
-from tests import matrix
-
-from .support import ROOT, command, fails_in_one_line, python
+from mindspeed_lite.planner import ranks, read
+from tests.harness import matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.commands import command, fails_in_one_line, python
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256 "

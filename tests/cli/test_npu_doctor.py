@@ -8,10 +8,8 @@ import time
 import pytest
 
 from mindspeed_lite.platform import npu
-from tests import matrix
-from tests.platform import stand_in
-
-from .support import command, fails_in_one_line
+from tests.harness import fake_torch_npu, matrix
+from tests.harness.commands import command, fails_in_one_line
 
 # Nothing of CANN's in the environment, whatever this machine has.
 BARE = {"ASCEND_HOME_PATH": "", "ASCEND_RT_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
@@ -32,10 +30,10 @@ def examined(folder, *options, **variables):
 
 @matrix.whole
 def test_a_missing_library_names_it_and_the_script_to_source(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
     found = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")
     row = found["torch_npu"]
-    assert row["status"] == "note" and stand_in.MATCHING in row["text"]
+    assert row["status"] == "note" and fake_torch_npu.MATCHING in row["text"]
     assert "CANN's libhccl.so is not found and ASCEND_HOME_PATH is not set" in row["text"]
     assert "set_env.sh" in row["fix"]
     assert found["torch"]["status"] == "ok", "torch itself is fine without the extension"
@@ -45,7 +43,7 @@ def test_a_missing_library_names_it_and_the_script_to_source(tmp_path):
 
 @matrix.whole
 def test_torch_that_loads_it_fails_with_it(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.NO_LIBRARY.format(library="libascendcl.so"), autoload=True)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_LIBRARY.format(library="libascendcl.so"), autoload=True)
     found = examined(tmp_path)
     row = found["torch"]
     assert row["status"] == "problem" and "`import torch` fails, for it loads torch_npu" in row["text"]
@@ -57,18 +55,20 @@ def test_torch_that_loads_it_fails_with_it(tmp_path):
 @matrix.whole
 @pytest.mark.parametrize("installed", [True, False])
 def test_one_for_another_torch(tmp_path, installed):
-    stand_in.torch_npu(tmp_path, stand_in.ABORTS, version="2.1.0.post8", installed=installed)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.ABORTS, version="2.1.0.post8", installed=installed)
     found = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")
     row = found["torch_npu"]
-    assert row["status"] == "problem" and f"torch_npu 2.1.0.post8 is not for torch {stand_in.TORCH}" in row["text"]
-    major, minor = stand_in.TORCH.split(".")[:2]
+    assert (
+        row["status"] == "problem" and f"torch_npu 2.1.0.post8 is not for torch {fake_torch_npu.TORCH}" in row["text"]
+    )
+    major, minor = fake_torch_npu.TORCH.split(".")[:2]
     assert f"pip install 'torch-npu=={major}.{minor}.*'" in row["fix"]
     assert row["text"] in found["device"]["text"] and row["fix"] in found["device"]["text"]
 
 
 @matrix.whole
 def test_no_device(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.NO_DEVICE)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_DEVICE)
     found = examined(tmp_path)
     row = found["torch_npu"]
     assert row["status"] == "note" and "torch_npu finds no NPU device" in row["text"] and "npu-smi" in row["fix"]
@@ -78,14 +78,14 @@ def test_no_device(tmp_path):
 
 @matrix.whole
 def test_a_device_that_cannot_be_opened(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.BUSY)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.BUSY)
     row = examined(tmp_path)["torch_npu"]
     assert row["status"] == "note" and "cannot be opened: ZeroDivisionError" in row["text"] and "npu-smi" in row["fix"]
 
 
 @matrix.whole
 def test_one_that_ends_the_process(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.ABORTS)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.ABORTS)
     found = examined(tmp_path)
     row = found["torch_npu"]
     assert row["status"] == "note" and "importing torch_npu" in row["text"]
@@ -95,7 +95,7 @@ def test_one_that_ends_the_process(tmp_path):
 
 @matrix.whole
 def test_one_that_hangs(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.HANGS)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.HANGS)
     start = time.monotonic()
     row = examined(tmp_path, "--timeout", "6")["torch_npu"]
     assert time.monotonic() - start < 60
@@ -104,14 +104,14 @@ def test_one_that_hangs(tmp_path):
 
 
 def test_everything_there(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.WORKS)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.WORKS)
     home = tmp_path / "cann"
     (home / "x86_64-linux").mkdir(parents=True)
     (home / "x86_64-linux" / "ascend_toolkit_install.info").write_text("package_name=Ascend\nversion=8.5.0\n")
     found = examined(tmp_path, ASCEND_HOME_PATH=str(home))
     row = found["torch_npu"]
     assert row["status"] == "ok", row
-    for part in (stand_in.MATCHING, "CANN 8.5.0", "2 x Ascend910B2", "transfer_to_npu imports", "HCCL there"):
+    for part in (fake_torch_npu.MATCHING, "CANN 8.5.0", "2 x Ascend910B2", "transfer_to_npu imports", "HCCL there"):
         assert part in row["text"]
     assert found["device"]["text"].startswith("npu (2 x Ascend910B2), chosen by availability. npu: usable")
     assert "hccl there; hccl serves the npu device" in found["collectives"]["text"]
@@ -120,13 +120,13 @@ def test_everything_there(tmp_path):
 
 @matrix.whole
 def test_without_its_mapping_training_cannot_start(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.WORKS, transfer="raise ImportError('no such name')")
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.WORKS, transfer="raise ImportError('no such name')")
     row = examined(tmp_path)["torch_npu"]
     assert row["status"] == "problem" and "transfer_to_npu does not import: ImportError: no such name" in row["text"]
 
 
 def test_a_selftest_without_an_npu_says_why_in_the_same_words(tmp_path, monkeypatch):
-    stand_in.torch_npu(tmp_path, stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
     run = command("doctor", "--npu-selftest", path=[tmp_path], cwd=tmp_path, **BARE)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in BARE.items():
@@ -137,7 +137,7 @@ def test_a_selftest_without_an_npu_says_why_in_the_same_words(tmp_path, monkeypa
 
 @matrix.whole
 def test_a_selftest_on_an_npu_that_computes_nothing_fails_and_reports(tmp_path):
-    stand_in.torch_npu(tmp_path, stand_in.WORKS)
+    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.WORKS)
     out = tmp_path / "report.json"
     run = command("doctor", "--npu-selftest", "--quick", "--out", out, path=[tmp_path], **BARE)
     assert run.returncode == 1, run.stderr

@@ -9,8 +9,7 @@ import zipfile
 import pytest
 
 from mindspeed_lite.platform import allocator
-
-from .support import command, fails_in_one_line, python, without
+from tests.harness.commands import command, fails_in_one_line, python, without
 
 # Everything a script can see of how it was started; addresses differ between processes.
 SCRIPT = """\

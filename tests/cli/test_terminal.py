@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from mindspeed_lite.cli import terminal
-
-from .support import ESCAPE, command, environment, without
+from tests.harness.commands import ESCAPE, command, environment, without
 
 
 def in_a_terminal(*arguments, columns, path=(), **variables):

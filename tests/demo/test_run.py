@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo import run
-from tests import matrix
+from tests.harness import matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from mindspeed_lite.engine import transaction
+from mindspeed_lite.engine import change
+from mindspeed_lite.engine.swaps import in_force
 
 _number = itertools.count()
 
@@ -36,7 +37,6 @@ def make_host(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_stays_applied():
     yield
-    left = list(transaction._ACTIVE)
-    for each in reversed(left):
-        each.undo()
+    left = in_force()
+    change(remove=left)
     assert not left

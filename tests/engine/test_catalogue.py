@@ -3,8 +3,7 @@ import sys
 import pytest
 
 from mindspeed_lite.engine import Catalogue, CatalogueError, Option, Relation
-
-from .support import feature
+from tests.harness.plans import feature
 
 MODULE = """
     from mindspeed_lite.engine import Feature, Option, Relation

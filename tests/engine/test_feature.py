@@ -6,19 +6,18 @@ from dataclasses import FrozenInstanceError, dataclass
 import pytest
 
 from mindspeed_lite.engine import (
+    Around,
     Context,
     Feature,
     Option,
     OptionError,
+    Override,
     Provide,
     Relation,
-    Replace,
     Settings,
-    Wrap,
     matches,
 )
-
-from .support import feature
+from tests.harness.plans import feature
 
 
 def test_dest_is_the_flag_as_an_identifier():
@@ -33,15 +32,16 @@ def test_dest_is_the_flag_as_an_identifier():
         lambda: Option("--x", "h", type=bool),
         lambda: Option("--x", "h", default=True),
         lambda: Option("--x", "h", upstream="soon"),
-        lambda: Replace("pkg.mod", len),
-        lambda: Replace("pkg.mod:", len),
-        lambda: Replace("pkg mod:f", len),
-        lambda: Replace("", len),
-        lambda: Replace("pkg:f", len, versions=">="),
-        lambda: Replace("pkg:f", 3, bind=True),
-        lambda: Wrap("pkg:f", "not callable"),
-        lambda: Wrap("pkg:1f", len),
-        lambda: Wrap("pkg:f", len, variant_of="pkg"),
+        lambda: Override("pkg.mod", len),
+        lambda: Override("pkg.mod:", len),
+        lambda: Override("pkg mod:f", len),
+        lambda: Override("", len),
+        lambda: Override("pkg:f", len, versions=">="),
+        lambda: Override("pkg:f", 3),
+        lambda: Around("pkg:f", "not callable"),
+        lambda: Around("pkg:f", len, reads="tp_group"),
+        lambda: Around("pkg:1f", len),
+        lambda: Around("pkg:f", len, variant_of="pkg"),
         lambda: Provide("pkg..mod", len),
         lambda: Provide("pkg", None),
         lambda: feature("not-a-name"),
@@ -49,7 +49,6 @@ def test_dest_is_the_flag_as_an_identifier():
         lambda: feature("x", options=[]),
         lambda: feature("x", options=[Option("--a-b", "h"), Option("--a_b", "h")]),
         lambda: feature("x", requires=[Relation("x", "loop")]),
-        lambda: feature("x", Replace("pkg:f", len), Replace("pkg:f", abs)),
     ],
 )
 def test_a_wrong_declaration_is_a_value_error_where_it_is_written(wrong):
@@ -58,14 +57,26 @@ def test_a_wrong_declaration_is_a_value_error_where_it_is_written(wrong):
 
 
 def test_declarations_are_frozen_and_lists_become_tuples():
-    made = feature("x", Replace("pkg:f", len))
+    made = feature("x", Override("pkg:f", len, reads=["a", "C.b"]))
     assert isinstance(made.patches, tuple) and isinstance(made.options, tuple)
+    assert made.patches[0].reads == ("a", "C.b")
     with pytest.raises(FrozenInstanceError):
         made.name = "y"
 
 
 def test_provide_takes_a_whole_module():
     assert Provide("pkg", len).target == "pkg"
+
+
+def test_each_kind_of_patch_names_itself():
+    assert [each("pkg:f", len).kind for each in (Around, Override, Provide)] == ["around", "override", "provide"]
+    assert Around("pkg:f", len, order=3).order == 3 and Provide("pkg:f", len).order == 0
+
+
+def test_conflicting_arguments_are_those_that_are_set():
+    made = feature("x", conflicting_args={"fp8": "no fp8", "cuda_graph_impl": "no graphs", "offload": "no offload"})
+    values = {"fp8": "e4m3", "cuda_graph_impl": "none", "offload": False}
+    assert made.conflict_reasons(values.get) == ["no fp8"] and made.conflict_reasons({}.get) == []
 
 
 def test_a_feature_is_enabled_by_its_first_option_or_by_what_it_says():

@@ -3,30 +3,40 @@ import sys
 import pytest
 
 from mindspeed_lite.engine import (
+    Around,
     Collision,
     ConflictError,
     EngineError,
     Option,
+    Override,
     PlanError,
     Provide,
     Relation,
-    Replace,
     RequirementError,
     TargetError,
-    Wrap,
+    automatic_reasons,
 )
-from mindspeed_lite.engine.fingerprints import Table, fingerprint_root
+from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.engine.source import fingerprint, reader_of
+from tests.harness.plans import applied, calling, context_of, feature, passing, plan_of, reasons_of, steps_of
 
-from .support import feature, passing, plan_of, reasons_of, transaction_of
-
-SOURCE = "def f(x): return x\ndef g(x, clamp_value=None): return x\nclass C:\n    def m(self): return 1\n"
+SOURCE = """
+def f(x): return x
+def g(x, clamp_value=None): return x
+class C:
+    kind: str
+    def __init__(self): self.group = None
+    def m(self): return 1
+def look():
+    try:
+        from te import fast
+    except ImportError:
+        fast = None
+    return new if fast is None else fast
+"""
 
 
 def one(x):
-    return x
-
-
-def other(x):
     return x
 
 
@@ -40,42 +50,64 @@ def at(host):
     return lambda path: f"{host}.mod:{path}"
 
 
-def table_of(root, *targets, version="1.0"):
-    return Table({version: {target: fingerprint_root(root, target) for target in targets}})
+@pytest.fixture
+def known(at, tmp_path):
+    """The table of a release in which every target of the host looks as it does here."""
+    reader = reader_of(tmp_path)
+    return Table({"1.0": {at(path): fingerprint(reader, at(path)) for path in ("f", "g", "C.m", "look")}})
+
+
+@pytest.fixture
+def edit(host, tmp_path):
+    """`edit(old, new)` changes the host's file before it is imported."""
+
+    def change(old, new):
+        path = tmp_path / host / "mod.py"
+        path.write_text(path.read_text().replace(old, new))
+
+    return change
+
+
+def over(target, **keywords):
+    return Override(target, calling(one), **keywords)
 
 
 def test_a_feature_not_asked_for_is_off_and_its_targets_are_not_even_looked_at():
-    plan = plan_of(feature("x", Replace("no_such_host:f", one)), off=("x",))
-    assert plan.outcome("x").status == "off" and plan.steps == ()
+    plan = plan_of(feature("x", over("no_such_host:f")), off=("x",))
+    assert plan.outcome("x").status == "off" and steps_of(plan) == [] and plan.applied == []
 
 
 def test_a_feature_asked_for_is_applied(at):
-    plan = plan_of(feature("x", Replace(at("f"), one)))
-    assert plan.outcome("x").status == "applied"
-    (step,) = plan.steps
-    assert (step.feature, step.value, step.verified) == ("x", one, "unverified")
+    patch = over(at("f"))
+    plan = plan_of(feature("x", patch))
+    assert plan.outcome("x").status == "applied" and plan.applied == [plan.outcome("x")]
+    (step,) = steps_of(plan)
+    assert (step.feature, step.patch, step.verdict) == ("x", patch, "unverified: is in no verified release")
 
 
-def test_all_reasons_are_collected(at):
+def test_all_reasons_are_collected(at, known):
     made = feature(
         "x",
-        Replace(at("g"), one),
-        Replace(at("f"), one, versions=">=2"),
-        Replace(at("gone"), one),
+        over(at("g"), reads=["C.nothing", "gone", "C.group"]),
+        over(at("f"), versions=">=2"),
+        over(at("gone")),
         condition=lambda context: ["needs an even size", f"not on {context.device}"],
+        conflicting_args={"fp8": "no fp8"},
     )
-    reasons = " / ".join(reasons_of(made))
-    for part in ("even size", "not on cpu", "grew parameter `clamp_value`", "version 1.0", "`gone`"):
+    reasons = " / ".join(reasons_of(made, table=known, host_args={"fp8": True}))
+    for part in ("even size", "not on cpu", "no fp8", "no attribute `nothing`", "version 1.0", "`gone`"):
         assert part in reasons
+    assert "group" not in reasons
 
 
 def test_a_condition_that_answers_with_one_text_means_one_reason():
     assert reasons_of(feature("x", condition=lambda context: "no")) == ["no"]
 
 
-def test_a_condition_that_fails_names_the_feature():
-    with pytest.raises(PlanError, match=r"`x` \(--x\): condition failed with ZeroDivisionError"):
-        plan_of(feature("x", condition=lambda context: 1 / 0))
+@pytest.mark.parametrize("what", ["condition", "arguments"])
+def test_a_question_that_fails_names_the_feature(what):
+    with pytest.raises(PlanError, match=rf"`x` \(--x\): {what} failed with ZeroDivisionError"):
+        plan_of(feature("x", **{what: lambda context: 1 / 0}))
 
 
 def test_conflicting_features_raise_and_name_both_and_the_reason():
@@ -94,111 +126,135 @@ def test_a_requirement_that_is_off_raises():
 
 def test_what_requires_a_skipped_feature_is_skipped_too(at):
     chain = [
-        feature("c", Replace(at("f"), one), requires=[Relation("b", "r")]),
+        feature("c", over(at("f")), requires=[Relation("b", "r")], arguments=lambda context: {"layers": 1}),
         feature("b", requires=[Relation("a", "r")]),
         feature("a", condition=lambda context: ["no"]),
     ]
     plan = plan_of(*chain)
     assert [plan.outcome(name).status for name in "abc"] == ["skipped"] * 3
     assert plan.outcome("c").reasons == ["requires feature `b`, which was skipped"]
-    assert plan.steps == ()
+    assert steps_of(plan) == [] and plan.outcome("c").arguments == {}
+
+
+def test_a_feature_left_out_for_another_reason_is_skipped(at):
+    plan = plan_of(feature("x", over(at("f"))), without={"x": "no kernel"})
+    assert plan.outcome("x").reasons == ["no kernel"] and steps_of(plan) == []
 
 
 def test_a_target_that_is_gone_although_its_versions_match_raises_with_all_names(at):
     with pytest.raises(TargetError) as caught:
-        plan_of(feature("x", Replace(at("gone"), one, versions=">=1")))
+        plan_of(feature("x", over(at("gone"), versions=">=1")))
     for part in ("`x` (--x)", at("gone"), "host version 1.0", "Turn it off"):
         assert part in str(caught.value)
 
 
 def test_the_variant_for_the_running_release_is_taken(at):
-    made = feature("x", Replace(at("f"), one, versions="<2"), Replace(at("f"), other, versions=">=2"))
-    assert plan_of(made, version="1.0").steps[0].value is one
-    assert plan_of(made, version="2.1").steps[0].value is other
+    older, newer = over(at("f"), versions="<2"), over(at("f"), versions=">=2")
+    made = feature("x", older, newer)
+    assert steps_of(plan_of(made, version="1.0"))[0].patch is older
+    assert steps_of(plan_of(made, version="2.1"))[0].patch is newer
 
 
 def test_a_symbol_that_moved_is_a_variant_of_its_old_place(at):
-    moved = Replace(at("f"), one, versions=">=1", variant_of="host.old:f")
-    made = feature("x", Replace("host.old:f", one, versions="<1"), moved)
-    assert [step.patch for step in plan_of(made).steps] == [moved]
+    moved = over(at("f"), versions=">=1", variant_of="host.old:f")
+    made = feature("x", over("host.old:f", versions="<1"), moved)
+    assert [step.patch for step in steps_of(plan_of(made))] == [moved]
 
 
 def test_a_feature_without_a_variant_for_the_release_is_skipped_whole(at):
-    made = feature("x", Replace(at("f"), one), Wrap(at("C.m"), passing, versions=">=2"))
+    made = feature("x", over(at("f")), Around(at("C.m"), passing, versions=">=2"))
     (reason,) = reasons_of(made)
     assert at("C.m") in reason and "1.0" in reason and ">=2" in reason
 
 
-def test_two_replacements_by_one_feature_for_one_release_are_refused(at):
-    with pytest.raises(PlanError, match="two replacements"):
-        plan_of(feature("x", Replace(at("f"), one, versions=">=1"), Replace(at("f"), other, versions="<3")))
-
-
-def test_two_replacements_by_two_features_conflict_even_under_two_names(at, host):
-    with pytest.raises(ConflictError, match="both replace"):
-        plan_of(feature("a", Replace(at("f"), one)), feature("b", Replace(at("f"), other)))
-    with pytest.raises(ConflictError, match="both replace"):
-        plan_of(feature("a", Replace(at("f"), one)), feature("b", Replace(f"{host}.user:again", other)))
-    with pytest.raises(ConflictError, match="both provide"):
+def test_two_features_do_not_provide_one_symbol(at):
+    with pytest.raises(ConflictError, match=r"`a` .* and `b` .* both provide"):
         plan_of(*(feature(name, Provide(at("new"), lambda session: one)) for name in "ab"))
 
 
-def test_wraps_of_two_features_on_one_target_do_not_conflict(at):
-    assert len(plan_of(feature("a", Wrap(at("f"), passing)), feature("b", Wrap(at("f"), passing))).steps) == 2
+def test_patches_of_two_features_on_one_target_do_not_conflict(at):
+    assert len(steps_of(plan_of(feature("a", Around(at("f"), passing)), feature("b", over(at("f")))))) == 2
 
 
-def test_steps_come_in_the_order_in_which_they_compose(at):
-    plan = plan_of(
-        feature("a", Wrap(at("f"), passing, order=1)),
-        feature("d", Wrap(at("f"), passing), Provide(at("new"), lambda session: 1)),
-        feature("c", Wrap(at("f"), passing)),
-        feature("z", Replace(at("f"), one)),
-    )
-    assert [step.feature for step in plan.steps] == ["d", "z", "c", "d", "a"]
+# What is known of the target
 
 
-def test_a_replacement_whose_target_grew_a_parameter_is_skipped_whatever_is_allowed(at):
-    (reason,) = reasons_of(feature("x", Replace(at("g"), one)), allow_unverified=True)
-    assert reason == f"`{at('g')}`: target grew parameter `clamp_value`"
+@pytest.mark.parametrize("kind", [Around, Override])
+def test_a_target_of_a_verified_release_is_applied(at, known, kind):
+    (step,) = steps_of(plan_of(feature("x", kind(at("f"), passing)), table=known))
+    assert step.verdict == "verified"
 
 
-def test_a_replacement_of_unverified_source_needs_permission(at, tmp_path):
-    made = feature("x", Replace(at("f"), one))
-    (reason,) = reasons_of(made, allow_unverified=False)
-    assert "--mindspeed-lite-allow-unverified" in reason and at("f") in reason
-    known = table_of(tmp_path, at("f"))
-    assert plan_of(made, table=known).steps[0].verified == "verified"
-    (tmp_path / at("f").partition(".")[0] / "mod.py").write_text(SOURCE.replace("return x", "return x + 0"))
-    assert "has changed" in reasons_of(made, table=known)[0]
-    assert plan_of(made, table=known, allow_unverified=True).steps[0].verified == "unverified"
+def test_another_body_stops_an_override_and_not_what_goes_around(at, known, edit):
+    edit("def f(x): return x", "def f(x): return x + 0")
+    (reason,) = reasons_of(feature("x", over(at("f"))), table=known)
+    for part in (at("f"), "another body", "override", "features x --diff", "--mindspeed-lite-allow-unverified"):
+        assert part in reason
+    for patch in (Around(at("f"), passing), over(at("f"))):
+        (step,) = steps_of(plan_of(feature("x", patch), table=known, allow_unverified=True))
+        assert step.verdict == "unverified: has another body than in the verified releases"
+    assert steps_of(plan_of(feature("x", Around(at("f"), passing)), table=known))
 
 
-def test_a_wrap_goes_on_with_a_known_signature_and_not_without(at, tmp_path):
-    made = feature("x", Wrap(at("f"), passing))
-    known = table_of(tmp_path, at("f"))
-    assert plan_of(made, table=known).steps[0].verified == "verified"
-    path = tmp_path / at("f").partition(".")[0] / "mod.py"
-    path.write_text(SOURCE.replace("return x", "return x + 0"))
-    assert plan_of(made, table=known).steps[0].verified == "unverified"
-    path.write_text(SOURCE.replace("f(x)", "f(x, y=1)"))
-    assert "another signature" in reasons_of(made, table=known)[0]
-    assert "is not known" in reasons_of(made, allow_unverified=False)[0]
+@pytest.mark.parametrize("kind", [Around, Override])
+def test_another_signature_stops_both(at, known, edit, kind):
+    edit("def f(x)", "def f(x, y=1)")
+    (reason,) = reasons_of(feature("x", kind(at("f"), passing)), table=known)
+    assert "has the signature (x, y=), unlike the verified releases" in reason
 
 
-def test_a_bound_replacement_is_made_with_the_session_unless_the_feature_is_skipped(at):
-    sessions = []
+@pytest.mark.parametrize("kind", [Around, Override])
+def test_a_target_of_no_verified_release_stops_both(at, kind):
+    assert "is in no verified release" in reasons_of(feature("x", kind(at("f"), passing)), table=Table({"1.0": {}}))[0]
 
-    def bind(session):
-        sessions.append(session)
-        return one
 
-    made = feature("x", Replace(at("f"), bind, bind=True))
-    mine = object()
-    assert plan_of(made, session=mine).steps[0].value is one and sessions == [mine]
-    skipped = feature("x", Replace(at("f"), bind, bind=True), condition=lambda context: ["no"])
-    assert reasons_of(skipped) == ["no"] and len(sessions) == 1
-    with pytest.raises(PlanError, match="binding"):
-        plan_of(feature("x", Replace(at("f"), lambda session: 1 / 0, bind=True)))
+def test_code_that_another_party_put_there_stops_an_override_and_not_what_goes_around(at, host, known):
+    mod = __import__(f"{host}.mod").mod
+    mod.f = lambda x: x * 3
+    assert "was replaced by" in reasons_of(feature("x", over(at("f"))), table=known)[0]
+    (step,) = steps_of(plan_of(feature("x", Around(at("f"), passing)), table=known))
+    assert step.verdict.startswith("unverified: was replaced by")
+
+
+def test_what_is_ours_is_no_other_party(at, known):
+    pair = [feature("x", over(at("f")), Provide(at("new"), lambda session: one)), feature("y", over(at("f")))]
+    with applied(pair[0], table=known):
+        plan = plan_of(*pair, table=known)
+        assert [step.verdict for step in steps_of(plan)] == ["verified", "provided", "verified"]
+
+
+def test_attributes_that_a_patch_reads_are_there_or_it_is_refused(at, host, known):
+    def made(*reads):
+        return feature("x", Around(at("C.m"), passing, reads=reads))
+
+    good = ("group", "kind", "m", "C.group", f"{host}.mod:C.kind", f"{host}.user:again")
+    assert steps_of(plan_of(made(*good), table=known))
+    for read, says in (
+        ("tp_group", f"`{host}.mod.C` has no attribute `tp_group`"),
+        ("C.tp_group", "has no attribute `tp_group`, which the patch reads"),
+        ("D.x", "does not exist"),
+        (f"{host}.gone:C.x", "importing"),
+    ):
+        assert says in reasons_of(made("group", read), table=known)[0]
+        assert steps_of(plan_of(made("group", read), table=known, allow_unverified=True))
+
+
+def test_a_symbol_that_nothing_looks_for_is_not_provided(at, host, known):
+    assert steps_of(plan_of(feature("x", Provide(at("new"), lambda session: 1)), table=known))
+    (reason,) = reasons_of(feature("x", Provide(at("newer"), lambda session: 1)), table=known)
+    assert f"nothing in `{host}.mod` looks for it" in reason
+    for name, found in (("te", 1), ("fa", 0)):
+        wanted = feature("x", Provide(name, lambda session: 1, wanted_by=f"{host}.mod"))
+        assert len(steps_of(plan_of(wanted, table=known))) == found, name
+
+
+def test_a_symbol_the_host_has_is_reported_as_provided_already(at):
+    plan = plan_of(feature("x", Provide(at("f"), lambda session: one), Provide("json", lambda session: one)))
+    assert plan.outcome("x").status == "applied"
+    assert {step.verdict for step in steps_of(plan)} == {"already provided by the host"}
+
+
+# Strict, collisions, arguments
 
 
 def test_strict_turns_skips_into_one_error_with_every_reason():
@@ -217,12 +273,16 @@ def test_a_flag_the_host_uses_otherwise_stops_an_enabled_feature():
     assert plan_of(feature("x"), off=("x",), collisions=collisions).outcome("x").status == "off"
 
 
-def test_adjustments_are_collected_and_must_agree():
-    a = feature("a", adjust=lambda context: {"layers": context.arg("layers") * 2})
-    assert plan_of(a, host_args={"layers": 2}).adjustments == {"layers": 4}
-    b = feature("b", adjust=lambda context: {"layers": 3})
+def test_arguments_are_each_features_own_and_must_agree():
+    a = feature("a", arguments=lambda context: {"layers": context.arg("layers") * 2})
+    assert plan_of(a, host_args={"layers": 2}).outcome("a").arguments == {"layers": 4}
+    skipped = feature("a", arguments=a.arguments, condition=lambda context: ["no"])
+    assert plan_of(skipped, host_args={"layers": 2}).outcome("a").arguments == {}
+    b = feature("b", arguments=lambda context: {"layers": 3})
     with pytest.raises(ConflictError, match="host argument `layers`"):
         plan_of(a, b, host_args={"layers": 2})
+    same = feature("b", arguments=lambda context: {"layers": 4})
+    assert len(plan_of(a, same, host_args={"layers": 2}).applied) == 2
 
 
 def test_a_host_version_that_is_none_is_refused():
@@ -231,20 +291,120 @@ def test_a_host_version_that_is_none_is_refused():
 
 
 def test_making_a_plan_changes_nothing(at, host):
-    plan_of(feature("x", Replace(at("f"), one)), feature("y", Wrap(at("C.m"), passing)))
+    plan_of(feature("x", over(at("f"))), feature("y", Around(at("C.m"), passing)))
     before = dict(vars(sys.modules[f"{host}.mod"]))
-    plan_of(feature("x", Replace(at("f"), one)), feature("y", Wrap(at("C.m"), passing)))
+    plan_of(feature("x", over(at("f"))), feature("y", Around(at("C.m"), passing)))
     with pytest.raises(EngineError):
-        plan_of(feature("x", Replace(at("f"), one)), feature("y", Wrap(at("gone"), passing)))
+        plan_of(feature("x", over(at("f"))), feature("y", Around(at("gone"), passing)))
     assert vars(sys.modules[f"{host}.mod"]) == before
 
 
-def test_a_symbol_the_host_has_is_reported_as_provided_already(at):
-    plan = plan_of(feature("x", Provide(at("f"), lambda session: one), Provide("json", lambda session: one)))
-    assert plan.outcome("x").status == "applied"
-    assert {step.verified for step in plan.steps} == {"already provided by the host"}
+# Auto
+
+
+def auto(*features, off=None, **keywords):
+    off = [each.name for each in features] if off is None else off
+    return plan_of(*features, off=off, auto=True, **keywords)
+
+
+def test_auto_turns_on_what_applies_and_sets_its_flag(at):
+    plan = auto(feature("x", over(at("f"))))
+    assert plan.outcome("x").status == "applied" and plan.settings["x"] is True and len(steps_of(plan)) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "says"),
+    [
+        (dict(options=[Option("--x", "h", default=0)]), "it needs a value that only the user can choose"),
+        (dict(not_auto="it costs time"), "it costs time"),
+        (dict(condition=lambda context: ["odd size"]), "odd size"),
+        (dict(condition=lambda context: 1 / 0), "condition failed with ZeroDivisionError"),
+        (dict(arguments=lambda context: 1 / 0), "arguments failed with ZeroDivisionError"),
+        (dict(conflicting_args={"fp8": "no fp8"}), "no fp8"),
+        (dict(requires=[Relation("off", "its layout")]), "requires off: its layout"),
+    ],
+)
+@pytest.mark.parametrize("strict", [False, True])
+def test_auto_says_why_it_leaves_a_feature_off_and_never_raises(keywords, says, strict):
+    unavailable = feature("off", not_auto="not today")
+    plan = auto(feature("x", **keywords), unavailable, host_args={"fp8": True}, strict=strict)
+    outcome = plan.outcome("x")
+    assert outcome.status == "off" and any(says in each for each in outcome.reasons) and not outcome.arguments
+    assert plan.applied == []
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        lambda at: over(at("gone")),
+        lambda at: over("no_such_host.mod:f"),
+        lambda at: over(at("f"), versions=">=9"),
+        lambda at: Around(at("C.m"), passing, reads=["tp_group"]),
+        lambda at: Provide(at("newer"), lambda session: 1),
+    ],
+)
+def test_auto_leaves_off_what_does_not_fit_the_host(at, known, patch):
+    plan = auto(feature("x", patch(at)), feature("y", over(at("f"))), table=known, strict=True)
+    assert plan.outcome("x").status == "off" and len(plan.outcome("x").reasons) == 1
+    assert plan.outcome("y").status == "applied"
+
+
+def test_auto_leaves_off_a_flag_that_means_something_else():
+    plan = auto(feature("x"), collisions=[Collision("--x", "x")])
+    assert plan.outcome("x").reasons == ["--x means something else in this host"]
+
+
+@pytest.mark.parametrize("declares", ["chosen", "asked"])
+def test_auto_chooses_nothing_that_conflicts_with_what_was_asked_for(declares):
+    names = ("chosen", "asked")
+    pair = [
+        feature(name, conflicts=[Relation(other, "both own the norm")] if name == declares else [])
+        for name, other in (names, names[::-1])
+    ]
+    plan = auto(*pair, off=["chosen"])
+    assert plan.outcome("asked").status == "applied"
+    assert plan.outcome("chosen").reasons == ["conflicts with asked: both own the norm"]
+
+
+@pytest.mark.parametrize("declares", ["a", "b"])
+def test_of_two_that_conflict_auto_chooses_one(declares):
+    pair = [feature(name, conflicts=[Relation(other, "r")] if name == declares else []) for name, other in ("ab", "ba")]
+    plan = auto(*pair)
+    assert [plan.outcome(name).status for name in "ab"] == ["applied", "off"]
+
+
+@pytest.mark.parametrize("asked", [[], ["b"]])
+def test_of_two_that_provide_or_set_the_same_auto_chooses_one(at, asked):
+    off = [name for name in "ab" if name not in asked]
+    kept, left = ("b", "a") if asked else ("a", "b")
+    plan = auto(*(feature(name, Provide(at("new"), lambda session: 1)) for name in "ab"), off=off)
+    assert (plan.outcome(kept).status, plan.outcome(left).status) == ("applied", "off")
+    assert "both provide" in plan.outcome(left).reasons[0]
+    values = [feature(name, arguments=lambda context, name=name: {"layers": name}) for name in "ab"]
+    plan = auto(*values, off=off)
+    assert plan.outcome(kept).arguments == {"layers": kept} and plan.outcome(left).status == "off"
+    assert plan.outcome(left).arguments == {} and "host argument `layers`" in plan.outcome(left).reasons[0]
+
+
+def test_auto_serves_a_requirement_of_what_was_asked_for():
+    pair = [feature("a"), feature("b", requires=[Relation("a", "r")])]
+    assert len(auto(*pair, off=["a"]).applied) == 2
+    with pytest.raises(RequirementError):
+        auto(feature("a", not_auto="no"), pair[1], off=["a"])
+
+
+def test_what_was_asked_for_raises_under_auto_too(at):
+    with pytest.raises(TargetError):
+        auto(feature("x", over(at("gone"))), off=[])
+    with pytest.raises(PlanError, match="strict"):
+        auto(feature("x", condition=lambda context: ["no"]), off=[], strict=True)
+
+
+def test_automatic_reasons_grant_a_feature_what_it_requires():
+    features = [feature("a", not_auto="by name"), feature("b", requires=[Relation("a", "r")])]
+    found = automatic_reasons(features, context_of(features, off=("a", "b")))
+    assert found == {"a": ["by name"], "b": []}
 
 
 def test_switches_default_to_off():
-    assert not Option("--x", "h").default
-    assert transaction_of(feature("x"), off=("x",)).plan.steps == ()
+    assert not Option("--x", "h").default and plan_of(feature("x"), off=("x",)).applied == []

@@ -1,24 +1,26 @@
+import gc
 import json
 import logging
+import threading
+import weakref
 
 import pytest
+import torch
 
 from mindspeed_lite.engine import (
+    Around,
     Context,
     Fallback,
     FallbackError,
     Option,
+    Override,
     Provide,
-    Replace,
     Report,
-    Session,
     Settings,
-    Transaction,
     Verification,
-    Wrap,
+    change,
 )
-
-from .support import context_of, feature, passing, plan_of, session_of
+from tests.harness.plans import calling, context_of, feature, passing, plan_of, session_of, swaps_of
 
 
 @pytest.fixture
@@ -30,6 +32,7 @@ def test_a_fallback_is_recorded_and_logged_once_per_reason(session, caplog):
     with caplog.at_level(logging.WARNING, "mindspeed_lite"):
         for _ in range(3):
             session.fallback("norm", "odd size")
+        session.of("norm").fallback("norm", "odd size")
         session.fallback("norm", "float64")
     assert session.report.fallbacks == [Fallback("norm", "odd size"), Fallback("norm", "float64")]
     assert len(caplog.records) == 2 and "odd size" in caplog.text
@@ -39,18 +42,155 @@ def test_strict_forbids_fallbacks_every_time():
     strict = session_of(Context(Settings({}), "cpu", {}), strict=True)
     for _ in range(2):
         with pytest.raises(FallbackError, match=r"`norm`.*odd size"):
-            strict.fallback("norm", "odd size")
+            strict.of("norm").fallback("norm", "odd size")
     assert len(strict.report.fallbacks) == 1
 
 
-def test_nobody_verifies_unless_told(session):
+def test_nothing_is_verified_unless_that_is_asked_for(session):
     assert session.verifier is None and session.report.verifications == []
+    session.verifier = 3
+    assert session.of("x").verifier == 3
 
 
 def test_a_notice_is_said_once(session):
     session.notice("no kernel library")
-    session.notice("no kernel library")
+    session.of("x").notice("no kernel library")
     assert session.report.notices == ["no kernel library"]
+
+
+def test_rank_0_logs_a_decision(session, caplog, monkeypatch):
+    with caplog.at_level(logging.WARNING, "mindspeed_lite"):
+        monkeypatch.setenv("RANK", "0")
+        session.log_decision("x: keeps the side stream")
+        monkeypatch.setenv("RANK", "1")
+        session.log_decision("x: keeps the other stream")
+    assert [each.getMessage() for each in caplog.records] == ["x: keeps the side stream"]
+    assert len(session.report.notices) == 2
+
+
+def test_fallbacks_are_told_by_what_does_not_keep_the_session(session):
+    session.fallback_of("norm")("odd size")
+    assert session.report.fallbacks == [Fallback("norm", "odd size")]
+    strict = session_of(Context(Settings({}), "cpu", {}), strict=True)
+    tell = strict.fallback_of("norm")
+    with pytest.raises(FallbackError):
+        tell("odd size")
+    del strict
+    gc.collect()
+    tell("odd size")
+
+
+# What a feature keeps
+
+
+def test_state_is_made_once_and_found_by_others(session):
+    one, two = session.of("one"), session.of("two")
+    kept = one.state("lanes", list)
+    assert one.state("lanes", dict) is kept and two.find("lanes") is kept and two.find("other") is None
+    assert one.end() == [] and two.find("lanes") is None
+    assert one.state("lanes", dict) == {}
+
+
+def test_state_is_made_once_by_many_threads(session):
+    made, ready, one = [], threading.Barrier(8), session.of("one")
+
+    def ask():
+        ready.wait()
+        one.state("lanes", lambda: made.append(1) or object())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert made == [1]
+
+
+def test_a_new_view_of_the_feature_keeps_its_own(session):
+    """A feature that is enabled again with other flags is made before what it was ends."""
+    old, new = session.of("x"), session.of("x")
+    first, second = old.state("lanes", object), new.state("lanes", object)
+    assert first is not second and session.find("lanes") is second
+    assert old.end() == [] and session.find("lanes") is new.state("lanes", object) is second
+    third = session.of("x")
+    third.state("lanes", object)
+    third.end()  # a change that failed
+    assert session.find("lanes") is second
+
+
+def test_the_end_runs_callbacks_the_latest_first_and_names_those_that_fail(session):
+    view, seen = session.of("x"), []
+    view.on_end(lambda: seen.append(1))
+    view.on_end(lambda: 1 / 0)
+    view.on_end(lambda: seen.append(view.find("lanes")))
+    view.state("lanes", lambda: "kept")
+    (failed,) = view.end()
+    assert seen == ["kept", 1] and "feature `x`" in failed and "ZeroDivisionError" in failed
+    assert view.end() == [] and view.find("lanes") is None
+
+
+@pytest.mark.parametrize("fail", range(4))
+def test_a_callback_that_fails_keeps_none_of_the_others_from_running(session, fail):
+    view, seen, layer = session.of("x"), [], torch.nn.Linear(1, 1)
+    for index in range(4):
+        view.on_end(lambda index=index: seen.append(index) if index != fail else 1 / 0)
+    view.mark(layer, "chosen", True)
+    assert len(view.end()) == 1 and sorted([*seen, fail]) == [0, 1, 2, 3] and not hasattr(layer, "chosen")
+
+
+@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(1, 1), lambda: torch.nn.Parameter(torch.ones(1)), object])
+def test_a_mark_is_there_until_the_end(session, make):
+    owner = type("Config", (), {})() if make is object else make()
+    before, view = dict(vars(owner)), session.of("x")
+    view.mark(owner, "chosen", True)
+    assert owner.chosen is True
+    view.end()
+    assert vars(owner) == before
+
+
+def test_a_mark_restores_what_was_there_and_spares_what_others_set(session):
+    layer, view = torch.nn.Linear(1, 1), session.of("x")
+    layer.first = layer.second = "theirs"
+    view.mark(layer, "first", "ours")
+    view.mark(layer, "second", "ours")
+    view.mark(layer, "third", "ours")
+    layer.second = "theirs again"
+    del layer.third
+    view.end()
+    assert (layer.first, layer.second) == ("theirs", "theirs again") and not hasattr(layer, "third")
+
+
+def test_a_mark_holds_nothing_alive(session):
+    layer, view = torch.nn.Linear(1, 1), session.of("x")
+    view.mark(layer, "chosen", True)
+    gone = weakref.ref(layer)
+    del layer
+    gc.collect()
+    assert gone() is None and view.end() == []
+
+
+def test_a_session_goes_on_with_other_features_and_back(session):
+    view = session.of("x")
+    kept = view.state("lanes", object)
+    view.fallback("x", "odd size")
+    view.notice("old")
+    settings = Settings({"x": 2})
+    report = Report({}, "cpu")
+    undo = session.renew(settings, Context(settings, "npu", {}), report, True)
+    assert (view.settings, view.context.device, view.strict, view.report) == (settings, "npu", True, report)
+    assert report.fallbacks == [Fallback("x", "odd size")] and report.notices == []
+    view.notice("old")
+    assert report.notices == ["old"], "each report says its own notices"
+    with pytest.raises(FallbackError):
+        view.fallback("x", "odd size")
+    assert len(report.fallbacks) == 1 and view.state("lanes", list) is kept
+    undo()
+    assert view.context.device == "cpu" and not view.strict and view.report.notices == ["old"]
+    view.fallback("x", "odd size")
+    assert len(view.report.fallbacks) == 1
+
+
+# The report
 
 
 def fused(x):
@@ -59,70 +199,76 @@ def fused(x):
 
 @pytest.fixture
 def report(make_host):
-    host = make_host({"mod": "def f(x): return x\ndef g(x): return x\n", "user": "from HOST.mod import f\n"})
+    host = make_host({"mod": "def f(x): return x\nclass C: pass\n", "user": "from HOST.mod import C\n"})
     __import__(f"{host}.user")
     features = [
         feature(
             "norm",
-            Replace(f"{host}.mod:f", fused),
-            Wrap(f"{host}.mod:g", passing),
+            Override(f"{host}.mod:C", lambda wrapped, session: type("C", (wrapped,), {})),
+            Around(f"{host}.mod:f", passing),
+            Override(f"{host}.mod:f", calling(fused)),
             Provide(f"{host}.mod:f2", lambda session: fused),
             Provide("json", lambda session: None),
             options=[Option("--norm", "h"), Option("--norm-level", "h", default=2)],
-            adjust=lambda context: {"fusion": False},
+            arguments=lambda context: {"fusion": False},
         ),
         feature("rope", condition=lambda context: ["interleaved layout", "head size 96"]),
         feature("adam"),
+        feature("auto", options=[Option("--auto", "h", default=0)]),
     ]
-    context = context_of(features, off=("adam",))
-    report = Report({"product": "0.1", "host": "1.0", "torch": "2.11"}, "cpu")
-    session = Session(context.settings, context, report)
-    plan = plan_of(*features, off=("adam",), session=session)
-    session.transaction = Transaction(plan, session)
-    session.transaction.apply()
-    report.record(plan, context.settings, session.transaction)
-    report.entries[1].backends.append("reference")
+    off = ("adam", "auto")
+    session = session_of(context_of(features, off))
+    session.report.versions.update({"product": "0.1", "host": "1.0", "torch": "2.11"})
+    plan = plan_of(*features, off=off)
+    plan.outcome("auto").reasons.append("it needs a value")
+    swaps = swaps_of(*features, off=off, session=session)
+    change(add=swaps)
+    report = session.report
+    report.record(plan, swaps)
+    report.entries[2].backends.append("reference")
     session.fallback("norm", "odd size")
     session.notice("something")
     report.verifications += [
         Verification("norm", "rms", "float32 x[3]", "ulp", "host", 2, 2e-7, None, "output", 1e-7, 4e-7, "float64"),
         Verification("norm", "rms", "float32 x[4]", "deviation", "host", 1, 0.1, 0.2, verdict="exceeds", problem="no"),
     ]
-    session.transaction.undo()
+    change(remove=swaps)
     return report
 
 
 def test_a_report_holds_what_was_applied_skipped_and_off(report):
     norm, rope = (next(e for e in report.entries if e.feature == name) for name in ("norm", "rope"))
     assert (norm.status, norm.flags) == ("applied", {"--norm": True, "--norm-level": 2})
-    assert norm.adjustments == {"fusion": False}
+    assert norm.arguments == {"fusion": False}
     assert {(each.how, each.verified) for each in norm.patches} == {
-        ("replace", "unverified"),
-        ("wrap", "unverified"),
+        ("override", "unverified: is in no verified release"),
+        ("around", "unverified: is in no verified release"),
         ("provide", "provided"),
         ("provide", "already provided by the host"),
     }
-    assert [len(each.holders) for each in norm.patches if each.how == "replace"] == [1]
+    assert [len(each.holders) for each in norm.patches if each.target.endswith(":C")] == [1]
     assert (rope.status, rope.reasons) == ("skipped", ["interleaved layout", "head size 96"])
-    assert [each.feature for each in report.entries if each.status == "off"] == ["adam"]
+    assert [(each.feature, each.reasons) for each in report.entries if each.status == "off"] == [
+        ("adam", []),
+        ("auto", ["it needs a value"]),
+    ]
 
 
 def test_a_report_survives_json(report):
     data = json.loads(report.to_json())
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2 and next(iter(data)) == "schema_version"
     again = Report.from_dict(data)
     assert again == report and again.as_dict() == report.as_dict() == data
-    earlier = Report.from_dict({key: value for key, value in data.items() if key != "verifications"})
-    assert earlier.verifications == [] and earlier.notices == report.notices
-    with pytest.raises(ValueError, match="schema 9"):
-        Report.from_dict({**data, "schema_version": 9})
+    for schema in (1, 9, None):
+        with pytest.raises(ValueError, match=f"schema {schema}"):
+            Report.from_dict({**data, "schema_version": schema})
 
 
 def test_the_text_fits_the_width_and_says_it_all(report):
     text = report.to_text(width=80)
     assert max(map(len, text.splitlines())) <= 80
     for part in (
-        "product 0.1, host 1.0, torch 2.11, device cpu",
+        "host 1.0, product 0.1, torch 2.11, device cpu",
         "applied (1)",
         "norm  --norm --norm-level=2  [bitwise; by reference]",
         "1 more holder)",
@@ -130,11 +276,13 @@ def test_the_text_fits_the_width_and_says_it_all(report):
         "skipped (1)",
         "- interleaved layout",
         "- head size 96",
+        "off, left off by auto (1)",
+        "auto: it needs a value",
         "off: adam",
         "norm: odd size",
         "something",
         "norm, rms float32 x[3]: ok (2 calls beside host; apart by output 2.0e-07;",
         "norm, rms float32 x[4]: exceeds (1 call beside host; apart by output",
     ):
-        assert part in text
+        assert part in text, text
     assert "\x1b" not in text and "\x1b[32mapplied\x1b[0m" in report.to_text(color=True)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.memory import offload as module
 from mindspeed_lite.memory.offload import Offload
-
-from .lanes import Lanes
+from tests.harness.lanes import Lanes
 
 WIDTH, ROWS, LAYERS = 64, 96, 5
 # A layer's activations here, 24 KiB each, move from this size on.
@@ -275,9 +274,9 @@ def test_transfers_hide_behind_compute_where_arithmetic_says_so(share: float) ->
         return time.perf_counter() - before, lanes.waited - waited
 
     step()
-    whole, exposed = zip(*(step() for _ in range(3)), strict=True)
+    as_bytes, exposed = zip(*(step() for _ in range(3)), strict=True)
     if share < 1:
-        assert min(each / all_ for each, all_ in zip(exposed, whole, strict=True)) <= 0.05
+        assert min(each / all_ for each, all_ in zip(exposed, as_bytes, strict=True)) <= 0.05
     else:
         # Of about 7 transfers each way, 3 forward passes long, one forward pass or two backward ones hide.
         assert min(exposed) >= layers * seconds

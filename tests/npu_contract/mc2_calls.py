@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from mindspeed_lite.parallel import mc2
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
+from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
 from tests.npu_contract.recorder import Call, Recorder, Tensor
 
 RANKS, ROWS, HIDDEN, INNER = 4, 6, 320, 288
@@ -91,14 +91,14 @@ def problems(module: Any) -> list[str]:
     found: list[str] = []
     group = dist.group.WORLD
     assert group is not None
-    link = Link(group, True, fixed(1), PLAIN, fused)
+    comm = TPCommConfig(group, True, fixed_chunks(1), AUTOGRAD_WGRAD, fused)
     wide = torch.zeros(ROWS, 1, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     narrow = torch.zeros(RANKS * ROWS, 1, INNER, dtype=torch.bfloat16).requires_grad_()
     up = torch.zeros(INNER, HIDDEN, dtype=torch.bfloat16).requires_grad_()
     down = torch.zeros(HIDDEN, INNER, dtype=torch.bfloat16).requires_grad_()
     runs = {
-        "column": (lambda: column_linear(wide, up, None, link), ROWS * RANKS, INNER),
-        "row": (lambda: row_linear(narrow, down, link), ROWS, HIDDEN),
+        "column": (lambda: column_linear(wide, up, None, comm), ROWS * RANKS, INNER),
+        "row": (lambda: row_linear(narrow, down, comm), ROWS, HIDDEN),
     }
     wanted = {
         "column": [("npu_all_gather_base_mm", False), ("npu_mm_reduce_scatter_base", False)],

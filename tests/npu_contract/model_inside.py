@@ -36,12 +36,12 @@ def run(jobs: Sequence[Mapping[str, Any]]) -> None:
 
 def _one(given: Mapping[str, Any]) -> dict[str, Any]:
     import mindspeed_lite
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
     from mindspeed_lite.ops import dispatch
 
     features = {"auto": True}
     if given["features"] is not None:
-        flags = {feature.name: feature.options[0].dest for feature in activation.catalogue()}
+        flags = {feature.name: feature.options[0].dest for feature in runtime.catalogue()}
         features = {flags[name]: True for name in given["features"]}
     with contextlib.ExitStack() as stack:
         stack.enter_context(mindspeed_lite.enabled(**features))
@@ -51,11 +51,15 @@ def _one(given: Mapping[str, Any]) -> dict[str, Any]:
         result = _forward_and_backward(given["options"])
         report = mindspeed_lite.report()
         assert report is not None
-        names = {feature.name for feature in activation.catalogue()}
+        names = {feature.name for feature in runtime.catalogue()}
         result["applied"] = [
             entry.feature for entry in report.entries if entry.feature in names and entry.status == "applied"
         ]
-        result["left_off"] = [text for text in report.notices if text.startswith("auto leaves ")]
+        result["left_off"] = [
+            f"{entry.feature}: {'; '.join(entry.reasons)}"
+            for entry in report.entries
+            if entry.status == "off" and entry.reasons
+        ]
         result["fallbacks"] = [f"{each.feature}: {each.reason}" for each in report.fallbacks]
     result["name"] = given["name"]
     result["on_reference"] = sorted({operator for operator, backend in chosen if backend != "npu"})

@@ -149,7 +149,7 @@ def faults(result: Mapping[str, Any]) -> list[str]:
     found += [f"fell back: {text}" for text in result["fallbacks"] if text.partition(":")[0] not in FALLS_BACK]
     found += [f"in place of {operator} ran {', '.join(ran)}" for operator, ran in result["unfused"].items() if ran]
     found += [f"contract: {text}" for text in result["violations"]]
-    found += [text for text in result["left_off"] if text.split()[2] not in LEFT_OFF]
+    found += [f"auto leaves {text}" for text in result["left_off"] if text.partition(":")[0] not in LEFT_OFF]
     return found + [f"gradient of {text}" for text in result["wrong_gradients"]]
 
 

@@ -26,6 +26,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from mindspeed_lite.bench.operators import BoundCase
+from mindspeed_lite.bench.selftest import numerics
 from mindspeed_lite.ops import dispatch
 from tests.npu_contract.checks import problems
 from tests.npu_contract.definitions import Case, source
@@ -51,6 +53,36 @@ def _run(case: Case, which: str) -> dict[str, Any]:
             leaves = case.leaves(DEVICES[which])
             record["why_not"] = case.why_not(leaves)
             _forward_and_backward(case, leaves, which, record)
+    except Exception as error:  # whatever goes wrong is the case's result
+        record["error"] = _said(error)
+    return to_json(record)
+
+
+def run_declared(which: str) -> dict[str, Any]:
+    """The calls that the operators' own cases (`ops/<op>/cases.py`) make in one pass, by operator and case name."""
+    found = {}
+    for case in numerics.problems(DEVICES[which], quick=True):
+        if "npu" in dispatch.operator(case.operator).backends:
+            found[f"{case.operator} {case.name}"] = _run_declared(case, which)
+    return found
+
+
+def _run_declared(case: BoundCase, which: str) -> dict[str, Any]:
+    record: dict[str, Any] = {"error": None, "calls": []}
+    # What the function holds besides its inputs is computed: it needs numbers, and turns fake when it meets them.
+    function = case.contenders[0].load()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dispatch.force(case.operator, "npu"))
+            if which == "fake":
+                stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            inputs = case.make()
+            recorder = stack.enter_context(Recorder(on_meta=which == "content"))
+            record["calls"] = recorder.calls
+            with torch.set_grad_enabled(which != "content"):
+                out = function(*inputs)
+            if which != "content" and case.both is not None:
+                torch.autograd.grad(out, inputs, torch.zeros_like(out))
     except Exception as error:  # whatever goes wrong is the case's result
         record["error"] = _said(error)
     return to_json(record)
@@ -159,7 +191,7 @@ def main() -> None:
     if what == "mutations":
         result = run_mutations()
     else:
-        runs = {"cases": run_cases, "probes": run_probes}
+        runs = {"cases": run_cases, "declared": run_declared, "probes": run_probes}
         result = {kind: {which: run(which) for which in passes} for kind, run in runs.items()}
     Path(out).write_text(json.dumps(result))
 

@@ -6,17 +6,17 @@ from tests.npu_contract.environment import Environment
 
 COPIED = """
 import torch
-from mindspeed_lite.memory.link import Pool, Streams, whole
+from mindspeed_lite.memory.copy_engine import PinnedBufferPool, StreamCopyEngine, as_bytes
 
 device = torch.device("npu", 0)
-link = Streams(device)
-pool = Pool(link)
+engine = StreamCopyEngine(device)
+pool = PinnedBufferPool(engine)
 numbers = torch.arange(5000, dtype=torch.int32)
 there = numbers.to(device)
-buffer = pool.take(there.nbytes)
-link.wait(link.out(whole(there.untyped_storage())[: there.nbytes], buffer))
+buffer = pool.acquire(there.nbytes)
+engine.wait(engine.d2h(as_bytes(there.untyped_storage())[: there.nbytes], buffer))
 again = torch.empty(there.nbytes, dtype=torch.uint8, device=device)
-link.wait(link.back(buffer, again))
+engine.wait(engine.h2d(buffer, again))
 torch.npu.synchronize()
 print(buffer.tensor.is_pinned(), torch.equal(buffer.tensor.view(torch.int32), numbers), end=" ")
 print(torch.equal(again.cpu().view(torch.int32), numbers), flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite.activation import catalogue
+from mindspeed_lite.runtime import catalogue
 from tests.npu_contract import model_run
 from tests.npu_contract.environment import Environment, torch_version
 from tests.npu_contract.model_run import CONFIGURATIONS, LAYERS, differences, faults, golden, job
@@ -74,7 +74,8 @@ def test_the_sequence_is_the_stored_one(results: dict[str, dict[str, Any]], name
     found = differences(golden(name), results[name])
     wanted = "if this is wanted: python -m tests.npu_contract.model_run --update"
     assert not found, f"{name} ({wanted})\n" + "\n".join(found)
-    assert results[name]["applied"] == golden(name)["applied"]
+    # A feature that is newer than the list, and changes none of these calls, is no news.
+    assert set(golden(name)["applied"]) <= set(results[name]["applied"])
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -174,7 +175,7 @@ def test_each_kind_of_fault_is_named() -> None:
         ({"fallbacks": ["f: why"]}, "fell back: f: why"),
         ({"unfused": {"rms_norm": ["aten::rsqrt"]}}, "in place of rms_norm ran aten::rsqrt"),
         ({"violations": ["broken"]}, "contract: broken"),
-        ({"left_off": ["auto leaves f off"]}, "auto leaves f off"),
+        ({"left_off": ["f: why"]}, "auto leaves f: why"),
         ({"wrong_gradients": ["weight: None"]}, "gradient of weight: None"),
     ):
         assert faults({**right, **changed}) == [said]

@@ -6,11 +6,11 @@ from tests.npu_contract.environment import Environment
 
 BESIDE = """
 import torch
-from mindspeed_lite.pipeline.side import Side, StreamLane
+from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 
 device = torch.device("npu", 0)
-lane = StreamLane(device)
-side = Side(lane)
+stream = DeviceStream(device)
+side = SideStream(stream)
 numbers = torch.arange(5000, dtype=torch.int32)
 there = torch.empty(5000, dtype=torch.int32, device=device)
 streams = []
@@ -20,9 +20,9 @@ def job():
     there.copy_(numbers)
 
 for _ in range(3):
-    side.put(job)
-side.join()
-lane.settle()
+    side.submit(job)
+side.wait_all()
+stream.synchronize()
 apart = all(stream != torch.npu.current_stream() for stream in streams)
 print(apart, len(set(streams)), len(side), torch.equal(there.cpu(), numbers), flush=True)
 """

@@ -6,18 +6,18 @@ from tests.npu_contract.environment import Environment
 
 KEPT = """
 import torch
-from mindspeed_lite.memory.virtual import Virtual
+from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
 
 device = torch.device("npu", 0)
 refused = []
 for _ in range(3):
-    virtual, kept = Virtual(None, refused.append), {}
+    virtual, kept = HostMappedMoments(None, refused.append), {}
     for size in (65536, 65537, 100_003, 1 << 18):
         parameter = torch.empty(size, device=device)
         numbers = [torch.arange(size, dtype=torch.float32) + shift for shift in (0, 1)]
         state = {name: each.to(device) for name, each in zip(("exp_avg", "exp_avg_sq"), numbers)}
         before = list(map(id, state.values()))
-        virtual.take(parameter, state)
+        virtual.place(parameter, state)
         assert not set(before) & set(map(id, state.values())), "nothing was moved"
         kept[parameter] = (state, numbers)
     torch.npu.synchronize()

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.accumulate_wgrad import OPERATOR, Case, accumulate_wgrad, cpu, cuda, reference, why_not
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.platform import cache, cpu_products
-
-from .compare import error, one_thread
+from mindspeed_lite.platform import cache, cpu_matmul
+from tests.harness.compare import error, one_thread
 
 HALF = (torch.bfloat16, torch.float16)
-_WHY_NOT = cpu.kernel_unusable() if cpu_products.has_bf16() else "the processor has no bf16 products"
+_WHY_NOT = cpu.kernel_unusable() if cpu_matmul.has_bf16() else "the processor has no bf16 products"
 has_kernel = pytest.mark.skipif(_WHY_NOT is not None, reason=f"no CPU kernel: {_WHY_NOT}")
 
 
@@ -182,9 +181,8 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(cache.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert shutil.which("g++") is None
-    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
+    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: True)
     native._compiler.cache_clear()
-    cpu.kernel_unusable.cache_clear()
     monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions, uses_torch=True))
     OPERATOR.forget()
     try:
@@ -193,8 +191,7 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
         assert "no C++ compiler" in reason
         assert torch.equal(accumulate_wgrad(tensors[0].clone(), *tensors[1:]), unfused(*tensors))
     finally:
-        for cached in (native._compiler, cpu.kernel_unusable):
-            cached.cache_clear()
+        native._compiler.cache_clear()
         OPERATOR.forget()
 
 
@@ -203,23 +200,19 @@ def test_a_processor_without_the_micro_kernel_is_a_reason(monkeypatch: pytest.Mo
         def unusable(self) -> None:
             return None
 
-        def probe(self, right: int) -> None:
+        def probe(self, size: int, right: int) -> None:
             """PyTorch threw: the answer stays 0."""
 
     monkeypatch.setattr(cpu, "_lib", Library())
-    monkeypatch.setattr(cpu_products, "has_bf16", lambda: True)
-    cpu.kernel_unusable.cache_clear()
-    try:
-        assert cpu.supported(Case("cpu", torch.bfloat16, torch.float32, True)) == [
-            "oneDNN has no bfloat16 micro-kernel for this processor"
-        ]
-    finally:
-        cpu.kernel_unusable.cache_clear()
+    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: True)
+    assert cpu.supported(Case("cpu", torch.bfloat16, torch.float32, True)) == [
+        "oneDNN has no bfloat16 micro-kernel for this processor"
+    ]
 
 
 @pytest.mark.parametrize("rows", [1, 33, 1056])
 def test_a_processor_without_bf16_products_gets_widened_inputs(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_products, "has_bf16", lambda: False)
+    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: False)
     OPERATOR.forget()
     try:
         main_grad, dy, x = make(rows, 97, 65, torch.bfloat16)

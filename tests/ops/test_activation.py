@@ -17,11 +17,12 @@ from torch.autograd import gradcheck
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.activation import KINDS, OPERATOR, activation, cpu, recompute, reference, why_not
 from mindspeed_lite.ops.dispatch import force
-from tests.platform.forked import clean_environment
+from tests.harness.compare import error, forward_backward, one_thread
+from tests.harness.errors import bound
+from tests.harness.processes import clean_environment
+from tests.harness.triton_compile import compile_sm90
 
 from . import twin
-from .compare import error, forward_backward, one_thread
-from .triton_compile import compile_sm90
 
 cuda = pytest.importorskip("mindspeed_lite.ops.activation.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))
@@ -264,7 +265,9 @@ def test_empty_single_and_one_dimensional_inputs(backend: str, kind: str, rows: 
         assert not got[2].any(), "the sum over no rows"
     else:
         exact = forward_backward(call(reference.activation, kind, True, True), inputs, dy, torch.float64)
-        assert all(error(ours, truth) < 1e-2 for ours, truth in zip(got, exact, strict=True))
+        # Triton's interpreter cuts off where a GPU rounds: twice as much.
+        allowed = bound(torch.bfloat16, 8, roundings=4 if backend == "triton" else 1)
+        assert all(error(ours, truth) <= allowed for ours, truth in zip(got, exact, strict=True))
 
 
 @backends
@@ -430,7 +433,7 @@ def test_the_npu_path_computes_it(npu_twin: list[twin.Call], kind: str, bias: bo
             for ours, truth, leaf in zip(got, exact, [dy, *inputs], strict=True):
                 assert ours.dtype == leaf.dtype and ours.shape == leaf.shape
                 # Besides one rounding of the result: of x + bias, of gelu(gate), and of y before the weights.
-                assert error(ours, truth) <= 4 * torch.finfo(dtype).eps + 4e-7
+                assert error(ours, truth) <= bound(dtype, 8, roundings=4)
     want = "npu_swiglu" if kind == "swiglu" else "npu_gelu"
     assert {call.function for call in npu_twin} == {want}
 
@@ -440,7 +443,8 @@ def test_the_npu_path_has_a_reason_for_what_torch_npu_has_no_operator_for(npu_tw
     with force("activation", "npu"):
         assert all("torch_npu has an operator for" in why_not(x, kind)[0] for kind in set(KINDS) - set(ON_NPU))
         assert all(
-            "limit or an offset" in why_not(x, "swiglu", **bent)[0] for bent in ({"clamp": 1.0}, {"linear_offset": 1.0})
+            "limit or an offset" in why_not(x, "swiglu", **has_clamp_or_offset)[0]
+            for has_clamp_or_offset in ({"clamp": 1.0}, {"linear_offset": 1.0})
         )
         (reason,) = why_not(x.double(), "swiglu")
         assert "float64" in reason

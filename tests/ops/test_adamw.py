@@ -14,55 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import OPERATOR, Case, Rule, adamw, cpu, reference, torch_fused, why_not
+from mindspeed_lite.ops.adamw import OPERATOR, Case, adamw, cpu, reference, torch_fused, why_not
 from mindspeed_lite.ops.dispatch import _reported, force, selected
-
-from .compare import error
-from .triton_compile import compile_sm90
+from tests.harness.compare import error
+from tests.harness.triton_compile import compile_sm90
 
 pytest.importorskip("triton")
 from mindspeed_lite.ops.adamw import cuda
+from tests.harness.adamw import RULE, Lists, make, through
 
-Lists = list[list[torch.Tensor]]
-RULE: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 NAMES = ("param", "exp_avg", "exp_avg_sq")
 # Both paths round about as often, in another order: half a unit in the last place either way is chance.
 SLACK = torch.finfo(torch.float32).eps / 2
 
 
-def through(implementation: Any) -> Callable[..., None]:
-    """An implementation called as the operator is."""
-
-    def adamw(*lists: Any, outs: Any = None, lows: Any = None, blocks: Any = None, **rule: Any) -> None:
-        with torch.no_grad():
-            implementation.adamw(*lists, Rule(**rule), outs, lows, blocks)
-
-    return adamw
-
-
 PATHS = {"cpu": through(cpu), "cuda, interpreted": through(cuda), "torch's fused": through(torch_fused)}
-
-
-def make(
-    sizes: Sequence[int | tuple[int, ...]],
-    grad_dtype: torch.dtype = torch.float32,
-    out_dtype: torch.dtype | None = torch.bfloat16,
-    seed: int = 0,
-) -> Lists:
-    """param, grad, exp_avg, exp_avg_sq and out, of the magnitudes of a training run."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def numbers(size: int | tuple[int, ...]) -> torch.Tensor:
-        return torch.randn(size, generator=generator)
-
-    return [
-        [numbers(size) * 0.05 for size in sizes],
-        [(numbers(size) * 1e-2).to(grad_dtype) for size in sizes],
-        [numbers(size) * 1e-2 for size in sizes],
-        # Not near zero, where one element's last bit would decide the error of all.
-        [numbers(size).square() * 1e-4 + 1e-5 for size in sizes],
-        [torch.full_like(numbers(size), 7.0, dtype=out_dtype or torch.float32) for size in sizes],
-    ]
 
 
 def run(function: Callable[..., None], lists: Lists, outs: bool = True, **rule: Any) -> Lists:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,10 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, pieces, reference, torch_fused, why_not
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
-from mindspeed_lite.ops.adamw.shared import Shared
 from mindspeed_lite.ops.dispatch import force
-
-from .test_adamw import RULE, make, through
-from .test_native import PROBE
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.split_params import SplitFP32Params
+from tests.harness.adamw import RULE, make, taken_apart, through
 
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))
 
@@ -24,13 +24,6 @@ def numbers(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
     """fp32 from all pairs of upper and lower 16 bits."""
     words = (above.to(torch.int64)[:, None] << 16) | below.to(torch.int64)[None, :]
     return words.flatten().to(torch.int32).view(torch.float32)
-
-
-def taken_apart(word: torch.Tensor, keeps_bit: bool = True) -> tuple[torch.Tensor, ...]:
-    high, low = torch.empty(word.shape, dtype=torch.bfloat16), torch.empty(word.shape, dtype=torch.int16)
-    squares = torch.zeros(word.shape) if keeps_bit else None
-    halves.split(word, high, low, squares)
-    return high, low, squares
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +49,7 @@ def test_the_codec_is_exact_for_every_upper_half() -> None:
 @compiled
 def test_the_compiled_codec_is_exact_for_every_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """All 2^32: exact there and back, and the upper half rounded as the kernels round."""
-    probe = native.Library(PROBE, {"halves": "pi"})
+    probe = native.Library(Path(__file__).with_name("probe.cpp"), {"halves": "pi"})
     assert probe.unusable() is None
     wrong = (ctypes.c_int64 * 2)(-1, -1)
     probe.halves(ctypes.addressof(wrong), 2)
@@ -173,7 +166,7 @@ def sharing(kind: type = FusedAdamW, **options: Any) -> tuple[Any, list[torch.Te
     weights = [main.bfloat16() for main in mains]
     optimizer = kind(mains, lr=1e-2, weight_decay=0.1, **options)
     # The last parameter is none of those that share.
-    optimizer.shared = Shared(optimizer, lambda: dict(zip(mains[:2], weights[:2], strict=True)))
+    optimizer.split_params = SplitFP32Params(optimizer, lambda: dict(zip(mains[:2], weights[:2], strict=True)))
     return optimizer, mains, weights
 
 
@@ -196,18 +189,18 @@ def plain(kind: type = FusedAdamW, number: int = 5, **options: Any) -> list[torc
 @pytest.mark.parametrize("kind", [FusedAdamW, FusedAdam])
 def test_an_optimizer_that_shares_trains_as_one_that_does_not(kind: type) -> None:
     optimizer, mains, weights = sharing(kind)
-    assert optimizer.shared is not None and all(main.isnan().all() for main in mains[:2])
+    assert optimizer.split_params is not None and all(main.isnan().all() for main in mains[:2])
     steps(optimizer, mains)
-    assert optimizer.copied
-    with optimizer.shared.whole():
+    assert optimizer.cast_done
+    with optimizer.split_params.materialized():
         for main, expected in zip(mains, plain(kind), strict=True):
             assert torch.equal(main, expected)
         assert all((state["exp_avg_sq"] >= 0).all() for state in optimizer.state.values())
     for main, weight in zip(mains[:2], weights, strict=False):
         assert main.isnan().all() and main.shape == weight.shape and main.untyped_storage().nbytes() == 4
-        found = optimizer.shared.joined(main)
+        found = optimizer.split_params.joined(main)
         assert torch.equal(found["param"].bfloat16(), weight) and (found["exp_avg_sq"] >= 0).all()
-    assert optimizer.shared.joined(mains[2]) == {}
+    assert optimizer.split_params.joined(mains[2]) == {}
 
 
 def test_ties_survive_a_state_that_was_loaded() -> None:
@@ -215,15 +208,15 @@ def test_ties_survive_a_state_that_was_loaded() -> None:
     optimizer, mains, _ = sharing()
     steps(optimizer, mains, 1)
     words = ((bits(torch.randn(mains[0].shape)) & ~0xFFFF) | 0x8000).view(torch.float32)
-    with optimizer.shared.whole():
+    with optimizer.split_params.materialized():
         mains[0].copy_(words)
         before = optimizer.state
         optimizer.load_state_dict(optimizer.state_dict())
         assert optimizer.state is not before
-    assert torch.equal(optimizer.shared.joined(mains[0])["param"], words)
+    assert torch.equal(optimizer.split_params.joined(mains[0])["param"], words)
     optimizer.param_groups[0]["lr"] = 0.0
     steps(optimizer, mains, 1, first=1)
-    assert torch.equal(optimizer.shared.joined(mains[0])["param"], words)
+    assert torch.equal(optimizer.split_params.joined(mains[0])["param"], words)
 
 
 def test_what_writes_a_parameter_that_is_not_there_fails() -> None:
@@ -235,10 +228,10 @@ def test_what_writes_a_parameter_that_is_not_there_fails() -> None:
 def test_a_step_that_is_torchs_own_is_right_too() -> None:
     optimizer, mains, weights = sharing(amsgrad=True)
     said: list[list[str]] = []
-    optimizer.on_step_aside = said.append
+    optimizer.on_fallback = said.append
     steps(optimizer, mains)
     assert said == [["amsgrad is set"]] * 5
-    with optimizer.shared.whole():
+    with optimizer.split_params.materialized():
         found = [main.clone() for main in mains]
     for ours, expected in zip(found, plain(amsgrad=True), strict=True):
         assert torch.equal(ours, expected)
@@ -249,21 +242,23 @@ def test_what_is_written_while_whole_stays_and_errors_lose_nothing() -> None:
     optimizer, mains, weights = sharing()
     steps(optimizer, mains, 1)
     new = torch.randn(mains[0].shape)
-    with pytest.raises(KeyError), optimizer.shared.whole([mains[0]]):
+    with pytest.raises(KeyError), optimizer.split_params.materialized([mains[0]]):
         mains[0].copy_(new)
-        with optimizer.shared.whole():
+        with optimizer.split_params.materialized():
             assert not mains[1].isnan().any(), "the inner one is about the rest"
         assert mains[1].isnan().all() and torch.equal(mains[0], new)
         raise KeyError
-    assert torch.equal(optimizer.shared.joined(mains[0])["param"], new) and torch.equal(weights[0], new.bfloat16())
+    assert torch.equal(optimizer.split_params.joined(mains[0])["param"], new) and torch.equal(
+        weights[0], new.bfloat16()
+    )
 
 
 def test_after_the_end_it_is_an_ordinary_optimizer() -> None:
     optimizer, mains, weights = sharing()
     steps(optimizer, mains, 3)
-    optimizer.shared.end()
-    assert optimizer.shared.halves() == {}
-    optimizer.copies = dict(zip(mains, weights, strict=True))
+    optimizer.split_params.restore()
+    assert optimizer.split_params.halves() == {}
+    optimizer.next_step = replace(optimizer.next_step, cast_targets=dict(zip(mains, weights, strict=True)))
     steps(optimizer, mains, 2, first=3)
     for main, expected in zip(mains, plain(), strict=True):
         assert torch.equal(main, expected)

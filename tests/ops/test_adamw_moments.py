@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference, torch_fused, why_not
-from mindspeed_lite.ops.adamw.narrow import Narrow
-from mindspeed_lite.ops.adamw.optimizer import FusedAdamW
-from mindspeed_lite.ops.adamw.shared import Shared
 from mindspeed_lite.ops.dispatch import force
-
-from .test_adamw import RULE, make, through
-from .test_adamw_halves import taken_apart
+from mindspeed_lite.optim.fused_adam import FusedAdamW
+from mindspeed_lite.optim.quantized_moments import QuantizedMoments
+from mindspeed_lite.optim.split_params import SplitFP32Params
+from tests.harness.adamw import RULE, make, taken_apart, through
 
 Codes = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]
 FORMS = {"bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -268,9 +266,11 @@ def optimizer_of(form: str | None, shares: bool = False) -> tuple[Any, list[torc
     optimizer = FusedAdamW(mains, lr=1e-2, weight_decay=0.1)
     if form is not None:
         # The last parameter is none of those that are narrow.
-        optimizer.narrow = Narrow(optimizer, lambda each: torch.float32 if each is mains[2] else FORMS[form])
+        optimizer.quantized_moments = QuantizedMoments(
+            optimizer, lambda each: torch.float32 if each is mains[2] else FORMS[form]
+        )
     if shares:
-        optimizer.shared = Shared(optimizer, lambda: dict(zip(mains, weights, strict=True)))
+        optimizer.split_params = SplitFP32Params(optimizer, lambda: dict(zip(mains, weights, strict=True)))
     return optimizer, mains
 
 
@@ -283,7 +283,7 @@ def steps(optimizer: Any, mains: list[torch.Tensor], number: int = 4, first: int
 
 
 def numbers(optimizer: Any, mains: list[torch.Tensor]) -> list[torch.Tensor]:
-    with optimizer.whole():
+    with optimizer.materialized():
         return [each.clone() for main in mains for each in (main, *(optimizer.state[main][name] for name in NAMES))]
 
 
@@ -297,8 +297,8 @@ def test_an_optimizer_keeps_codes_and_the_rest_plain(form: str) -> None:
     for main in mains[:2]:
         state = optimizer.state[main]
         assert all(state[name].dtype == FORMS[form] and state[name].shape == main.shape for name in NAMES)
-        assert (optimizer.narrow.blocks(main) is None) == (form == "bf16")
-    assert optimizer.state[mains[2]]["exp_avg"].dtype == torch.float32 and optimizer.plain(mains[2]) == {}
+        assert (optimizer.quantized_moments.blocks(main) is None) == (form == "bf16")
+    assert optimizer.state[mains[2]]["exp_avg"].dtype == torch.float32 and optimizer.fp32_copy(mains[2]) == {}
     exact, exact_mains = optimizer_of(None)
     steps(exact, exact_mains)
     for ours, theirs in zip(mains, exact_mains, strict=True):
@@ -326,13 +326,13 @@ def test_reading_the_numbers_between_steps_changes_nothing(form: str, shares: bo
         optimizer, mains = optimizer_of(form, shares)
         steps(optimizer, mains, 2)
         if reads:
-            with pytest.raises(KeyError), optimizer.whole():
-                with optimizer.whole([mains[0]]), optimizer.whole():
+            with pytest.raises(KeyError), optimizer.materialized():
+                with optimizer.materialized([mains[0]]), optimizer.materialized():
                     assert all(optimizer.state[main]["exp_avg"].dtype == torch.float32 for main in mains)
                 assert optimizer.state[mains[0]]["exp_avg"].dtype == torch.float32, "the inner one leaves it"
                 raise KeyError
             assert optimizer.state[mains[0]]["exp_avg"].dtype == FORMS[form]
-            with optimizer.whole([mains[1]]):
+            with optimizer.materialized([mains[1]]):
                 assert optimizer.state[mains[0]]["exp_avg"].dtype == FORMS[form]
         steps(optimizer, mains, 2, first=2)
         found.append(numbers(optimizer, mains))
@@ -345,13 +345,13 @@ def test_what_is_read_from_a_checkpoint_is_narrowed(form: str, shares: bool) -> 
     exact, exact_mains = optimizer_of(None)
     steps(exact, exact_mains, 2)
     optimizer, mains = optimizer_of(form, shares)
-    with optimizer.whole():
+    with optimizer.materialized():
         optimizer.load_state_dict(exact.state_dict())
     assert all(optimizer.state[main]["exp_avg"].dtype == FORMS[form] for main in mains[:2])
     for main, other in zip(mains[:2], exact_mains, strict=False):
         expected = moments.unpack(*narrowed(*(exact.state[other][name] for name in NAMES), form))
-        assert torch.equal(optimizer.plain(main)["exp_avg"], expected[0])
-        assert torch.equal(optimizer.plain(main)["exp_avg_sq"].abs(), expected[1])
+        assert torch.equal(optimizer.fp32_copy(main)["exp_avg"], expected[0])
+        assert torch.equal(optimizer.fp32_copy(main)["exp_avg_sq"].abs(), expected[1])
 
 
 @pytest.mark.parametrize("shares", [False, True])
@@ -359,7 +359,7 @@ def test_after_the_end_it_is_an_ordinary_optimizer(shares: bool) -> None:
     optimizer, mains = optimizer_of("fp8", shares)
     steps(optimizer, mains, 2)
     expected = numbers(optimizer, mains)
-    optimizer.end()
+    optimizer.restore()
     found = [each for main in mains for each in (main, *(optimizer.state[main][name] for name in NAMES))]
     assert all(map(torch.equal, found, expected))
     other, other_mains = optimizer_of(None)

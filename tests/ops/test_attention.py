@@ -11,30 +11,13 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
-from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, reference, why_not
+from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, prepare, why_not
 from mindspeed_lite.ops.dispatch import force
-
-from .compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness import attention_reference as reference
+from tests.harness.attention import make, slack
+from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
 
 NAMES = ("out", "dq", "dk", "dv")
-
-
-def make(
-    sq: int,
-    sk: int,
-    b: int,
-    n: int,
-    g: int,
-    d: int,
-    dv: int,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-    """(q, k, v) and a gradient of the output."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((sq, b, n, d), (sk, b, g, d), (sk, b, g, dv), (sq, b, n, dv))
-    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    return (q, k, v), dout
 
 
 def megatron_window_mask(sq: int, sk: int, window: tuple[int, int]) -> torch.Tensor:
@@ -63,19 +46,6 @@ def megatron_attention(
     probs = scores.softmax(-1).to(q.dtype).view(b * n, sq, sk)
     context = torch.bmm(probs, v.reshape(sk, b * n, dv).transpose(0, 1))
     return context.view(b, n, sq, dv).permute(2, 0, 1, 3).contiguous()
-
-
-def slack(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> float:
-    """What a probability may be off because the backward pass rebuilds it as exp(score - log-sum-exp).
-
-    The log-sum-exp is kept in fp32 and so rounded by half a unit in its last place, where the plain path
-    keeps the probabilities themselves.
-    """
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    scores = torch.einsum("sbnd,tbnd->bnst", q.double(), k.double()) * scale
-    if mask is not None:
-        scores = scores.masked_fill(mask, -10000.0)
-    return scores.logsumexp(-1).abs().max().item() * torch.finfo(torch.float32).eps / 2
 
 
 def hidden(sq: int, sk: int, options: dict[str, Any]) -> torch.Tensor | None:
@@ -112,7 +82,7 @@ def test_bands_are_megatrons_masks(sq: int, sk: int) -> None:
         for window in (None, *((left, right) for left in (-1, 0, 1, 3, 6, 7) for right in (-1, 0, 1, 4, 7))):
             canonical = band.canonical(causal, window, sq, sk)
             assert band.canonical(*canonical, sq, sk) == canonical
-            limits = band.limits(*canonical)
+            limits = band.CAUSAL if canonical[0] else canonical[1]
             got = torch.zeros(sq, sk, dtype=torch.bool)
             if limits is not None:
                 got = band.hidden(sq, sk, limits, device)
@@ -325,7 +295,7 @@ def test_causal_attention_never_holds_the_scores(dtype: torch.dtype, groups: int
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with Sizes() as sizes, recorder as profiled:
         attention(*leaves, causal=True).backward(dout)
-    if not cpu_native.takes(*inputs[1:]) or cpu_native.unusable() is not None:
+    if not cpu_native.takes(prepare(*inputs).case) or cpu_native.unusable(dtype) is not None:
         assert any("flash" in name and "backward" not in name for name in sizes.names)
     one_head = s * s * dtype.itemsize
     assert sizes.largest < one_head / 4
@@ -362,7 +332,7 @@ def test_backward_keeps_inputs_output_and_one_number_per_row() -> None:
 
 def test_a_window_mask_is_built_once_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     # Our own kernel masks by position; PyTorch's, for the other dtypes, wants a mask.
-    monkeypatch.setattr(cpu_native, "takes", lambda q, v: False)
+    monkeypatch.setattr(cpu_native, "takes", lambda case: False)
     (q, k, v), dout = make(32, 32, 1, 2, 2, 8, 8)
     band._masks.clear()
     with torch.inference_mode():

@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, reference
-from mindspeed_lite.ops.attention.case import prepare
+from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, prepare
 from mindspeed_lite.ops.attention.packed import Packing
-
-from .compare import error, forward_backward
-from .cuda_twin import Aten
-from .test_attention import make
+from tests.harness import attention_reference as reference
+from tests.harness.attention import make
+from tests.harness.compare import error, forward_backward
+from tests.harness.cuda_twin import Aten
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 FLASH = ["_flash_attention_forward", "_flash_attention_backward"]
@@ -29,15 +28,12 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Aten:
     return aten
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None, **options: Any
-) -> Any:
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
     """The package's function on the CUDA backend, for CPU tensors."""
-    given = dict(causal=False, mask=None, scale=None, dropout_p=0.0, window=None, return_lse=False) | options
-    arguments = (given[name] for name in ("causal", "mask", "scale", "dropout_p", "window"))
-    case, given["causal"], given["window"], given["scale"] = prepare(q, k, v, *arguments, sink)
-    assert cuda.supported(case) == []
-    return cuda.attention(q, k, v, sink=sink, **given)
+    spec = prepare(q, k, v, **options)
+    assert cuda.supported(spec.case) == []
+    out, lse = cuda.attention(q, k, v, spec)
+    return (out, lse) if spec.return_lse else out
 
 
 # sizes, options, kernels in bf16
@@ -101,7 +97,7 @@ def test_over_the_emulation(kernels: Aten, name: str, dtype: torch.dtype) -> Non
 def test_packs_go_to_the_kernel_in_one_call(
     kernels: Aten, window: Any, sink: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed, "module", lambda q, v, case: cuda)
+    monkeypatch.setattr(packed, "module", lambda spec: cuda)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(16, n, 8, generator=generator).bfloat16() for n in (4, 2, 2, 4))
     layout = Packing.of([0, 5, 7, 13])  # and three rows of padding
@@ -126,7 +122,8 @@ def test_dropout_with_a_sink_has_its_own_path(kernels: Aten) -> None:
 
 
 def test_reasons_name_what_flash_does_not_take() -> None:
-    reasons = cuda_kernels.why_not_flash(torch.float32, 300, 8)
+    q, v = torch.zeros(2, 1, 1, 300), torch.zeros(2, 1, 1, 8)
+    reasons = cuda_kernels.why_not_flash(prepare(q, q, v).case)
     assert "float32" in reasons[0] and "300" in reasons[1]
 
 
@@ -142,13 +139,10 @@ def test_on_fake_tensors(name: str, dtype: torch.dtype, monkeypatch: pytest.Monk
             torch.empty(shape, dtype=dtype, device="cuda") for shape in ((sq, b, n, d), (sk, b, g, d), (sk, b, g, dv))
         )
         mask = torch.empty(options["mask"], dtype=torch.bool, device="cuda") if "mask" in options else None
-        _, causal, window, scale = prepare(
-            q, k, v, options.get("causal", False), mask, None, 0.0, options.get("window"), None
-        )
-        how = dict(causal=causal, mask=mask, scale=scale, window=window)
-        out, lse = cuda.forward(q, k, v, **how)
+        spec = prepare(q, k, v, causal=options.get("causal", False), mask=mask, window=options.get("window"))
+        out, lse = cuda.forward(q, k, v, spec)
         assert (out.shape, out.dtype, out.is_contiguous()) == ((sq, b, n, dv), dtype, True)
         assert (lse.shape, lse.dtype) == ((b, n, sq), torch.float32)
-        if cuda_kernels.flash_serves(q, v, mask):  # the other's fake backward refuses its own schema in torch 2.11
-            grads = cuda.backward(out, q, k, v, out, lse, **how)
+        if cuda_kernels.flash_serves(spec):  # the other's fake backward refuses its own schema in torch 2.11
+            grads = cuda.backward(out, q, k, v, out, lse, spec)
             assert [each.shape for each in grads] == [q.shape, k.shape, v.shape]

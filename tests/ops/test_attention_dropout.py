@@ -8,9 +8,8 @@ from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.ops.attention import attention, blocked, why_not
-
-from .compare import Sizes, error, forward_backward, one_thread
-from .test_attention import make
+from tests.harness.attention import make
+from tests.harness.compare import Sizes, error, forward_backward, one_thread
 
 
 def dropped_weights(p: float, seed: int = 3, **options: object) -> torch.Tensor:

@@ -10,12 +10,15 @@ import sys
 import pytest
 import torch
 
-from mindspeed_lite.ops.attention import attention, backward, cpu_native, forward, reference
+from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from tests.harness import attention_reference as reference
+from tests.harness.attention_reference import backward_half as backward
+from tests.harness.attention_reference import forward_half as forward
 
 _ONE = torch.zeros(1, 1, 1, 2)
 pytestmark = pytest.mark.skipif(
-    not cpu_native.takes(_ONE, _ONE) or cpu_native.unusable() is not None,
-    reason=str(cpu_native.unusable() or "the processor has no AVX-512"),
+    not cpu_native.takes(prepare(_ONE, _ONE, _ONE).case) or cpu_native.unusable(torch.float32) is not None,
+    reason=str(cpu_native.unusable(torch.float32) or "the processor has no AVX-512"),
 )
 
 # Around the size of a tile, in both directions.

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops.attention import attention, backward, forward, packed, reference
+from mindspeed_lite.ops.attention import attention, packed
 from mindspeed_lite.ops.attention.packed import Packing
 from mindspeed_lite.ops.dispatch import force
+from tests.harness import attention_reference as reference
+from tests.harness.attention import CALLS, NAMES, call, make
+from tests.harness.attention_reference import backward_half as backward
+from tests.harness.attention_reference import forward_half as forward
+from tests.harness.compare import error, forward_backward
 
 from . import twin
-from .compare import error, forward_backward
-from .test_attention import make
-from .test_attention_parts import CALLS, NAMES, call
 
 pytestmark = pytest.mark.usefixtures("npu_twin")
 

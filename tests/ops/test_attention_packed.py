@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops.attention import packed, packing, reference
+from mindspeed_lite.ops.attention import packed, packing
 from mindspeed_lite.ops.attention.packed import Packing
-
-from .compare import Sizes, error, forward_backward, one_thread
+from tests.harness import attention_reference as reference
+from tests.harness.compare import Sizes, error, forward_backward, one_thread
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from mindspeed_lite.ops.attention import attention, backward, blocked, forward, reference
+from mindspeed_lite.ops.attention import attention, blocked
 from mindspeed_lite.ops.attention.autograd import sink_gradient, with_sink
-
-from .compare import assert_not_worse, error, forward_backward, one_thread
-from .test_attention import make, slack
-
-NAMES = ("out", "dq", "dk", "dv", "dsink")
+from tests.harness import attention_reference as reference
+from tests.harness.attention import CALLS, NAMES, call, make, slack
+from tests.harness.attention_reference import backward_half as backward
+from tests.harness.attention_reference import forward_half as forward
+from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 
 
 def test_numbers_by_hand() -> None:
@@ -32,30 +32,6 @@ def test_numbers_by_hand() -> None:
         sink = torch.tensor([math.log(4)])
         out, lse = function(q, k, v, scale=1.0, sink=sink, return_lse=True)
         assert out.item() == pytest.approx(1.5) and lse.item() == pytest.approx(math.log(8))
-
-
-CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
-    "plain": ((12, 12, 2, 4, 2, 8, 8), dict()),
-    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True)),
-    "more keys": ((7, 12, 2, 4, 1, 8, 6), dict(causal=True)),
-    "more queries": ((12, 7, 1, 4, 4, 6, 8), dict(causal=True)),
-    "window": ((12, 12, 2, 4, 2, 8, 8), dict(window=(3, 1))),
-    "mask": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 12))),
-    "mask per head": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(4, 12, 12), causal=True)),
-    "mask of keys": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(2, 1, 1, 12))),
-}
-
-
-def call(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, dict[str, Any]]:
-    sizes, options = CALLS[name]
-    options = dict(options)
-    if "mask" in options:
-        mask = torch.rand(options["mask"], generator=torch.Generator().manual_seed(5)) > 0.6
-        if mask.shape[-2] > 1:
-            mask[..., 4, :] = True  # a row without keys
-        options["mask"] = mask
-    inputs, dout = make(*sizes, dtype=dtype)
-    return inputs, dout, options
 
 
 @pytest.mark.parametrize("small_blocks", [None, 100], ids=["kernel", "blocked"])

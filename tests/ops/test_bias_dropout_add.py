@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add, reference, why_not
 from mindspeed_lite.ops.dispatch import selected
-
-from .compare import Sizes, assert_not_worse, one_thread
+from tests.harness.compare import Sizes, assert_not_worse, one_thread
 
 NAMES = ("y", "gradient of x", "gradient of residual", "gradient of bias")
 

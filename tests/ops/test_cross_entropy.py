@@ -15,9 +15,8 @@ from torch.autograd import gradcheck
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.cross_entropy import OPERATOR, Case, cpu, cross_entropy, loss, reference, why_not
 from mindspeed_lite.ops.dispatch import force
-
-from .compare import Sizes, assert_not_worse, error, forward_backward, one_thread
-from .triton_compile import compile_sm90
+from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness.triton_compile import compile_sm90
 
 cuda = pytest.importorskip("mindspeed_lite.ops.cross_entropy.cuda")
 

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from mindspeed_lite.ops.grouped_matmul import Case
-
-from .compare import error
-from .experts import DTYPES, NAMES, SLACK, Problem
-from .triton_compile import compile_sm90
+from tests.harness.compare import error
+from tests.harness.experts import DTYPES, NAMES, SLACK, Problem
+from tests.harness.triton_compile import compile_sm90
 
 cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
 
@@ -20,37 +19,6 @@ cuda = pytest.importorskip("mindspeed_lite.ops.grouped_matmul.cuda")
 SHARED = 113 * 1024
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-
-
-@pytest.fixture
-def triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, or on CPU tensors by Triton's interpreter.
-
-    The interpreter holds numbers in arrays of one element, which NumPy no longer takes for the end of a range, and
-    bfloat16 as its bits, which its product takes for whole numbers.
-    """
-    if HAS_GPU:
-        return
-    import numpy as np
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    def patch(tensor: Any, scope: Any) -> None:
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    def widened(factor: Any) -> Any:
-        if factor.dtype.scalar != tl.bfloat16:
-            return factor
-        return interpreter.TensorHandle((factor.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return dot(self, widened(a), widened(b), *rest)
-
-    dot = interpreter.InterpreterBuilder.create_dot
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-    original = interpreter._patch_lang_tensor
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
 def on_gpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,10 +10,10 @@ import torch
 
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.grouped_matmul import Case, accumulate_weight_gradients, weight_gradients
+from tests.harness.compare import assert_not_worse, error
+from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
 
 from . import twin
-from .compare import assert_not_worse, error
-from .experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
 
 
 def stacked_forward(

@@ -22,8 +22,8 @@ from mindspeed_lite.ops.linear_cross_entropy import (
     reference,
     why_not,
 )
-
-from .compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness.errors import bound
 
 cuda = pytest.importorskip("mindspeed_lite.ops.linear_cross_entropy.cuda")
 
@@ -169,7 +169,8 @@ def test_the_weights_gradient_goes_where_it_is_told() -> None:
     w.requires_grad_()
     linear_cross_entropy(h, w, target, accumulate=Accumulate(add, done)).backward(dloss)
     assert finished == [True] and w.grad is not None and torch.equal(w.grad, stand_in)
-    assert error(into - 1, exact[2]) <= 1e-2 and h.grad is not None and error(h.grad, exact[1]) <= 1e-2
+    allowed = bound(torch.bfloat16, 200, roundings=2)
+    assert error(into - 1, exact[2]) <= allowed and h.grad is not None and error(h.grad, exact[1]) <= allowed
 
 
 def test_strided_inputs() -> None:

@@ -12,57 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from mindspeed_lite.bench.operators import masked_softmax as bench
+from mindspeed_lite.bench import operators
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.masked_softmax import OPERATOR, Case, cpu, masked_softmax, reference, why_not
-
-from .compare import Sizes, assert_not_worse, forward_backward, one_thread
+from tests.harness.compare import Sizes, assert_not_worse, forward_backward, one_thread
+from tests.harness.masked_softmax import DTYPES, MASKS, SLACK, hidden, make, megatron
 
 NAMES = ("probs", "dscores")
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-MASKS = ["none", "bnqk", "b1qk", "11qk", "b11k", "qk", "k", "bnq1", "1", "expanded"]
 PATHS = {"cpu": cpu.masked_softmax, "reference": reference.masked_softmax}
 compiled = pytest.mark.skipif(cpu.library.unusable() is not None, reason=str(cpu.library.unusable()))
 if cpu.library.unusable() is not None:
     del PATHS["cpu"]
-# fp32 results: as many roundings in another order, and exponentials of two units in the last place.
-SLACK = 2 * torch.finfo(torch.float32).eps
 
 Path = Callable[[torch.Tensor, torch.Tensor | None, bool, float], torch.Tensor]
-
-
-def hidden(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
-    """Where something is hidden, [b, n, sq, sk]."""
-    found = torch.zeros(scores.shape, dtype=torch.bool) if mask is None else mask.expand(scores.shape).clone()
-    if causal and scores.shape[-2] > 1:
-        found |= torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return found
-
-
-def megatron(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-    """The steps of FusedScaleMaskSoftmax.forward_torch_softmax; of float64 scores, the truth."""
-    wide = (scores.float() if scores.dtype.itemsize == 2 else scores) * scale
-    return wide.masked_fill(hidden(scores, mask, causal), -10000.0).softmax(-1).to(scores.dtype)
-
-
-def make(
-    shape: tuple[int, ...], dtype: torch.dtype, kind: str = "none", seed: int = 0, size: float = 2.0
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """Scores, a mask that hides about a quarter and some rows whole, and a gradient of the probabilities."""
-    generator = torch.Generator().manual_seed(seed)
-    b, n, q, k = shape
-    scores = (size * torch.randn(shape, generator=generator)).to(dtype)
-    dprobs = torch.randn(shape, generator=generator).to(dtype)
-    sizes = {
-        "bnqk": shape, "b1qk": (b, 1, q, k), "11qk": (1, 1, q, k), "b11k": (b, 1, 1, k), "qk": (q, k), "k": (k,),
-        "bnq1": (b, n, q, 1), "1": (), "expanded": (b, 1, q, 1),
-    }  # fmt: skip
-    if kind == "none":
-        return scores, None, dprobs
-    mask = torch.rand(sizes[kind], generator=generator) < 0.25
-    if kind in ("bnqk", "b1qk", "11qk", "qk"):
-        mask[..., q // 2 : q // 2 + 1, :] = True
-    return scores, mask.expand(shape) if kind == "expanded" else mask, dprobs
 
 
 def both(path: Path, given: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor], causal: bool, scale: float = 1.0):  # type: ignore[no-untyped-def]
@@ -393,9 +355,9 @@ def test_what_is_not_a_masked_softmax_is_one_clear_error() -> None:
 @pytest.mark.parametrize("text", ["1x2x16x16", "2x2x8x8,causal=0", "2x1x8x12,causal=0"])
 def test_the_benchmark_races_the_same_thing(text: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
-        case = bench.case(text, "cpu", dtype)
+        case = operators.case("masked_softmax", text, "cpu", dtype)
         ours, plain = (each.load()(*case.make()) for each in case.contenders[:2])
         torch.testing.assert_close(ours, plain)
     for wrong in ("1x2x3", "1x2x3x4", "1x2x4x4,causal=2"):
         with pytest.raises(ValueError):
-            bench.case(wrong, "cpu", torch.float32)
+            operators.case("masked_softmax", wrong, "cpu", torch.float32)

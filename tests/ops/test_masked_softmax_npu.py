@@ -9,10 +9,10 @@ import torch
 
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
+from tests.harness.compare import assert_not_worse, forward_backward
+from tests.harness.masked_softmax import DTYPES, MASKS, SLACK, hidden, make, megatron
 
 from . import twin
-from .compare import assert_not_worse, forward_backward
-from .test_masked_softmax import DTYPES, MASKS, SLACK, hidden, make, megatron
 
 
 @pytest.mark.parametrize("causal", [False, True])

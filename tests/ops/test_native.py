@@ -116,11 +116,48 @@ def test_a_source_that_does_not_compile_or_load_is_a_reason(tmp_path):
     assert "does not load" in reason(source, tmp_path / "cache")
 
 
-def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path):
+@compiled
+def test_where_no_folder_can_be_written_is_a_reason(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    if shutil.which("g++") or shutil.which("clang++") or shutil.which("c++"):
-        assert "MINDSPEED_LITE_CACHE may name one" in reason(PROBE, blocked / "below")
+    # Temporary files lie in this folder: the one of this user's among them belongs to nobody else, but is a file.
+    (tmp_path / f"mindspeed_lite-{os.getuid()}").write_text("")
+    assert "MINDSPEED_LITE_CACHE may name one" in reason(PROBE, blocked / "below", TMPDIR=str(tmp_path))
+
+
+@compiled
+def test_a_folder_that_is_refused_gives_way_to_one_of_this_users_own(tmp_path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    assert reason(PROBE, shared, TMPDIR=str(tmp_path)) == "None"
+    assert not list(shared.iterdir()) and list((tmp_path / f"mindspeed_lite-{os.getuid()}").glob("*.so"))
+
+
+@compiled
+@pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
+@pytest.mark.skipif(native._torch_has_llvm_openmp(), reason="this PyTorch has LLVM's OpenMP runtime")
+def test_clang_is_refused_where_pytorch_has_the_openmp_runtime_of_gcc(tmp_path):
+    assert "clang++ calls LLVM's OpenMP runtime, and this PyTorch has GCC's" in reason(PROBE, tmp_path, CXX="clang++")
+
+
+@compiled
+@pytest.mark.parametrize("served", [False, True])
+def test_a_compiler_for_llvms_openmp_runtime_wants_a_pytorch_that_has_it(monkeypatch, tmp_path, served):
+    monkeypatch.setattr(native, "_calls_llvm_openmp", lambda compiler: True)
+    monkeypatch.setattr(native, "_torch_has_llvm_openmp", lambda: served)
+    monkeypatch.setattr(native.cache, "folder", lambda: tmp_path)
+    unusable = native.Library(PROBE, FUNCTIONS).unusable()
+    assert unusable is None if served else "install g++" in unusable
+
+
+@compiled
+def test_another_pytorch_has_kernels_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.setattr(native.cache, "folder", lambda: tmp_path)
+    assert native.Library(PROBE, FUNCTIONS).unusable() is None
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert native.Library(PROBE, FUNCTIONS).unusable() is None
+    assert len(list(tmp_path.glob("*.so"))) == 2
 
 
 @compiled

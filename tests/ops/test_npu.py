@@ -10,13 +10,13 @@ import torch
 from mindspeed_lite.ops import attention as attention_package
 from mindspeed_lite.ops import rms_norm as rms_norm_package
 from mindspeed_lite.ops.attention import attention
-from mindspeed_lite.ops.attention import reference as attention_reference
 from mindspeed_lite.ops.dispatch import backends, force, selected
 from mindspeed_lite.ops.rms_norm import reference as rms_norm_reference
 from mindspeed_lite.ops.rms_norm import rms_norm
+from tests.harness import attention_reference
+from tests.harness.compare import error, forward_backward
 
 from . import twin
-from .compare import error, forward_backward
 from .twin.attention import UNLIMITED, npu_fusion_attention
 from .twin.rms_norm import npu_rms_norm
 

@@ -15,9 +15,8 @@ from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.rms_norm import OPERATOR, Case, blocks, cpu, cuda, reference, rms_norm, why_not
 from mindspeed_lite.ops.row_kernels import launch
 from mindspeed_lite.ops.rows import as_rows
-
-from .compare import assert_not_worse, error, forward_backward, one_thread
-from .triton_compile import compile_sm90
+from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
+from tests.harness.triton_compile import compile_sm90
 
 NAMES = ("y", "dx", "dw")
 EPS = 1e-5

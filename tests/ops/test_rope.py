@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch.autograd import gradcheck
 
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.rope import PAIRS, cpu, reference, rope, why_not
+from mindspeed_lite.ops.rope import OPERATOR, PAIRS, cpu, reference, rope, why_not
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
-from mindspeed_lite.ops.rope.kept import Kept
+from mindspeed_lite.ops.storage_cache import StorageVersionCache
+from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
+from tests.harness.errors import bound
+from tests.harness.triton_compile import compile_sm90
 
 from . import twin
-from .compare import assert_not_worse, error, forward_backward, one_thread
-from .triton_compile import compile_sm90
 from .twin.rope import npu_rotary_mul
 
 triton = pytest.importorskip("triton")
@@ -177,7 +179,8 @@ def test_the_triton_kernel_takes_bfloat16(pairs: Any) -> None:
     exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2), (x,), dy, torch.float64)
     got = forward_backward(lambda x: cuda.rope(x, cos, sin, pairs, 2), (x,), dy)
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
-        assert ours.dtype == torch.bfloat16 and error(ours, truth) < torch.finfo(torch.bfloat16).eps, name
+        # Its interpreter cuts off where a GPU rounds: twice as much.
+        assert ours.dtype == torch.bfloat16 and error(ours, truth) < bound(ours.dtype, 2, roundings=4), name
 
 
 @EVERY_BACKEND
@@ -190,7 +193,7 @@ def test_the_gradient_is_the_transposed_rotation_whatever_the_factors(backend: s
     exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2, 0.5), (x,), dy, torch.float64)
     got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin, pairs, 2, 0.5), (x,), dy)
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
-        assert error(ours, truth) < 4e-7, name
+        assert error(ours, truth) < bound(torch.float32, 2), name
 
 
 @EVERY_BACKEND
@@ -232,6 +235,34 @@ def test_a_position_without_a_row_is_seen_and_harms_nobody_else(backend: str) ->
     assert got[1:3, ..., 2:].isnan().all() and not got[[0, 3]].isnan().any()
     with pytest.raises((IndexError, RuntimeError)):
         reference.rope(x, cos, sin, positions=positions)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.uint8])
+@pytest.mark.parametrize("backend", ["reference", "cpu", "cuda", "npu"])
+@pytest.mark.usefixtures("npu_twin")
+def test_positions_may_be_any_integers_with_any_stride(
+    backend: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = importlib.import_module(f"mindspeed_lite.ops.rope.{backend}").rope
+    monkeypatch.setattr(OPERATOR, "choose", lambda case: chosen)
+    (x, dy), (cos, sin) = make((4, 2, 3, 8), torch.float32), cos_sin(table(6, 8))
+    index = torch.tensor([5, 0, 3, 1])
+    strided = torch.full((4, 3), 2, dtype=dtype)
+    strided[:, 1] = index
+    want = forward_backward(lambda x: reference.rope(x, cos[index], sin[index]), (x,), dy)
+    for positions in (index.to(dtype), strided[:, 1]):
+        got = forward_backward(lambda x, at=positions: rope(x, cos, sin, positions=at), (x,), dy)
+        torch.testing.assert_close(got, want)
+    same = rope(x, cos, sin, positions=torch.tensor(3, dtype=dtype).expand(4))
+    torch.testing.assert_close(same, reference.rope(x, *(t[[3] * 4] for t in (cos, sin))))
+
+
+@pytest.mark.usefixtures("npu_twin")
+def test_a_position_without_a_row_is_nan_on_npus() -> None:
+    x, (cos, sin) = torch.randn(4, 1, 2, 4), cos_sin(table(3, 4))
+    with force("rope", "npu"):
+        got = rope(x, cos, sin, positions=torch.tensor([0, -1, 3, 2]))
+    assert got[1:3].isnan().all() and not got[[0, 3]].isnan().any()
 
 
 def test_the_same_bits_every_time_and_with_any_number_of_threads() -> None:
@@ -290,7 +321,7 @@ def test_angles_in_half_precision_are_widened_first() -> None:
 
 
 def test_what_is_kept_goes_with_the_tensor_and_has_a_limit() -> None:
-    kept, made = Kept(), []
+    kept, made = StorageVersionCache(), []
 
     def make_one() -> object:
         made.append(torch.zeros(1))
@@ -403,6 +434,10 @@ def test_fake_tensors_have_a_shape() -> None:
         (dict(start=5), "from element 5 on"),
         (dict(cos=torch.zeros(2, 1, 1, 4), sin=torch.zeros(2, 1, 1, 4)), "2 rows"),
         (dict(positions=torch.zeros(2, dtype=torch.long)), "positions"),
+        (dict(positions=torch.zeros(3)), "positions are torch.float32: want integers"),
+        (dict(positions=torch.zeros(3, dtype=torch.bool)), "positions are torch.bool: want integers"),
+        (dict(positions=torch.zeros(3, dtype=torch.long, device="meta")), "on cpu, cpu, meta: want x's device, cpu"),
+        (dict(cos=torch.zeros(3, 1, 1, 4, device="meta")), "on meta, cpu: want x's device, cpu"),
     ],
 )
 def test_what_does_not_fit_is_refused(changed: dict[str, Any], words: str) -> None:
@@ -449,7 +484,7 @@ def test_npu(form: str, pairs: Any, dtype: torch.dtype) -> None:
     assert got[0].is_contiguous()
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
         # Factors, result and, with a scale, the result again are rounded to x's dtype.
-        assert error(ours, truth) <= 2 * torch.finfo(dtype).eps, name
+        assert error(ours, truth) <= bound(dtype, 2, roundings=3), name
 
 
 def test_npu_keeps_no_input_and_rounds_the_factors_once(npu_twin: list[twin.Call]) -> None:

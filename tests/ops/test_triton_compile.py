@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from . import small_kernels
-from .triton_compile import CompileError, compile_sm90
+from tests.harness import small_kernels
+from tests.harness.triton_compile import CompileError, compile_sm90
 
-KERNELS = "tests.ops.small_kernels"
+KERNELS = "tests.harness.small_kernels"
 SCALED = {"x": "*fp32", "y": "*fp32", "factor": "fp32", "n": "i32"}
 
 

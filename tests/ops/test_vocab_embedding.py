@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.ops.vocab_embedding import reference, vocab_embedding, why_not
-
-from .compare import Sizes, error, one_thread
+from tests.harness.compare import Sizes, error, one_thread
 
 BOTH = pytest.mark.parametrize("function", [vocab_embedding, reference.vocab_embedding], ids=["cpu", "reference"])
 

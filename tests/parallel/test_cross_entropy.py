@@ -1,4 +1,4 @@
-"""The vocabulary-parallel losses on gloo processes: every rank has the loss of the whole and its slice's gradient."""
+"""The vocabulary-parallel losses on gloo processes: every rank has the loss of the whole and its shard's gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy, vocab_parallel_linear_cross_entropy
-from tests.ops.compare import error, forward_backward
-from tests.platform.forked import forked, on_ranks
+from tests.harness.compare import error, forward_backward
+from tests.harness.processes import forked, on_ranks
 
 RANKS, WIDTH, HIDDEN = 2, 48, 16
 

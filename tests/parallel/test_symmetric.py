@@ -8,31 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel import pipelined, symmetric
-from tests.parallel.two_layers import results
-from tests.platform.forked import forked, on_ranks
+from mindspeed_lite.parallel import overlapped_gemm, symmetric
+from tests.harness.fused_collectives import symmetric_memory_operators
+from tests.harness.processes import forked, on_ranks
+from tests.harness.tp_layers import results
 
 RANKS, ROWS, HIDDEN, INNER = 2, 5, 24, 16
-
-
-def twin():
-    """CPU kernels for the two operators, which PyTorch has for CUDA alone; returns who keeps them, and their calls."""
-    import torch.distributed._symmetric_memory as operators
-
-    calls = []
-
-    def gather(x, weights, dim, name, *, return_A=True):
-        calls.append(("gather", dim, name, return_A, x.is_contiguous()))
-        return operators._fused_all_gather_matmul_fallback(x, weights, dim, name, return_A=return_A)
-
-    def scatter(x, w, op, dim, name):
-        calls.append(("scatter", op, dim, name, x.is_contiguous()))
-        return operators._fused_matmul_reduce_scatter_fallback(x, w, op, dim, name)
-
-    library = torch.library.Library("symm_mem", "IMPL")
-    library.impl("fused_all_gather_matmul", gather, "CPU")
-    library.impl("fused_matmul_reduce_scatter", scatter, "CPU")
-    return library, calls
 
 
 def begin(rank, folder):
@@ -46,13 +27,13 @@ def test_both_layers_give_what_they_give_in_one_message():
 
     def body(rank):
         group = begin(rank, folder)
-        library, calls = twin()
+        library, calls = symmetric_memory_operators()
         # What it would say of a CPU.
         symmetric._alone = lambda device: None
         said = []
         for dtype in (torch.bfloat16, torch.float32):
             fused = symmetric.Symmetric(said.append)
-            both = [results(each, group, dtype, ROWS, HIDDEN, INNER) for each in (pipelined, fused)]
+            both = [results(each, group, dtype, ROWS, HIDDEN, INNER) for each in (overlapped_gemm, fused)]
             assert all(map(torch.equal, *both)), dtype
         name = group.group_name
         forward = [("gather", 0, name, False, True), ("scatter", "sum", 0, name, True)]
@@ -71,13 +52,13 @@ def test_what_a_group_lacks_is_said_on_every_rank_and_goes_in_one_message():
     def body(rank):
         group = begin(rank, folder)
         said = []
-        products = symmetric.Symmetric(said.append)
+        gemm = symmetric.Symmetric(said.append)
         x, w = torch.randn(3, 8) + rank, torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
 
         def go():
-            y, whole = products.gather_matmul(x, w, group, 4, keep=True)
+            y, whole = gemm.gather_matmul(x, w, group, 4, keep=True)
             assert torch.equal(y, whole @ w) and whole.shape == (3 * RANKS, 8)
-            assert products.matmul_scatter(whole, w, group, 4).wait().shape == (3, 4)
+            assert gemm.matmul_scatter(whole, w, group, 4).wait().shape == (3, 4)
 
         go()
         assert said == ["symmetric memory is that of CUDA devices, and this is cpu"] * 2
@@ -96,7 +77,7 @@ def test_what_a_group_lacks_is_said_on_every_rank_and_goes_in_one_message():
         symmetric._reaches = lambda device, other: rank == 0
         go()
         assert said[6:] == ["the group's devices do not reach each other's memory"] * 2
-        assert not products._can(x.half(), w, group)
+        assert not gemm._can(x.half(), w, group)
         assert said[8:] == ["torch.float16 times torch.float32"]
 
     on_ranks(RANKS, body)

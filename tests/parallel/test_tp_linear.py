@@ -1,4 +1,4 @@
-"""Linear layers that talk in slices, on gloo processes: against one product, one collective, and float64."""
+"""Linear layers that talk in chunks, on gloo processes: against one product, one collective, and float64."""
 
 from __future__ import annotations
 
@@ -10,19 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.pipelined import parts
-from mindspeed_lite.parallel.slices import CANDIDATES, Trial, Trials
-from mindspeed_lite.parallel.tp_linear import PLAIN, Link, column_linear, fixed, row_linear
-from tests.ops.compare import error
-from tests.platform.forked import forked, on_ranks
+from mindspeed_lite.parallel.overlapped_gemm import parts
+from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
+from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner, Trial
+from tests.harness.compare import error
+from tests.harness.process_groups import joined
+from tests.harness.processes import forked, on_ranks
 
 INNER, OUTER, BATCH = 24, 20, 2
-
-
-def joined(rank: int, ranks: int, folder: Path) -> dist.ProcessGroup:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), ranks), rank=rank, world_size=ranks)
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def tensors(*shapes, dtype=torch.float32, seed=1):
@@ -54,19 +49,19 @@ def whole(x, weight, bias, dy):
     return y.detach(), x.grad, weight.grad, bias.grad
 
 
-@pytest.mark.parametrize(("ranks", "rows", "slices"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
+@pytest.mark.parametrize(("ranks", "rows", "chunks"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
 @forked("torch")
-def test_a_column_parallel_layer(ranks, rows, slices):
+def test_a_column_parallel_layer(ranks, rows, chunks):
     folder = Path(tempfile.mkdtemp())
 
     def check(rank, group, sequence_parallel, dtype):
         x, weight, bias, dy = column_problem(ranks, rows, dtype)
         exact = whole(x, weight, bias, dy)
         mine = {}
-        for number in (slices, 1):
+        for number in (chunks, 1):
             given = shares(x, rank, ranks, 0) if sequence_parallel else x
             a, w, b = leaves(given, shares(weight, rank, ranks, 0), shares(bias, rank, ranks, 0))
-            y = column_linear(a, w, b, Link(group, sequence_parallel, fixed(number), PLAIN))
+            y = column_linear(a, w, b, TPCommConfig(group, sequence_parallel, fixed_chunks(number), AUTOGRAD_WGRAD))
             assert y._base is None, "Megatron lets go of the storage of outputs"
             y.backward(shares(dy, rank, ranks, 2))
             mine[number] = y.detach(), a.grad, w.grad, b.grad
@@ -77,11 +72,11 @@ def test_a_column_parallel_layer(ranks, rows, slices):
             shares(exact[3], rank, ranks, 0),
         )
         slack = 2 * torch.finfo(dtype).eps
-        for name, ours, plain, truth in zip(("y", "dx", "dw", "db"), mine[slices], mine[1], expected, strict=True):
+        for name, ours, plain, truth in zip(("y", "dx", "dw", "db"), mine[chunks], mine[1], expected, strict=True):
             assert ours.shape == truth.shape and ours.dtype == dtype
             assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
             if name in ("dw", "db"):
-                assert torch.equal(ours, plain), f"{name} is one product, whatever the slices"
+                assert torch.equal(ours, plain), f"{name} is one product, whatever the chunks"
 
     def body(rank):
         group = joined(rank, ranks, folder)
@@ -92,9 +87,9 @@ def test_a_column_parallel_layer(ranks, rows, slices):
     on_ranks(ranks, body)
 
 
-@pytest.mark.parametrize(("ranks", "rows", "slices"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
+@pytest.mark.parametrize(("ranks", "rows", "chunks"), [(2, 6, 2), (2, 7, 4), (4, 5, 8), (4, 1, 2), (2, 3, 1)])
 @forked("torch")
-def test_a_row_parallel_layer(ranks, rows, slices):
+def test_a_row_parallel_layer(ranks, rows, chunks):
     folder = Path(tempfile.mkdtemp())
 
     def check(rank, group, sequence_parallel, dtype):
@@ -103,11 +98,11 @@ def test_a_row_parallel_layer(ranks, rows, slices):
         )
         exact = whole(x, weight, torch.zeros(OUTER), dy)
         mine = {}
-        for number in (slices, 1):
+        for number in (chunks, 1):
             # Not contiguous: how attention hands over its output under some layouts.
             a, w = leaves(shares(x, rank, ranks, 2), shares(weight, rank, ranks, 1))
             strided = a.transpose(0, 1).contiguous().transpose(0, 1)
-            y = row_linear(strided, w, Link(group, sequence_parallel, fixed(number), PLAIN))
+            y = row_linear(strided, w, TPCommConfig(group, sequence_parallel, fixed_chunks(number), AUTOGRAD_WGRAD))
             y.backward(shares(dy, rank, ranks, 0) if sequence_parallel else dy)
             mine[number] = y.detach(), a.grad, w.grad
         expected = (
@@ -116,10 +111,10 @@ def test_a_row_parallel_layer(ranks, rows, slices):
             shares(exact[2], rank, ranks, 1),
         )
         slack = 2 * torch.finfo(dtype).eps
-        for name, ours, plain, truth in zip(("y", "dx", "dw"), mine[slices], mine[1], expected, strict=True):
+        for name, ours, plain, truth in zip(("y", "dx", "dw"), mine[chunks], mine[1], expected, strict=True):
             assert ours.shape == truth.shape and ours.dtype == dtype
             assert error(ours, truth) <= error(plain, truth) + slack <= 4 * slack, name
-        assert torch.equal(mine[slices][2], mine[1][2]), "dw is one product of the same rows, whatever the slices"
+        assert torch.equal(mine[chunks][2], mine[1][2]), "dw is one product of the same rows, whatever the chunks"
 
     def body(rank):
         group = joined(rank, ranks, folder)
@@ -139,10 +134,10 @@ def test_gradients_of_both_layers_by_differences():
         group = joined(rank, 2, folder)
         x, inner, outer = (each.double() for each in tensors((3, 1, 4), (6, 4), (4, 6), seed=5))
         for sequence_parallel in (True, False):
-            link = Link(group, sequence_parallel, fixed(2), PLAIN)
+            comm = TPCommConfig(group, sequence_parallel, fixed_chunks(2), AUTOGRAD_WGRAD)
 
-            def block(x, w1, w2, link=link):
-                return row_linear(column_linear(x, w1, None, link).tanh(), w2, link)
+            def block(x, w1, w2, comm=comm):
+                return row_linear(column_linear(x, w1, None, comm).tanh(), w2, comm)
 
             # The sum of losses over ranks, by differences of this rank's own inputs alone.
             a, w1, w2 = leaves(x + rank * sequence_parallel, inner + rank, outer - rank)
@@ -175,7 +170,7 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
         def __init__(self):
             self.given = []
 
-        def later(self, dy):
+        def defer(self, dy):
             self.given.append(dy)
             return True
 
@@ -194,9 +189,11 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
         dist.all_gather_into_tensor = counted
         x, weight, _, dy = column_problem(2, 4, torch.float32)
         later = Later()
-        for gradient, frozen in ((PLAIN, True), (later, False)):
+        for gradient, frozen in ((AUTOGRAD_WGRAD, True), (later, False)):
             a, w = leaves(shares(x, rank, 2, 0), shares(weight, rank, 2, 0))
-            y = column_linear(a, w.requires_grad_(not frozen), None, Link(group, True, fixed(2), gradient))
+            y = column_linear(
+                a, w.requires_grad_(not frozen), None, TPCommConfig(group, True, fixed_chunks(2), gradient)
+            )
             assert len(y.grad_fn.saved_tensors) == 2 and (y.grad_fn.saved_tensors[0] is None) == frozen
             gathers.clear()
             y.backward(shares(dy, rank, 2, 2))
@@ -204,7 +201,9 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
         assert torch.equal(later.given[0], shares(dy, rank, 2, 2))
         later = Later()
         a, w = leaves(shares(x, rank, 2, 2), shares(weight, rank, 2, 1)[:OUTER])
-        row_linear(a, w, Link(group, True, fixed(2), later)).backward(shares(dy[..., :OUTER], rank, 2, 0))
+        row_linear(a, w, TPCommConfig(group, True, fixed_chunks(2), later)).backward(
+            shares(dy[..., :OUTER], rank, 2, 0)
+        )
         assert torch.equal(later.given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
 
     on_ranks(2, body)
@@ -217,14 +216,14 @@ def test_a_rank_that_dies_ends_the_others_with_an_error():
     def body(rank):
         group = joined(rank, 2, folder)
         x, weight = tensors((64, 1, 32), (16, 32))
-        link = Link(group, True, fixed(4), PLAIN)
-        column_linear(x, weight, None, link)
+        comm = TPCommConfig(group, True, fixed_chunks(4), AUTOGRAD_WGRAD)
+        column_linear(x, weight, None, comm)
         if rank == 1:
             return
         dist.barrier = None
         start = time.monotonic()
         with pytest.raises(RuntimeError, match=r"(?i)connection|closed|peer|reset|broken pipe"):
-            column_linear(x, weight, None, link)
+            column_linear(x, weight, None, comm)
         assert time.monotonic() - start < 30
 
     on_ranks(2, body)
@@ -235,10 +234,10 @@ def test_slices_need_not_divide_the_rows():
     assert [(each.start, each.stop) for each in parts(2, 8)] == [(0, 1), (1, 2)]
     assert list(parts(0, 4)) == [slice(0, 0)] and list(parts(5, 1)) == [slice(0, 5)]
     for rows in range(1, 40):
-        for slices in (1, 2, 4, 8):
-            runs = list(parts(rows, slices))
+        for chunks in (1, 2, 4, 8):
+            runs = list(parts(rows, chunks))
             lengths = [each.stop - each.start for each in runs]
-            assert sum(lengths) == rows and max(lengths) - min(lengths) <= 1 and len(runs) == min(slices, rows)
+            assert sum(lengths) == rows and max(lengths) - min(lengths) <= 1 and len(runs) == min(chunks, rows)
 
 
 def test_noise_does_not_choose():
@@ -250,7 +249,7 @@ def test_noise_does_not_choose():
 
     assert trial(n2=0.98, n4=1.2).best == 1
     assert trial(n2=0.8, n4=0.79).best == 4
-    assert "1 slice, because more are not clearly faster" in trial(n2=1.1).to_text()
+    assert "1 chunk, because more are not clearly faster" in trial(n2=1.1).to_text()
     # Faster in the middle, but not in enough of the rounds.
     assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 1.4, 1.1]}).best == 1
     assert Trial("p", (8, 8, 8), {1: whole, 2: [0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 1.1]}).best == 2
@@ -258,28 +257,28 @@ def test_noise_does_not_choose():
 
 @forked("torch")
 def test_every_rank_takes_the_choice_of_the_slowest():
-    """Rank 0 is faster with two slices, rank 1 slower by more: both stay with one. A known shape is not tried again."""
+    """Rank 0 is faster with two chunks, rank 1 slower by more: both stay with one. A known shape is not tried again."""
     folder = Path(tempfile.mkdtemp())
 
     def body(rank):
         group = joined(rank, 2, folder)
         said, runs = [], []
-        trials = Trials(group, said.append)
+        trials = ChunkAutotuner(group, said.append)
         x, w = torch.zeros(20, 4), torch.zeros(4, 6)
 
-        def run(slices):
-            runs.append(slices)
-            time.sleep(0.02 if slices == 1 else (0.01, 0.04)[rank])
+        def run(chunks):
+            runs.append(chunks)
+            time.sleep(0.02 if chunks == 1 else (0.01, 0.04)[rank])
 
         assert trials.known("a", x, w, run) == 1 and not runs
         assert trials("a", x, w, run) == 1
-        assert set(runs) == {1, 2} < set(CANDIDATES), "four slices of 20 rows are too small to be worth a message"
+        assert set(runs) == {1, 2} < set(CANDIDATES), "four chunks of 20 rows are too small to be worth a message"
         count = len(runs)
         assert trials("a", x, w, run) == trials.known("a", x, w, run) == 1 and len(runs) == count
-        assert len(said) == (rank == 0) and all("20 rows, 4 x 6: 1 slice," in text for text in said)
+        assert len(said) == (rank == 0) and all("20 rows, 4 x 6: 1 chunk," in text for text in said)
 
-        def better(slices):
-            time.sleep(0.06 if slices == 1 else 0.01)
+        def better(chunks):
+            time.sleep(0.06 if chunks == 1 else 0.01)
 
         assert trials("b", x, w, better) == trials.known("b", x, w, better) == 2
 

@@ -10,39 +10,16 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import _defaults
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
-from tests.ops.compare import error
-from tests.platform.forked import forked, on_ranks
+from mindspeed_lite.patches._shared import megatron_defaults
+from tests.harness.compare import error
+from tests.harness.linear_layers import HIDDEN, config_of
+from tests.harness.process_groups import start
+from tests.harness.processes import forked, on_ranks
 
 FEATURE = patch.FEATURE
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ON = "use_gradient_accumulation_fusion"
-HIDDEN = 32
-
-
-def start(world=1, rank=0, tp=1, store=None):
-    """Megatron's groups on gloo, and its random state."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    from mindspeed_lite import platform
-
-    platform.activate()
-    torch.distributed.init_process_group(
-        "gloo", store=store or torch.distributed.HashStore(), rank=rank, world_size=world
-    )
-    parallel_state.initialize_model_parallel(tp)
-    model_parallel_cuda_manual_seed(7)
-
-
-def config_of(fusion, **fields):
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, gradient_accumulation_fusion=fusion,
-        add_bias_linear=False, bf16=True, params_dtype=torch.bfloat16, **fields,
-    )  # fmt: skip
 
 
 def linear_of(kind, fusion, main=torch.float32, **fields):
@@ -112,7 +89,7 @@ def test_undo_leaves_nothing_behind():
         assert layers._grad_accum_fusion_available is True
         assert layers.fused_weight_gradient_mlp_cuda is sys.modules[EXTENSION]
         # A second training in one process must not take our module for Apex's.
-        assert _defaults._wgrad_kernel("cuda") is not None
+        assert megatron_defaults._wgrad_kernel("cuda") is not None
     assert layers._grad_accum_fusion_available is False
     assert not hasattr(layers, EXTENSION) and EXTENSION not in sys.modules
 
@@ -211,10 +188,10 @@ def test_conditions_name_what_is_in_the_way():
 
 
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
-    assert FEATURE.options[0].dest in {each.stand_in for each in _defaults.DEFAULTS}
+    assert FEATURE.options[0].dest in {each.stand_in for each in megatron_defaults.DEFAULTS}
     for on in (False, True):
         args = SimpleNamespace(gradient_accumulation_fusion=True, use_gradient_accumulation_fusion=on)
-        notices = _defaults.switch(args, "cpu", ())
+        notices = megatron_defaults.switch(args, "cpu", ())
         assert args.gradient_accumulation_fusion is on
         assert len(notices) == (not on)
 

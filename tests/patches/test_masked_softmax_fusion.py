@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import mindspeed_lite
+from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import _defaults
 from mindspeed_lite.patches import masked_softmax_fusion as patch
-from tests.ops.compare import Sizes, assert_not_worse
-from tests.platform.forked import forked
+from mindspeed_lite.patches._shared import megatron_defaults
+from tests.harness.compare import Sizes, assert_not_worse
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 ON = "use_masked_softmax_fusion"
@@ -71,7 +73,7 @@ def test_probabilities_and_gradients_are_megatrons(kind, scale):
 
 @forked("megatron")
 def test_what_it_does_not_serve_is_megatrons_without_the_extension():
-    mindspeed_lite.enable()
+    platform.activate()
     scores, dy, mask = tensors()
     cases = {
         "window": (softmax_of(window_size=(4, 0)), softmax_of(window_size=(4, 0), fusion=False), None),
@@ -129,7 +131,7 @@ def test_conditions_name_what_is_in_the_way():
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
     for on in (False, True):
         args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
-        notices = _defaults.switch(args, "cpu", ())
+        notices = megatron_defaults.switch(args, "cpu", ())
         assert args.masked_softmax_fusion is on and len(notices) == (not on)
 
 
@@ -141,5 +143,7 @@ def test_the_report_names_the_target_and_disable_restores_it():
     report = mindspeed_lite.enable(**{ON: True})
     entry = next(each for each in report.entries if each.feature == FEATURE.name)
     assert entry.status == "applied" and entry.backends == ["masked_softmax:cpu"]
-    assert [each.verified for each in entry.patches] == ["verified"]
-    assert mindspeed_lite.disable() == [] and vars(FusedScaleMaskSoftmax)["forward"] is original
+    assert {each.verified for each in entry.patches} == {"verified"}
+    assert is_swapped(original)
+    assert mindspeed_lite.disable() == [] and not is_swapped(original)
+    assert vars(FusedScaleMaskSoftmax)["forward"] is original

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mindspeed_lite
-from tests.ops.compare import error
-from tests.platform.forked import forked
+from tests.harness.compare import error
+from tests.harness.processes import forked
 
 ON = {"moe_router_fusion": True, "strict": True}
 T, E = 40, 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.engine import Context, Settings, automatic_reasons
 from mindspeed_lite.patches import moe_tp_extend_ep as patch
 
 FEATURE = patch.FEATURE
@@ -19,7 +19,7 @@ def reasons(*given, **args):
 
 def test_it_says_megatrons_own_two_flags():
     assert reasons() == []
-    assert FEATURE.adjust(context()) == {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
+    assert FEATURE.arguments(context()) == {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
 
 
 def test_when_it_steps_aside():
@@ -28,7 +28,7 @@ def test_when_it_steps_aside():
     assert "--num-experts" in reasons(num_experts=None)[0]
     given = reasons({}, {"expert_tensor_parallel_size"}, expert_tensor_parallel_size=2)
     assert "--expert-tensor-parallel-size 2" in given[0]
-    assert "by name" in reasons({"mindspeed_lite_auto": True})[0]
-    assert reasons({"mindspeed_lite_auto": True, "moe_tp_extend_ep": True}) == []
+    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
+    assert "which rank holds which expert" in left_off
     (reason,) = FEATURE.condition(Context(Settings({}), "cpu", {}, None))
     assert "in Python" in reason

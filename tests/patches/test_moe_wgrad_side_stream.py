@@ -11,12 +11,12 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, FallbackError, OptionError, RequirementError, Settings
 from mindspeed_lite.patches import moe_wgrad_side_stream as patch
-from mindspeed_lite.pipeline.turns import PAIRS, WARM
-from tests.pipeline.lane import LateLane
-from tests.platform.forked import forked
-
-from .test_gradient_accumulation_fusion import start
-from .test_moe_grouped_gemm import COUNTS, experts_of
+from mindspeed_lite.tuning.ab_test import PAIRS, WARMUP_STEPS
+from tests.harness.lanes import LateLane
+from tests.harness.moe_experts import COUNTS, experts_of
+from tests.harness.process_groups import start
+from tests.harness.processes import forked
+from tests.harness.swapped import reasons as reasons_of
 
 NEEDED = {"moe_grouped_gemm": True, "use_gradient_accumulation_fusion": True}
 
@@ -26,7 +26,7 @@ def beside(when=patch.ALWAYS, delay=0.01, strict=True):
     """The feature on the CPU; gives its lane."""
     lane = LateLane(delay)
     with (
-        mock.patch.object(patch, "_lane_of", lambda device: lane),
+        mock.patch.object(patch, "_executor_of", lambda device: lane),
         mock.patch.object(patch, "_why_not_here", lambda device: []),
         mindspeed_lite.enabled(**NEEDED, moe_wgrad_side_stream=when, strict=strict),
     ):
@@ -117,11 +117,11 @@ def test_auto_takes_turns_and_keeps_what_is_faster(pays):
             return len(ran) - with_it + with_it * (0.5 if pays else 1.5)
 
         with mock.patch.object(patch.time, "perf_counter", clock):
-            for _ in range(WARM + 2 * PAIRS + 3):
+            for _ in range(WARMUP_STEPS + 2 * PAIRS + 3):
                 before = lane.ran
                 step(model)
                 ran.append(lane.ran - before)
-        counted = WARM + 2 * PAIRS
+        counted = WARMUP_STEPS + 2 * PAIRS
         assert ran[:counted] == [0, 6] * (counted // 2)
         assert ran[counted:] == [6 * pays] * 3
         said = [each for each in mindspeed_lite.report().notices if each.startswith(patch.NAME)]
@@ -174,7 +174,7 @@ def test_a_model_whose_gradients_are_not_added_in_the_product_says_so():
 
 def reasons(device="cuda", settings=None, **arguments):
     values = {patch.NAME: patch.AUTO, **(settings or {})}
-    return patch._why_not(Context(Settings(values), device, {}, arguments or None))
+    return reasons_of(patch.FEATURE, Context(Settings(values), device, {}, arguments or None))
 
 
 def test_it_says_where_it_makes_no_sense():
@@ -182,7 +182,7 @@ def test_it_says_where_it_makes_no_sense():
     assert "streams" in reasons("cpu")[0]
     assert "streams of its own" in reasons(overlap_moe_expert_parallel_comm=True)[0]
     assert "records" in reasons(cuda_graph_impl="local")[0]
-    assert "by name" in reasons(settings={patch.NAME: None, "mindspeed_lite_auto": True})[0]
+    assert "enable it explicitly" in patch.FEATURE.not_auto
 
 
 def test_it_asks_for_the_features_whose_products_it_moves():

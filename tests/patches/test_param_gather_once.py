@@ -11,7 +11,7 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import param_gather_once as patch
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
 
 
 def steps(rank: int, store: str, flags: dict[str, Any]) -> tuple[int, list[torch.Tensor], int]:

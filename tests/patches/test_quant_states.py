@@ -11,12 +11,21 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, EngineError, Settings
 from mindspeed_lite.patches import quant_states as patch
-from tests import matrix
-from tests.platform.forked import forked
-
-from . import test_use_fused_adamw
-from .test_reuse_fp32_param import Narrow, assert_equal, live_bytes, saved, steps
-from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
+from tests.harness import matrix, optimizers
+from tests.harness.optimizers import (
+    KINDS,
+    Narrow,
+    assert_equal,
+    gradients,
+    inner,
+    live_bytes,
+    optimizer_of,
+    saved,
+    start,
+    steps,
+    train,
+)
+from tests.harness.processes import forked
 
 OFF = {"use_fused_adamw": True, "strict": True}
 FORMS = {"bf16": torch.bfloat16, "fp8": torch.uint8}
@@ -30,7 +39,7 @@ def on(form: str, shares: bool = False) -> dict[str, Any]:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", matrix.only(["bf16, distributed", "fp16", "fp32", "L2"], [*KINDS]))
 @forked("megatron")
-def test_training_stays_near_that_of_plain_moments(kind: str, form: str, groups: Path) -> None:  # noqa: F811
+def test_training_stays_near_that_of_plain_moments(kind: str, form: str, groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**OFF):
         off = train(KINDS[kind])
@@ -47,7 +56,7 @@ def test_training_stays_near_that_of_plain_moments(kind: str, form: str, groups:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
-def test_halves_beside_it_change_no_bit(kind: str, form: str, groups: Path) -> None:  # noqa: F811
+def test_halves_beside_it_change_no_bit(kind: str, form: str, groups: Path) -> None:
     start(groups)
     found = []
     for shares in (False, True):
@@ -61,7 +70,7 @@ def test_halves_beside_it_change_no_bit(kind: str, form: str, groups: Path) -> N
     ("form", "shares", "moments"), [("bf16", False, 4), ("fp8", False, 2), ("bf16", True, 4), ("fp8", True, 2)]
 )
 @forked("megatron")
-def test_a_moment_takes_two_bytes_or_one(form: str, shares: bool, moments: int, groups: Path) -> None:  # noqa: F811
+def test_a_moment_takes_two_bytes_or_one(form: str, shares: bool, moments: int, groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**on(form, shares)):
         model, optimizer = optimizer_of(**KINDS["bf16"])
@@ -72,11 +81,11 @@ def test_a_moment_takes_two_bytes_or_one(form: str, shares: bool, moments: int, 
         wide = sum(sizes) - narrow
         # Gradient buffers are padded.
         expected = sum(buffer.grad_data.nbytes for buffer in model.buffers) + moments * sum(sizes)
-        stand_ins = 4 * len(inner(optimizer).shared.halves()) if shares else 0
+        stand_ins = 4 * len(inner(optimizer).split_params.halves()) if shares else 0
         expected += (4 * narrow + stand_ins if shares else 6 * narrow) + 4 * wide
         exponents = 0
         if form == "fp8":
-            pairs = [inner(optimizer).narrow.blocks(main) for main in optimizer.get_parameters()]
+            pairs = [inner(optimizer).quantized_moments.blocks(main) for main in optimizer.get_parameters()]
             exponents = sum(each.nbytes for pair in pairs for each in pair)
             assert exponents == sum(2 * -(-size // 128) for size in sizes)
         assert live_bytes(model, optimizer) == expected
@@ -97,11 +106,11 @@ def dtypes(tree: Any) -> set[torch.dtype]:
 )
 @forked("megatron")
 def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
-    kind: str, form: str, shares: bool, groups: Path  # noqa: F811
+    kind: str, form: str, shares: bool, groups: Path
 ) -> None:  # fmt: skip
     start(groups)
     if "distributed" in kind:
-        test_use_fused_adamw.Model = Narrow  # in this fork: Megatron mixes up groups with fp32 and bf16
+        optimizers.Model = Narrow  # in this fork: Megatron mixes up groups with fp32 and bf16
     with mindspeed_lite.enabled(**on(form, shares)):
         model, optimizer = optimizer_of(**KINDS[kind])
         for step in range(3):
@@ -127,7 +136,7 @@ def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
 @forked("megatron")
-def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:  # noqa: F811
+def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**on("fp8", kind != "fp32")):
         model, optimizer = optimizer_of(**KINDS[kind])
@@ -142,22 +151,22 @@ def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) ->
 
 
 @forked("megatron")
-def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:  # noqa: F811
+def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**on("fp8")):
         for options in (KINDS["bf16"], KINDS["bf16, distributed"]):
-            shared = test_use_fused_adamw.Model
+            shared = optimizers.Model
 
             class Tied(shared):  # type: ignore[misc, valid-type]
                 def __init__(self, dtype: torch.dtype) -> None:
                     super().__init__(dtype)
                     self.embedding.shared_embedding = True
 
-            test_use_fused_adamw.Model = Tied
+            optimizers.Model = Tied
             try:
                 model, optimizer = optimizer_of(**options)
             finally:
-                test_use_fused_adamw.Model = shared
+                optimizers.Model = shared
             gradients(model, 0)
             optimizer.step()
             kinds = {main.numel(): state["exp_avg"].dtype for main, state in inner(optimizer).state.items()}
@@ -165,7 +174,7 @@ def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:  # noqa
 
 
 @forked("megatron")
-def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:  # noqa: F811
+def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:
     start(groups)
     report = mindspeed_lite.enable(quant_states="bf16")
     status = {entry.feature: entry.status for entry in report.entries}
@@ -181,7 +190,7 @@ def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None
 
 @pytest.mark.parametrize("form", FORMS)
 @forked("megatron")
-def test_verify_compares_the_numbers_that_codes_stand_for(form: str, groups: Path) -> None:  # noqa: F811
+def test_verify_compares_the_numbers_that_codes_stand_for(form: str, groups: Path) -> None:
     start(groups)
     mindspeed_lite.enable(**on(form), verify=2)
     train(KINDS["bf16"], 3)

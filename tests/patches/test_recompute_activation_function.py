@@ -7,9 +7,8 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from tests.platform.forked import forked
-
-from .recomputed import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from tests.harness.processes import forked
 
 ON = {"recompute_activation_function": True, "strict": True}
 ONE = 2 * SEQUENCE * BATCH * FFN

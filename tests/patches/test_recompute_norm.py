@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import mindspeed_lite
-from tests.platform.forked import forked
-
-from .recomputed import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
+from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
+from tests.harness.processes import forked
 
 ON = {"recompute_norm": True, "strict": True}
 TWO = 2 * 2 * SEQUENCE * BATCH * HIDDEN

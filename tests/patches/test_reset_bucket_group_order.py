@@ -12,7 +12,8 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import reset_bucket_group_order as patch
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import reasons as reasons_of
 
 FEATURE = patch.FEATURE
 LAYERS = 4
@@ -107,7 +108,7 @@ def test_the_order_of_the_first_step_is_that_of_the_next() -> None:
 
 def test_conditions() -> None:
     def reasons(**host: Any) -> Any:
-        return FEATURE.condition(Context(Settings.of(FEATURE.options, {FEATURE.name: True}), "cpu", {}, host or None))
+        return reasons_of(FEATURE, Context(Settings.of(FEATURE.options, {FEATURE.name: True}), "cpu", {}, host or None))
 
     given = {"overlap_param_gather": True}
     assert reasons() == reasons(**given) == []

@@ -7,16 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, EngineError, Settings
 from mindspeed_lite.patches import reuse_fp32_param as patch
 from mindspeed_lite.patches import use_fused_adamw
-from tests.platform.forked import forked
-
-from . import test_use_fused_adamw
-from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
+from tests.harness import optimizers
+from tests.harness.optimizers import (
+    KINDS,
+    Narrow,
+    assert_equal,
+    gradients,
+    inner,
+    live_bytes,
+    optimizer_of,
+    saved,
+    start,
+    steps,
+    train,
+)
+from tests.harness.processes import forked
 
 ON = {"reuse_fp32_param": True, "strict": True}
 OFF = {"use_fused_adamw": True, "strict": True}
@@ -32,7 +42,7 @@ def found(options: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", BF16)
 @forked("megatron")
-def test_training_is_bit_for_bit_megatrons_own(kind: str, groups: Path) -> None:  # noqa: F811
+def test_training_is_bit_for_bit_megatrons_own(kind: str, groups: Path) -> None:
     start(groups)
     off = found(KINDS[kind])
     for flags in (OFF, ON):
@@ -45,7 +55,7 @@ def test_training_is_bit_for_bit_megatrons_own(kind: str, groups: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["constant loss scale", "constant loss scale, distributed"])
 @forked("megatron")
-def test_a_step_that_is_skipped_changes_nothing(kind: str, groups: Path) -> None:  # noqa: F811
+def test_a_step_that_is_skipped_changes_nothing(kind: str, groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**OFF):
         off = found(KINDS[kind], overflow=2)
@@ -56,24 +66,8 @@ def test_a_step_that_is_skipped_changes_nothing(kind: str, groups: Path) -> None
     assert all(torch.equal(on["model"][name], weight) for name, weight in off["model"].items())
 
 
-def live_bytes(model: Any, optimizer: Any) -> int:
-    """Of every storage that parameters, gradients and the optimizer hold, each counted once."""
-    tensors = [
-        *model.parameters(),
-        *(parameter.main_grad for parameter in model.parameters()),
-        *optimizer.get_parameters(),
-        *(parameter.grad for parameter in optimizer.get_parameters()),
-        *(each for state in inner(optimizer).state.values() for name, each in state.items() if name != "step"),
-    ]
-    shared = inner(optimizer).shared
-    if shared is not None:
-        tensors += [low for _, low in shared.halves().values()]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors if each is not None}
-    return sum(storage.nbytes() for storage in storages.values())
-
-
 @forked("megatron")
-def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:  # noqa: F811
+def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:
     start(groups)
     sizes, stand_ins = [], 0
     for flags in (OFF, ON):
@@ -82,8 +76,8 @@ def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:  # noqa: F
             gradients(model, 0)
             optimizer.step()
             sizes.append(live_bytes(model, optimizer))
-            if inner(optimizer).shared is not None:
-                stand_ins = 4 * len(inner(optimizer).shared.halves())
+            if inner(optimizer).split_params is not None:
+                stand_ins = 4 * len(inner(optimizer).split_params.halves())
     assert stand_ins > 0
     narrow = sum(each.numel() for each in model.parameters() if each.dtype == torch.bfloat16)
     wide = sum(each.numel() for each in model.parameters() if each.dtype == torch.float32)
@@ -92,50 +86,17 @@ def test_a_parameter_takes_16_bytes_and_not_18(groups: Path) -> None:  # noqa: F
     assert sizes == [18 * narrow + 16 * wide + padding, 16 * narrow + 16 * wide + padding + stand_ins]
 
 
-class Narrow(test_use_fused_adamw.Model):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        del self.router
-
-
-def saved(model: Any, optimizer: Any) -> Any:
-    """What a checkpoint has; of the distributed optimizer what all its formats are made of."""
-    chained = optimizer.chained_optimizers[0]
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    if hasattr(chained, "model_param_group_index_map"):
-        places = chained.model_param_group_index_map
-        state["states"] = [chained._get_main_param_and_optimizer_states(each) for each in places]
-    return tree_map(lambda each: each.detach().clone() if isinstance(each, torch.Tensor) else each, state)
-
-
-def steps(options: dict[str, Any], first: int, loaded: Any) -> Any:
-    """Three steps, after those of `loaded` if given, and what a checkpoint would have of them."""
-    model, optimizer = optimizer_of(**options)
-    chained = optimizer.chained_optimizers[0]
-    if loaded is not None:
-        model.load_state_dict(loaded["model"])
-        optimizer.load_state_dict(loaded["optimizer"])
-        places = getattr(chained, "model_param_group_index_map", ())
-        for parameter, tensors in zip(places, loaded.get("states", ()), strict=True):
-            with torch.no_grad():
-                chained._set_main_param_and_optimizer_states(parameter, tensors)
-    for step in range(first, first + 3):
-        gradients(model, step)
-        optimizer.step()
-    return saved(model, optimizer)
-
-
 @pytest.mark.parametrize("writer", ["on", "off"])
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
-def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path) -> None:  # noqa: F811
+def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path) -> None:
     """Saved after three steps in one, loaded into a fresh optimizer of the other, and three more: the same bits."""
     start(groups)
     flags = {"on": ON, "off": OFF}
     options = KINDS[kind]
     if "distributed" in kind:
         # Megatron mistakes one parameter for another where a group has some in fp32 and some in bf16.
-        test_use_fused_adamw.Model = Narrow  # in this fork
+        optimizers.Model = Narrow  # in this fork
 
     with mindspeed_lite.enabled(**flags["off"]):
         whole = steps(options, 3, steps(options, 0, None))
@@ -146,24 +107,9 @@ def test_checkpoints_go_on_with_and_without(kind: str, writer: str, groups: Path
     assert_equal(read, whole)
 
 
-def assert_equal(one: Any, other: Any, where: str = "") -> None:
-    if isinstance(one, torch.Tensor):
-        assert torch.equal(one, other), where
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys(), where
-        for key in one:
-            assert_equal(one[key], other[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), where
-        for place, pair in enumerate(zip(one, other, strict=True)):
-            assert_equal(*pair, f"{where}/{place}")
-    else:
-        assert one == other, where
-
-
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
-def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: Path) -> None:  # noqa: F811
+def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: Path) -> None:
     start(groups)
     ended = []
     for flags in (OFF, ON):
@@ -183,7 +129,7 @@ def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: P
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
-def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:  # noqa: F811
+def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:
     start(groups)
     with mindspeed_lite.enabled(**OFF):
         model, optimizer = optimizer_of(**KINDS[kind])
@@ -203,7 +149,7 @@ def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) ->
 
 
 @forked("megatron")
-def test_weights_that_are_no_half_are_left_alone_and_that_is_said(groups: Path) -> None:  # noqa: F811
+def test_weights_that_are_no_half_are_left_alone_and_that_is_said(groups: Path) -> None:
     start(groups)
     mindspeed_lite.enable(reuse_fp32_param=True)
     train(KINDS["fp16"], 2)
@@ -212,7 +158,7 @@ def test_weights_that_are_no_half_are_left_alone_and_that_is_said(groups: Path) 
 
 
 @forked("megatron")
-def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:  # noqa: F811
+def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:
     start(groups)
     report = mindspeed_lite.enable(reuse_fp32_param=True)
     status = {entry.feature: entry.status for entry in report.entries}
@@ -227,7 +173,7 @@ def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None
 
 
 @forked("megatron")
-def test_verify_compares_numbers_that_are_put_together(groups: Path) -> None:  # noqa: F811
+def test_verify_compares_numbers_that_are_put_together(groups: Path) -> None:
     start(groups)
     mindspeed_lite.enable(**ON, verify=2)
     train(KINDS["bf16"], 3)

@@ -12,10 +12,10 @@ import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches import swap_attention
-from tests.memory.lanes import Lanes
-from tests.platform.forked import forked
-
-from .recomputed import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from tests.harness.lanes import Lanes
+from tests.harness.processes import forked
+from tests.harness.swapped import reasons as reasons_of
 
 ONE = 2 * SEQUENCE * BATCH * HIDDEN
 
@@ -25,7 +25,7 @@ def swapping(smallest=1, bandwidth=1e7, **flags):
     """The feature on the CPU; gives its lanes."""
     lanes = Lanes(bandwidth)
     with (
-        mock.patch.object(swap_attention, "_link_of", lambda device: lanes),
+        mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.Offload.__init__.__defaults__", (None, None, smallest)),
         mindspeed_lite.enabled(swap_attention=True, strict=True, **flags),
@@ -124,7 +124,7 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
     off = step(model_of())
     lanes = Lanes()
     with (
-        mock.patch.object(swap_attention, "_link_of", lambda device: lanes),
+        mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
         mock.patch("mindspeed_lite.memory.offload.Offload.__init__.__defaults__", (None, None, 1)),
         mindspeed_lite.enabled(swap_attention=True, swap_attention_budget=ONE * 2.5 / 2**30),
@@ -137,7 +137,7 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
 
 def test_reasons_and_bad_input():
     def reasons(device="cuda", settings=None, **args):
-        return list(swap_attention.FEATURE.condition(Context(Settings(settings or {}), device, {}, args)))
+        return reasons_of(swap_attention.FEATURE, Context(Settings(settings or {}), device, {}, args))
 
     assert reasons() == reasons("npu") == []
     assert reasons("cpu") == ["cpu has one memory: what leaves it is no smaller there"]
@@ -145,7 +145,7 @@ def test_reasons_and_bad_input():
         assert len(reasons(**{name: True})) == 1
     assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
     assert "keeps nothing" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
-    assert "by name" in reasons(settings={"mindspeed_lite_auto": True})[0]
+    assert "enable it explicitly" in swap_attention.FEATURE.not_auto
     for budget in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(OptionError, match=r"--swap-attention-budget .*GiB above 0"):
             reasons(settings={"swap_attention_budget": budget})

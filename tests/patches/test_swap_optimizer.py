@@ -10,17 +10,14 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import ConflictError, Context, EngineError, OptionError, Settings
+from mindspeed_lite.engine import ConflictError, Context, EngineError, OptionError, Settings, automatic_reasons
 from mindspeed_lite.patches import swap_optimizer as patch
 from mindspeed_lite.patches import use_fused_adamw
-from tests import matrix
-from tests.memory.lanes import Lanes
-from tests.platform.forked import forked
-from tests.training import simulated
-
-from . import test_use_fused_adamw
-from .test_reuse_fp32_param import Narrow, assert_equal, saved, steps
-from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start  # noqa: F401
+from tests.harness import matrix, optimizers, simulated
+from tests.harness.lanes import Lanes
+from tests.harness.optimizers import KINDS, Narrow, assert_equal, gradients, inner, optimizer_of, saved, start, steps
+from tests.harness.processes import forked
+from tests.harness.swapped import reasons as reasons_of
 
 OFF = {"use_fused_adamw": True, "strict": True}
 ON = {"swap_optimizer": True, "swap_optimizer_times": 3, "strict": True}
@@ -33,7 +30,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def begin(groups: Path) -> None:  # noqa: F811
+def begin(groups: Path) -> None:
     simulated.swap_optimizer(bandwidth=1e8)
     start(groups)
 
@@ -53,7 +50,7 @@ def train(options: dict[str, Any], overflow: int | None = None) -> dict[str, Any
         if step == overflow:
             assert away(optimizer) == before, "a step that is skipped moves nothing"
     own = inner(optimizer)
-    with own.whole():
+    with own.materialized():
         return {
             "history": history,
             "model": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
@@ -85,7 +82,7 @@ def away(optimizer: Any) -> list[str]:
     ),
 )
 @forked("megatron")
-def test_training_is_bit_for_bit_that_of_the_fused_step(kind: str, beside: str, groups: Path) -> None:  # noqa: F811
+def test_training_is_bit_for_bit_that_of_the_fused_step(kind: str, beside: str, groups: Path) -> None:
     begin(groups)
     found = []
     for flags in (OFF, ON):
@@ -97,7 +94,7 @@ def test_training_is_bit_for_bit_that_of_the_fused_step(kind: str, beside: str, 
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
 @forked("megatron")
-def test_numbers_are_elsewhere_for_as_long_as_it_is_on(kind: str, groups: Path) -> None:  # noqa: F811
+def test_numbers_are_elsewhere_for_as_long_as_it_is_on(kind: str, groups: Path) -> None:
     begin(groups)
     with mindspeed_lite.enabled(**ON):
         model, optimizer = optimizer_of(**KINDS[kind])
@@ -109,16 +106,16 @@ def test_numbers_are_elsewhere_for_as_long_as_it_is_on(kind: str, groups: Path) 
             gradients(model, step)
             optimizer.step()
             assert set(away(optimizer)) == expected
-        home = inner(optimizer).home
+        home = inner(optimizer).placement
         moved = {"out": 12, "back": 12} if copied else {"out": 8, "back": 8}
-        home._link.moved = dict.fromkeys(moved, 0)
+        home._engine.moved = dict.fromkeys(moved, 0)
         gradients(model, 2)
         optimizer.step()
         # A router is an fp32 weight of the model itself.
         wide, every = 0 if kind == "fp32" else 6 * 8, 32 * 8 + 24 * 40 + 24 + 6 * 8
-        assert home._link.moved == {lane: each * every - (4 * wide if copied else 0) for lane, each in moved.items()}
+        assert home._engine.moved == {lane: each * every - (4 * wide if copied else 0) for lane, each in moved.items()}
         before = saved(model, optimizer)
-        with inner(optimizer).whole():
+        with inner(optimizer).materialized():
             numbers = [main.clone() for main in optimizer.get_parameters()]
     assert away(optimizer) == [] and all(map(torch.equal, optimizer.get_parameters(), numbers))
     assert_equal(saved(model, optimizer), before)
@@ -144,10 +141,10 @@ def sequence(flags: dict[str, Any], kind: str, loaded: Any, first: int) -> Any:
     ),
 )
 @forked("megatron")
-def test_checkpoints_go_on_with_and_without(kind: str, beside: str, groups: Path) -> None:  # noqa: F811
+def test_checkpoints_go_on_with_and_without(kind: str, beside: str, groups: Path) -> None:
     begin(groups)
     if "distributed" in kind:
-        test_use_fused_adamw.Model = Narrow  # in this fork: Megatron mixes up groups with fp32 and bf16
+        optimizers.Model = Narrow  # in this fork: Megatron mixes up groups with fp32 and bf16
     on, off = {**ON, **BESIDE[beside]}, {**OFF, **BESIDE[beside]}
     written = {name: sequence(flags, kind, None, 0) for name, flags in (("on", on), ("off", off))}
     assert_equal(written["on"], written["off"])
@@ -158,7 +155,7 @@ def test_checkpoints_go_on_with_and_without(kind: str, beside: str, groups: Path
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
 @forked("megatron")
-def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: Path) -> None:  # noqa: F811
+def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: Path) -> None:
     begin(groups)
     ended = []
     for flags in (OFF, ON):
@@ -178,14 +175,14 @@ def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: P
             gradients(model, 2)
             with pytest.raises(EngineError, match="maximize is set"):
                 optimizer.step()
-            inner(optimizer).on_step_aside = None
+            inner(optimizer).on_fallback = None
             optimizer.step()
             ended.append(saved(model, optimizer))
     assert_equal(*ended)
 
 
 @forked("megatron")
-def test_verify_compares_numbers_that_are_there(groups: Path) -> None:  # noqa: F811
+def test_verify_compares_numbers_that_are_there(groups: Path) -> None:
     begin(groups)
     mindspeed_lite.enable(**ON, **BESIDE["both"], verify=2)
     train(KINDS["bf16"])
@@ -194,9 +191,9 @@ def test_verify_compares_numbers_that_are_there(groups: Path) -> None:  # noqa: 
 
 
 @forked("megatron")
-def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:  # noqa: F811
+def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
     begin(groups)
-    patch._link_of = lambda device: Lanes(fail_at=2)
+    patch._copy_engine_of = lambda device: Lanes(fail_at=2)
     with mindspeed_lite.enabled(**OFF):
         off = train(KINDS["bf16"])
     with mindspeed_lite.enabled(**{**ON, "strict": False}):
@@ -207,7 +204,7 @@ def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:  # noq
 
 
 @forked("megatron")
-def test_it_needs_the_step_that_it_turns_on_and_adam(groups: Path) -> None:  # noqa: F811
+def test_it_needs_the_step_that_it_turns_on_and_adam(groups: Path) -> None:
     begin(groups)
     report = mindspeed_lite.enable(swap_optimizer=True)
     status = {entry.feature: entry.status for entry in report.entries}
@@ -234,14 +231,15 @@ def test_what_is_no_number_of_groups_is_refused(given: Any) -> None:
 
 
 def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    assert patch.FEATURE.condition is not None
+    def context(device: str = "cuda", **host_args: Any) -> Context:
+        return Context(Settings({"swap_optimizer": True, "swap_optimizer_times": 16}), device, {}, host_args)
 
-    def reasons(device: str = "cuda", auto: bool = False, on: bool = True, **host_args: Any) -> list[str]:
-        given = {"swap_optimizer": on, "swap_optimizer_times": 16, "mindspeed_lite_auto": auto}
-        return list(patch.FEATURE.condition(Context(Settings(given), device, {}, host_args)))  # type: ignore[misc]
+    def reasons(*device: str, **host_args: Any) -> list[str]:
+        return reasons_of(patch.FEATURE, context(*device, **host_args))
 
-    assert reasons() == reasons("npu") == reasons(auto=True) == []
-    assert "ask for it by name" in reasons(auto=True, on=False)[0]
+    assert reasons() == reasons("npu") == []
+    (left_off,) = automatic_reasons([patch.FEATURE], context())[patch.FEATURE.name]
+    assert "it trades speed for memory" in left_off
     for flag in ("fp8_param_gather", "qk_clip", "log_params_norm", "rl_offload_optimizer_during_inference"):
         (found,) = reasons(**{flag: True})
         assert f"--{flag.replace('_', '-')}" in found

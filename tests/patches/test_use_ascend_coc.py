@@ -1,4 +1,4 @@
-"""`--use-ascend-coc` in real Megatron: which layers talk in slices, what stays whole, and how flags meet."""
+"""`--use-ascend-coc` in real Megatron: which layers talk in chunks, what stays whole, and how flags meet."""
 
 from __future__ import annotations
 
@@ -14,68 +14,13 @@ import mindspeed_lite
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel import symmetric
 from mindspeed_lite.patches import use_ascend_coc as patch
-from tests.parallel.test_symmetric import twin
-from tests.patches.test_gradient_accumulation_fusion import HIDDEN, config_of, start
-from tests.platform.forked import forked, on_ranks
+from tests.harness.fused_collectives import symmetric_memory_operators
+from tests.harness.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
+from tests.harness.process_groups import start
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import reasons
 
 FEATURE = patch.FEATURE
-ON = {"use_ascend_coc": True, "coc_parallel_num": 2, "strict": True}
-
-
-def messages(run):
-    """Asynchronous messages that `run` sends through torch.distributed at run time, and its result."""
-    sent = []
-    kept = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")}
-
-    def counting(name):
-        def collective(*args, **kwargs):
-            if kwargs.get("async_op"):
-                sent.append(name)
-            return kept[name](*args, **kwargs)
-
-        return collective
-
-    for name in kept:
-        setattr(dist, name, counting(name))
-    try:
-        return run(), sent
-    finally:
-        for name, original in kept.items():
-            setattr(dist, name, original)
-
-
-def layer_of(kind, config, **fields):
-    from megatron.core import tensor_parallel
-
-    fields = {"bias": True, "skip_bias_add": False, **fields}
-    if kind == "column":
-        made = tensor_parallel.ColumnParallelLinear(
-            HIDDEN, 24, config=config, init_method=torch.nn.init.normal_, **{"gather_output": False, **fields}
-        )
-    else:
-        made = tensor_parallel.RowParallelLinear(
-            24, HIDDEN, config=config, init_method=torch.nn.init.normal_, input_is_parallel=True, **fields
-        )
-    generator = torch.Generator().manual_seed(3 + dist.get_rank())
-    for parameter in made.parameters():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator))
-    return made
-
-
-def passes(layer, x, frozen=False):
-    """Everything a pass gives."""
-    layer.weight.requires_grad_(not frozen)
-    layer.zero_grad()
-    x = x.clone().requires_grad_()
-    out, bias = layer(x)
-    out.float().square().sum().backward()
-    gradients = [each.grad for each in layer.parameters()]
-    return [out, bias, x.grad, *gradients]
-
-
-def same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -162,7 +107,7 @@ def test_conditions():
         ("cpu_offloading_num_layers", 2, "looks for what"),
     ):
         host = {"tensor_model_parallel_size": 2, field: value}
-        assert reason in FEATURE.condition(context(host, use_ascend_coc=True))[0]
+        assert reason in reasons(FEATURE, context(host, use_ascend_coc=True))[0]
     with pytest.raises(OptionError, match=r"--coc-mode takes one of -1, 0, 1, 2, not 7"):
         context(coc_mode=7)
     for wrong in (3, "3", "many"):
@@ -190,7 +135,7 @@ def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
 
     def body(rank):
         start(2, rank, 2, dist.FileStore(str(folder / "store"), 2))
-        library, calls = twin()
+        library, calls = symmetric_memory_operators()
         # The plan and the group would say that this is a CPU.
         object.__setattr__(FEATURE, "condition", None)
         symmetric._alone = lambda device: None
@@ -224,6 +169,6 @@ def test_fused_kernels_serve_megatrons_sequence_parallel_layers():
 def test_megatrons_own_flag_turns_it_on_and_is_off_afterwards():
     """Or Megatron would build Transformer Engine's buffers."""
     asked = context({"tensor_model_parallel_size": 2}, tp_comm_overlap=True)
-    assert FEATURE.is_enabled(asked.settings) and FEATURE.adjust(asked) == {"tp_comm_overlap": False}
-    assert FEATURE.adjust(context(use_ascend_coc=True)) == {}
+    assert FEATURE.is_enabled(asked.settings) and FEATURE.arguments(asked) == {"tp_comm_overlap": False}
+    assert FEATURE.arguments(context(use_ascend_coc=True)) == {}
     assert not FEATURE.is_enabled(context(coc_parallel_num="4").settings)

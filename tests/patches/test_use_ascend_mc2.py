@@ -13,9 +13,10 @@ import mindspeed_lite
 from mindspeed_lite.engine import Context, PlanError, Settings
 from mindspeed_lite.parallel import mc2
 from mindspeed_lite.patches import use_ascend_mc2 as patch
-from tests.parallel.test_mc2 import Group, twin
-from tests.patches.test_gradient_accumulation_fusion import config_of, start
-from tests.platform.forked import forked, on_ranks
+from tests.harness.fused_collectives import HcclGroup, mc2_operators
+from tests.harness.linear_layers import config_of
+from tests.harness.process_groups import start
+from tests.harness.processes import forked, on_ranks
 
 FEATURE = patch.FEATURE
 TRAINING = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -75,8 +76,8 @@ def test_megatrons_layers_go_through_the_operators():
             return y.detach(), x.grad, up.weight.grad, down.weight.grad
 
         off = step()
-        named, found = Group(dist.group.WORLD), mc2.communicator
-        sys.modules["torch_npu"] = twin(dist.group.WORLD)
+        named, found = HcclGroup(dist.group.WORLD), mc2.communicator
+        sys.modules["torch_npu"] = mc2_operators(dist.group.WORLD)
         mc2.communicator = lambda _, device: found(named, device)
         # The plan would say that there is no NPU.
         object.__setattr__(FEATURE, "condition", None)

@@ -14,88 +14,11 @@ from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.patches import use_flash_attn as patch
-from tests.ops.compare import assert_not_worse, forward_backward
-from tests.platform.forked import forked
+from tests.harness.attention_modules import BATCH, CASES, HEADS, SEQUENCE, SIZE, inputs_of, module_of, pack_of
+from tests.harness.compare import assert_not_worse, forward_backward
+from tests.harness.processes import forked
 
 FEATURE = patch.FEATURE
-SEQUENCE, BATCH, HEADS, SIZE = 24, 2, 4, 16
-
-
-def module_of(dtype=torch.float32, mask_type="causal", scale=None, layer=1, **fields):
-    """A DotProductAttention of one rank, without process groups."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.transformer import TransformerConfig
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.enums import AttnMaskType
-
-    platform.activate()
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()
-    tracker = tensor_parallel.get_cuda_rng_tracker()
-    if "model-parallel-rng" not in tracker.get_states():
-        tracker.set_states({"model-parallel-rng": torch.Generator().manual_seed(1).get_state()})
-    config = TransformerConfig(
-        **{
-            "num_layers": 4,
-            "hidden_size": HEADS * SIZE,
-            "num_attention_heads": HEADS,
-            "attention_dropout": 0.0,
-            "masked_softmax_fusion": False,
-            "bf16": dtype == torch.bfloat16,
-            "params_dtype": dtype,
-            **fields,
-        }
-    )
-    return DotProductAttention(
-        config,
-        layer,
-        AttnMaskType[mask_type],
-        "self",
-        softmax_scale=scale,
-        pg_collection=SimpleNamespace(tp=SimpleNamespace(size=lambda: 1)),
-    )
-
-
-def inputs_of(dtype=torch.float32, keys=SEQUENCE, queries=SEQUENCE, groups=HEADS, size=SIZE, value=SIZE):
-    """q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], dout [sq, b, n * dv]"""
-    generator = torch.Generator().manual_seed(7)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(dtype)
-
-    q, k, v = draw(queries, BATCH, HEADS, size), draw(keys, BATCH, groups, size), draw(keys, BATCH, groups, value)
-    return [q, k, v], draw(queries, BATCH, HEADS * value)
-
-
-def padding_mask():
-    """[b, 1, s, s], True hides: causal, and the second sequence ends after 15 tokens."""
-    hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
-    hidden[1, :, :, 15:] = True
-    return hidden
-
-
-# module fields, input shapes, mask
-CASES = {
-    "causal": ({}, {}, None),
-    "one_query": ({}, {"queries": 1}, None),  # a key cache: Megatron masks nothing
-    "full": ({"mask_type": "no_mask"}, {}, None),
-    "cross": ({"mask_type": "no_mask"}, {"queries": 10}, None),
-    "mask_tensor": ({"mask_type": "padding"}, {}, padding_mask),
-    "mask_tensor_in_a_causal_module": ({}, {}, padding_mask),
-    "window": ({"window_size": (8, 0)}, {}, None),
-    "window_over_fewer_queries": ({"window_size": (8, 0)}, {"queries": 10}, None),
-    "window_takes_no_mask": ({"window_size": (8, 0)}, {}, padding_mask),
-    "window_in_some_layers": ({"window_size": (8, 0), "window_attn_skip_freq": 2, "layer": 2}, {}, None),
-    "grouped_keys": ({"num_query_groups": 2}, {"groups": 2}, None),
-    "one_key_head": ({"num_query_groups": 1}, {"groups": 1}, None),
-    "latent": ({"scale": 24**-0.5}, {"size": 24}, None),  # multi-latent attention: q, k wider than v
-    "scaled_by_layer": (
-        {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True, "layer": 3},
-        {},
-        None,
-    ),
-    "own_scale": ({"scale": 0.3}, {}, None),
-}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -173,17 +96,6 @@ def test_a_softmax_offset_is_served_with_its_gradient(dtype, kind):
     assert_not_worse(on, off, exact, slack, ("output", "dq", "dk", "dv", "doffset")[: len(on)])
 
 
-def pack_of(*lengths, padded=None, **fields):
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    def ends(lengths):
-        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-
-    if padded is not None:
-        fields |= {"cu_seqlens_q_padded": ends(padded), "cu_seqlens_kv_padded": ends(padded)}
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends(lengths), cu_seqlens_kv=ends(lengths), **fields)
-
-
 @pytest.mark.parametrize("mask_type", ["causal", "padding_causal", "padding"])
 @pytest.mark.parametrize("padded", [None, [10, 8, 6]], ids=["", "padded"])
 @forked("megatron")
@@ -237,7 +149,7 @@ def test_strict_raises_where_it_would_step_aside_and_every_time():
 
 @forked("megatron")
 def test_the_scores_are_never_written_out():
-    from tests.ops.compare import Sizes
+    from tests.harness.compare import Sizes
 
     # A row of scores is four times a head's size here, so the matrix would be by far the largest tensor.
     length = 4 * SIZE * 4
@@ -369,8 +281,8 @@ def test_attention_backend_alone_turns_it_on():
 
 def test_the_mask_is_dropped_only_where_position_says_it_all():
     def adjusted(host_args):
-        return dict(FEATURE.adjust(Context(Settings({}), "cpu", {}, host_args)))
+        return dict(FEATURE.arguments(Context(Settings({}), "cpu", {}, host_args)))
 
     assert adjusted({"reset_attention_mask": False}) == {"create_attention_mask_in_dataloader": False}
     assert adjusted({"reset_attention_mask": True}) == {}, "documents must not see each other"
-    assert adjusted(None) == {}, "without arguments there is nothing to adjust"
+    assert adjusted(None) == {}, "without arguments there is nothing to set"

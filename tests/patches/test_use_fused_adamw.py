@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,13 @@ from torch.utils._pytree import tree_leaves
 import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, EngineError, Settings
-from mindspeed_lite.ops.adamw.optimizer import FusedAdam, FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.patches import use_fused_adamw as patch
-from tests.platform.forked import forked
+from tests.harness.optimizers import KINDS, gradients, inner, optimizer_of, start, train
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
-
-# What Megatron's configuration can make of it.
-KINDS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": True},
-    "bf16, distributed": {"bf16": True, "use_distributed_optimizer": True},
-    "fp16": {"fp16": True, "initial_loss_scale": 1024.0, "loss_scale_window": 3},
-    "fp16, distributed": {"fp16": True, "initial_loss_scale": 1024.0, "use_distributed_optimizer": True},
-    "fp32": {},
-    "L2": {"bf16": True, "decoupled_weight_decay": False},
-    "no clipping": {"bf16": True, "clip_grad": 0.0},
-    "constant loss scale": {"bf16": True, "loss_scale": 16.0},
-}
-
-
-class Model(torch.nn.Module):
-    """A matrix, an embedding with a rate of its own, a bias without decay, and a router that stays in fp32."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(1)
-
-        def parameter(*shape: int, dtype: torch.dtype = dtype) -> torch.nn.Parameter:
-            return torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype))
-
-        self.embedding, self.weight, self.bias = parameter(32, 8), parameter(24, 40), parameter(24)
-        self.router = parameter(6, 8, dtype=torch.float32)
-        self.embedding.is_embedding_or_output_parameter = True
 
 
 class Passes(TorchDispatchMode):
@@ -60,70 +34,6 @@ class Passes(TorchDispatchMode):
         if any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in tree_leaves(args)):
             self.seen.add(func._schema.name.partition("::")[2])
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def groups(tmp_path: Path) -> Path:
-    """Where the one rank of a test meets itself."""
-    return tmp_path / "store"
-
-
-def start(store: Path) -> None:
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    platform.activate()
-    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1)
-
-
-def optimizer_of(**options: Any) -> tuple[Any, Any]:
-    """(model in Megatron's DDP, its optimizer)."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer import TransformerConfig
-
-    dtype = torch.bfloat16 if options.get("bf16") else torch.float16 if options.get("fp16") else torch.float32
-    distributed = options.get("use_distributed_optimizer", False)
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    transformer = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-    model = DistributedDataParallel(transformer, ddp, Model(dtype))
-    fields = {"optimizer": "adam", "lr": 1e-2, "decoupled_lr": 3e-2, "clip_grad": 0.5, "params_dtype": dtype}
-    return model, get_megatron_optimizer(OptimizerConfig(**{**fields, **options}), [model])
-
-
-def gradients(model: Any, step: int, scale: float = 1.0) -> None:
-    """What a backward pass and its reduction leave behind; some steps are clipped and some are not."""
-    generator = torch.Generator().manual_seed(100 + step)
-    size = scale * (0.3 if step % 2 else 1e-3)
-    for parameter in model.parameters():
-        parameter.main_grad.copy_(torch.randn(parameter.shape, generator=generator) * size)
-
-
-def inner(optimizer: Any) -> Any:
-    return optimizer.chained_optimizers[0].optimizer
-
-
-def train(options: dict[str, Any], steps: int = 6, overflow: int | None = None) -> dict[str, Any]:
-    """The history and what it left: model, main parameters, moments."""
-    model, optimizer = optimizer_of(**options)
-    history = []
-    for step in range(steps):
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        gradients(model, step, float(optimizer.get_loss_scale()))
-        if step == overflow:
-            next(model.parameters()).main_grad.view(-1)[3] = float("inf")
-        history.append(optimizer.step())
-    return {
-        "history": history,
-        "model": {name: parameter.detach().clone() for name, parameter in model.named_parameters()},
-        "main": [parameter.detach().clone() for parameter in optimizer.get_parameters()],
-        "state": copy.deepcopy(inner(optimizer).state_dict()),
-        "kind": type(inner(optimizer)),
-        "scale": float(optimizer.get_loss_scale()),
-    }
 
 
 def assert_same_training(off: dict[str, Any], on: dict[str, Any]) -> None:
@@ -213,14 +123,14 @@ def test_what_was_deferred_for_a_step_that_never_came_is_dropped(groups: Path) -
             gradients(model, 0)
             optimizer.prepare_grads()
             clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), 1.0, 8.0)
-            assert set(inner(optimizer).grad_scales.values()) == {1 / (8.0 + 1e-6)}
+            assert set(inner(optimizer).next_step.grad_scales.values()) == {1 / (8.0 + 1e-6)}
             optimizer.prepare_grads()
-            assert not inner(optimizer).grad_scales
+            assert not inner(optimizer).next_step.grad_scales
             # Parameters that nobody of ours updates are clipped where they are.
             stranger = torch.nn.Parameter(torch.ones(3))
             stranger.grad = torch.ones(3)
             clip_grads.clip_grad_by_total_norm_fp32([*optimizer.get_parameters(), stranger], 1.0, 2.0)
-            assert not inner(optimizer).grad_scales
+            assert not inner(optimizer).next_step.grad_scales
             torch.testing.assert_close(stranger.grad, torch.full((3,), 0.5))
 
 
@@ -298,7 +208,8 @@ def test_multi_tensor_functions_are_fast_ones_and_come_back() -> None:
     tensors = [torch.randn(7, 3), torch.randn(0), torch.randn(11)]
     expected, _ = utils.local_multi_tensor_applier(clip_grads.l2_norm_impl, None, [tensors], False)
     with mindspeed_lite.enabled(use_fused_adamw=True):
-        assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm is not originals[0]
+        assert clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm is originals[0]
+        assert all(map(is_swapped, originals))
         norm, each = utils.local_multi_tensor_applier(clip_grads.l2_norm_impl, None, [tensors], False)
         assert each is None and norm.shape == expected.shape and norm.dtype == torch.float32
         torch.testing.assert_close(norm, expected)
@@ -315,29 +226,33 @@ def test_multi_tensor_functions_are_fast_ones_and_come_back() -> None:
             assert torch.equal(a, tensor * 0.3) and torch.equal(c, tensor * 0.3) and torch.equal(b, tensor.half())
         utils.local_multi_tensor_scale(0, None, [[], []], 0.3)
     assert (utils.local_multi_tensor_l2_norm, utils.local_multi_tensor_scale) == originals
-    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == held
+    assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == held and not any(map(is_swapped, held))
 
 
 @forked("megatron")
 def test_disable_restores_every_target() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
 
-    def targets() -> Iterator[Any]:
-        for owner in (optimizer.MegatronOptimizer, optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer):
-            yield from vars(owner).values()
-        yield from vars(optimizer.Float16OptimizerWithFloat16Params).values()
-        yield from vars(distrib_optimizer.DistributedOptimizer).values()
-        yield from (clip_grads.clip_grad_by_total_norm_fp32, optimizer.clip_grad_by_total_norm_fp32)
+    owners = (
+        *(optimizer.MegatronOptimizer, optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer),
+        *(optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer, clip_grads, optimizer),
+    )
 
-    before = list(targets())
+    def held() -> dict[Any, Any]:
+        return {(owner, name): each for owner in owners for name, each in vars(owner).items()}
+
+    before = held()
     report = mindspeed_lite.enable(use_fused_adamw=True)
     entry = next(each for each in report.entries if each.feature == "use_fused_adamw")
     assert entry.status == "applied" and entry.backends == ["adamw:cpu", "l2norm:cpu"] and entry.numerics == "ulp"
     assert [placed.verified for placed in entry.patches] == ["verified"] * 9
-    # Seven of the targets, one of which two modules hold, and what the device layer mends.
-    assert sum(a is not b for a, b in zip(before, targets(), strict=True)) >= 8
-    assert mindspeed_lite.disable() == []
-    left = [(a, b) for a, b in zip(before, targets(), strict=True) if a is not b]
+    targets = [placed.target for placed in entry.patches]
+    assert all(map(is_swapped, targets)) and is_swapped(optimizer.clip_grad_by_total_norm_fp32)
+    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, targets))
+    after = held()
+    # A class makes its annotations when it is first asked for them.
+    places = [key for key in {*before, *after} if key[1] != "__annotations__"]
+    left = [key for key in places if before.get(key) is not after.get(key)]
     assert not left, left
 
 

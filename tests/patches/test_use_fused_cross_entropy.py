@@ -12,8 +12,9 @@ import mindspeed_lite
 from mindspeed_lite.engine import Context, FallbackError, Settings
 from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.patches import use_fused_cross_entropy as patch
-from tests.ops.compare import assert_not_worse, forward_backward
-from tests.platform.forked import forked, on_ranks
+from tests.harness.compare import assert_not_worse, forward_backward
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 ROWS, WIDTH = (6, 2), 64
@@ -126,7 +127,7 @@ def test_under_tensor_parallelism_every_rank_has_the_loss_of_the_whole():
 
 
 def model_of(**config):
-    from tests.training.core_loop import build
+    from tests.harness.core_loop import build
 
     (model,), _ = build({"config": config})
     return model
@@ -199,7 +200,7 @@ def test_the_report_names_the_targets_and_disable_restores_them():
         (patch.FUSED, "verified"),
     }
     now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
-    assert not any(a is b for a, b in zip(now, before, strict=True))
-    assert mindspeed_lite.disable() == []
+    assert all(map(is_swapped, now)) and all(map(is_swapped, before)), "who holds them by value has them too"
+    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, before))
     now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
     assert all(a is b for a, b in zip(now, before, strict=True))

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import use_fused_embedding as patch
-from tests.ops.compare import Sizes, error
-from tests.platform.forked import forked, on_ranks
+from tests.harness.compare import Sizes, error
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 
@@ -157,7 +159,7 @@ def test_a_weight_that_is_used_twice_gets_both_gradients(shared):
 @forked("megatron")
 def test_where_nobody_adds_rows_the_gradient_stays_dense_and_the_reason_is_said():
     def body(rank):
-        mindspeed_lite.enable()
+        platform.activate()
         joined(rank, 1, dist.HashStore())
         ids = torch.randint(0, 32, (3, 6), generator=torch.Generator().manual_seed(4))
 
@@ -240,5 +242,6 @@ def test_the_report_names_the_target_and_disable_restores_it():
     entry = next(each for each in report.entries if each.feature == FEATURE.name)
     assert entry.status == "applied" and entry.numerics == "ulp"
     assert [each.verified for each in entry.patches] == ["verified"]
-    assert vars(VocabParallelEmbedding)["forward"] is not original
-    assert mindspeed_lite.disable() == [] and vars(VocabParallelEmbedding)["forward"] is original
+    assert is_swapped(original)
+    assert mindspeed_lite.disable() == [] and not is_swapped(original)
+    assert vars(VocabParallelEmbedding)["forward"] is original

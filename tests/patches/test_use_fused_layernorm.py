@@ -13,11 +13,11 @@ import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import use_fused_layernorm as patch
 from mindspeed_lite.patches import use_fused_rmsnorm
-from tests.ops.compare import error, forward_backward
-from tests.platform.forked import forked
-
-from .test_use_fused_rmsnorm import HIDDEN, config_of
-from .test_use_fused_rmsnorm import norm_of as rms_norm_of
+from tests.harness.compare import error, forward_backward
+from tests.harness.norms import HIDDEN, config_of
+from tests.harness.norms import norm_of as rms_norm_of
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 
@@ -44,7 +44,8 @@ def test_both_norm_features_stand_side_by_side_whichever_is_asked_for_first():
     with mindspeed_lite.enabled(use_fused_layernorm=True, use_fused_rmsnorm=True):
         assert type(norm_of()) is patch.FusedLayerNorm
         assert type(norm_of(normalization="RMSNorm")) is use_fused_rmsnorm.FusedRMSNorm
-    assert vars(WrappedTorchNorm)["__new__"] is original
+        assert is_swapped(original)
+    assert vars(WrappedTorchNorm)["__new__"] is original and not is_swapped(original)
 
 
 @forked("megatron")
@@ -63,8 +64,8 @@ def test_the_models_own_specification_gets_them():
 @forked("megatron")
 def test_parameters_and_checkpoints_are_those_of_torchs_norm():
     off = norm_of()
-    with mindspeed_lite.enabled(use_fused_layernorm=True):
-        on = norm_of()
+    mindspeed_lite.enable(use_fused_layernorm=True)
+    on = norm_of()
     assert list(on.state_dict()) == list(off.state_dict()) == ["weight", "bias"]
     assert on.normalized_shape == off.normalized_shape and on.eps == off.eps == 1e-5
     assert torch.equal(on.weight, torch.ones(HIDDEN)) and torch.equal(on.bias, torch.zeros(HIDDEN))
@@ -86,8 +87,8 @@ def test_the_result_is_at_least_as_near_to_the_truth(dtype):
     weight, bias = (torch.rand(HIDDEN, generator=generator) for _ in range(2))
     dout = torch.randn(7, 2, HIDDEN, generator=generator)
     off = norm_of()
-    with mindspeed_lite.enabled(use_fused_layernorm=True):
-        on = norm_of()
+    mindspeed_lite.enable(use_fused_layernorm=True)
+    on = norm_of()
 
     def through(norm):
         return lambda x, weight, bias: torch.func.functional_call(norm, {"weight": weight, "bias": bias}, (x,))
@@ -102,8 +103,8 @@ def test_the_result_is_at_least_as_near_to_the_truth(dtype):
 
 @forked("megatron")
 def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight():
-    with mindspeed_lite.enabled(use_fused_layernorm=True):
-        centred, plain = norm_of(layernorm_zero_centered_gamma=True), norm_of()
+    mindspeed_lite.enable(use_fused_layernorm=True)
+    centred, plain = norm_of(layernorm_zero_centered_gamma=True), norm_of()
     assert not centred.weight.any() and not centred.bias.any()
     x = torch.randn(5, HIDDEN)
     assert torch.equal(centred(x), plain(x))
@@ -111,6 +112,8 @@ def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight():
         plain.weight.copy_(torch.arange(HIDDEN) / 64)
         centred.weight.copy_(plain.weight - 1)  # multiples of 1/64: exact
     assert torch.equal(centred(x), plain(x))
+    mindspeed_lite.disable()
+    assert type(plain) is torch.nn.LayerNorm and type(centred) is patch.FusedLayerNorm, "torch has no such norm"
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         norm_of(layernorm_zero_centered_gamma=True)
 
@@ -161,4 +164,4 @@ def test_the_report_names_target_and_backend():
     assert entry.status == "applied" and entry.backends == ["layer_norm:cpu"] and entry.numerics == "ulp"
     (placed,) = entry.patches
     assert placed.target == "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
-    assert (placed.how, placed.verified) == ("wrap", "verified")
+    assert (placed.how, placed.verified) == ("override", "verified")

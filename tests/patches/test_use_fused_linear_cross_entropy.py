@@ -9,10 +9,13 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite import platform
+from mindspeed_lite.engine import Context, FallbackError, Settings, automatic_reasons
 from mindspeed_lite.patches import use_fused_linear_cross_entropy as patch
-from tests.ops.compare import Sizes, error
-from tests.platform.forked import forked, on_ranks
+from tests.harness.compare import Sizes, error
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import is_swapped
+from tests.harness.swapped import reasons as reasons_of
 
 FEATURE = patch.FEATURE
 
@@ -21,7 +24,7 @@ def ready(rank=0, ranks=1, store=None):
     """The device layer, a group, and chunks of 64 entries of a vocabulary of 256."""
     from mindspeed_lite.ops.linear_cross_entropy import chunks, cpu
 
-    mindspeed_lite.enable()
+    platform.activate()
     dist.init_process_group("gloo", store=store or dist.HashStore(), rank=rank, world_size=ranks)
     chunks._NARROWEST = 64
     cpu.CHUNK = 1
@@ -237,8 +240,8 @@ def test_verification_compares_it_with_layer_and_loss():
     assert (found.operator, found.verdict, found.measured_from) == ("linear_cross_entropy", "ok", "float64")
 
 
-def reasons(flags=(), **host_args):
-    return list(FEATURE.condition(Context(Settings(dict.fromkeys(flags, True)), "cpu", {}, host_args)))
+def reasons(**host_args):
+    return reasons_of(FEATURE, Context(Settings({}), "cpu", {}, host_args))
 
 
 def test_conditions_name_the_flag_that_is_in_the_way():
@@ -251,9 +254,8 @@ def test_conditions_name_the_flag_that_is_in_the_way():
 
 
 def test_auto_does_not_choose_it_unasked():
-    (reason,) = reasons(["mindspeed_lite_auto"])
-    assert "ask for it by name" in reason
-    assert reasons(["mindspeed_lite_auto", "use_fused_linear_cross_entropy"]) == []
+    (reason,) = automatic_reasons([FEATURE], Context(Settings({}), "cpu", {}, {}))[FEATURE.name]
+    assert "enable it explicitly" in reason
 
 
 @forked("megatron")
@@ -269,5 +271,6 @@ def test_the_report_names_the_targets_and_disable_restores_them():
     entry = next(each for each in report.entries if each.feature == FEATURE.name)
     assert entry.status == "applied" and entry.backends == ["linear_cross_entropy:cpu"] and entry.numerics == "ulp"
     assert [each.verified for each in entry.patches] == ["verified", "verified"]
-    assert not any(a is b for a, b in zip(now(), before, strict=True))
-    assert mindspeed_lite.disable() == [] and all(a is b for a, b in zip(now(), before, strict=True))
+    assert all(map(is_swapped, now()))
+    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, before))
+    assert all(a is b for a, b in zip(now(), before, strict=True))

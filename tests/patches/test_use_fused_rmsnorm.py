@@ -11,27 +11,12 @@ import torch
 import mindspeed_lite
 from mindspeed_lite.engine import Context, PlanError, Settings
 from mindspeed_lite.patches import use_fused_rmsnorm as patch
-from tests.ops.compare import assert_not_worse, forward_backward
-from tests.platform.forked import forked
+from tests.harness.compare import assert_not_worse, forward_backward
+from tests.harness.norms import HIDDEN, config_of, norm_of
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
-HIDDEN = 48
-
-
-def config_of(**fields):
-    from megatron.core.transformer import TransformerConfig
-
-    normalization = fields.pop("normalization", "RMSNorm")
-    return TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=4, normalization=normalization, **fields
-    )
-
-
-def norm_of(eps=1e-5, **fields):
-    """The norm that Megatron's local implementation makes for a configuration with these fields."""
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    return WrappedTorchNorm(config=config_of(**fields), hidden_size=HIDDEN, eps=eps)
 
 
 @forked("megatron")
@@ -65,8 +50,8 @@ def test_the_models_own_specification_gets_fused_norms():
 @forked("megatron")
 def test_parameters_and_checkpoints_are_those_of_torchs_norm():
     off = norm_of()
-    with mindspeed_lite.enabled(use_fused_rmsnorm=True):
-        on = norm_of()
+    mindspeed_lite.enable(use_fused_rmsnorm=True)
+    on = norm_of()
     assert isinstance(on, torch.nn.RMSNorm)
     assert list(on.state_dict()) == list(off.state_dict()) == ["weight"]
     assert on.normalized_shape == off.normalized_shape and on.eps == off.eps == 1e-5
@@ -87,8 +72,8 @@ def test_the_result_is_at_least_as_near_to_the_truth(dtype):
     x = torch.randn(7, 2, HIDDEN, generator=generator) * torch.logspace(-3, 2, 7).reshape(7, 1, 1)
     weight, dout = torch.rand(HIDDEN, generator=generator), torch.randn(7, 2, HIDDEN, generator=generator)
     off = norm_of()
-    with mindspeed_lite.enabled(use_fused_rmsnorm=True):
-        on = norm_of()
+    mindspeed_lite.enable(use_fused_rmsnorm=True)
+    on = norm_of()
 
     def through(norm):
         return lambda x, weight: torch.func.functional_call(norm, {"weight": weight}, (x,))
@@ -103,8 +88,8 @@ def test_the_result_is_at_least_as_near_to_the_truth(dtype):
 
 @forked("megatron")
 def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight():
-    with mindspeed_lite.enabled(use_fused_rmsnorm=True):
-        centred, plain = norm_of(layernorm_zero_centered_gamma=True), norm_of()
+    mindspeed_lite.enable(use_fused_rmsnorm=True)
+    centred, plain = norm_of(layernorm_zero_centered_gamma=True), norm_of()
     assert torch.equal(centred.weight, torch.zeros(HIDDEN))
     x = torch.randn(5, HIDDEN)
     assert torch.equal(centred(x), plain(x))
@@ -112,6 +97,8 @@ def test_zero_centred_gamma_is_the_same_norm_with_one_added_to_its_weight():
         plain.weight.copy_(torch.arange(HIDDEN) / 64)
         centred.weight.copy_(plain.weight - 1)  # multiples of 1/64: exact
     assert torch.equal(centred(x), plain(x))
+    mindspeed_lite.disable()
+    assert type(plain) is torch.nn.RMSNorm and type(centred) is patch.FusedRMSNorm, "torch has no such norm"
     with pytest.raises(AssertionError, match="zero_centered_gamma"):
         norm_of(layernorm_zero_centered_gamma=True)
 
@@ -185,7 +172,7 @@ def test_the_report_names_target_and_backend_and_disable_restores_the_target():
     assert entry.status == "applied" and entry.backends == ["rms_norm:cpu"] and entry.numerics == "ulp"
     (placed,) = entry.patches
     assert placed.target == "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__"
-    assert (placed.how, placed.verified) == ("wrap", "verified")
-    assert vars(WrappedTorchNorm)["__new__"] is not original
-    assert mindspeed_lite.disable() == []
+    assert (placed.how, placed.verified) == ("override", "verified")
+    assert is_swapped(original)
+    assert mindspeed_lite.disable() == [] and not is_swapped(original)
     assert vars(WrappedTorchNorm)["__new__"] is original

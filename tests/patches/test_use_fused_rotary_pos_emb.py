@@ -13,9 +13,11 @@ import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, FallbackError, Settings
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
-from tests import matrix, releases
-from tests.ops.compare import assert_not_worse, error, forward_backward
-from tests.platform.forked import ROOT, clean_environment, forked
+from tests.harness import checkouts, matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.compare import assert_not_worse, error, forward_backward
+from tests.harness.processes import clean_environment, forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 S, B, N, D = 24, 2, 4, 16
@@ -100,10 +102,10 @@ def check_every_case():
     exact, replaced = ([run(*kind, precise) for kind in kinds] for precise in (torch.float64, None))
     original = utilities().apply_rotary_pos_emb
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True):
-        assert utilities().apply_rotary_pos_emb is not original
+        assert utilities().apply_rotary_pos_emb is original and is_swapped(original)
         got = [run(*kind) for kind in kinds]
         assert mindspeed_lite.report().fallbacks == []
-    assert utilities().apply_rotary_pos_emb is original
+    assert utilities().apply_rotary_pos_emb is original and not is_swapped(original)
     for (case, _), *results in zip(kinds, got, replaced, exact, strict=True):
         assert_not_worse(*results, torch.finfo(torch.float32).eps, (f"{case}: t", f"{case}: dt"))
     print("every case agrees", flush=True)
@@ -114,10 +116,10 @@ def test_every_form_is_at_least_as_near_to_the_truth():
     check_every_case()
 
 
-@pytest.mark.parametrize("release", matrix.only([], releases.ALL[:-1]))
+@pytest.mark.parametrize("release", matrix.only([], checkouts.ALL[:-1]))
 def test_every_form_in_other_releases(release):
     code = "from tests.patches import test_use_fused_rotary_pos_emb as tests; tests.check_every_case()"
-    environment = clean_environment(PYTHONPATH=f"{ROOT}:{releases.folder(release)}")
+    environment = clean_environment(PYTHONPATH=f"{ROOT}:{checkouts.folder(release)}")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.stdout.endswith("every case agrees\n"), done.stderr[-3000:]
 
@@ -130,14 +132,14 @@ def test_every_attention_that_holds_the_function_by_value_has_it_and_gives_it_ba
     fused = multi_latent_attention.fused_apply_mla_rope_for_q
     with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True) as report:
         ours = utilities().apply_rotary_pos_emb
-        assert ours is not before
         assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is ours
-        assert multi_latent_attention.fused_apply_mla_rope_for_q is not fused
+        assert is_swapped(ours) and is_swapped(multi_latent_attention.fused_apply_mla_rope_for_q)
         assert utilities().fused_apply_rotary_pos_emb is not None
         (entry,) = [each for each in report.entries if each.feature == FEATURE.name]
         assert (entry.status, entry.backends, entry.numerics) == ("applied", ["rope:cpu"], "ulp")
         assert {each.verified for each in entry.patches} == {"verified", "provided"}
     assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is before
+    assert not is_swapped(before) and not is_swapped(fused)
     assert multi_latent_attention.fused_apply_mla_rope_for_q is fused
     assert utilities().fused_apply_rotary_pos_emb is None is utilities().fused_apply_rotary_pos_emb_thd
 
@@ -327,8 +329,8 @@ def test_conditions_name_the_flag_that_is_in_the_way():
 
 def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
     fused = {"apply_rope_fusion": True}
-    assert FEATURE.adjust(context()) == fused == FEATURE.adjust(context(multi_latent_attention=True))
-    assert FEATURE.adjust(Context(Settings({}), "cpu", {}, None)) == {}
+    assert FEATURE.arguments(context()) == fused == FEATURE.arguments(context(multi_latent_attention=True))
+    assert FEATURE.arguments(Context(Settings({}), "cpu", {}, None)) == {}
     for refused in (
         dict(position_embedding_type="yarn"),
         dict(rotary_interleaved=True),
@@ -336,7 +338,7 @@ def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():
         dict(multi_latent_attention=True, rope_type="rope"),
         dict(multi_latent_attention=True, cache_mla_latents=True),
     ):
-        assert FEATURE.adjust(context(**refused)) == {}, refused
+        assert FEATURE.arguments(context(**refused)) == {}, refused
 
 
 ARGUMENTS = (

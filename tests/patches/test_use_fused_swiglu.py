@@ -13,9 +13,10 @@ from mindspeed_lite.engine import Context, FallbackError, Settings
 from mindspeed_lite.engine.target import resolve
 from mindspeed_lite.ops.activation import OPERATOR, activation
 from mindspeed_lite.patches import use_fused_swiglu as patch
-from tests import releases
-from tests.ops.compare import assert_not_worse, forward_backward
-from tests.platform.forked import forked
+from tests.harness import checkouts
+from tests.harness.compare import assert_not_worse, forward_backward
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 NAME = "use_fused_swiglu"
@@ -202,11 +203,12 @@ def test_the_report_names_every_target_and_disable_restores_them():
     report = mindspeed_lite.enable(use_fused_swiglu=True)
     entry = next(each for each in report.entries if each.feature == NAME)
     assert (entry.status, entry.numerics, entry.backends) == ("applied", "ulp", ["activation:cpu"])
-    assert {(each.how, each.verified) for each in entry.patches} == {("wrap", "verified")}
+    assert [each.how for each in entry.patches] == ["override"] * 7 + ["around"]
+    assert {each.verified for each in entry.patches} == {"verified"}
     from megatron.core.transformer import mlp
 
-    assert mlp.bias_gelu_impl is not before[4] and mlp.bias_swiglu_impl is not before[0]
-    assert mindspeed_lite.disable() == []
+    assert all(map(is_swapped, targets)) and is_swapped(mlp.bias_gelu_impl) and is_swapped(mlp.bias_swiglu_impl)
+    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, targets))
     for target, original in zip(targets, before, strict=True):
         assert resolve(target).raw is original, target
     assert mlp.bias_gelu_impl is before[4] and mlp.bias_swiglu_impl is before[0]
@@ -252,9 +254,9 @@ def test_a_configuration_calls_megatrons_fused_function_where_that_computes_the_
 
 def test_the_functions_have_one_source_in_every_release():
     """One variant serves all of them; a release that differs must be read before it is recorded."""
-    from mindspeed_lite.engine import Table
+    from mindspeed_lite.engine.fingerprints import Table
 
-    table = Table.load(releases.ROOT / "patches" / "fingerprints.json")
+    table = Table.load(checkouts.ROOT / "patches" / "fingerprints.json")
     for each in FEATURE.patches[:-1]:  # not the configuration's, of which nothing is assumed
-        sources = {table.lookup(each.target, release).source for release in releases.ALL}
+        sources = {table.entries[release][each.target].body for release in checkouts.ALL}
         assert len(sources) == 1, each.target

@@ -10,19 +10,17 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, OptionError, Settings
-from mindspeed_lite.memory import host, virtual
+from mindspeed_lite.memory import host, host_mapped_moments
 from mindspeed_lite.patches import virtual_optimizer as patch
-from tests.platform.forked import forked
-
-from .test_reuse_fp32_param import assert_equal, saved
-from .test_use_fused_adamw import KINDS, gradients, groups, inner, optimizer_of, start, train  # noqa: F401
+from tests.harness.optimizers import KINDS, assert_equal, gradients, inner, optimizer_of, saved, start, train
+from tests.harness.processes import forked
 
 OFF = {"use_fused_adamw": True, "strict": True}
 
 
-def begin(groups: Path) -> None:  # noqa: F811
+def begin(groups: Path) -> None:
     """The models of these tests are small."""
-    virtual._SMALLEST = 64
+    host_mapped_moments._SMALLEST = 64
     start(groups)
 
 
@@ -34,7 +32,7 @@ def on(*budget: str | float, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32", "fp16"])
 @forked("megatron")
 def test_training_is_bit_for_bit_that_of_the_fused_step(
-    kind: str, more: dict[str, Any], groups: Path  # noqa: F811
+    kind: str, more: dict[str, Any], groups: Path
 ) -> None:  # fmt: skip
     begin(groups)
     more = more if kind.startswith("bf16") else {name: more[name] for name in more if name != "reuse_fp32_param"}
@@ -48,7 +46,7 @@ def test_training_is_bit_for_bit_that_of_the_fused_step(
 
 @pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
 @forked("megatron")
-def test_moments_are_in_files_for_as_long_as_it_is_on(kind: str, groups: Path) -> None:  # noqa: F811
+def test_moments_are_in_files_for_as_long_as_it_is_on(kind: str, groups: Path) -> None:
     begin(groups)
 
     def places() -> set[int]:
@@ -72,14 +70,14 @@ def test_moments_are_in_files_for_as_long_as_it_is_on(kind: str, groups: Path) -
 
 
 @forked("megatron")
-def test_a_budget_in_gib_is_kept(groups: Path) -> None:  # noqa: F811
+def test_a_budget_in_gib_is_kept(groups: Path) -> None:
     begin(groups)
     for budget, moments in ((0, 0), (24 * 40 * 8 / 2**30, 24 * 40 * 8), ("all", 8 * (24 * 40 + 32 * 8 + 24 + 6 * 8))):
         with mindspeed_lite.enabled(**on(budget)):
             model, optimizer = optimizer_of(**KINDS["bf16"])
             gradients(model, 0)
             optimizer.step()
-            held = inner(optimizer).home.nbytes
+            held = inner(optimizer).placement.nbytes
             assert held <= moments and (held > 0) == (moments > 0)
 
 
@@ -112,7 +110,7 @@ def test_a_budget_is_that_of_the_stage() -> None:
 
 
 @forked("megatron")
-def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:  # noqa: F811
+def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:
     begin(groups)
     report = mindspeed_lite.enable(virtual_optimizer=["all"])
     status = {entry.feature: entry.status for entry in report.entries}
@@ -123,7 +121,7 @@ def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:  # noqa: F811
 
 
 @forked("megatron")
-def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:  # noqa: F811
+def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
     begin(groups)
 
     def empty(*arguments: Any) -> torch.Tensor:

@@ -9,26 +9,22 @@ import pytest
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 
 
-def test_the_oldest_is_computed_first_and_each_is_announced_when_it_is_there() -> None:
+def test_the_oldest_is_computed_first_and_all_are_announced_when_they_are_there() -> None:
     said: list[str] = []
     queue = WgradQueue()
-    queue.call_after_each(lambda: said.append("hook"))
+    queue.call_when_done(lambda: said.append("hook"))
     for name in ("first", "second", "third"):
         queue.put(lambda name=name: said.append(name))
     assert len(queue) == 3 and said == []
-    queue.run_oldest()
-    assert said == ["first", "hook"] and len(queue) == 2
-    assert queue.drain() == 2
-    assert said == ["first", "hook", "second", "hook", "third", "hook"]
-    assert queue.drain() == 0
-    with pytest.raises(IndexError):
-        queue.run_oldest()
+    assert queue.drain() == 3 and len(queue) == 0
+    assert said == ["first", "second", "third", "hook"]
+    assert queue.drain() == 0 and said.count("hook") == 1
 
 
 def test_a_gradient_that_fails_is_not_announced() -> None:
     said: list[str] = []
     queue = WgradQueue()
-    queue.call_after_each(lambda: said.append("hook"))
+    queue.call_when_done(lambda: said.append("hook"))
 
     def fail() -> None:
         raise RuntimeError("no memory")

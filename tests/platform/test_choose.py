@@ -10,8 +10,8 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.platform import DeviceError, cuda, npu, npu_trouble
-from tests.platform import stand_in
-from tests.platform.forked import forked
+from tests.harness import fake_torch_npu
+from tests.harness.processes import forked
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def machine(tmp_path, monkeypatch):
     own = set(sys.modules)
 
     def make(body, **keywords):
-        monkeypatch.syspath_prepend(stand_in.torch_npu(tmp_path / "site", body, **keywords))
+        monkeypatch.syspath_prepend(fake_torch_npu.torch_npu(tmp_path / "site", body, **keywords))
         importlib.invalidate_caches()
         return devices
 
@@ -121,12 +121,12 @@ def the_reason(monkeypatch, *words):
 @pytest.mark.parametrize("kind", ["OSError", "ImportError"])
 @pytest.mark.parametrize("library", ["libhccl.so", "libascendcl.so", "libge_runner.so"])
 def test_without_cann_the_library_and_the_script_are_named(machine, monkeypatch, kind, library):
-    machine(stand_in.NO_LIBRARY.format(library=library).replace("OSError", kind))
+    machine(fake_torch_npu.NO_LIBRARY.format(library=library).replace("OSError", kind))
     the_reason(monkeypatch, f"CANN's {library} is not found and ASCEND_HOME_PATH is not set", "source its set_env.sh")
 
 
 def test_a_set_env_that_is_there_is_the_one_to_source(machine, monkeypatch, tmp_path):
-    machine(stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    machine(fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
     script = tmp_path / "set_env.sh"
     script.touch()
     monkeypatch.setattr(npu_trouble, "_SET_ENV", (str(tmp_path / "other.sh"), str(script)))
@@ -134,7 +134,7 @@ def test_a_set_env_that_is_there_is_the_one_to_source(machine, monkeypatch, tmp_
 
 
 def test_a_cann_without_the_library_is_named(machine, monkeypatch, tmp_path):
-    machine(stand_in.NO_LIBRARY.format(library="libhccl.so"))
+    machine(fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     the_reason(monkeypatch, f"nor is it below ASCEND_HOME_PATH={tmp_path}", "whole CANN toolkit")
     (tmp_path / "lib64").mkdir()
@@ -174,8 +174,10 @@ def test_one_that_exits_is_a_reason_too(machine, monkeypatch):
 @pytest.mark.parametrize("installed", [True, False])
 def test_a_wrong_pair_is_told_before_anything_of_it_is_run(machine, monkeypatch, installed):
     machine("raise SystemError('it was run')", version="2.1.0.post8", installed=installed)
-    series = ".".join(stand_in.TORCH.split(".")[:2])
-    the_reason(monkeypatch, f"torch_npu 2.1.0.post8 is not for torch {stand_in.TORCH}", f"'torch-npu=={series}.*'")
+    series = ".".join(fake_torch_npu.TORCH.split(".")[:2])
+    the_reason(
+        monkeypatch, f"torch_npu 2.1.0.post8 is not for torch {fake_torch_npu.TORCH}", f"'torch-npu=={series}.*'"
+    )
 
 
 def test_a_wrong_pair_that_only_shows_when_it_is_run(machine, monkeypatch):
@@ -184,18 +186,18 @@ def test_a_wrong_pair_that_only_shows_when_it_is_run(machine, monkeypatch):
 
 
 def test_without_a_device_node(machine, monkeypatch):
-    devices = machine(stand_in.NO_DEVICE)
+    devices = machine(fake_torch_npu.NO_DEVICE)
     the_reason(monkeypatch, f"there is no {devices}/davinci*", "npu-smi info", "--device /dev/davinci0", *SHARED)
 
 
 def test_in_a_container_with_half_of_the_nodes(machine, monkeypatch):
-    devices = machine(stand_in.NO_DEVICE)
+    devices = machine(fake_torch_npu.NO_DEVICE)
     nodes(devices, "davinci0", "davinci_manager")
     the_reason(monkeypatch, f"{devices}/davinci0 is there", f"{devices}/devmm_svm, {devices}/hisi_hdc not", "--device")
 
 
 def test_without_permission(machine, monkeypatch):
-    devices = machine(stand_in.NO_DEVICE)
+    devices = machine(fake_torch_npu.NO_DEVICE)
     nodes(devices, "davinci0", "davinci1", *SHARED)
     closed = devices / "davinci1"
     monkeypatch.setattr(npu_trouble.os, "access", lambda path, mode: path != closed)
@@ -203,31 +205,31 @@ def test_without_permission(machine, monkeypatch):
 
 
 def test_devices_that_a_variable_hides(machine, monkeypatch):
-    nodes(machine(stand_in.NO_DEVICE), "davinci0", "davinci1", *SHARED)
+    nodes(machine(fake_torch_npu.NO_DEVICE), "davinci0", "davinci1", *SHARED)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "7")
     the_reason(monkeypatch, "ASCEND_RT_VISIBLE_DEVICES='7' leaves none of 2", "0 to 1")
 
 
 def test_devices_that_the_driver_does_not_give(machine, monkeypatch):
-    devices = machine(stand_in.NO_DEVICE)
+    devices = machine(fake_torch_npu.NO_DEVICE)
     nodes(devices, "davinci0", *SHARED)
     the_reason(monkeypatch, f"although {devices}/davinci0 can be opened", "driver and CANN do not fit", "npu-smi info")
 
 
 def test_a_driver_that_raises(machine, monkeypatch):
-    machine(stand_in.WORKS.replace("lambda: True, device", "lambda: 1 / 0, device"))
+    machine(fake_torch_npu.WORKS.replace("lambda: True, device", "lambda: 1 / 0, device"))
     the_reason(monkeypatch, "cannot be opened: ZeroDivisionError", "npu-smi info")
 
 
 def test_with_a_device_it_is_chosen_first(machine):
-    machine(stand_in.WORKS)
+    machine(fake_torch_npu.WORKS)
     assert npu.available() == [] and npu.trouble() is None
     chosen = platform.choose()
     assert chosen.name == "npu" and chosen.describe() == "2 x Ascend910B2"
 
 
 def test_another_device_is_never_taken_silently_beside_an_unusable_npu(machine, monkeypatch, caplog):
-    machine(stand_in.NO_DEVICE)
+    machine(fake_torch_npu.NO_DEVICE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (reason,) = npu.available()
     assert platform.choose().name == "cpu"
@@ -239,7 +241,7 @@ def test_another_device_is_never_taken_silently_beside_an_unusable_npu(machine, 
 
 
 def test_a_mapping_that_does_not_import_is_a_device_error(machine):
-    machine(stand_in.WORKS, transfer="raise ImportError('no such name')")
+    machine(fake_torch_npu.WORKS, transfer="raise ImportError('no such name')")
     with pytest.raises(DeviceError, match=r"transfer_to_npu does not import \(no such name\); install the torch_npu"):
         npu.install(platform.Redirects())
 

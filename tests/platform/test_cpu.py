@@ -14,7 +14,7 @@ import torch
 from mindspeed_lite import platform
 from mindspeed_lite.platform import cpu, process_memory
 from mindspeed_lite.platform.redirect import Redirects
-from tests.platform.forked import forked
+from tests.harness.processes import forked
 
 MB = 2**20
 

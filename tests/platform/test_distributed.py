@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite import platform
-from tests.platform.forked import forked, on_ranks
+from tests.harness.processes import forked, on_ranks
 
 
 def joined(path, body, size=2):

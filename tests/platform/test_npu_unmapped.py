@@ -13,8 +13,7 @@ import torch
 
 from mindspeed_lite import platform
 from mindspeed_lite.platform import npu, npu_unmapped
-
-from . import stand_in
+from tests.harness import fake_torch_npu
 
 
 @pytest.fixture
@@ -99,7 +98,7 @@ def test_profiling_as_megatron_starts_it_is_harmless_and_named(marked, caplog):
 
 def test_it_comes_with_the_mapping_and_leaves_what_that_maps(monkeypatch, tmp_path):
     transfer = "import torch\ntorch.cuda.temperature = lambda device=None: 41\n"
-    monkeypatch.syspath_prepend(stand_in.torch_npu(tmp_path, stand_in.WORKS, transfer=transfer))
+    monkeypatch.syspath_prepend(fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.WORKS, transfer=transfer))
     for name in ("temperature", "power_draw"):
         monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
     for name in ("npu", "distributed.is_hccl_available"):

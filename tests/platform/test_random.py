@@ -7,7 +7,7 @@ import logging
 import torch
 
 from mindspeed_lite import platform
-from tests.platform.forked import forked
+from tests.harness.processes import forked
 
 
 def host():

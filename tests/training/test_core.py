@@ -7,42 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests import matrix, releases
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import CONFIGURED, DRIFT, FEATURES, LAYOUTS, losses
+from tests.harness.training import Trainer
 
-from .jobs import Result, Trainer
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "single": (1, {}),
-    "tp2": (2, {"tp": 2}),
-    "tp2_sp": (2, {"tp": 2, "sp": True}),
-    "pp2": (2, {"pp": 2}),
-    "pp2_vpp2": (2, {"pp": 2, "vpp": 2, "layers": 4}),
-    "dp2_distributed_optimizer": (2, {"distributed_optimizer": True}),
-    "ep2": (2, {"ep": 2, "experts": 4}),
-}
-FEATURES = {
-    "use_flash_attn": True,
-    "use_fused_adamw": True,
-    "use_fused_cross_entropy": True,
-    "use_fused_embedding": True,
-    "use_fused_rmsnorm": True,
-    "use_fused_rotary_pos_emb": True,
-    "use_fused_swiglu": True,
-    "use_gradient_accumulation_fusion": True,
-    "strict": True,
-}
-# What a user of Megatron-core sets in the model's configuration himself.
-CONFIGURED = {"wgrad_fusion": True}
 STEPS = 6
-
-# bf16 keeps 8 bits, so one rounding moves an activation by up to 2^-9 of itself. The losses of two runs that round
-# differently drift apart step by step; 2^-8 of the loss holds with room over the steps here, and a wrong mask,
-# scale or missing gradient is off by far more.
-DRIFT = 2.0**-8
-
-
-def losses(result: Result) -> list[float]:
-    return [float.fromhex(loss) for loss, _ in result.history()]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +53,7 @@ def test_sums_and_softmax_train_as_megatrons_own(trainer: Callable[[str], Traine
         assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.ALL))
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.ALL))
 def test_recomputation_drops_the_same_again(trainer: Callable[[str], Trainer], release: str) -> None:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     options = {"bias": True, "steps": STEPS}
@@ -100,7 +69,7 @@ def test_recomputation_drops_the_same_again(trainer: Callable[[str], Trainer], r
     assert abs(with_dropout[-1] - plain[-1]) < 0.2 * plain[-1]
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.16.1", "0.19.2"], releases.ALL))
+@pytest.mark.parametrize("release", matrix.only(["0.16.1", "0.19.2"], checkouts.ALL))
 def test_logits_that_are_never_made_train_as_others_do(trainer: Callable[[str], Trainer], release: str) -> None:
     options = {"tp": 2, "sp": True, "steps": STEPS}
     off = losses(trainer(release).core("device", 2, options))
@@ -111,7 +80,7 @@ def test_logits_that_are_never_made_train_as_others_do(trainer: Callable[[str], 
         assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} off, {b} on"
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.ALL))
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.ALL))
 def test_parallel_layouts_agree_with_one_process(trainer: Callable[[str], Trainer], release: str) -> None:
     """Sequence parallelism changes who computes, not what; for the losses, and for the gradient of the first step.
 

@@ -8,17 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests import matrix
+from tests.harness import matrix
+from tests.harness.core_trainings import DRIFT, MOE, MOE_CONFIGURED, losses
+from tests.harness.script_trainings import LAYOUTS as SCRIPT_LAYOUTS
+from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
+from tests.harness.training import Trainer
 
-from .jobs import Trainer
-from .test_core import DRIFT, losses
-from .test_script import LAYOUTS as SCRIPT_LAYOUTS
-from .test_script import NO_DROPOUT, lm_losses, train
-
-GROUPED = {"moe_grouped_gemm": True, "strict": True}
-ALL = {**GROUPED, "moe_permute_fusion": True, "moe_router_fusion": True}
-# What a user of Megatron-core sets in the model's configuration himself.
-CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}
 # What a feature computes with.
 OPERATORS = {"moe_grouped_gemm": "grouped_matmul", "moe_permute_fusion": "permute", "moe_router_fusion": "moe_router"}
 STEPS = 8
@@ -55,7 +50,7 @@ def compare(
     moe = {"moe_router_dtype": "fp32", **moe}
     options = {"experts": 4, "steps": steps, **options}
     off = losses(train.core("device", nproc, {**options, "moe": moe}))
-    fused = {name: True for name in CONFIGURED if name in flags}
+    fused = {name: True for name in MOE_CONFIGURED if name in flags}
     result = train.core("features", nproc, {**options, "moe": {**moe, **fused}}, flags=flags)
     # Losses may have the same bits: the operators' own are those of Megatron's on some processors.
     asked = {OPERATORS[name] for name in OPERATORS if name in flags}
@@ -69,14 +64,14 @@ def compare(
 
 @pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [("0.17.1", "tp2_etp1_ep2")], newest=[]))
 def test_layouts_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
-    off = compare(trainer(release), *LAYOUTS[layout], ALL, {})
+    off = compare(trainer(release), *LAYOUTS[layout], MOE, {})
     assert off[-1] < off[0] - 0.3, "the model does not learn"
 
 
 @pytest.mark.parametrize("model", matrix.only(["sigmoid, groups, bias"], [*MODELS]))
 @pytest.mark.parametrize("release", matrix.only(["0.19.2"], ["0.17.1", "0.19.2"]))
 def test_models_train_as_off_does(trainer: Callable[[str], Trainer], release: str, model: str) -> None:
-    compare(trainer(release), *LAYOUTS["ep2"], ALL, MODELS[model])
+    compare(trainer(release), *LAYOUTS["ep2"], MOE, MODELS[model])
 
 
 FOUR: dict[str, dict[str, Any]] = {"ep4": {"ep": 4}, "tp2_ep2": {"tp": 2, "sp": True, "ep": 2}}
@@ -85,7 +80,7 @@ FOUR: dict[str, dict[str, Any]] = {"ep4": {"ep": 4}, "tp2_ep2": {"tp": 2, "sp": 
 @matrix.whole
 @pytest.mark.parametrize("layout", [*FOUR])
 def test_four_processes(trainer: Callable[[str], Trainer], layout: str) -> None:
-    compare(trainer("0.19.2"), 4, FOUR[layout], ALL, {})
+    compare(trainer("0.19.2"), 4, FOUR[layout], MOE, {})
 
 
 @matrix.whole
@@ -102,23 +97,23 @@ def test_whole_experts_on_tensor_parallel_ranks_are_the_same_model(trainer: Call
 @matrix.whole
 def test_gradients_are_accumulated_and_activations_recomputed(trainer: Callable[[str], Trainer]) -> None:
     train = trainer("0.19.2")
-    fusion = {**ALL, "use_gradient_accumulation_fusion": True, "use_fused_swiglu": True}
+    fusion = {**MOE, "use_gradient_accumulation_fusion": True, "use_fused_swiglu": True}
     options = {"ep": 2, "wgrad_fusion": True, "overlap_grad_reduce": True, "distributed_optimizer": True}
     options = {"experts": 4, "steps": STEPS, **options}
     off = losses(train.core("device", 2, {**options, "wgrad_fusion": False, "moe": {"moe_router_dtype": "fp32"}}))
-    plain = train.core("features", 2, {**options, "moe": CONFIGURED}, flags=fusion)
+    plain = train.core("features", 2, {**options, "moe": MOE_CONFIGURED}, flags=fusion)
     for a, b in zip(off, losses(plain), strict=True):
         assert abs(a - b) <= DRIFT * abs(a)
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"], "moe_grouped_gemm": True}
-    recomputed = train.core("features", 2, {**options, "moe": {**CONFIGURED, **recompute}}, flags=fusion)
+    recomputed = train.core("features", 2, {**options, "moe": {**MOE_CONFIGURED, **recompute}}, flags=fusion)
     assert recomputed.history() == plain.history(), "recomputation changes no bit"
 
 
 @pytest.mark.parametrize("release", matrix.only(["0.19.2"], ["0.16.1", "0.19.2"]))
 def test_delayed_weight_gradients_change_no_bit(trainer: Callable[[str], Trainer], release: str) -> None:
-    flags = {**ALL, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
+    flags = {**MOE, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
     options = {"ep": 2, "experts": 4, "steps": 4, "wgrad_fusion": True, "ddp_delay_wgrad_compute": True,
-               "overlap_grad_reduce": True, "moe": CONFIGURED}  # fmt: skip
+               "overlap_grad_reduce": True, "moe": MOE_CONFIGURED}  # fmt: skip
     histories = [
         trainer(release)
         .core(
@@ -145,17 +140,17 @@ def test_weight_gradients_on_a_side_stream_change_no_bit(
     trainer: Callable[[str], Trainer], release: str, layout: str
 ) -> None:
     """Over a late thread in the stream's place: who reads a gradient too early trains something else."""
-    flags = {**ALL, "use_gradient_accumulation_fusion": True}
+    flags = {**MOE, "use_gradient_accumulation_fusion": True}
     nproc, options = BESIDE[layout]
     options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True,
-               "distributed_optimizer": True, "moe": CONFIGURED, **options}  # fmt: skip
+               "distributed_optimizer": True, "moe": MOE_CONFIGURED, **options}  # fmt: skip
     off = trainer(release).core("features", nproc, options, flags=flags)
     on = trainer(release).core(
         "features",
         nproc,
         options,
         flags={**flags, "moe_wgrad_side_stream": "always"},
-        before="tests.training.simulated:moe_wgrad_side_stream",
+        before="tests.harness.simulated:moe_wgrad_side_stream",
     )
     assert len(losses(off)) == 4 and on.history() == off.history()
     for rank in range(nproc):
@@ -182,3 +177,13 @@ def test_checkpoints_of_experts_are_interchangeable_with_off(
     assert lm_losses(written)[0] > found[0][0] and len(found[0]) == 3, "it goes on where the writer stopped"
     for a, b in zip(*found, strict=True):
         assert abs(a - b) <= DRIFT * abs(b)
+
+
+def test_grouped_experts_wait_for_gathered_parameters(trainer: Callable[[str], Trainer]) -> None:
+    """Their layers are not called, and Megatron waits before such calls; of many buckets, since one is waited for."""
+    overlapped = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    options = {**overlapped, "bucket_size": 4096, "experts": 4, "steps": STEPS}
+    off = trainer("0.19.2").core("device", 2, options)
+    on = trainer("0.19.2").core("features", 2, options, flags={"moe_grouped_gemm": True, "strict": True})
+    for a, b in zip(losses(off), losses(on), strict=True):
+        assert abs(a - b) <= DRIFT * abs(a)

@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests import matrix, releases
-
-from .jobs import Result, Trainer
-from .test_core import losses
-from .test_reuse_fp32_param import MORE
-from .test_script import NO_DROPOUT, lm_losses, train
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import MORE, losses
+from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
+from tests.harness.training import Result, Trainer
 
 OFF = {"use_fused_adamw": True, "strict": True}
 STEPS = 12
@@ -25,7 +23,7 @@ DRIFT = {"bf16": 2e-3, "fp8": 2e-2}
     ("release", "layout", "form"),
     matrix.only(
         [("0.19.2", "tied", "fp8")],
-        [(release, layout, form) for release in releases.ALL for layout in MORE for form in DRIFT],
+        [(release, layout, form) for release in checkouts.ALL for layout in MORE for form in DRIFT],
     ),
 )
 def test_losses_stay_beside_those_of_plain_moments(

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests import matrix, releases
-
-from .jobs import Trainer
-from .test_core import CONFIGURED, FEATURES, LAYOUTS, losses
-from .test_moe import ALL as MOE
-from .test_moe import CONFIGURED as MOE_CONFIGURED
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import CONFIGURED, FEATURES, LAYOUTS, MOE, MOE_CONFIGURED, losses
+from tests.harness.training import Trainer
 
 RECOMPUTE = {"recompute_activation_function": True, "recompute_norm": True, "strict": True}
 STEPS = 3
@@ -43,7 +40,7 @@ def test_experts_in_a_grouped_product(trainer: Callable[[str], Trainer]) -> None
     same_bits(trainer("0.19.2"), 2, options, MOE, RECOMPUTE)
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.ALL))
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.ALL))
 @pytest.mark.parametrize(
     "config",
     [

@@ -4,32 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import matrix, releases
-
-from .jobs import Result, Trainer
-from .test_core import LAYOUTS, losses
-from .test_script import NO_DROPOUT, lm_losses, train
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import MORE, losses
+from tests.harness.script_trainings import NO_DROPOUT, READERS, lm_losses, train
+from tests.harness.training import Result, Trainer
 
 OFF = {"use_fused_adamw": True, "strict": True}
 ON = {"reuse_fp32_param": True, "strict": True}
 STEPS = 12
-MORE: dict[str, tuple[int, dict[str, Any]]] = {
-    **LAYOUTS,
-    "tied": (2, {"pp": 2, "tied": True}),
-    "overlapped": (2, {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
-    "overlapped experts": (2, {**LAYOUTS["ep2"][1], "distributed_optimizer": True, "overlap_grad_reduce": True}),
-}
 
 
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
         [("0.19.2", "tied")],
-        [(release, layout) for release in releases.ALL for layout in MORE],
+        [(release, layout) for release in checkouts.ALL for layout in MORE],
     ),
 )
 def test_no_bit_differs_from_megatrons_own_step(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
@@ -46,16 +38,6 @@ def test_two_hundred_steps(trainer: Callable[[str], Trainer]) -> None:
     fused, on = (trainer("0.19.2").core("features", 1, {"steps": 200}, flags=flags) for flags in (OFF, ON))
     off = trainer("0.19.2").core("device", 1, {"steps": 200})
     assert len(on.history()) == 200 and on.history() == fused.history() == off.history()
-
-
-# Of a checkpoint by two data-parallel ranks: whether the optimizer is distributed, and who reads it.
-READERS: dict[str, tuple[bool, int, str]] = {
-    "one rank": (True, 1, ""),
-    "tensor parallel": (True, 2, "--tensor-model-parallel-size 2"),
-    "pipeline": (True, 2, "--pipeline-model-parallel-size 2"),
-    "one rank, plain optimizer": (False, 1, ""),
-    "tensor parallel, plain optimizer": (False, 2, "--tensor-model-parallel-size 2"),
-}
 
 
 @pytest.mark.parametrize("reader", matrix.only(["tensor parallel"], [*READERS]))

@@ -5,53 +5,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests import matrix, releases
+from tests.harness import checkouts, matrix
+from tests.harness.script_trainings import LAYOUTS, MODEL, NO_DROPOUT, SCRIPT, lm_losses, train
+from tests.harness.training import Result, Trainer
 
-from .jobs import ROOT, Result, Trainer
-
-SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
-
-MODEL = (
-    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 64 "
-    "--max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3 --bf16 --mock-data "
-    "--tokenizer-type NullTokenizer --vocab-size 255 --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--position-embedding-type rope --untie-embeddings-and-output-weights --log-interval 1 --eval-iters 1 "
-    "--eval-interval 100 --seed 42 --split 90,5,5"
-).split()
-NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
 # What a user without Transformer Engine and Apex has to know and type; the adaptor does it for them.
 SPELLED_OUT = (
     "--transformer-impl local --no-rope-fusion --no-gradient-accumulation-fusion --no-persist-layer-norm "
     "--no-masked-softmax-fusion"
 ).split()
 
-LAYOUTS: dict[str, tuple[int, str]] = {
-    "single": (1, ""),
-    "tp2": (2, "--tensor-model-parallel-size 2"),
-    "tp2_sp": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    "pp2": (2, "--pipeline-model-parallel-size 2"),
-    "pp2_vpp2": (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"),
-    "dp2_distributed_optimizer": (2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"),
-    "ep2": (
-        2,
-        "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
-        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2",
-    ),
-}
 # Where Megatron's fused functions are compiled, as they are for a user; it costs ten seconds a process. They are
 # arithmetic on tensors: what the device layer and the hooks change is not in them, whatever the layout.
 COMPILED = {("0.19.2", "single")}
-EVERY = [(release, layout) for release in releases.WITH_TRAINING for layout in LAYOUTS]
+EVERY = [(release, layout) for release in checkouts.WITH_TRAINING for layout in LAYOUTS]
 MATRIX = matrix.only([("0.19.2", "tp2_sp")], EVERY)
-
-
-def train(trainer: Trainer, arm: str, nproc: int, arguments: list[str], iterations: int = 4, **job: Any) -> Result:
-    argv = [SCRIPT, *MODEL, "--train-iters", str(iterations), *arguments]
-    return trainer.run(entry="script", arm=arm, nproc=nproc, argv=argv, **job)
 
 
 def without_flags(trainer: Trainer, release: str, layout: str) -> Result:
@@ -60,10 +31,6 @@ def without_flags(trainer: Trainer, release: str, layout: str) -> Result:
     argv = [SCRIPT, *MODEL, "--train-iters", "4", *NO_DROPOUT, *flags.split()]
     compiled = (release, layout) in COMPILED
     return trainer.once(entry="script", arm="adaptor", nproc=nproc, argv=argv, compile=compiled)
-
-
-def lm_losses(result: Result) -> list[float]:
-    return [float.fromhex(step["lm loss"]) for step in result.history() if "lm loss" in step]
 
 
 @pytest.mark.parametrize(("release", "layout"), MATRIX)
@@ -85,7 +52,7 @@ def test_no_flag_is_bitwise_the_device_layer_alone(
     ("release", "layout"),
     matrix.only(
         [("0.17.1", "tp2_sp"), *COMPILED],
-        [*((release, "tp2_sp") for release in releases.WITH_TRAINING), *sorted(COMPILED)],
+        [*((release, "tp2_sp") for release in checkouts.WITH_TRAINING), *sorted(COMPILED)],
     ),
 )
 def test_flags_turn_features_on_and_the_report_says_so(
@@ -109,7 +76,7 @@ def test_flags_turn_features_on_and_the_report_says_so(
     assert nproc == 1 or "mindspeed_lite" not in result.log(1), "only rank 0 reports"
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.WITH_TRAINING))
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.WITH_TRAINING))
 def test_megatrons_own_defaults_train_with_fused_sums_and_softmax(
     trainer: Callable[[str], Trainer], release: str, tmp_path: Path
 ) -> None:
@@ -131,6 +98,19 @@ def test_megatrons_own_defaults_train_with_fused_sums_and_softmax(
         assert abs(a - b) <= 2.0**-8 * abs(a)
     drawn = losses("adaptor", *flags, str(report))
     assert len(drawn) == 4 and drawn != on and abs(drawn[-1] - on[-1]) < 0.1 * on[-1]
+
+
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.WITH_TRAINING))
+def test_without_a_compiler_it_trains_as_with_functions_that_are_not_compiled(
+    trainer: Callable[[str], Trainer], release: str, tmp_path: Path
+) -> None:
+    """Megatron has compiled its functions by the time it reads --disable-jit-fuser."""
+    argv = [SCRIPT, *MODEL, "--train-iters", "4", *NO_DROPOUT]
+    job = dict(entry="script", arm="adaptor", nproc=1, compile=True, env={"PATH": str(tmp_path), "CXX": ""})
+    result = trainer(release).run(argv=argv, **job).check()
+    assert "--disable-jit-fuser set" in result.log()
+    eager = trainer(release).run(entry="script", arm="adaptor", nproc=1, argv=argv).check()
+    assert len(lm_losses(result)) == 4 and result.history() == eager.history()
 
 
 def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:

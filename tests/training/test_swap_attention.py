@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests import matrix
-
-from .jobs import Trainer
-from .test_core import CONFIGURED, FEATURES, LAYOUTS, losses
-from .test_moe import ALL as MOE
-from .test_moe import CONFIGURED as MOE_CONFIGURED
+from tests.harness import matrix
+from tests.harness.core_trainings import CONFIGURED, FEATURES, LAYOUTS, MOE, MOE_CONFIGURED, losses
+from tests.harness.training import Trainer
 
 SWAP = {"swap_attention": True, "swap_modules": "input_layernorm,self_attention,pre_mlp_layernorm,mlp", "strict": True}
 STEPS = 3
@@ -30,7 +27,7 @@ def same_bits(
         nproc,
         options,
         flags={**flags, **SWAP, **(more or {})},
-        before="tests.training.simulated:swap_attention",
+        before="tests.harness.simulated:swap_attention",
     )
     assert len(losses(off)) == STEPS and on.history() == off.history()
     for rank in range(nproc):

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import matrix, releases
-
-from .jobs import Result, Trainer
-from .test_core import losses
-from .test_reuse_fp32_param import MORE, READERS
-from .test_script import NO_DROPOUT, lm_losses, train
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import MORE, losses
+from tests.harness.script_trainings import NO_DROPOUT, READERS, lm_losses, train
+from tests.harness.training import Result, Trainer
 
 OFF = {"use_fused_adamw": True, "strict": True}
 ON = {"swap_optimizer": True, "swap_optimizer_times": 4, "strict": True}
-SIMULATED = {"before": "tests.training.simulated:swap_optimizer"}
+SIMULATED = {"before": "tests.harness.simulated:swap_optimizer"}
 STEPS = 6
 
 
@@ -24,7 +22,7 @@ STEPS = 6
     ("release", "layout"),
     matrix.only(
         [("0.19.2", "dp2_distributed_optimizer")],
-        [(release, layout) for release in releases.ALL for layout in MORE],
+        [(release, layout) for release in checkouts.ALL for layout in MORE],
     ),
 )
 def test_no_bit_differs_from_the_fused_step(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:

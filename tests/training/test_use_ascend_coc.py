@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests import matrix, releases
-
-from .jobs import Result, Trainer
-from .messages import sent
-from .test_core import DRIFT, losses
+from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import DRIFT, losses
+from tests.harness.messages import sent
+from tests.harness.training import Result, Trainer
 
 STEPS = 4
 FLAGS = {"use_ascend_coc": True, "coc_parallel_num": 4, "strict": True}
-COUNT = "tests.training.messages:count"
+COUNT = "tests.harness.messages:count"
 FUSED = {"wgrad_fusion": True}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -62,7 +61,7 @@ def test_slices_train_as_one_message_does(trainer: Callable[[str], Trainer], rel
     assert sent(on.log()) > sent(off.log()) + 100 * STEPS, "it was not in force"
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], releases.ALL))
+@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.ALL))
 def test_with_other_features_and_slices_of_its_own_choice(trainer: Callable[[str], Trainer], release: str) -> None:
     others = {"use_gradient_accumulation_fusion": True, "recompute_activation_function": True, "strict": True}
     options = {"tp": 2, "sp": True, "steps": STEPS, "wgrad_fusion": True}
@@ -101,9 +100,7 @@ def test_random_delays_never_stop_it(trainer: Callable[[str], Trainer]) -> None:
     """Four ranks in two groups, each late by chance before every message, 200 steps."""
     options = {"tp": 2, "sp": True, "steps": 200, "layers": 1}
     off = trainer("0.19.2").core("device", 4, options)
-    on = trainer("0.19.2").core(
-        "features", 4, options, flags=FLAGS, before="tests.training.messages:delay", timeout=900
-    )
+    on = trainer("0.19.2").core("features", 4, options, flags=FLAGS, before="tests.harness.messages:delay", timeout=900)
     assert on.history() == off.history()
 
 
@@ -111,7 +108,7 @@ def test_a_killed_rank_ends_the_others(trainer: Callable[[str], Trainer]) -> Non
     """The rank that goes after its third step: the other one says that its peer is gone, long before the timeout."""
     result = trainer("0.19.2").run(
         entry="core", arm="features", nproc=2, options={"tp": 2, "sp": True, "steps": 500}, flags=FLAGS,
-        before="tests.training.messages:die", timeout=120,
+        before="tests.harness.messages:die", timeout=120,
     )  # fmt: skip
     assert result.seconds < 60 and 0 not in result.codes
     assert "Connection closed by peer" in result.log(0) or "Connection reset by peer" in result.log(0)

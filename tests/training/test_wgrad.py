@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests import matrix
-
-from .jobs import Trainer
-from .test_core import DRIFT, losses
+from tests.harness import matrix
+from tests.harness.core_trainings import DRIFT, losses
+from tests.harness.training import Trainer
 
 FUSION = {"use_gradient_accumulation_fusion": True, "strict": True}
 DELAY = {**FUSION, "delay_wgrad_compute": True}

@@ -1,100 +1,26 @@
-"""What there is to race: a file per operator, and the vocabulary they share.
-
-An operator's file holds
-
-    shapes(device, quick) -> list[str]            the cases measured unless the user names some, as --shapes texts
-    case(text, device, dtype) -> Case             what such a text means; ValueError says what is wrong with it
-
-and `OPERATORS` names it. Nothing here imports torch, so that help is instant.
-"""
+"""Benchmark cases per operator: what the operators' `cases.py` declare, with the code that they name loaded."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-OURS = "mindspeed_lite"
-TORCH = "torch"
-COMPILED = "torch.compile"
+from mindspeed_lite.ops import case as declared
+from mindspeed_lite.ops import discovery
+from mindspeed_lite.ops.case import COMPILED, OURS, TORCH, Work
 
-
-class Entry(NamedTuple):
-    """Where an operator's file is, and how its shapes are written."""
-
-    module: str
-    shapes: str
-    example: str
-
-
-# A literal, as in mindspeed_lite.ops.dispatch: no import order decides what is measured.
-OPERATORS: Mapping[str, Entry] = {
-    "accumulate_wgrad": Entry("mindspeed_lite.bench.operators.accumulate_wgrad", "ROWSxINPUTxOUTPUT", "1024x1024x3072"),
-    "activation": Entry(
-        "mindspeed_lite.bench.operators.activation",
-        "ROWSxWIDTH and, if wanted in this order, kind=KIND (swiglu), bias=1, weights=1",
-        "1024x5632",
-    ),
-    "adamw": Entry("mindspeed_lite.bench.operators.adamw", "TENSORSxELEMENTS", "8x1048576"),
-    "attention": Entry(
-        "mindspeed_lite.bench.operators.attention",
-        "s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), g=KEY HEADS (n), w=WINDOW (none), causal=0|1 (1)",
-        "s=1024,b=1,n=16,g=16,d=64",
-    ),
-    "bias_dropout_add": Entry(
-        "mindspeed_lite.bench.operators.bias_dropout_add", "ROWSxWIDTH and, if wanted, p=SHARE", "1024x1024,p=0.1"
-    ),
-    "cross_entropy": Entry("mindspeed_lite.bench.operators.cross_entropy", "ROWSxVOCABULARY", "1024x32768"),
-    "grouped_matmul": Entry(
-        "mindspeed_lite.bench.operators.grouped_matmul", "ROWSxINPUTxOUTPUTxEXPERTS", "4096x512x256x16"
-    ),
-    "l2norm": Entry("mindspeed_lite.bench.operators.l2norm", "TENSORSxELEMENTS", "8x1048576"),
-    "layer_norm": Entry("mindspeed_lite.bench.operators.layer_norm", "ROWSxHIDDEN", "1024x4096"),
-    "linear_cross_entropy": Entry(
-        "mindspeed_lite.bench.operators.linear_cross_entropy", "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
-    ),
-    "masked_softmax": Entry(
-        "mindspeed_lite.bench.operators.masked_softmax", "BxNxSQxSK and, if wanted, causal=0", "1x16x1024x1024"
-    ),
-    "moe_router": Entry(
-        "mindspeed_lite.bench.operators.moe_router",
-        "TOKENSxEXPERTS,k=TOPK and, if wanted in this order, scores=FUNCTION (softmax), pre=1, groups=NUMBER/CHOSEN, "
-        "bias=1",
-        "4096x64,k=6",
-    ),
-    "permute": Entry("mindspeed_lite.bench.operators.permute", "TOKENSxHIDDENxEXPERTSxTOPK", "4096x512x64x6"),
-    "rms_norm": Entry("mindspeed_lite.bench.operators.rms_norm", "ROWSxHIDDEN", "1024x4096"),
-    "rope": Entry(
-        "mindspeed_lite.bench.operators.rope",
-        "s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), r=ROTARY ELEMENTS (d), "
-        "pairs=half|interleaved|regrouped (half)",
-        "s=1024,b=1,n=16,d=64",
-    ),
-    "vocab_embedding": Entry(
-        "mindspeed_lite.bench.operators.vocab_embedding",
-        "IDSxHIDDENxROWS and, if wanted, main=1",
-        "1024x1024x8192",
-    ),
-}
+__all__ = ["COMPILED", "OURS", "TORCH", "BoundCase", "Runner", "Work", "bind", "case", "dtype_name", "variants"]
 
 
 @dataclass(frozen=True)
-class Work:
-    """The least that must be moved and computed."""
-
-    bytes: int
-    flops: int
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to compute the case.
+class Runner:
+    """A way to compute a case.
 
     load: returns the function of the case's inputs. It may import a library, and it may raise; what it raises is
     reported in place of a time.
@@ -105,14 +31,10 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One problem to solve.
+class BoundCase:
+    """A `Case` of an operator's cases.py with its code: fields as there.
 
-    name: shapes, dtype and options, unique within the operator. make: the inputs, all of which get a gradient, the
-    same at every call. forward, both: the work of the direction. contenders: `OURS` first, then `TORCH`.
-
-    An operator without gradients has None for `both`, and inputs that want none; it may write them. draws: results are
-    random, each contender's in its own way, and are not compared.
+    make: the inputs, the same at every call. contenders: `OURS` first, then `TORCH`; of the peers those installed.
     """
 
     operator: str
@@ -122,38 +44,86 @@ class Case:
     make: Callable[[], tuple[torch.Tensor, ...]]
     forward: Work
     both: Work | None
-    contenders: tuple[Contender, ...]
-    draws: bool = False
+    contenders: tuple[Runner, ...]
+    is_random: bool = False
+
+    def only(self, *names: str) -> BoundCase:
+        """The same with these contenders."""
+        return replace(self, contenders=tuple(each for each in self.contenders if each.name in names))
 
 
-def module(operator: str) -> ModuleType:
-    """The file of an operator, imported."""
-    return importlib.import_module(OPERATORS[operator].module)
+def case(operator: str, text: str, device: str, dtype: torch.dtype) -> BoundCase:
+    """The case of a text as --shapes takes it; ValueError says what is wrong with the text."""
+    return bind(discovery.cases(operator).case(text, device, dtype_name(dtype)))
 
 
-def compiled(load_plain: Callable[[], Callable[..., torch.Tensor]]) -> Contender:
-    """`torch.compile` of the plain path, for exactly these shapes."""
-
-    def load() -> Callable[..., torch.Tensor]:
-        import torch
-
-        # Otherwise the second shape of a function is compiled for any shape, and the first has an advantage.
-        torch.compiler.reset()
-        function: Callable[..., torch.Tensor] = torch.compile(load_plain(), dynamic=False)
-        return function
-
-    return Contender(COMPILED, load)
+def variants(operator: str, device: str, dtype: torch.dtype) -> list[BoundCase]:
+    """The operator's cases that no text describes."""
+    return [bind(each) for each in discovery.cases(operator).variants(device, dtype_name(dtype))]
 
 
-def peers(device: str, *candidates: tuple[str, Contender]) -> tuple[Contender, ...]:
-    """Those of the (package, contender) pairs whose package is installed, where there is a GPU to run them on."""
-    return tuple(contender for package, contender in candidates if device == "cuda" and _is_installed(package))
+def bind(found: declared.Case) -> BoundCase:
+    """The case with the code that it names; nothing is imported yet."""
+    on_gpu = found.device == "cuda"
+    listed = [each for each in found.contenders if not each.package or (on_gpu and _is_installed(each.package))]
+    return BoundCase(
+        operator=found.operator,
+        name=found.name,
+        device=found.device,
+        dtype=found.torch_dtype,
+        make=functools.partial(_make, found),
+        forward=found.forward,
+        both=found.both,
+        contenders=tuple(Runner(each.name, functools.partial(_load, each, found)) for each in listed),
+        is_random=found.is_random,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """A dtype as --dtype spells it."""
     name = str(dtype).removeprefix("torch.")
-    return {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}.get(name, name)
+    return next((short for short, (long, _) in declared.DTYPES.items() if long == name), name)
+
+
+def _make(case: declared.Case) -> tuple[torch.Tensor, ...]:
+    if not case.inputs:
+        made: Sequence[torch.Tensor] = _named(case.operator, "bench:inputs")(case)
+        return tuple(made)
+    generator = torch.Generator().manual_seed(1)
+    return tuple(_tensor(each, case, generator) for each in case.inputs)
+
+
+def _tensor(given: declared.Input, case: declared.Case, generator: torch.Generator) -> torch.Tensor:
+    dtype = torch.promote_types(case.torch_dtype, torch.float32) if given.wide else case.torch_dtype
+    if not given.scale:
+        return torch.full(given.shape, given.offset, dtype=dtype, device=case.device).requires_grad_(given.gradient)
+    draw = torch.rand if given.uniform else torch.randn
+    numbers = draw(given.shape, generator=generator).mul_(given.scale).add_(given.offset)
+    return numbers.to(case.device, dtype).requires_grad_(given.gradient)
+
+
+def _load(contender: declared.Contender, case: declared.Case) -> Callable[..., torch.Tensor]:
+    function = _named(case.operator, contender.path)
+    if contender.from_case:
+        function = function(case)
+    elif contender.options:
+        function = functools.partial(function, **contender.options)
+    return _compile(function) if contender.compiled else function
+
+
+def _compile(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """`torch.compile` of a function, for exactly these shapes."""
+    # Otherwise the second shape of a function is compiled for any shape, and the first has an advantage.
+    torch.compiler.reset()
+    compiled: Callable[..., torch.Tensor] = torch.compile(function, dynamic=False)
+    return compiled
+
+
+def _named(operator: str, path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    module = module if "." in module else f"{discovery.OPERATORS[operator]}.{module}"
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
 
 
 def _is_installed(package: str) -> bool:

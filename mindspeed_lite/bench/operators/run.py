@@ -1,4 +1,4 @@
-"""Runs cases and makes the report: agreement first, then the race, then what is to be said about it."""
+"""Runs cases and makes the report: equivalence first, then times, then findings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.bench import ceiling, compose, environment, timing
-from mindspeed_lite.bench.operators import OURS, Case, Work, agreement, dtype_name, earlier
+from mindspeed_lite.bench.operators import OURS, BoundCase, Work, dtype_name, earlier, equivalence
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import Device
 
@@ -29,7 +29,7 @@ Tell = Callable[[int, int, str], None]
 
 
 def run(
-    cases: Sequence[Case],
+    cases: Sequence[BoundCase],
     device: Device,
     dtype: torch.dtype,
     effort: timing.Effort,
@@ -88,15 +88,15 @@ def run(
     return report
 
 
-def measure(case: Case, effort: timing.Effort) -> list[dict[str, Any]]:
+def measure(case: BoundCase, effort: timing.Effort) -> list[dict[str, Any]]:
     """The rows of one case, a direction each, not yet related to a ceiling."""
     errors: dict[str, str] = {}
-    functions: dict[str, agreement.Function] = {}
+    functions: dict[str, equivalence.Function] = {}
     inputs: tuple[torch.Tensor, ...] = ()
     gradient: torch.Tensor | None = None
     try:
         inputs = case.make()
-        functions, gradient = _agreeing(case, inputs, errors)
+        functions, gradient = _equivalent(case, inputs, errors)
     except Exception as error:  # the inputs alone may be too large for the device
         errors = {contender.name: timing.said(error) for contender in case.contenders}
     rows = []
@@ -112,33 +112,33 @@ def measure(case: Case, effort: timing.Effort) -> list[dict[str, Any]]:
     return rows
 
 
-def _agreeing(
-    case: Case, inputs: Sequence[torch.Tensor], errors: dict[str, str]
-) -> tuple[dict[str, agreement.Function], torch.Tensor | None]:
+def _equivalent(
+    case: BoundCase, inputs: Sequence[torch.Tensor], errors: dict[str, str]
+) -> tuple[dict[str, equivalence.Function], torch.Tensor | None]:
     """The contenders that load, run and agree with ours, and a gradient for the output; others go to `errors`."""
-    functions: dict[str, agreement.Function] = {}
+    functions: dict[str, equivalence.Function] = {}
     ours: dict[str, torch.Tensor] | None = None
     gradient: torch.Tensor | None = None
     for contender in case.contenders:
         try:
             function = contender.load()
-            found = agreement.outcome(function, inputs)
-            wrong = None if ours is None or case.draws else agreement.disagreement(ours, found, case.dtype)
+            found = equivalence.outcome(function, inputs)
+            wrong = None if ours is None or case.is_random else equivalence.disagreement(ours, found, case.dtype)
         except Exception as error:  # a peer's own, a compiler's, out of memory: the reader is told
             errors[contender.name] = timing.said(error)
             continue
         if contender.name == OURS:
-            ours, gradient = found, agreement.output_gradient(found["output"])
+            ours, gradient = found, equivalence.output_gradient(found["output"])
         if wrong is None:
             functions[contender.name] = function
-            gradient = agreement.output_gradient(found["output"]) if gradient is None else gradient
+            gradient = equivalence.output_gradient(found["output"]) if gradient is None else gradient
         else:
             errors[contender.name] = wrong
     return functions, gradient
 
 
 def _step(
-    function: agreement.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, direction: str
+    function: equivalence.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, direction: str
 ) -> Callable[[], object]:
     """One call. Gradients are returned, not accumulated, so that nothing has to be cleared between calls."""
     if direction == FORWARD:
@@ -147,7 +147,7 @@ def _step(
 
 
 def _row(
-    case: Case,
+    case: BoundCase,
     direction: str,
     timed: Mapping[str, timing.Timing],
     errors: Mapping[str, str],
@@ -197,7 +197,7 @@ def _contender(name: str, timed: Mapping[str, timing.Timing], errors: Mapping[st
     }
 
 
-def _settings(effort: timing.Effort, quick: bool, cases: Sequence[Case]) -> dict[str, Any]:
+def _settings(effort: timing.Effort, quick: bool, cases: Sequence[BoundCase]) -> dict[str, Any]:
     """As in a report of `bench`; what has no meaning here is null."""
     return {
         "repeats": effort.rounds[0],
@@ -206,7 +206,7 @@ def _settings(effort: timing.Effort, quick: bool, cases: Sequence[Case]) -> dict
         "timeout": None,
         "allocator": None,
         "mode": None,
-        "yardstick": None,
+        "rounding_baseline": None,
         "beside": None,
         "confidence": timing.CONFIDENCE,
         "quick": quick,
@@ -235,7 +235,7 @@ def _judge(row: Mapping[str, Any], findings: list[dict[str, Any]]) -> None:
 def _severity(name: str, error: str) -> str:
     if name == OURS:
         return "failure"
-    return "warning" if name in _PLAIN or error.startswith(agreement.DISAGREES) else "note"
+    return "warning" if name in _PLAIN or error.startswith(equivalence.DISAGREES) else "note"
 
 
 def _say_how_comparable(report: Mapping[str, Any], before: earlier.Earlier) -> None:

@@ -1,8 +1,8 @@
-"""Does the device do what a training asks of it: `torch.cuda` names, streams, random states, memory, collectives.
+"""Checks the device itself: `torch.cuda` names, streams, random states, memory, collectives.
 
-Each check is handed the device's module (`torch.npu`, `torch.cuda`), does the thing, and says what it saw or raises
-`Wrong` with what it should have been. On the CPU these names are our own device layer's, which has its own tests;
-there only the layer and the process group are looked at.
+Each check is handed the device's module (`torch.npu`, `torch.cuda`), does the thing, and reports what it saw or
+raises `DeviceCheckError` with what it should have been. On the CPU these names are our own device layer's, which has
+its own tests; there only the layer and the process group are checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mindspeed_lite.bench.selftest.check import Check, Outcome
 _MEGABYTE = 1 << 20
 
 
-class Wrong(AssertionError):
+class DeviceCheckError(AssertionError):
     """The device did something else; the text says what, and what was expected."""
 
 
@@ -49,10 +49,10 @@ def layer(device: str) -> Outcome:
     if device == "npu":
         made = torch.ones(2, device="cuda").device.type
         if made != "npu":
-            raise Wrong(f"transfer_to_npu is not active: a tensor made on 'cuda' is on {made!r}")
+            raise DeviceCheckError(f"transfer_to_npu is not active: a tensor made on 'cuda' is on {made!r}")
         npu: Any = getattr(torch, device)
         if not torch.cuda.is_available() or torch.cuda.device_count() != npu.device_count():
-            raise Wrong(
+            raise DeviceCheckError(
                 f"transfer_to_npu is not active: torch.cuda sees {torch.cuda.device_count()} devices, "
                 f"torch.npu {npu.device_count()}"
             )
@@ -67,14 +67,14 @@ def arithmetic(device: str) -> Outcome:
     b = torch.randint(-8, 9, (64, 80), generator=generator).float()
     there = a.to(device)
     if not torch.equal(there.cpu(), a):
-        raise Wrong("a tensor copied to the device and back is another one")
+        raise DeviceCheckError("a tensor copied to the device and back is another one")
     for dtype in (torch.float32, torch.bfloat16):
         # Sums below 2 ** 13 with bf16 factors that are exact; the result in bf16 is rounded once.
         got = (there.to(dtype) @ b.to(device, dtype)).float().cpu()
         off = float((got - (a @ b)).abs().max().item())
         allowed = 0.0 if dtype == torch.float32 else float((a @ b).abs().max().item()) * 2**-8
         if not off <= allowed:
-            raise Wrong(f"a {dtype} product of whole numbers is off by {off:g}, allowed {allowed:g}")
+            raise DeviceCheckError(f"a {dtype} product of whole numbers is off by {off:g}, allowed {allowed:g}")
     return Outcome("a copy there and back is the same, a product of whole numbers exact")
 
 
@@ -95,9 +95,9 @@ def streams(module: Any, device: str) -> Outcome:
     module.synchronize()
     elapsed = float(start.elapsed_time(end))
     if not elapsed > 0:
-        raise Wrong(f"eight matrix products between two events took {elapsed} ms")
+        raise DeviceCheckError(f"eight matrix products between two events took {elapsed} ms")
     if abs(total - 1024.0**2) > 1024:
-        raise Wrong(f"what a second stream computed sums to {total:g}, not {1024**2}: it was not waited for")
+        raise DeviceCheckError(f"what a second stream computed sums to {total:g}, not {1024**2}: it was not waited for")
     return Outcome(f"eight products on a second stream, {elapsed:.3f} ms by its events")
 
 
@@ -113,12 +113,12 @@ def random_state(module: Any, device: str) -> Outcome:
     first = draw()
     module.set_rng_state(state)
     if not torch.equal(draw(), first):
-        raise Wrong("the random state saved and put back gives other numbers")
+        raise DeviceCheckError("the random state saved and put back gives other numbers")
     module.manual_seed(7)
     if not torch.equal(draw(), seeded):
-        raise Wrong("the same seed gives other numbers")
+        raise DeviceCheckError("the same seed gives other numbers")
     if torch.equal(seeded, first):
-        raise Wrong("drawing does not move the random state: the same numbers come twice")
+        raise DeviceCheckError("drawing does not move the random state: the same numbers come twice")
     return Outcome("a state put back and a seed give the same numbers")
 
 
@@ -137,7 +137,7 @@ def memory(module: Any, device: str) -> Outcome:
         ("after it is freed there stay", left, left < 32 * _MEGABYTE),
     ):
         if not good:
-            raise Wrong(f"with a tensor of 64 MB {name} {value / _MEGABYTE:g} MB")
+            raise DeviceCheckError(f"with a tensor of 64 MB {name} {value / _MEGABYTE:g} MB")
     return Outcome(f"a tensor of 64 MB moves them by {held / _MEGABYTE:g} MB, and back")
 
 
@@ -149,14 +149,14 @@ def process_group(device: str, backend: str) -> Outcome:
         tensor = torch.full((1000,), 3.0, device=device)
         distributed.all_reduce(tensor)
         if not bool((tensor.cpu() == 3.0).all()):
-            raise Wrong("all_reduce in a group of one changes the tensor")
+            raise DeviceCheckError("all_reduce in a group of one changes the tensor")
         distributed.barrier()
         text = "forms, all_reduce and barrier end"
         if device == "npu":
             group: Any = distributed.group.WORLD
             name = group._get_backend(torch.device(device)).get_hccl_comm_name(0)
             if not isinstance(name, str) or not name:
-                raise Wrong(f"the group's hcom name is {name!r}: fused communication operators need one")
+                raise DeviceCheckError(f"the group's hcom name is {name!r}: fused communication operators need one")
             text += f", hcom name {name}"
         return Outcome(text)
     finally:

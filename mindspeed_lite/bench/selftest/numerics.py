@@ -1,4 +1,4 @@
-"""Are the numbers right: every operator forward and backward, ours and the plain path, each against float64.
+"""Checks every operator against float64: ours and the plain path, forward and backward.
 
 An error is relative in the 2-norm. Ours may be twice the plain path's, plus one eps of the dtype: the rule by which
 `--mindspeed-lite-verify` judges features of the class ulp. But never more than 8 eps, which is what ours may be off
@@ -11,112 +11,55 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_lite.bench import operators, timing
-from mindspeed_lite.bench.operators import agreement, attention, dtype_name, rms_norm
+from mindspeed_lite.bench.operators import BoundCase, equivalence
 from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, Check, Outcome
-from mindspeed_lite.ops import attention as attention_op
 from mindspeed_lite.ops import dispatch
-from mindspeed_lite.ops import rms_norm as rms_norm_op
-from mindspeed_lite.ops.attention import packed
+from mindspeed_lite.ops.discovery import OPERATORS, cases
 
-Function = agreement.Function
+Function = equivalence.Function
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MOST_EPS = 8
 
-# Shapes as in bench-ops, chosen for the ways through a backend rather than for size: causal, no mask, a window on
-# one side and on both, one key head for several heads and for all, lengths that are no power of two. An operator that
-# is not here is asked for its own quick shapes.
-_SHAPES = {
-    "activation": (
-        "64x1024",
-        "37x1000,kind=geglu",
-        "64x1024,kind=gelu,bias=1",
-        "129x250,kind=swiglu,bias=1,weights=1",
-    ),
-    "adamw": ("3x1000", "2x65537"),
-    "attention": (
-        "s=128,n=4,d=64",
-        "s=100,b=2,n=8,g=2,d=80",
-        "s=192,n=4,d=64,w=32",
-        "s=130,n=4,g=1,d=128,causal=0",
-        "s=130,n=2,d=64,w=20,causal=0",
-    ),
-    "bias_dropout_add": ("64x1024", "37x1000"),
-    "layer_norm": ("64x1024", "37x1000", "300x64"),
-    # Lengths that NPUs take.
-    "masked_softmax": ("1x4x128x128", "2x3x96x160,causal=0", "1x2x32x4096,causal=0"),
-    "moe_router": (
-        "64x64,k=6,pre=1",
-        "100x64,k=8,scores=sigmoid,groups=8/4,bias=1",
-        "37x60,k=4,scores=sigmoid",
-    ),
-    "permute": ("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
-    "rms_norm": ("64x1024", "37x1000", "512x4096", "300x64"),
-    "rope": (
-        "s=128,n=4,d=64",
-        "s=100,b=2,n=3,d=80,r=40",
-        "s=96,n=4,d=64,pairs=interleaved",
-        "s=96,n=4,d=64,pairs=regrouped",
-    ),
-    "l2norm": ("3x1000", "2x65537"),
-    "grouped_matmul": ("300x64x96x4", "37x100x65x3", "513x136x72x9"),
-    "accumulate_wgrad": ("128x64x192", "37x100x65", "1100x130x97"),
-}
-# Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU; in one dtype, for it takes a while.
-_LONG = {"attention": "s=2304,n=2,d=64"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is computed: `ours` and `plain` load functions of what `make` returns."""
-
-    operator: str
-    name: str
-    dtype: torch.dtype
-    make: Callable[[], Sequence[torch.Tensor]]
-    ours: Callable[[], Function]
-    plain: Callable[[], Function]
-
 
 def checks(device: str, quick: bool) -> list[Check]:
     """A check for each operator's backend, and one for each problem."""
-    found = [Check("numerics", f"{name}, backend", functools.partial(_backend, name, device)) for name in _names()]
+    found = [Check("numerics", f"{name}, backend", functools.partial(_backend, name, device)) for name in OPERATORS]
     for each in problems(device, quick):
         found.append(Check("numerics", f"{each.operator} {each.name}", functools.partial(judge, each, device)))
     return found
 
 
-def problems(device: str, quick: bool) -> list[Problem]:
+def problems(device: str, quick: bool) -> list[BoundCase]:
     """Every problem; quick: the first shapes, one dtype of each width."""
     found = []
-    for name in filter(operators.OPERATORS.__contains__, _names()):
-        file = operators.module(name)
-        texts = _SHAPES.get(name) or tuple(file.shapes(device, True))
+    for name in OPERATORS:
+        declared = cases(name)
         for dtype in _DTYPES[: 2 if quick else 3]:
-            found += [_of_case(file.case(text, device, dtype)) for text in texts[: 2 if quick else None]]
-            if name in _EXTRA:
-                found += [extra(device, dtype) for extra in _EXTRA[name]]
-        if name in _LONG and not quick:
-            found.append(_of_case(file.case(_LONG[name], device, torch.bfloat16)))
+            texts = (declared.numerics or declared.quick)[: 2 if quick else None]
+            found += [operators.case(name, text, device, dtype) for text in texts]
+            found += operators.variants(name, device, dtype)
+        if not quick:
+            found += [operators.case(name, text, device, torch.bfloat16) for text in declared.numerics_bf16]
     return found
 
 
-def judge(problem: Problem, device: str) -> Outcome:
+def judge(problem: BoundCase, device: str) -> Outcome:
     """Whether ours is as near to float64 as it must be, on the device's own backend."""
     inputs = problem.make()
-    function = problem.ours()
+    load_ours, load_plain = (each.load for each in problem.contenders[:2])
+    function = load_ours()
     refused = _refusal(problem.operator, device, function, inputs)
     with _on_own_backend(problem.operator, "" if refused else device):
         ours, gradient = _outcome(function, inputs, None)
     try:
-        plain, _ = _outcome(problem.plain(), inputs, gradient)
+        plain, _ = _outcome(load_plain(), inputs, gradient)
         without = ""
     except Exception as error:  # too large, or without a kernel: ours is judged alone
         plain, without = {}, f"; the plain path did not run: {timing.said(error)}"
@@ -134,16 +77,10 @@ def judge(problem: Problem, device: str) -> Outcome:
     return Outcome(text + without, status, figures)
 
 
-def _names() -> Sequence[str]:
-    return tuple(dispatch.OPERATORS)
-
-
 def _backend(name: str, device: str) -> Outcome:
     selected = dispatch.selected(name, device)
     if selected.reasons:
         return Outcome(f"the reference, since {'; '.join(selected.reasons)}", FAILED)
-    if name not in operators.OPERATORS:
-        return Outcome("no file in bench/operators: neither its numbers nor its speed are looked at", FAILED)
     return Outcome(selected.backend)
 
 
@@ -158,7 +95,7 @@ def _refusal(name: str, device: str, function: Function, inputs: Sequence[torch.
     """Why the device's backend does not take this problem, or nothing."""
     try:
         with _on_own_backend(name, device), torch.no_grad():
-            function(*agreement.own(inputs))
+            function(*equivalence.own(inputs))
     except RuntimeError as error:
         # The device's own errors are of this type too, and are for the caller.
         if "is forced and cannot serve" not in str(error):
@@ -172,9 +109,9 @@ def _outcome(
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Output and gradients by name, and the gradient that was sent back: `gradient`, or one made for the output."""
     if not any(each.requires_grad for each in inputs):
-        return {"output": function(*agreement.own(inputs))}, torch.empty(0)
+        return {"output": function(*equivalence.own(inputs))}, torch.empty(0)
     out = function(*inputs)
-    sent = agreement.output_gradient(out) if gradient is None else gradient
+    sent = equivalence.output_gradient(out) if gradient is None else gradient
     found = torch.autograd.grad(out, inputs, sent)
     named = {f"gradient of input {number}": each for number, each in enumerate(found, 1)}
     return {"output": out.detach(), **named}, sent
@@ -208,114 +145,3 @@ def _share(figure: dict[str, Any]) -> float:
 def _text(figure: dict[str, Any]) -> str:
     plain = "" if figure["plain"] is None else f", plain {figure['plain']:.2g}"
     return f"{figure['result']}: error {figure['ours']:.2g}, bound {figure['bound']:.2g}{plain}"
-
-
-def _of_case(case: operators.Case) -> Problem:
-    ours, plain = case.contenders[:2]
-    return Problem(case.operator, case.name, case.dtype, case.make, ours.load, plain.load)
-
-
-def _masked(device: str, dtype: torch.dtype) -> Problem:
-    """attention with a mask of its own for each sequence, True where the key is hidden, on top of the causal order."""
-    s, b, n, d = 96, 2, 4, 64
-    hidden = torch.rand(b, 1, s, s, generator=torch.Generator().manual_seed(3)) < 0.3
-    hidden |= torch.ones(s, s, dtype=torch.bool).triu(1)
-    hidden[..., range(s), range(s)] = False  # no row without keys: there the plain path has an answer of its own
-    masks: dict[str, torch.Tensor] = {}
-
-    def mask(like: torch.Tensor) -> torch.Tensor:
-        return masks.setdefault(like.device.type, hidden.to(like.device))
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n, s, d]
-        scores = (q @ k.transpose(2, 3) * d**-0.5).masked_fill(mask(q), -10000.0)
-        out: torch.Tensor = scores.softmax(-1) @ v
-        return out.permute(2, 0, 1, 3).contiguous()
-
-    return Problem(
-        "attention",
-        f"mask [{b}, 1, {s}, {s}] n={n} d={d} {dtype_name(dtype)}",
-        dtype,
-        attention.case(f"s={s},b={b},n={n},d={d}", device, dtype).make,
-        lambda: lambda q, k, v: attention_op.attention(q, k, v, mask=mask(q)),
-        lambda: plain,
-    )
-
-
-def _offset(device: str, dtype: torch.dtype) -> Problem:
-    """attention whose softmax has one more logit per head: our own call of a backend's backward."""
-    s, b, n, d = 96, 2, 4, 64
-    hidden = torch.ones(s, s, dtype=torch.bool).triu(1)
-
-    def make() -> Sequence[torch.Tensor]:
-        sink = torch.linspace(-2, 2, n).to(device, dtype).requires_grad_()
-        return *attention.case(f"s={s},b={b},n={n},d={d}", device, dtype).make(), sink
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n, s, d]
-        scores = (q @ k.transpose(2, 3) * d**-0.5).masked_fill(hidden.to(q.device), -10000.0)
-        logits = torch.cat([scores, sink.reshape(1, n, 1, 1).expand(b, n, s, 1)], -1)
-        out: torch.Tensor = logits.softmax(-1)[..., :-1] @ v
-        return out.permute(2, 0, 1, 3).contiguous()
-
-    return Problem(
-        "attention",
-        f"softmax offset s={s} b={b} n={n} d={d} {dtype_name(dtype)}",
-        dtype,
-        make,
-        lambda: lambda q, k, v, sink: attention_op.attention(q, k, v, causal=True, sink=sink),
-        lambda: plain,
-    )
-
-
-def _packed(device: str, dtype: torch.dtype) -> Problem:
-    """attention over three sequences behind one another."""
-    ends, n, d = (0, 40, 45, 128), 4, 64
-    packing = packed.Packing.of(ends)
-    document = torch.arange(ends[-1]).unsqueeze(-1).ge(torch.tensor(ends[1:])).sum(-1)
-    hidden = (document.unsqueeze(-1) != document) | torch.ones(ends[-1], ends[-1], dtype=torch.bool).triu(1)
-
-    def make() -> Sequence[torch.Tensor]:
-        batched = attention.case(f"s={ends[-1]},n={n},d={d}", device, dtype).make()
-        return [t.detach().squeeze(1).requires_grad_() for t in batched]
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [n, s, d]
-        scores = (q @ k.transpose(1, 2) * d**-0.5).masked_fill(hidden.to(q.device), -10000.0)
-        out: torch.Tensor = (scores.softmax(-1) @ v).transpose(0, 1)
-        return out.contiguous()
-
-    return Problem(
-        "attention",
-        f"pack of {ends[-1]} n={n} d={d} {dtype_name(dtype)}",
-        dtype,
-        make,
-        lambda: lambda q, k, v: packed.attention(q, k, v, packing, causal=True),
-        lambda: plain,
-    )
-
-
-def _zero_centred(device: str, dtype: torch.dtype) -> Problem:
-    """rms_norm whose weight stands for 1 + weight."""
-
-    def plain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.rms_norm(x, (x.shape[-1],), 1 + weight, rms_norm.EPS)
-
-    def make() -> Sequence[torch.Tensor]:
-        x, weight = rms_norm.case("64x1024", device, dtype).make()
-        return x, (weight.detach() - 1).requires_grad_()
-
-    return Problem(
-        "rms_norm",
-        f"64x1024 1 + weight {dtype_name(dtype)}",
-        dtype,
-        make,
-        lambda: lambda x, weight: rms_norm_op.rms_norm(x, weight, rms_norm.EPS, True),
-        lambda: plain,
-    )
-
-
-_EXTRA: dict[str, Sequence[Callable[[str, torch.dtype], Problem]]] = {
-    "attention": (_masked, _offset, _packed),
-    "rms_norm": (_zero_centred,),
-}

@@ -40,7 +40,7 @@ def examine() -> list[Row]:
                 # What a probed library warns about is in its reasons, or none of the user's business here.
                 warnings.simplefilter("ignore")
                 rows += check()
-        except Exception as error:  # a library broken in a way nobody thought of
+        except Exception as error:  # a library broken in an unforeseen way
             if isinstance(error, ModuleNotFoundError) and error.name in packages.OURS:
                 rows.append(note(name, f"cannot be told without {error.name}", "see own packages"))
             else:

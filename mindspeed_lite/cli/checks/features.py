@@ -12,15 +12,15 @@ def check_features() -> list[Row]:
     """Which features would apply, as far as that shows before the model's arguments are known."""
     if found.torch()[0] is None:
         return [note("features", "cannot be read without torch", "see torch")]
-    from mindspeed_lite import activation
+    from mindspeed_lite import runtime
     from mindspeed_lite.engine import Context, Settings
 
     host, device = found.host(), found.device_name()
-    options = (*activation.GENERAL, *activation.catalogue().options())
+    options = (*runtime.GENERAL, *runtime.catalogue().options())
     versions = {"megatron-core": host.version if host is not None else "not found"}
     context = Context(Settings.of(options, {}), device, versions)
     applying, rows = [], []
-    for feature in activation.catalogue():
+    for feature in runtime.catalogue():
         reasons = list(feature.condition(context)) if feature.condition is not None else []
         reasons += _drift(feature, host)
         if reasons:
@@ -28,7 +28,7 @@ def check_features() -> list[Row]:
             continue
         by = [f"{name}:{_backend(name, device)}" for name in feature.operators]
         applying.append(feature.name + (f" ({', '.join(by)})" if by else ""))
-    text = f"{len(applying)} of {len(activation.catalogue())} would apply on {device}, by what is known without "
+    text = f"{len(applying)} of {len(runtime.catalogue())} would apply on {device}, by what is known without "
     text += "the model's arguments"
     return [ok("features", f"{text}: {', '.join(applying)}" if applying else text), *rows]
 
@@ -43,9 +43,9 @@ def _backend(operator: str, device: str) -> str:
 
 def _drift(feature: Any, host: found.Host | None) -> list[str]:
     """What of the feature's targets is not as it was verified, read from source."""
-    from mindspeed_lite import activation
-    from mindspeed_lite.engine import FingerprintError, Provide, Replace, matches
-    from mindspeed_lite.engine.fingerprints import fingerprint_root, verdict
+    from mindspeed_lite import runtime
+    from mindspeed_lite.engine import FingerprintError, Provide, matches
+    from mindspeed_lite.engine.source import fingerprint, reader_of
 
     if host is None:
         return []
@@ -62,11 +62,11 @@ def _drift(feature: Any, host: found.Host | None) -> list[str]:
             if isinstance(patch, Provide):
                 continue
             try:
-                live = fingerprint_root(host.core.parent.parent, patch.target)
+                live = fingerprint(reader_of(host.core.parent.parent), patch.target)
             except (FingerprintError, SyntaxError, OSError):
                 reasons.append(f"{patch.target} is not found")
                 continue
-            judged = verdict(activation.fingerprints(), patch.target, host.version, live)
-            if judged != "verified" and (judged != "same_signature" or isinstance(patch, Replace)):
-                reasons.append(f"{patch.target} is not as in the verified releases")
+            objection = runtime.fingerprints().compare(patch, live)[1]
+            if objection:
+                reasons.append(f"{patch.target} {objection}")
     return reasons

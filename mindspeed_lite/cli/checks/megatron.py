@@ -73,11 +73,11 @@ def _verified_releases() -> list[str]:
 
 def check_defaults() -> list[Row]:
     """Which of Megatron's defaults a run would switch, and for want of what."""
-    from mindspeed_lite.patches import _defaults
+    from mindspeed_lite.patches._shared import megatron_defaults
 
     device = found.device_name()
     rows = []
-    for default in _defaults.DEFAULTS:
+    for default in megatron_defaults.DEFAULTS:
         missing = default.missing(device)
         if missing is not None:
             rows.append(note("megatron default", f"{default.flag} will be set: the default needs {missing}"))

@@ -40,10 +40,8 @@ void pack(const bf16* x, int64_t ld_x, int64_t row, int64_t rows, int64_t padded
     }
 }
 
-}  // namespace
-
-extern "C" void accumulate_wgrad_bf16(float* main_grad, const bf16* dy, int64_t ld_dy, const bf16* x, int64_t ld_x,
-                                      bf16* packed, int64_t rows, int64_t n, int64_t k, int threads) {
+void accumulate(float* main_grad, const bf16* dy, int64_t ld_dy, const bf16* x, int64_t ld_x, bf16* packed, int64_t rows,
+                int64_t n, int64_t k, int threads, Guard& guard) {
     const int64_t padded = (rows + TILE - 1) / TILE * TILE, depth = std::min(DEPTH, padded);
     // One line more, so that rows of the transposed block do not share a cache set either.
     const int64_t ld = depth + TILE;
@@ -55,9 +53,9 @@ extern "C" void accumulate_wgrad_bf16(float* main_grad, const bf16* dy, int64_t 
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < padded; row += 2) pack(x, ld_x, row, rows, padded, k, packed);
 
-        const std::unique_ptr<bf16[]> transposed(new bf16[BLOCK * ld]);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < blocks * parts; ++task) {
+        std::unique_ptr<bf16[]> transposed;
+        guard([&] { transposed.reset(new bf16[BLOCK * ld]); });
+        const auto run = [&](int64_t task) {
             const int64_t block = task / parts * BLOCK, height = std::min(BLOCK, n - block);
             const int64_t part = task % parts;
             const int64_t first = part * panels / parts * PANEL;
@@ -75,26 +73,46 @@ extern "C" void accumulate_wgrad_bf16(float* main_grad, const bf16* dy, int64_t 
                              main_grad + block * k + start, k, true);
                 }
             }
-        }
-        done_multiplying();
+        };
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < blocks * parts; ++task) guard([&] { run(task); });
+        guard.always([] { done_multiplying<bf16>(); });
     }
 }
 
-// The same for several at once: rows of dy and x belong to one after the other, `counts` of them to each. A thread
-// takes whole ones, so that nobody waits for the others between two of them.
-extern "C" void accumulate_wgrads_bf16(float* const* main_grads, const int64_t* counts, int64_t number, const bf16* dy,
-                                       int64_t ld_dy, const bf16* x, int64_t ld_x, int64_t n, int64_t k, int threads) {
+void accumulate_each(float* const* main_grads, const int64_t* counts, int64_t number, const bf16* dy, int64_t ld_dy,
+                     const bf16* x, int64_t ld_x, int64_t n, int64_t k, int threads, Guard& guard) {
     const std::unique_ptr<int64_t[]> starts(new int64_t[number + 1]);
     starts[0] = 0;
     for (int64_t i = 0; i < number; ++i) starts[i + 1] = starts[i] + counts[i];
     const int64_t most = number ? *std::max_element(counts, counts + number) : 0;
 #pragma omp parallel num_threads(threads)
     {
-        const std::unique_ptr<bf16[]> packed(new bf16[(most + TILE - 1) / TILE * TILE * k]);
+        std::unique_ptr<bf16[]> packed;
+        guard([&] { packed.reset(new bf16[(most + TILE - 1) / TILE * TILE * k]); });
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < number; ++i)
-            if (counts[i])
-                accumulate_wgrad_bf16(main_grads[i], dy + starts[i] * ld_dy, ld_dy, x + starts[i] * ld_x, ld_x,
-                                      packed.get(), counts[i], n, k, 1);
+            if (counts[i] && !guard.status())
+                accumulate(main_grads[i], dy + starts[i] * ld_dy, ld_dy, x + starts[i] * ld_x, ld_x, packed.get(),
+                           counts[i], n, k, 1, guard);
     }
+}
+
+}  // namespace
+
+extern "C" int32_t accumulate_wgrad_bf16(float* main_grad, const bf16* dy, int64_t ld_dy, const bf16* x, int64_t ld_x,
+                                         bf16* packed, int64_t rows, int64_t n, int64_t k, int threads) {
+    return guarded([&](Guard& guard) {
+        accumulate(main_grad, dy, ld_dy, x, ld_x, packed, rows, n, k, threads, guard);
+    });
+}
+
+// The same for several at once: rows of dy and x belong to one after the other, `counts` of them to each. A thread
+// takes whole ones, so that no thread waits for the others between two of them.
+extern "C" int32_t accumulate_wgrads_bf16(float* const* main_grads, const int64_t* counts, int64_t number,
+                                          const bf16* dy, int64_t ld_dy, const bf16* x, int64_t ld_x, int64_t n,
+                                          int64_t k, int threads) {
+    return guarded([&](Guard& guard) {
+        accumulate_each(main_grads, counts, number, dy, ld_dy, x, ld_x, n, k, threads, guard);
+    });
 }

@@ -8,24 +8,24 @@ which accumulates too and is the faster by far.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import dispatch, native
 from mindspeed_lite.ops.accumulate_wgrad import reference
-from mindspeed_lite.platform import cpu_products
+from mindspeed_lite.platform import cpu_matmul
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.accumulate_wgrad import Case
 
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {"accumulate_wgrad_bf16": "pplplpllli", "accumulate_wgrads_bf16": "pplplpllli", "probe": "p"},
+    {"accumulate_wgrad_bf16": "pplplpllli", "accumulate_wgrads_bf16": "pplplpllli", "probe": "ip"},
     uses_torch=True,
+    returns_status=True,
 )
 
 # Rows are padded to a multiple of this many, as in cpu.cpp.
@@ -39,7 +39,7 @@ def supported(case: Case) -> list[str]:
         return []
     if (case.dtype, case.main_dtype) != (torch.bfloat16, torch.float32):
         return [f"main_grad is {case.main_dtype} and x {case.dtype}: the micro-kernel takes bfloat16 into float32"]
-    if not cpu_products.has_bf16():
+    if not cpu_matmul.has_bf16():
         return []
     reasons = [] if case.contiguous else ["main_grad is not contiguous"]
     reason = kernel_unusable()
@@ -52,8 +52,12 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     if torch.compiler.is_compiling() or type(main_grad) is not torch.Tensor or type(x) is not torch.Tensor:
         # A compiler, or tensors without memory of their own.
         return reference.accumulate_wgrad(main_grad, dy, x)
-    if not cpu_products.has_bf16():
+    if not cpu_matmul.has_bf16():
         return main_grad.addmm_(dy.to(main_grad.dtype).t(), x.to(main_grad.dtype))
+    reason = kernel_unusable()
+    if reason is not None:
+        dispatch.report_fallback("accumulate_wgrad", "cpu", (reason,))
+        return reference.accumulate_wgrad(main_grad, dy, x)
     dy, x = in_rows(dy), in_rows(x)
     (rows, n), k = dy.shape, x.shape[1]
     packed = torch.empty(-(-rows // _TILE) * _TILE * k, dtype=x.dtype)
@@ -106,7 +110,6 @@ def in_rows(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) >= matrix.shape[1] else matrix.contiguous()
 
 
-@functools.cache
 def kernel_unusable() -> str | None:
-    """Why the compiled kernel serves nothing here."""
+    """Why the compiled kernel serves nothing now."""
     return native.without_micro_kernel(_lib)

@@ -33,7 +33,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         main_grad.view(1, *main_grad.shape),  # [1, N, K]
         dy.contiguous(),  # [M, N], transposed by the operator
         x.contiguous(),  # [M, K]
-        # Where the only group ends; made on the device, so that nothing is sent there and nobody waits.
+        # Where the only group ends; made on the device, so that nothing is sent there and nothing waits.
         torch.full((1,), dy.shape[0], dtype=torch.int64, device=dy.device),
         transpose_x=True,
         transpose_weight=False,

@@ -23,7 +23,7 @@ class Case(NamedTuple):
     bias_dtype: torch.dtype | None
     weights_dtype: torch.dtype | None
     # Whether the halves are clamped or the linear one is offset.
-    bent: bool
+    has_clamp_or_offset: bool
 
 
 OPERATOR = Operator(
@@ -90,13 +90,13 @@ def _case(
     clamp: float | None,
 ) -> Case:
     shape = x.shape
-    bent = clamp is not None or linear_offset != 0.0
+    has_clamp_or_offset = clamp is not None or linear_offset != 0.0
     if kind in reference.GATED:
         if not shape or shape[-1] % 2:
             raise ValueError(f"activation: {kind} wants x [..., 2H], not {tuple(shape)}")
     elif kind not in reference.PLAIN:
         raise ValueError(f"activation: kind is one of {', '.join(KINDS)}, not {kind!r}")
-    elif bent or not shape:
+    elif has_clamp_or_offset or not shape:
         raise ValueError(f"activation: {kind} takes x [..., H] and neither linear_offset nor clamp")
     if bias is not None and bias.shape != shape[-1:]:
         raise ValueError(f"activation: want bias {list(shape[-1:])} for x {list(shape)}, not {list(bias.shape)}")
@@ -108,5 +108,5 @@ def _case(
         kind,
         None if bias is None else bias.dtype,
         None if weights is None else weights.dtype,
-        bent,
+        has_clamp_or_offset,
     )

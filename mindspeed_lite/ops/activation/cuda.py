@@ -117,7 +117,7 @@ def _bent(form: autograd.Form) -> int:
 def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], int, int]:
     """The grid (rows, pieces of a row), the columns of a piece, and the warps that work on one."""
     block = min(_BLOCK, triton.next_power_of_2(half))
-    # Whoever sums over a row sees all of it.
+    # A program that sums over a row sees all of it.
     pieces = 1 if whole_rows else min(triton.cdiv(half, block), 65535)
     return (rows, pieces), block, max(1, block // 256)
 

@@ -74,7 +74,7 @@ def adamw(
     lows: with these (int16) the params are bf16, fp32 numbers in two halves, a bit of which stands in the sign of
     exp_avg_sqs (see `halves`); then there are no outs. The numbers become what they would as fp32, bit for bit.
     blocks: the moments may be bf16, or uint8 codes with these, pairs of exponents (uint8, see `moments.exponents`);
-    the new ones are rounded by chance, which is a function of them and `step` alone (see `moments`).
+    the new ones are stochastically rounded, which is a function of them and `step` alone (see `moments`).
     Everything is computed in fp32. There is no gradient, and nothing is kept.
     """
     case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows, blocks)

@@ -1,6 +1,7 @@
 // AdamW over a table of tensors: every number is read once and written once.
 #include <vector>
 
+#include "guard.h"
 #include "halves.h"
 #include "moments.h"
 #include "numbers.h"
@@ -147,11 +148,13 @@ void step(const Entry* table, int64_t count, const Rule rule, Form form, Moments
 // table: rows of eight 64-bit words: addresses of param (of its low half), grad, exp_avg, exp_avg_sq, out (of the high
 // half; unused where parameters stand alone) and the exponents of both moments (unused without), and the number of
 // elements.
-extern "C" void adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed, int adds_l2,
-                      float scale, float keep, float l2, float beta1_rest, float beta2, float beta2_rest, float rate,
-                      float root, float eps, int threads) {
+extern "C" int32_t adamw(const Entry* table, int64_t count, int narrow_grads, int form, int moments, int seed,
+                         int adds_l2, float scale, float keep, float l2, float beta1_rest, float beta2,
+                         float beta2_rest, float rate, float root, float eps, int threads) {
     const Rule rule{scale, keep, l2, beta1_rest, beta2, beta2_rest, rate, root, eps};
     const auto run = narrow_grads ? step<bf16> : step<float>;
-    run(table, count, rule, static_cast<Form>(form), static_cast<Moments>(moments), static_cast<uint32_t>(seed), adds_l2,
-        threads);
+    return guarded([&](Guard&) {
+        run(table, count, rule, static_cast<Form>(form), static_cast<Moments>(moments), static_cast<uint32_t>(seed),
+            adds_l2, threads);
+    });
 }

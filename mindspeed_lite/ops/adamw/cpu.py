@@ -34,6 +34,7 @@ _lib = native.Library(
     uses_torch=True,
     # It writes out itself what is rounded once.
     flags=("-ffp-contract=off",),
+    returns_status=True,
 )
 
 

@@ -1,4 +1,4 @@
-"""The two moments in fewer bits than fp32, rounded by chance, so that they are right on average.
+"""The two moments in fewer bits than fp32, stochastically rounded, so that they are right on average.
 
 bf16    the upper half of an fp32 number.
 fp8     a byte a number and a byte for every `BLOCK` of them: the exponent of the largest, rounded up. A first moment

@@ -1,11 +1,13 @@
 """Softmax attention in the layout [sequence, batch, head, head size], for a transformer's attention core.
 
-`attention` is the operator. `forward` and `backward` are its two halves without autograd, for callers that split
-the keys among calls and put the results together themselves (context parallelism); `packed.attention` serves
-sequences of several lengths behind one another.
+`attention` is the operator. It is `prepare`, which checks a call and makes its `AttentionSpec`, and `attend`, which
+computes it; a caller that asks `fallback_reasons` first prepares once for both. `forward` and `backward` are its
+two halves without autograd, for callers that split the keys among calls and put the results together themselves
+(context parallelism); `packed.attention` serves sequences of several lengths behind one another.
 
-A backend module holds `supported(case)` and these three functions, with the arguments of the public ones; masks
-by position arrive in canonical form (see `band`), `scale` as a number, and no row is empty by position.
+A backend module holds `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
+`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. No row is empty by position, and the halves
+leave `spec.sink` alone.
 """
 
 from __future__ import annotations
@@ -15,9 +17,21 @@ from typing import Any, Literal, overload
 import torch
 
 from mindspeed_lite.ops.attention import band, reference
-from mindspeed_lite.ops.attention.case import OPERATOR, Case, module, prepare
+from mindspeed_lite.ops.attention.backends import OPERATOR, fallback_reasons, module
+from mindspeed_lite.ops.attention.spec import AttentionSpec, Case, prepare
 
-__all__ = ["OPERATOR", "Case", "attention", "backward", "forward", "why_not"]
+__all__ = [
+    "OPERATOR",
+    "AttentionSpec",
+    "Case",
+    "attend",
+    "attention",
+    "backward",
+    "forward",
+    "prepare",
+    "fallback_reasons",
+    "why_not",
+]
 
 
 @overload
@@ -81,7 +95,7 @@ def attention(
         -1 is no limit. Combined with `causal` if both are given.
     mask: bool, True hides the key (Megatron's convention), broadcastable to [b, n or 1, sq, sk]; combined
         with the other two.
-    scale: 1 / sqrt(d) unless given.
+    scale: 1 / sqrt(d) unless given; above 0 and finite in fp32.
     dropout_p: drawn from the device's current default generator; fork it outside if ranks must differ. The
         backward pass drops what the forward pass dropped. Which bits it drops is each backend's own business.
     sink: [n], any floating dtype, one logit per head that takes weight and gives no value (Megatron's softmax
@@ -96,60 +110,52 @@ def attention(
     of size sq x sk, if anything, stands in their files; no backend keeps it per head. Scores and softmax are fp32
     there; the reference is fp32 throughout (float64 for float64).
     """
-    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, dropout_p, window, sink)
-    empty = _empty_rows(causal, window, q, k)
-    if empty:
-        result = attention(
-            q[empty:],
+    out, lse = attend(
+        q,
+        k,
+        v,
+        prepare(
+            q,
             k,
             v,
             causal=causal,
-            mask=_below(mask, empty),
+            mask=mask,
             scale=scale,
             dropout_p=dropout_p,
             window=window,
             sink=sink,
-            return_lse=return_lse,  # type: ignore[call-overload]
-        )
-        return _behind(result, empty, sink) if return_lse else _behind((result, None), empty, sink)[0]
-    # Kernels differ on what they accept of empty tensors, and there is nothing to win.
-    implementation = reference.attention if 0 in q.shape or 0 in v.shape else OPERATOR.choose(case)
-    return implementation(
-        q,
-        k,
-        v,
-        causal=causal,
-        mask=mask,
-        scale=scale,
-        dropout_p=dropout_p,
-        window=window,
-        sink=sink,
-        return_lse=return_lse,
+            return_lse=return_lse,
+        ),
     )
+    return (out, lse) if return_lse else out
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of `attention` for a call that `prepare` has checked; without `spec.return_lse` lse may be None."""
+    if spec.rows_without_keys:
+        rest = attend(q[spec.rows_without_keys :], k, v, _below(spec, q, k))
+        return _behind(rest, spec.rows_without_keys, spec.sink)
+    # Kernels differ on what they accept of empty tensors, and there is nothing to win.
+    implementation = reference.attention if spec.empty else OPERATOR.choose(spec.case)
+    result: tuple[torch.Tensor, torch.Tensor | None] = implementation(q, k, v, spec)  # type: ignore[assignment]
+    return result
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: band.Window | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention` over these keys, without autograd.
+    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
 
     Two results over disjoint sets of keys make one: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
     out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
     """
-    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, 0.0, window, None)
-    empty = _empty_rows(causal, window, q, k)
-    if empty:
-        result = forward(q[empty:], k, v, causal=causal, mask=_below(mask, empty), scale=scale, window=window)
-        return _behind(result, empty, None)
-    pair: tuple[torch.Tensor, torch.Tensor]
-    pair = module(q, v, case).forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+    _check_half(spec)
+    if spec.rows_without_keys:
+        rest = forward(q[spec.rows_without_keys :], k, v, _below(spec, q, k))
+        return _behind(rest, spec.rows_without_keys, None)
+    pair: tuple[torch.Tensor, torch.Tensor] = module(spec).forward(q, k, v, spec)
     return pair
 
 
@@ -160,58 +166,41 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: band.Window | None = None,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients (dq, dk, dv) that these keys contribute, without autograd, in the dtypes of q, k and v.
 
     dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, that
     is, of `forward` or of several results put together (a sink included); p = exp(score - lse). With lse -inf a
-    row gives no gradient.
+    row gives no gradient. `spec` is that of `forward`.
     """
-    case, causal, window, scale = prepare(q, k, v, causal, mask, scale, 0.0, window, None)
-    empty = _empty_rows(causal, window, q, k)
+    _check_half(spec)
+    empty = spec.rows_without_keys
     if empty:
         rows = (dout[empty:], q[empty:], k, v, out[empty:], lse[..., empty:])
-        dq, dk, dv = backward(*rows, causal=causal, mask=_below(mask, empty), scale=scale, window=window)
+        dq, dk, dv = backward(*rows, _below(spec, q, k))
         return torch.nn.functional.pad(dq, (0, 0) * 3 + (empty, 0)), dk, dv
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    gradients = module(q, v, case).backward(
-        dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale, window=window
-    )
+    gradients = module(spec).backward(dout, q, k, v, out, lse, spec)
     return gradients
 
 
-def why_not(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(prepare(q, k, v, causal, mask, scale, dropout_p, window, sink)[0])
+def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[str]:
+    """Every reason why `attention` of these would run on the reference, not on its device's backend; empty if none."""
+    return fallback_reasons(prepare(q, k, v, **options))
 
 
-def _empty_rows(causal: bool, window: band.Window | None, q: torch.Tensor, k: torch.Tensor) -> int:
-    """How many leading queries see no key by position: they are cut off, and no kernel has to know of them."""
-    sq, sk = q.shape[0], k.shape[0]
-    if sq <= sk or not (causal or window is not None) or 0 in q.shape or 0 in k.shape:
-        return 0
-    return band.rows_without_keys(causal, window, sq, sk)
+def _check_half(spec: AttentionSpec) -> None:
+    if spec.sink is not None or spec.dropout_p > 0.0:
+        raise ValueError("attention: forward and backward take no sink (put it to the whole softmax) and no dropout")
 
 
-def _below(mask: torch.Tensor | None, rows: int) -> torch.Tensor | None:
-    """The mask of the rows after the first `rows`."""
-    return mask if mask is None or mask.dim() < 2 or mask.shape[-2] == 1 else mask[..., rows:, :]
+def _below(spec: AttentionSpec, q: torch.Tensor, k: torch.Tensor) -> AttentionSpec:
+    """What remains to be asked for the queries after `spec.rows_without_keys`."""
+    rows, mask = spec.rows_without_keys, spec.mask
+    if mask is not None and mask.dim() >= 2 and mask.shape[-2] > 1:
+        spec = spec._replace(mask=mask[..., rows:, :])
+    return spec.for_lengths(q.shape[0] - rows, k.shape[0])
 
 
 def _behind(result: tuple[torch.Tensor, Any], empty: int, sink: torch.Tensor | None) -> tuple[torch.Tensor, Any]:

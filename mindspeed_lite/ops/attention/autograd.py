@@ -7,12 +7,13 @@ for putting two sets of keys together, and the kernel's backward needs the new o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops.attention import band
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -25,24 +26,14 @@ class Kernels(NamedTuple):
     backward: Callable[..., Triple]
 
 
-def attention(
-    kernels: Kernels,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    sink: torch.Tensor | None,
-) -> Pair:
+def attention(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
     """(out, lse), differentiable through `out` in q, k, v and the sink."""
+    sink = spec.sink
     needed = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     if needed and torch.is_grad_enabled():
-        pair: Pair = _Attention.apply(kernels, q, k, v, sink, mask, causal, scale, window)  # type: ignore[no-untyped-call]
+        pair: Pair = _Attention.apply(kernels, q, k, v, sink, spec.mask, spec)  # type: ignore[no-untyped-call]
         return pair
-    out, lse = kernels.forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+    out, lse = kernels.forward(q, k, v, spec)
     return (out, lse) if sink is None else with_sink(out, lse, sink)
 
 
@@ -70,15 +61,15 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         sink: torch.Tensor | None,
         mask: torch.Tensor | None,
-        causal: bool,
-        scale: float,
-        window: band.Window | None,
+        spec: AttentionSpec,
     ) -> Pair:
-        out, lse = kernels.forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+        out, lse = kernels.forward(q, k, v, spec)
         if sink is not None:
             out, lse = with_sink(out, lse, sink)
         ctx.save_for_backward(q, k, v, sink, mask, out, lse)
-        ctx.kernels, ctx.causal, ctx.scale, ctx.window = kernels, causal, scale, window
+        # Tensors are autograd's to keep: it frees them, sees writes to them and lets hooks move them.
+        ctx.spec = spec if mask is None and sink is None else spec._replace(mask=None, sink=None)
+        ctx.kernels = kernels
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)
         return out, lse
@@ -86,16 +77,15 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-        nothing = (None,) * 9
+        nothing = (None,) * 7
         if dout is None:
             return nothing
         q, k, v, sink, mask, out, lse = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:5]
         dq = dk = dv = dsink = None
         if any(wanted[:3]):
-            dq, dk, dv = ctx.kernels.backward(
-                dout, q, k, v, out, lse, causal=ctx.causal, mask=mask, scale=ctx.scale, window=ctx.window
-            )
+            spec = ctx.spec if mask is None else ctx.spec._replace(mask=mask)
+            dq, dk, dv = ctx.kernels.backward(dout, q, k, v, out, lse, spec)
         if wanted[3]:
             dsink = sink_gradient(dout, out, lse, sink)
         gradients = (grad if want else None for grad, want in zip((dq, dk, dv, dsink), wanted, strict=True))

@@ -36,15 +36,10 @@ def canonical(causal: bool, window: Window | None, sq: int, sk: int) -> tuple[bo
     return False, (left, right)
 
 
-def limits(causal: bool, window: Window | None) -> Window | None:
-    """A canonical band as a window, causal included; None when every key is visible."""
-    return CAUSAL if causal else window
-
-
 def rows_without_keys(causal: bool, window: Window | None, sq: int, sk: int) -> int:
-    """How many queries of a canonical band stand before the first key they may see; these are the first ones."""
-    band = limits(causal, window)
-    return 0 if band is None or band[1] < 0 else max(0, sq - sk - band[1])
+    """How many queries of a canonical band stand before the first of some keys that they may see: the first ones."""
+    right = 0 if causal else -1 if window is None else window[1]
+    return 0 if right < 0 or sk == 0 else max(0, sq - sk - right)
 
 
 def hidden(sq: int, sk: int, window: Window, device: torch.device) -> torch.Tensor:

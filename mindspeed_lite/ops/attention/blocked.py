@@ -9,13 +9,15 @@ kept, and the backward pass draws the same numbers again from it; nothing of the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.attention import autograd, band
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 # Scores of one block. fp32: 4 MiB, of which a block holds a few, in a core's cache or near it.
 _SCORES = 1 << 20
@@ -32,58 +34,34 @@ class _Block(NamedTuple):
     keys: slice
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    window: band.Window | None,
-    sink: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    """As the package's function, with its arguments in a backend's form."""
-    kernels = autograd.Kernels(forward, backward)
-    if dropout_p > 0.0:
-        state = _generator_state(q.device)
-        kernels = autograd.Kernels(
-            functools.partial(forward, dropout_p=dropout_p),
-            functools.partial(backward, dropout_p=dropout_p, state=state),
-        )
-    pair = autograd.attention(kernels, q, k, v, causal=causal, mask=mask, scale=scale, window=window, sink=sink)
-    return pair if return_lse else pair[0]
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+    """As a backend's."""
+    return autograd.attention(_KERNELS, q, k, v, drawn(spec, q.device) if spec.dropout_p > 0.0 else spec)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    dropout_p: float = 0.0,
-) -> autograd.Pair:
+def drawn(spec: AttentionSpec, device: torch.device) -> AttentionSpec:
+    """With the generator's state, from which both passes draw the same numbers."""
+    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return spec._replace(rng=state)
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
     ratio = n // g
     queries, keys, values = _batched(q, g), _batched(k, g), _batched(v, g)
     out = queries.new_zeros(b * g, ratio, sq, dv)
     lse = queries.new_full((b * g, ratio, sq), float("-inf"))
-    hidden = _Hidden(mask, band.limits(causal, window), (b, n, g, sq, sk), q.device)
+    hidden = _Hidden(spec, (b, n, g, sq, sk), q.device)
     for block in _blocks(b * g, ratio, sq, sk, hidden.positions):
-        scores = _scores(queries, keys, block, scale)  # [batches, ratio, rows, keys]
+        scores = _scores(queries, keys, block, spec.scale)  # [batches, ratio, rows, keys]
         hidden.hide(scores, block)
         # A row without keys has the maximum -inf, and exp(-inf - inf) is 0 throughout.
         most = _finite(scores.amax(-1, keepdim=True))
         weights = scores.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
         lse[block.batches, :, block.rows] = torch.where(total > 0, total.log() + most, -most).squeeze(-1)
-        if dropout_p > 0.0:
-            weights.mul_(_kept(weights, dropout_p, None))
+        if spec.dropout_p > 0.0:
+            weights.mul_(_kept(weights, spec.dropout_p, None))
         values_ = values[block.batches, 0, block.keys]
         context = torch.bmm(weights.flatten(1, 2), values_).view(*weights.shape[:-1], dv)
         out[block.batches, :, block.rows] = context.div_(total.clamp_min_(torch.finfo(total.dtype).tiny))
@@ -97,13 +75,7 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    dropout_p: float = 0.0,
-    state: torch.Tensor | None = None,
+    spec: AttentionSpec,
 ) -> autograd.Triple:
     (sq, b, n, _), (sk, _, g, _) = q.shape, v.shape
     ratio = n // g
@@ -112,27 +84,30 @@ def backward(
     lse = _finite(lse.to(queries.dtype)).reshape(b * g, ratio, sq, 1)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     generator = None
-    if dropout_p > 0.0 and state is not None:
+    if spec.dropout_p > 0.0:
         generator = torch.Generator(q.device)
-        generator.set_state(state)
-    hidden = _Hidden(mask, band.limits(causal, window), (b, n, g, sq, sk), q.device)
+        generator.set_state(spec.rng)
+    hidden = _Hidden(spec, (b, n, g, sq, sk), q.device)
     for block in _blocks(b * g, ratio, sq, sk, hidden.positions):
         batches, rows, cols = block
-        probs = _scores(queries, keys, block, scale)
+        probs = _scores(queries, keys, block, spec.scale)
         hidden.hide(probs, block)
         probs.sub_(lse[batches, :, rows]).exp_()
         grad = douts[batches, :, rows].flatten(1, 2)  # [batches, ratio * rows, dv]
         dprobs = torch.bmm(grad, values[batches, 0, cols].transpose(1, 2)).view_as(probs)
         weights = probs
         if generator is not None:
-            kept = _kept(probs, dropout_p, generator)
+            kept = _kept(probs, spec.dropout_p, generator)
             weights = probs * kept
             dprobs.mul_(kept)
         dv[batches, 0, cols] += torch.bmm(weights.flatten(1, 2).transpose(1, 2), grad)
-        dscores = dprobs.sub_(delta[batches, :, rows]).mul_(probs).mul_(scale).flatten(1, 2)
+        dscores = dprobs.sub_(delta[batches, :, rows]).mul_(probs).mul_(spec.scale).flatten(1, 2)
         dq[batches, :, rows] = torch.bmm(dscores, keys[batches, 0, cols]).view_as(dq[batches, :, rows])
         dk[batches, 0, cols] += torch.bmm(dscores.transpose(1, 2), queries[batches, :, rows].flatten(1, 2))
     return _unbatched(dq, b).to(q.dtype), _unbatched(dk, b).to(k.dtype), _unbatched(dv, b).to(v.dtype)
+
+
+_KERNELS = autograd.Kernels(forward, backward)
 
 
 def _batched(t: torch.Tensor, g: int) -> torch.Tensor:
@@ -177,16 +152,10 @@ def _blocks(batches: int, ratio: int, sq: int, sk: int, positions: band.Window |
 class _Hidden:
     """The caller's mask and the band, a block at a time."""
 
-    def __init__(
-        self,
-        mask: torch.Tensor | None,
-        positions: band.Window | None,
-        sizes: tuple[int, int, int, int, int],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, sizes: tuple[int, int, int, int, int], device: torch.device) -> None:
         b, n, g, sq, sk = sizes
-        self.positions, self.sq, self.sk, self.device = positions, sq, sk, device
-        self.mask = None
+        self.positions, self.sq, self.sk, self.device = spec.positions, sq, sk, device
+        self.mask, mask = None, spec.mask
         if mask is not None:
             whole = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
             self.mask = whole.expand(b, n, sq, sk).unflatten(1, (g, n // g))  # type: ignore[no-untyped-call]
@@ -226,9 +195,3 @@ def _kept(like: torch.Tensor, dropout_p: float, generator: torch.Generator | Non
     drawn = torch.empty((like.numel() + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
     kept = drawn.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
     return kept.to(like.dtype).mul_(65536 / (65536 - dropped))
-
-
-def _generator_state(device: torch.device) -> torch.Tensor:
-    state: torch.Tensor
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return state

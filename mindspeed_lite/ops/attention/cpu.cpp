@@ -12,21 +12,10 @@
 // contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys.
 #include <cstdlib>
 #include <memory>
+#include <optional>
 
+#include "brgemm.h"
 #include "draws.h"
-#include "numbers.h"
-
-namespace c10 {
-struct BFloat16;
-}  // namespace c10
-
-namespace at::native::cpublas {
-void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const c10::BFloat16* a,
-            const c10::BFloat16* b, float* c, bool in_pairs);
-void brgemm(int64_t m, int64_t n, int64_t k, int64_t lda, int64_t ldb, int64_t ldc, bool add, const float* a,
-            const float* b, float* c, bool in_pairs);
-void brgemm_release(bool in_pairs);
-}  // namespace at::native::cpublas
 
 namespace {
 
@@ -38,17 +27,6 @@ constexpr int64_t pairs = sizeof(T) == 2 ? 2 : 1;
 
 int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
 
-void multiply(int64_t m, int64_t n, int64_t k, const bf16* a, int64_t lda, const bf16* b, float* c, int64_t ldc,
-              bool add) {
-    at::native::cpublas::brgemm(m, n, k, lda, n, ldc, add, reinterpret_cast<const c10::BFloat16*>(a),
-                                reinterpret_cast<const c10::BFloat16*>(b), c, true);
-}
-
-void multiply(int64_t m, int64_t n, int64_t k, const float* a, int64_t lda, const float* b, float* c, int64_t ldc,
-              bool add) {
-    at::native::cpublas::brgemm(m, n, k, lda, n, ldc, add, a, b, c, false);
-}
-
 // Memory of one thread, aligned to a cache line.
 template <typename T>
 struct Buffer {
@@ -57,7 +35,9 @@ struct Buffer {
     };
     std::unique_ptr<T, Free> memory;
     explicit Buffer(int64_t count)
-        : memory(static_cast<T*>(std::aligned_alloc(64, up(std::max<int64_t>(count, 1) * sizeof(T), 64)))) {}
+        : memory(static_cast<T*>(std::aligned_alloc(64, up(std::max<int64_t>(count, 1) * sizeof(T), 64)))) {
+        if (!memory) throw std::bad_alloc();
+    }
     operator T*() const { return memory.get(); }
 };
 
@@ -116,7 +96,7 @@ void hide(const Call<T>& call, int64_t batch, int64_t head, int64_t q0, int64_t 
 // Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.
 template <typename T>
 void drop(const Call<T>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = 1.0f / (1.0f - static_cast<float>(call.dropped) * 0x1p-32f);
+    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
 #pragma omp simd
     for (int64_t q = 0; q < count; ++q) {
         const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
@@ -178,8 +158,21 @@ void pair_up(const float* first, const float* second, int64_t count, bf16* to) {
 
 void pair_up(const float* first, const float*, int64_t count, float* to) { std::copy(first, first + count, to); }
 
+// What a thread of the forward pass works with.
 template <typename T>
-void forward(const Call<T>& call, T* out, float* lse, int threads) {
+struct ForwardSpace {
+    Buffer<float> scores, sums;
+    Buffer<T> query, weights, rows;
+    explicit ForwardSpace(const Call<T>& call)
+        : scores(KEYS * QUERIES),
+          sums(call.dv * QUERIES),
+          query(call.d * QUERIES),
+          weights(KEYS * QUERIES),
+          rows(call.dv * KEYS) {}
+};
+
+template <typename T>
+void forward(const Call<T>& call, T* out, float* lse, int threads, Guard& guard) {
     constexpr int64_t P = pairs<T>;
     const int64_t heads = call.b * call.n, per_group = call.n / call.g;
     const int64_t tiles = (call.sq + QUERIES - 1) / QUERIES;
@@ -188,119 +181,153 @@ void forward(const Call<T>& call, T* out, float* lse, int threads) {
     Buffer<T> all_keys(call.b * call.g * padded * call.d), all_values(call.b * call.g * padded * call.dv);
 #pragma omp parallel num_threads(threads)
     {
-        Buffer<float> scores(KEYS * QUERIES), sums(call.dv * QUERIES);
-        Buffer<T> query(call.d * QUERIES), weights(KEYS * QUERIES), rows(call.dv * KEYS);
-        float highest[QUERIES], total[QUERIES], factor[QUERIES], before[QUERIES];
+        std::optional<ForwardSpace<T>> space;
+        guard([&] { space.emplace(call); });
 #pragma omp for collapse(2)
         for (int64_t i = 0; i < call.b * call.g; ++i) {
             for (int64_t tile = 0; tile < key_tiles; ++tile) {
+                if (guard.status()) continue;
+                T* rows = space->rows;
                 const int64_t k0 = tile * KEYS, keys = std::min(KEYS, call.sk - k0);
                 gather(call.k + k0 * call.ks + i / call.g * call.kb + i % call.g * call.kn, call.ks, keys, call.d,
                        all_keys + (i * padded + k0) * call.d);
-                gather(call.v + k0 * call.vs + i / call.g * call.vb + i % call.g * call.vn, call.vs, keys, call.dv,
-                       static_cast<T*>(rows));
+                gather(call.v + k0 * call.vs + i / call.g * call.vb + i % call.g * call.vn, call.vs, keys, call.dv, rows);
                 transpose(static_cast<const T*>(rows), call.dv, keys, call.dv, KEYS,
                           all_values + (i * padded + k0) * call.dv);
             }
         }
-        // The last tiles have the most keys under a causal mask: they go first.
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t last = 0; last < tiles; ++last) {
-            for (int64_t i = 0; i < heads; ++i) {
-                const int64_t batch = i / call.n, head = i % call.n, group = head / per_group;
-                const int64_t q0 = (tiles - 1 - last) * QUERIES, queries = std::min(QUERIES, call.sq - q0);
-                pack_transposed(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d,
-                                queries, static_cast<T*>(query));
-                std::fill(highest, highest + queries, -INF);
-                std::fill(total, total + queries, 0.0f);
-                std::fill(sums + 0, sums + call.dv * queries, 0.0f);
-                const int64_t end = call.end_key(q0 + queries);
-                for (int64_t k0 = call.first_key(q0) / KEYS * KEYS; k0 < end; k0 += KEYS) {
-                    const int64_t keys = std::min(KEYS, call.sk - k0), even = up(keys, P);
-                    const int64_t place = (batch * call.g + group) * padded + k0;
-                    multiply(keys, queries, call.d, all_keys + place * call.d, call.d, query, scores, queries, false);
-                    if (!call.all_visible(q0, queries, k0, keys)) {
-                        hide(call, batch, head, q0, queries, k0, keys, scores);
-                    }
-                    std::copy(highest, highest + queries, before);
-                    for (int64_t k = 0; k < keys; ++k) {
-                        // Scaled in a loop of its own: fused with the subtraction below, the product would not be
-                        // rounded as the maximum was, and the difference of large scores would be noise.
-                        float* row = scores + k * queries;
-#pragma omp simd
-                        for (int64_t q = 0; q < queries; ++q) {
-                            const float s = row[q] * call.scale;
-                            row[q] = s;
-                            highest[q] = s > highest[q] ? s : highest[q];
-                        }
-                    }
-                    float base[QUERIES];
+        const auto run = [&](int64_t last, int64_t i) {
+            float *const scores = space->scores, *const sums = space->sums;
+            T *const query = space->query, *const weights = space->weights;
+            float highest[QUERIES], total[QUERIES], factor[QUERIES], before[QUERIES];
+            const int64_t batch = i / call.n, head = i % call.n, group = head / per_group;
+            const int64_t q0 = (tiles - 1 - last) * QUERIES, queries = std::min(QUERIES, call.sq - q0);
+            pack_transposed(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d,
+                            queries, query);
+            std::fill(highest, highest + queries, -INF);
+            std::fill(total, total + queries, 0.0f);
+            std::fill(sums, sums + call.dv * queries, 0.0f);
+            const int64_t end = call.end_key(q0 + queries);
+            for (int64_t k0 = call.first_key(q0) / KEYS * KEYS; k0 < end; k0 += KEYS) {
+                const int64_t keys = std::min(KEYS, call.sk - k0), even = up(keys, P);
+                const int64_t place = (batch * call.g + group) * padded + k0;
+                multiply(keys, queries, call.d, all_keys + place * call.d, call.d, query, scores, queries, false);
+                if (!call.all_visible(q0, queries, k0, keys)) {
+                    hide(call, batch, head, q0, queries, k0, keys, scores);
+                }
+                std::copy(highest, highest + queries, before);
+                for (int64_t k = 0; k < keys; ++k) {
+                    // Scaled in a loop of its own: fused with the subtraction below, the product would not be
+                    // rounded as the maximum was, and the difference of large scores would be noise.
+                    float* row = scores + k * queries;
 #pragma omp simd
                     for (int64_t q = 0; q < queries; ++q) {
-                        // A query that has seen no key yet: any number will do in place of -inf.
-                        base[q] = highest[q] == -INF ? 0.0f : highest[q];
-                        factor[q] = exp_(before[q] - base[q]);
-                        total[q] *= factor[q];
+                        const float s = row[q] * call.scale;
+                        row[q] = s;
+                        highest[q] = s > highest[q] ? s : highest[q];
                     }
-                    for (int64_t k = 0; k < keys; ++k) {
-                        float* row = scores + k * queries;
-#pragma omp simd
-                        for (int64_t q = 0; q < queries; ++q) {
-                            const float p = exp_(row[q] - base[q]);
-                            total[q] += p;
-                            row[q] = p;
-                        }
-                        if (call.dropped) drop(call, i * call.sq + q0, queries, k0 + k, row);
-                        if (k % P == P - 1 || k == keys - 1) {
-                            const float* first = scores + k / P * P * queries;
-                            pair_up(first, k % P == P - 1 ? row : nullptr, queries, weights + k / P * queries * P);
-                        }
-                    }
-                    for (int64_t j = 0; j < call.dv; ++j) {
-                        float* row = sums + j * queries;
-#pragma omp simd
-                        for (int64_t q = 0; q < queries; ++q) row[q] *= factor[q];
-                    }
-                    multiply(call.dv, queries, even, all_values + place * call.dv, KEYS, weights, sums, queries, true);
                 }
+                float base[QUERIES];
+#pragma omp simd
                 for (int64_t q = 0; q < queries; ++q) {
-                    const float inverse = total[q] > 0.0f ? 1.0f / total[q] : 0.0f;
-                    T* to = out + ((q0 + q) * call.b * call.n + i) * call.dv;
-                    for (int64_t j = 0; j < call.dv; ++j) store(to + j, sums[j * queries + q] * inverse);
-                    lse[i * call.sq + q0 + q] = total[q] > 0.0f ? highest[q] + std::log(total[q]) : -INF;
+                    // A query that has seen no key yet: any number will do in place of -inf.
+                    base[q] = highest[q] == -INF ? 0.0f : highest[q];
+                    factor[q] = exp_(before[q] - base[q]);
+                    total[q] *= factor[q];
                 }
+                for (int64_t k = 0; k < keys; ++k) {
+                    float* row = scores + k * queries;
+#pragma omp simd
+                    for (int64_t q = 0; q < queries; ++q) {
+                        const float p = exp_(row[q] - base[q]);
+                        total[q] += p;
+                        row[q] = p;
+                    }
+                    if (call.dropped) drop(call, i * call.sq + q0, queries, k0 + k, row);
+                    if (k % P == P - 1 || k == keys - 1) {
+                        const float* first = scores + k / P * P * queries;
+                        pair_up(first, k % P == P - 1 ? row : nullptr, queries, weights + k / P * queries * P);
+                    }
+                }
+                for (int64_t j = 0; j < call.dv; ++j) {
+                    float* row = sums + j * queries;
+#pragma omp simd
+                    for (int64_t q = 0; q < queries; ++q) row[q] *= factor[q];
+                }
+                multiply(call.dv, queries, even, all_values + place * call.dv, KEYS, weights, sums, queries, true);
             }
-        }
-        at::native::cpublas::brgemm_release(P == 2);
+            for (int64_t q = 0; q < queries; ++q) {
+                // 0 without a key; NaN stays NaN.
+                const float inverse = total[q] == 0.0f ? 0.0f : 1.0f / total[q];
+                T* to = out + ((q0 + q) * call.b * call.n + i) * call.dv;
+                for (int64_t j = 0; j < call.dv; ++j) store(to + j, sums[j * queries + q] * inverse);
+                lse[i * call.sq + q0 + q] = total[q] == 0.0f ? -INF : highest[q] + std::log(total[q]);
+            }
+        };
+        // The last tiles have the most keys under a causal mask: they go first.
+#pragma omp for collapse(2) schedule(dynamic)
+        for (int64_t last = 0; last < tiles; ++last)
+            for (int64_t i = 0; i < heads; ++i) guard([&] { run(last, i); });
+        guard.always([] { done_multiplying<T>(); });
     }
 }
+
+// What a thread of the backward pass works with.
+template <typename T>
+struct BackwardSpace {
+    Buffer<float> scores, slopes;
+    Buffer<T> weights, rows, columns, keys_t, key_rows, value_rows;
+    // The queries and dout of one head, in both forms of a right-hand side.
+    Buffer<T> q_t, q_r, dout_t, dout_r;
+    Buffer<float> logs, sums;
+    // dq^T of one head, [tile][d][QUERIES]; dk and dv of one key head.
+    Buffer<float> to_q, to_k, to_v;
+    BackwardSpace(const Call<T>& call, int64_t width)
+        : scores(KEYS * QUERIES),
+          slopes(KEYS * QUERIES),
+          weights(KEYS * QUERIES),
+          rows(KEYS * QUERIES),
+          columns(KEYS * QUERIES),
+          keys_t(call.d * KEYS),
+          key_rows(call.d * KEYS),
+          value_rows(call.dv * KEYS),
+          q_t(width * call.d),
+          q_r(width * call.d),
+          dout_t(width * call.dv),
+          dout_r(width * call.dv),
+          logs(width),
+          sums(width),
+          to_q(width * call.d),
+          to_k(call.sk * call.d),
+          to_v(call.sk * call.dv) {}
+};
 
 // dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
 template <typename T>
 void backward(const Call<T>& call, const T* out, const float* lse, const T* dout, int64_t os, int64_t ob, int64_t on,
-              T* dq, T* dk, T* dv, int threads) {
+              T* dq, T* dk, T* dv, int threads, Guard& guard) {
     constexpr int64_t P = pairs<T>;
     const int64_t per_group = call.n / call.g;
     const int64_t tiles = (call.sq + QUERIES - 1) / QUERIES;
     const int64_t width = up(call.sq, QUERIES);
 #pragma omp parallel num_threads(threads)
     {
-        Buffer<float> scores(KEYS * QUERIES), slopes(KEYS * QUERIES);
-        Buffer<T> weights(KEYS * QUERIES), rows(KEYS * QUERIES), columns(KEYS * QUERIES), keys_t(call.d * KEYS);
-        Buffer<T> key_rows(call.d * KEYS), value_rows(call.dv * KEYS);
-        // The queries and dout of one head, in both forms of a right-hand side.
-        Buffer<T> q_t(width * call.d), q_r(width * call.d), dout_t(width * call.dv), dout_r(width * call.dv);
-        Buffer<float> logs(width), sums(width);
-        // dq^T of one head, [tile][d][QUERIES]; dk and dv of one key head.
-        Buffer<float> to_q(width * call.d), to_k(call.sk * call.d), to_v(call.sk * call.dv);
-#pragma omp for schedule(dynamic)
-        for (int64_t pair = 0; pair < call.b * call.g; ++pair) {
+        std::optional<BackwardSpace<T>> space;
+        guard([&] { space.emplace(call, width); });
+        const auto run = [&](int64_t pair) {
+            float *const scores = space->scores, *const slopes = space->slopes;
+            T *const weights = space->weights, *const rows = space->rows, *const columns = space->columns;
+            T *const keys_t = space->keys_t, *const key_rows = space->key_rows, *const value_rows = space->value_rows;
+            T *const q_t = space->q_t, *const q_r = space->q_r, *const dout_t = space->dout_t;
+            T *const dout_r = space->dout_r;
+            float *const logs = space->logs, *const sums = space->sums;
+            float *const to_q = space->to_q, *const to_k = space->to_k, *const to_v = space->to_v;
             const int64_t batch = pair / call.g, group = pair % call.g;
-            std::fill(to_k + 0, to_k + call.sk * call.d, 0.0f);
-            std::fill(to_v + 0, to_v + call.sk * call.dv, 0.0f);
+            std::fill(to_k, to_k + call.sk * call.d, 0.0f);
+            std::fill(to_v, to_v + call.sk * call.dv, 0.0f);
             for (int64_t head = group * per_group; head < (group + 1) * per_group; ++head) {
                 const int64_t i = batch * call.n + head;
-                std::fill(to_q + 0, to_q + width * call.d, 0.0f);
+                std::fill(to_q, to_q + width * call.d, 0.0f);
                 const T* q = call.q + batch * call.qb + head * call.qn;
                 const T* grad = dout + batch * ob + head * on;
                 for (int64_t tile = 0; tile < tiles; ++tile) {
@@ -324,9 +351,9 @@ void backward(const Call<T>& call, const T* out, const float* lse, const T* dout
                     const int64_t keys = std::min(KEYS, call.sk - k0), even = up(keys, P);
                     const T* k = call.k + k0 * call.ks + batch * call.kb + group * call.kn;
                     const T* v = call.v + k0 * call.vs + batch * call.vb + group * call.vn;
-                    transpose(k, call.ks, keys, call.d, even, static_cast<T*>(keys_t));
-                    gather(k, call.ks, keys, call.d, static_cast<T*>(key_rows));
-                    gather(v, call.vs, keys, call.dv, static_cast<T*>(value_rows));
+                    transpose(k, call.ks, keys, call.d, even, keys_t);
+                    gather(k, call.ks, keys, call.d, key_rows);
+                    gather(v, call.vs, keys, call.dv, value_rows);
                     for (int64_t q0 = 0; q0 < call.sq; q0 += QUERIES) {
                         const int64_t queries = std::min(QUERIES, call.sq - q0), filled = up(queries, P);
                         if (call.end_key(q0 + queries) <= k0 || call.first_key(q0) >= k0 + keys) continue;
@@ -385,8 +412,10 @@ void backward(const Call<T>& call, const T* out, const float* lse, const T* dout
                 T* other = dv + (row * call.b * call.g + pair) * call.dv;
                 for (int64_t j = 0; j < call.dv; ++j) store(other + j, to_v[row * call.dv + j]);
             }
-        }
-        at::native::cpublas::brgemm_release(P == 2);
+        };
+#pragma omp for schedule(dynamic)
+        for (int64_t pair = 0; pair < call.b * call.g; ++pair) guard([&] { run(pair); });
+        guard.always([] { done_multiplying<T>(); });
     }
 }
 
@@ -400,16 +429,20 @@ Call<T> describe(const T* q, const T* k, const T* v, const int64_t* n, const uin
 
 }  // namespace
 
-#define EXPORT(T)                                                                                                   \
-    extern "C" void forward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,    \
-                                float scale, T* out, float* lse, int32_t threads) {                                 \
-        forward(describe(q, k, v, numbers, mask, scale), out, lse, threads);                                        \
-    }                                                                                                               \
-    extern "C" void backward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,   \
-                                 float scale, const T* out, const float* lse, const T* dout, T* dq, T* dk, T* dv,   \
-                                 int32_t threads) {                                                                 \
-        backward(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25], numbers[26],    \
-                 dq, dk, dv, threads);                                                                              \
+#define EXPORT(T)                                                                                                      \
+    extern "C" int32_t forward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,    \
+                                   float scale, T* out, float* lse, int32_t threads) {                                 \
+        return guarded([&](Guard& guard) {                                                                             \
+            forward(describe(q, k, v, numbers, mask, scale), out, lse, threads, guard);                                \
+        });                                                                                                            \
+    }                                                                                                                  \
+    extern "C" int32_t backward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,   \
+                                    float scale, const T* out, const float* lse, const T* dout, T* dq, T* dk, T* dv,   \
+                                    int32_t threads) {                                                                 \
+        return guarded([&](Guard& guard) {                                                                             \
+            backward(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25], numbers[26],   \
+                     dq, dk, dv, threads, guard);                                                                      \
+        });                                                                                                            \
     }
 
 EXPORT(bf16)

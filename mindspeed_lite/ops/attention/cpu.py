@@ -23,10 +23,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mindspeed_lite.ops import dispatch
-from mindspeed_lite.ops.attention import autograd, band, blocked, cpu_native, layout, reference
+from mindspeed_lite.ops.attention import autograd, blocked, cpu_native, layout, reference
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention import Case
+    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 # Internal to PyTorch, so they may go: then this backend has a reason not to serve.
 _FORWARD: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -43,45 +43,20 @@ def supported(case: Case) -> list[str]:
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    window: band.Window | None,
-    sink: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    how: dict[str, Any] = dict(causal=causal, mask=mask, scale=scale, window=window, sink=sink)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     if torch.compiler.is_compiling():
-        if dropout_p > 0.0 or sink is not None or return_lse:
-            return reference.attention(q, k, v, **how, dropout_p=dropout_p, return_lse=return_lse)
-        return _compiled(q, k, v, causal, mask, scale, window)
-    if _native(q, v):
-        pair = autograd.attention(cpu_native.kernels(dropout_p), q, k, v, **how)
-    elif dropout_p > 0.0:
-        return blocked.attention(q, k, v, **how, dropout_p=dropout_p, return_lse=return_lse)
-    else:
-        pair = autograd.attention(_KERNELS, q, k, v, **how)
-    return pair if return_lse else pair[0]
+        if spec.dropout_p > 0.0 or spec.sink is not None or spec.return_lse:
+            return reference.attention(q, k, v, spec)
+        return _compiled(q, k, v, spec), None
+    if spec.dropout_p > 0.0:
+        spec = cpu_native.drawn(spec) if _native(q, spec) else blocked.drawn(spec, q.device)
+    return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-) -> autograd.Pair:
-    if _native(q, v):
-        return cpu_native.forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
-    return _flash_forward(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+    run = cpu_native.forward if _native(q, spec) else _flash_forward if spec.rng is None else blocked.forward
+    return run(q, k, v, spec)
 
 
 def backward(
@@ -91,40 +66,39 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
+    spec: AttentionSpec,
 ) -> autograd.Triple:
-    run = cpu_native.backward if _native(q, v) else _flash_backward
-    return run(dout, q, k, v, out, lse, causal=causal, mask=mask, scale=scale, window=window)
+    run = cpu_native.backward if _native(q, spec) else _flash_backward if spec.rng is None else blocked.backward
+    return run(dout, q, k, v, out, lse, spec)
 
 
-def _native(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether the kernel of our own takes the call; says once why the machine has none."""
-    if not cpu_native.takes(q, v) or isinstance(q, FakeTensor):
+_KERNELS = autograd.Kernels(forward, backward)
+
+
+def _native(q: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Whether the kernel of our own takes the call; says once why the machine has none.
+
+    Dropout that was drawn for one kernel means nothing to the other.
+    """
+    case, rng = spec.case, spec.rng
+    if not cpu_native.takes(case) or isinstance(q, FakeTensor) or not (rng is None or isinstance(rng, int)):
         return False
-    reason = cpu_native.unusable()
-    if reason is not None:
-        dispatch.report_fallback("attention", "cpu", (reason,), to="PyTorch's flash kernel")
-    return reason is None
+    reason = cpu_native.unusable(case.dtype)
+    if reason is None:
+        return True
+    if rng is not None:
+        raise RuntimeError(f"attention: the kernel that drew a call's dropout can no longer be used: {reason}")
+    dispatch.report_fallback("attention", "cpu", (reason,), to="PyTorch's flash kernel")
+    return False
 
 
-def _flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-) -> autograd.Pair:
-    call = _call(q, k, v, causal, mask, window)
+def _flash_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+    call = _call(q, k, v, spec)
     out, lse = _FORWARD.default(
-        call.q, call.k, call.v, 0.0, call.causal, attn_mask=_additive(call.mask, q.dtype), scale=scale
+        call.q, call.k, call.v, 0.0, call.causal, attn_mask=_additive(call.mask, q.dtype), scale=spec.scale
     )
+    if call.mask is not None and _has_nan(out):
+        return blocked.forward(q, k, v, spec)
     b = q.shape[1]
     return call.out(out, b, v.shape[3]), call.lse(lse, b)
 
@@ -136,27 +110,25 @@ def _flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
+    spec: AttentionSpec,
 ) -> autograd.Triple:
     dtype, (b, d, dv) = _wide(q.dtype), (q.shape[1], q.shape[3], v.shape[3])
-    call = _call(q.to(dtype), k.to(dtype), v.to(dtype), causal, mask, window)
-    dout, out = (call.rows(layout.pad(_rows(t).to(dtype), max(d, dv))) for t in (dout, out))
+    call = _call(q.to(dtype), k.to(dtype), v.to(dtype), spec)
+    grad, result = (call.rows(layout.pad(_rows(t).to(dtype), max(d, dv))) for t in (dout, out))
     dq, dk, dv_ = _BACKWARD.default(
-        dout,
+        grad,
         call.q,
         call.k,
         call.v,
-        out,
+        result,
         call.given_lse(lse),
         0.0,
         call.causal,
         attn_mask=_additive(call.mask, dtype),
-        scale=scale,
+        scale=spec.scale,
     )
+    if call.mask is not None and _has_nan(dv_):
+        return blocked.backward(dout, q, k, v, out, lse, spec)
     return (
         call.gradient(dq, b, d).to(q.dtype),
         call.gradient(dk, b, d).to(q.dtype),
@@ -164,50 +136,27 @@ def _flash_backward(
     )
 
 
-_KERNELS = autograd.Kernels(_flash_forward, _flash_backward)
+def _has_nan(t: torch.Tensor) -> bool:
+    """Whether a hidden score may have been infinite or NaN: the kernel adds -inf to it, where it should be replaced."""
+    return not isinstance(t, FakeTensor) and bool(t.isnan().any())
 
 
-def _compiled(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-) -> torch.Tensor:
-    call = _call(q, k, v, causal, mask, window)
+def _compiled(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    call = _call(q, k, v, spec)
     out = torch.nn.functional.scaled_dot_product_attention(
         call.q,
         call.k,
         call.v,
         attn_mask=call.mask,
         is_causal=call.causal,
-        scale=scale,
+        scale=spec.scale,
         enable_gqa=call.q.shape[1] != call.k.shape[1],
     )
     return call.out(out, q.shape[1], v.shape[3])
 
 
-def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    window: band.Window | None,
-) -> layout.Call:
-    return layout.call(
-        _rows(q),
-        _rows(k),
-        _rows(v),
-        causal=causal,
-        mask=mask,
-        window=window,
-        grouped=True,
-        padded=True,
-        mask_dtype=_wide(q.dtype),
-    )
+def _call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> layout.Call:
+    return layout.call(_rows(q), _rows(k), _rows(v), spec, grouped=True, padded=True, mask_dtype=_wide(q.dtype))
 
 
 def _rows(t: torch.Tensor) -> torch.Tensor:

@@ -7,15 +7,17 @@ it is stored; the seed comes from the default generator.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import autograd, band
+from mindspeed_lite.ops.attention import autograd
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 _NO_LIMIT_LEFT, _NO_LIMIT_RIGHT = -(1 << 63), (1 << 63) - 1
 
@@ -26,55 +28,46 @@ _library = native.Library(
         "forward_float": "pppppfppi",
         "backward_bf16": "pppppfppppppi",
         "backward_float": "pppppfppppppi",
+        "probe": "ip",
     },
     uses_torch=True,
+    returns_status=True,
 )
 
 
-@functools.cache
-def unusable() -> str | None:
-    """Why a processor that has the instructions cannot run the kernel, or None."""
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return "this PyTorch is built without oneDNN"
-    return _library.unusable()
+# Probabilities of dropout are multiples of 2^-32, above 0 and below 1.
+_DRAWS = 1 << 32
 
 
-def takes(q: torch.Tensor, v: torch.Tensor) -> bool:
+def unusable(dtype: torch.dtype) -> str | None:
+    """Why a processor that has the instructions cannot run the kernel on numbers of `dtype`, or None."""
+    return native.without_micro_kernel(_library, dtype)
+
+
+def takes(case: Case) -> bool:
     """Whether these are tensors, and this is a processor, for the kernel; for others PyTorch's own serves."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
-        return False
-    if q.dtype == torch.bfloat16:
+    if case.dtype == torch.bfloat16:
         # Pairs of numbers along a head.
-        return q.shape[3] % 2 == 0 and v.shape[3] % 2 == 0
-    return q.dtype == torch.float32
+        return case.head_size % 2 == 0 and case.value_size % 2 == 0 and _has_instructions()
+    return case.dtype == torch.float32 and _has_instructions()
 
 
-def kernels(dropout_p: float) -> autograd.Kernels:
-    """The two halves, with one draw of dropout for both."""
-    if dropout_p == 0.0:
-        return _KERNELS
-    seed = int(torch.randint(1 << 62, ()))
-    how: dict[str, Any] = {"dropped": round(dropout_p * 2**32), "seed": seed}
-    return autograd.Kernels(functools.partial(forward, **how), functools.partial(backward, **how))
+@functools.cache
+def _has_instructions() -> bool:
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    dropped: int = 0,
-    seed: int = 0,
-) -> autograd.Pair:
-    q, k, v = (_rows(t) for t in (q, k, v))
+def drawn(spec: AttentionSpec) -> AttentionSpec:
+    """With a seed, from which both halves drop the same."""
+    return spec._replace(rng=int(torch.randint(1 << 62, ())))
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+    q, k, v = _rows(q), _rows(k), _rows(v)
     (sq, b, n, _), dv = q.shape, v.shape[3]
     out = torch.empty(sq, b, n, dv, dtype=q.dtype)
     lse = torch.empty(b, n, sq)
-    numbers, hidden = _describe(q, k, v, causal, mask, window, dropped, seed, ())
+    numbers, hidden = _describe(q, k, v, spec, ())
     run = _library.forward_bf16 if q.dtype == torch.bfloat16 else _library.forward_float
     run(
         q.data_ptr(),
@@ -82,7 +75,7 @@ def forward(
         v.data_ptr(),
         numbers,
         hidden,
-        scale,
+        spec.scale,
         out.data_ptr(),
         lse.data_ptr(),
         torch.get_num_threads(),
@@ -97,18 +90,12 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    dropped: int = 0,
-    seed: int = 0,
+    spec: AttentionSpec,
 ) -> autograd.Triple:
-    q, k, v, dout = (_rows(t) for t in (q, k, v, dout))
+    q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     out, lse = out.contiguous(), lse.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
-    numbers, hidden = _describe(q, k, v, causal, mask, window, dropped, seed, dout.stride()[:3])
+    numbers, hidden = _describe(q, k, v, spec, dout.stride()[:3])
     run = _library.backward_bf16 if q.dtype == torch.bfloat16 else _library.backward_float
     run(
         q.data_ptr(),
@@ -116,7 +103,7 @@ def backward(
         v.data_ptr(),
         numbers,
         hidden,
-        scale,
+        spec.scale,
         out.data_ptr(),
         lse.data_ptr(),
         dout.data_ptr(),
@@ -128,31 +115,23 @@ def backward(
     return dq, dk, dv
 
 
-_KERNELS = autograd.Kernels(forward, backward)
-
-
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """The kernel reads a row of a head as one run of memory."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _describe(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    window: band.Window | None,
-    dropped: int,
-    seed: int,
-    more: tuple[int, ...],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, more: tuple[int, ...]
 ) -> tuple[Any, int | None]:
     """The kernel's array of numbers, and the address of the mask."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
-    left, right = band.limits(causal, window) or (-1, -1)
+    left, right = spec.positions or (-1, -1)
+    mask, dropped = spec.mask, 0
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if mask is not None:
         strides = mask.expand(b, n, sq, sk).stride()
+    if spec.rng is not None:
+        dropped = min(max(round(spec.dropout_p * _DRAWS), 1), _DRAWS - 1)
     numbers = (
         *(sq, sk, b, n, g, d, dv),
         *q.stride()[:3],
@@ -162,7 +141,7 @@ def _describe(
         right if right >= 0 else _NO_LIMIT_RIGHT,
         *strides,
         dropped,
-        seed,
+        spec.rng or 0,
         *more,
     )
-    return (ctypes.c_int64 * len(numbers))(*numbers), None if mask is None else mask.data_ptr()
+    return native.numbers(numbers), None if mask is None else mask.data_ptr()

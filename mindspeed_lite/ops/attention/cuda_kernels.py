@@ -10,13 +10,16 @@ size are padded with zeros, which changes no score and adds values that are cut 
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.attention import band
 from mindspeed_lite.ops.attention.autograd import Pair, Triple
 from mindspeed_lite.ops.attention.layout import pad
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 _aten: Any = torch.ops.aten
 
@@ -50,12 +53,12 @@ def _ends(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return torch.tensor(ends, dtype=torch.int32, device=device)
 
 
-def why_not_flash(dtype: torch.dtype, head_size: int, value_size: int) -> list[str]:
-    reasons = []
-    if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"dtype {dtype}: the flash kernel takes float16 and bfloat16")
-    if max(head_size, value_size) > 256:
-        reasons.append(f"head size {max(head_size, value_size)}: the flash kernel takes at most 256")
+def why_not_flash(case: Case) -> list[str]:
+    reasons, width = [], max(case.head_size, case.value_size)
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"dtype {case.dtype}: the flash kernel takes float16 and bfloat16")
+    if width > 256:
+        reasons.append(f"head size {width}: the flash kernel takes at most 256")
     return [*reasons, *_flash_missing()]
 
 
@@ -72,17 +75,12 @@ def _flash_missing() -> tuple[str, ...]:
     return ()
 
 
-def flash_serves(q: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    return mask is None and not why_not_flash(q.dtype, q.shape[3], v.shape[3])
+def flash_serves(spec: AttentionSpec) -> bool:
+    return spec.mask is None and not why_not_flash(spec.case)
 
 
 def flash_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    positions: band.Window | None,
-    scale: float,
-    ends: Ends | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, ends: Ends | None = None
 ) -> Pair:
     """[s, b, heads, size] in, (out [sq, b, n, dv], lse [b, n, sq]) back; with `ends` b is 1."""
     sq, b, n, d = q.shape
@@ -91,10 +89,10 @@ def flash_forward(
         *(_flash_layout(t, _width(d, dv), ends) for t in (q, k, v)),
         *_lengths(ends, sq, k.shape[0]),
         0.0,
-        positions == band.CAUSAL,
+        spec.causal,
         False,
-        scale=scale,
-        **_window(positions),
+        scale=spec.scale,
+        **_window(spec),
     )
     return _from_flash(out, dv, ends).contiguous(), lse.reshape(b, n, sq)
 
@@ -106,8 +104,7 @@ def flash_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    positions: band.Window | None,
-    scale: float,
+    spec: AttentionSpec,
     ends: Ends | None = None,
 ) -> Triple:
     sq, _, _, d = q.shape
@@ -124,11 +121,11 @@ def flash_backward(
         (lse if ends is None else lse.squeeze(0)).contiguous(),
         *_lengths(ends, sq, k.shape[1] if ends is None else k.shape[0]),
         0.0,
-        positions == band.CAUSAL,
+        spec.causal,
         rng_state,
         nothing,
-        scale=scale,
-        **_window(positions),
+        scale=spec.scale,
+        **_window(spec),
     )
     return _from_flash(dq, d, ends), _from_flash(dk, d, ends), _from_flash(dv_, dv, ends)
 
@@ -154,25 +151,17 @@ def _lengths(ends: Ends | None, sq: int, sk: int) -> tuple[Any, Any, int, int]:
     return (None, None, sq, sk) if ends is None else ends
 
 
-def _window(positions: band.Window | None) -> dict[str, int]:
-    if positions is None or positions == band.CAUSAL:
+def _window(spec: AttentionSpec) -> dict[str, int]:
+    if spec.window is None:
         return {}
-    return {"window_size_left": positions[0], "window_size_right": positions[1]}
+    return {"window_size_left": spec.window[0], "window_size_right": spec.window[1]}
 
 
-def efficient_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-) -> Pair:
+def efficient_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
     sq, _, n, _ = q.shape
-    bias, empty, kind = _bias(q, k, causal, mask, window)
+    bias, empty, kind = _bias(q, k, spec)
     out, lse, *_ = _aten._efficient_attention_forward(
-        *_efficient_layout(q, k, v, n), bias, None, None, None, None, 0.0, kind, True, scale=scale
+        *_efficient_layout(q, k, v, n), bias, None, None, None, None, 0.0, kind, True, scale=spec.scale
     )
     out, lse = out.transpose(0, 1), lse[..., :sq]
     if empty is not None:
@@ -188,14 +177,11 @@ def efficient_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
+    spec: AttentionSpec,
 ) -> Triple:
     sq, _, n, _ = q.shape
     g = k.shape[2]
-    bias, empty, kind = _bias(q, k, causal, mask, window)
+    bias, empty, kind = _bias(q, k, spec)
     if empty is not None:
         lse = lse.masked_fill(empty.squeeze(-1), float("inf"))
     lse = torch.nn.functional.pad(lse, (0, -sq % _LSE_ROWS), value=float("inf"))
@@ -218,7 +204,7 @@ def efficient_backward(
         no_dropout,
         kind,
         False,
-        scale=scale,
+        scale=spec.scale,
     )
     dk, dv = (t.transpose(0, 1) if n == g else t.transpose(0, 1).unflatten(2, (g, n // g)).sum(3) for t in (dk, dv))
     return dq.transpose(0, 1), dk, dv
@@ -234,16 +220,16 @@ def _efficient_layout(
 
 
 def _bias(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, mask: torch.Tensor | None, window: band.Window | None
+    q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
     """What is added to the scores [b, n, sq, sk], which rows see no key, and how the kernel masks by itself.
 
     Rows without keys see every key here and are cleared by the caller.
     """
-    if mask is None and window is None:
-        return None, None, _CAUSAL_TO_LAST_KEY if causal else _FREE
+    mask, positions = spec.mask, spec.positions
+    if mask is None and spec.window is None:
+        return None, None, _CAUSAL_TO_LAST_KEY if spec.causal else _FREE
     (sq, b, n, _), sk = q.shape, k.shape[0]
-    positions = band.limits(causal, window)
     whole = -(-sk // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
     if mask is None:
         assert positions is not None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.attention import band
+
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 
 class Call(NamedTuple):
@@ -61,17 +64,15 @@ def call(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    spec: AttentionSpec,
     *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    window: band.Window | None,
     grouped: bool,
     padded: bool,
     mask_dtype: torch.dtype | None = None,
 ) -> Call:
     """`grouped`: the kernel takes fewer key heads than query heads. `padded`: it takes one head size only.
 
-    `mask_dtype` is that of the additive mask of a band (q's unless given). The band comes in canonical form.
+    `mask_dtype` is that of the additive mask of a band (q's unless given).
     """
     sq, b, n, d = q.shape
     sk, _, g, dv = v.shape
@@ -81,8 +82,8 @@ def call(
         q, k, v = (pad(t, width) for t in (q, k, v))
     if n != g and not grouped:
         k, v = (t.repeat_interleave(n // g, dim=2) for t in (k, v))
-    square_causal = causal and sq == sk and mask is None
-    visible, empty = (None, None) if square_causal else _mask(q, sk, causal, mask, window, mask_dtype)
+    square_causal = spec.causal and sq == sk and spec.mask is None
+    visible, empty = (None, None) if square_causal else _mask(q, sk, spec, mask_dtype)
     # Batch and heads as one axis of heads: the kernel then writes [s, b * n, d] in memory, which is the layout to
     # return; with a batch of its own it would write [b, s, n, d]. (Key head i still serves its n / g query heads:
     # both axes grow by the same b.)
@@ -101,16 +102,10 @@ def pad(t: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _mask(
-    q: torch.Tensor,
-    sk: int,
-    causal: bool,
-    mask: torch.Tensor | None,
-    window: band.Window | None,
-    mask_dtype: torch.dtype | None,
+    q: torch.Tensor, sk: int, spec: AttentionSpec, mask_dtype: torch.dtype | None
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The mask in PyTorch's sense, and which rows [b | 1, n | 1, sq, 1] the caller's mask leaves empty."""
-    positions = band.limits(causal, window)
-    sq = q.shape[0]
+    mask, positions, sq = spec.mask, spec.positions, q.shape[0]
     if mask is None:
         if positions is None:
             return None, None

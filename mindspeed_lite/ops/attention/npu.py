@@ -13,7 +13,7 @@ computed by `blocked`.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -22,7 +22,7 @@ from mindspeed_lite.ops.attention import autograd, band, blocked
 from mindspeed_lite.ops.attention.layout import pad
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.attention import Case
+    from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
 _FULL_MASK, _UPPER_LEFT, _LOWER_RIGHT, _BAND = 1, 2, 3, 4
 _UNLIMITED = 2147483647
@@ -54,68 +54,38 @@ def supported(case: Case) -> list[str]:
 
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    dropout_p: float,
-    window: band.Window | None,
-    sink: torch.Tensor | None,
-    return_lse: bool,
-) -> Any:
-    how: dict[str, Any] = dict(causal=causal, mask=mask, scale=scale, window=window)
-    if sink is None:
-        pair = _call(q, k, v, **how, dropout_p=dropout_p, want_lse=return_lse)
-    elif dropout_p > 0.0:
-        return blocked.attention(q, k, v, **how, sink=sink, dropout_p=dropout_p, return_lse=return_lse)
-    else:
-        pair = autograd.attention(autograd.Kernels(forward, backward), q, k, v, **how, sink=sink)
-    return pair if return_lse else pair[0]
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if spec.sink is None:
+        return _call(q, k, v, spec)
+    if spec.dropout_p > 0.0:
+        return blocked.attention(q, k, v, spec)
+    return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-) -> autograd.Pair:
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
     with torch.no_grad():
-        pair: autograd.Pair = _call(q, k, v, causal=causal, mask=mask, scale=scale, window=window)
-    return pair
+        out, lse = _call(q, k, v, spec._replace(return_lse=True))
+    assert lse is not None
+    return out, lse
 
 
 def _call(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
-    dropout_p: float = 0.0,
-    want_lse: bool = True,
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse [b, n, sq] without gradient, or None unless wanted), differentiable in q, k and v."""
     (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
-    masking, empty = _masking(q, k, causal, mask, window)
+    masking, empty = _masking(q, k, spec)
     flat = _flatten(q, width), _flatten(k, width), _flatten(v, width)
-    out, most, total = _fused(*flat, n, "SBH", scale, dropout_p, masking)
+    out, most, total = _fused(*flat, n, "SBH", spec, masking)
     out = out.view(sq, b, n, width)
     if width != dv:
         out = out[..., :dv]
     if empty is not None:
         out = out.masked_fill(empty.permute(2, 0, 1, 3), 0.0)
     lse = None
-    if want_lse:
+    if spec.return_lse:
         lse = _lse(most, total)
         lse = lse if empty is None else lse.masked_fill(empty.squeeze(-1), float("-inf"))
     return out.contiguous(), lse
@@ -128,14 +98,10 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float,
-    window: band.Window | None,
+    spec: AttentionSpec,
 ) -> autograd.Triple:
     n, width = q.shape[2], max(q.shape[3], v.shape[3])
-    masking, empty = _masking(q, k, causal, mask, window)
+    masking, empty = _masking(q, k, spec)
     if empty is not None:
         # exp(score - maximum) is then 0, without arithmetic on infinities.
         lse = lse.masked_fill(empty.squeeze(-1), torch.finfo(torch.float32).max)
@@ -150,7 +116,7 @@ def backward(
         softmax_max=_lanes(lse),
         softmax_sum=_lanes(torch.ones_like(lse)),
         attention_in=result,
-        scale_value=scale,
+        scale_value=spec.scale,
         keep_prob=1.0,
         atten_mask=masking.mask,
         sparse_mode=masking.mode,
@@ -164,14 +130,16 @@ def backward(
     return dq, dk, dv
 
 
+_KERNELS = autograd.Kernels(forward, backward)
+
+
 def _fused(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     heads: int,
     layout: str,
-    scale: float,
-    dropout_p: float,
+    spec: AttentionSpec,
     masking: _Masking,
     ends_q: list[int] | None = None,
     ends_k: list[int] | None = None,
@@ -183,8 +151,8 @@ def _fused(
         v,
         head_num=heads,
         input_layout=layout,
-        scale=scale,
-        keep_prob=1.0 - dropout_p,
+        scale=spec.scale,
+        keep_prob=1.0 - spec.dropout_p,
         atten_mask=masking.mask,
         sparse_mode=masking.mode,
         pre_tockens=masking.before,
@@ -195,18 +163,16 @@ def _fused(
     return out, most, total
 
 
-def _masking(
-    q: torch.Tensor, k: torch.Tensor, causal: bool, mask: torch.Tensor | None, window: band.Window | None
-) -> tuple[_Masking, torch.Tensor | None]:
+def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Masking, torch.Tensor | None]:
     """What tells the operator which keys are hidden, and which rows [b | 1, n | 1, sq, 1] see none.
 
     What the operator returns for a row without keys is not documented: such rows see every key, and the caller clears
     them.
     """
     (sq, b, _, _), sk = q.shape, k.shape[0]
+    mask, positions = spec.mask, spec.positions
     if mask is not None:
         hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        positions = band.limits(causal, window)
         if positions is not None:
             hidden = hidden | band.hidden(sq, sk, positions, q.device)
         empty = hidden.all(-1, keepdim=True)
@@ -215,10 +181,10 @@ def _masking(
         batches = b if hidden.shape[0] != 1 or hidden.shape[1] != 1 else 1
         written_out = hidden.expand(batches, hidden.shape[1], sq, sk).contiguous()
         return _Masking(written_out, _FULL_MASK), empty.expand(-1, -1, sq, -1)
-    if causal:
+    if spec.causal:
         return _Masking(_triangle(q.device), _UPPER_LEFT if sq == sk else _LOWER_RIGHT), None
-    if window is not None:
-        left, right = window
+    if spec.window is not None:
+        left, right = spec.window
         before = left if left >= 0 else _UNLIMITED
         after = right if right >= 0 else _UNLIMITED
         return _Masking(_triangle(q.device), _BAND, before, after), None
@@ -241,15 +207,9 @@ def packed(
     v: torch.Tensor,
     queries: tuple[int, ...],
     keys: tuple[int, ...],
-    *,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    window: None,
-    sink: None,
-    return_lse: bool,
-) -> Any:
-    """q [t, n, d], k [u, g, d], v [u, g, dv], sequences of these lengths; (out [t, n, dv], lse [n, t]) on request."""
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q [t, n, d], k [u, g, d], v [u, g, dv], sequences of these lengths; (out [t, n, dv], lse [n, t] on request)."""
     (_, n, d), dv = q.shape, v.shape[2]
     size = max(d, dv)
     out, most, total = _fused(
@@ -258,14 +218,12 @@ def packed(
         pad(v, size).contiguous(),
         n,
         "TND",
-        scale,
-        dropout_p,
-        _Masking(_triangle(q.device), _LOWER_RIGHT) if causal else _Masking(),
+        spec,
+        _Masking(_triangle(q.device), _LOWER_RIGHT) if spec.causal else _Masking(),
         _ends(queries),
         _ends(keys),
     )
-    out = out[..., :dv].contiguous()
-    return (out, _lse(most, total).transpose(0, 1)) if return_lse else out
+    return out[..., :dv].contiguous(), _lse(most, total).transpose(0, 1) if spec.return_lse else None
 
 
 def _ends(lengths: tuple[int, ...]) -> list[int]:

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.attention import attention as dense
+from mindspeed_lite.ops.attention import attend as attend_dense
 from mindspeed_lite.ops.attention import band
-from mindspeed_lite.ops.attention.case import Case, module, prepare
+from mindspeed_lite.ops.attention import prepare as prepare_dense
+from mindspeed_lite.ops.attention.backends import module
 from mindspeed_lite.ops.attention.packing import Packing, Spans
+from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
-__all__ = ["Packing", "attention"]
+__all__ = ["Packing", "attend", "attention", "prepare"]
 
 
 def attention(
@@ -37,66 +39,89 @@ def attention(
     Sequences of one length run as a batch; others through the device's kernel for packs where it has one, else one
     after the other.
     """
+    spec = prepare(
+        q,
+        k,
+        v,
+        packing,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        window=window,
+        sink=sink,
+        return_lse=return_lse,
+    )
+    out, lse = attend(q, k, v, packing, spec)
+    return (out, lse) if return_lse else out
+
+
+def prepare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, **options: Any) -> AttentionSpec:
+    """Check a call's arguments, those of `attention`, against each other, as the package's `prepare` does.
+
+    Raises:
+        ValueError: the tensors do not fit each other or the packing, or a number is out of its range.
+    """
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         raise ValueError("packed attention: q, k and v must be [tokens, head, head size]")
     for name, t, spans in (("queries", q, packing.q), ("keys", k, packing.k), ("values", v, packing.k)):
         if spans and spans[-1][1] > t.shape[0]:
             raise ValueError(f"packed attention: a sequence ends at row {spans[-1][1]} of {t.shape[0]} {name}")
-    alone = q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1)
-    case, causal, window, scale = prepare(*alone, causal, None, scale, dropout_p, window, sink)
+    return prepare_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), **options)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, lse) of `attention` for a call that `prepare` has checked; without `spec.return_lse` lse may be None."""
     packing = packing.of_queries()
     out, lse = _contiguous(
-        case,
         _joined(q, packing.q),
         _joined(k, packing.k),
         _joined(v, packing.k),
         [stop - start for start, stop in packing.q],
         [stop - start for start, stop in packing.k],
-        dict(causal=causal, scale=scale, dropout_p=dropout_p, window=window, sink=sink, return_lse=return_lse),
+        spec,
     )
     out = _spread(out, packing.q, q.shape[0], 0.0, 0)
-    return (out, _spread(lse, packing.q, q.shape[0], float("-inf"), 1)) if return_lse else out
+    if lse is None or not spec.return_lse:
+        return out, None
+    return out, _spread(lse, packing.q, q.shape[0], float("-inf"), 1)
 
 
 def _contiguous(
-    case: Case,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    queries: list[int],
-    keys: list[int],
-    how: dict[str, Any],
-) -> tuple[torch.Tensor, Any]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out, lse or None) of sequences without padding, from their lengths."""
     queries, keys = queries or [0], keys or [0]
     if len(set(queries)) == 1 and len(set(keys)) == 1:
         # [sequences * s, heads, size] -> [s, sequences, heads, size]
         lengths = zip((q, k, v), (queries[0], keys[0], keys[0]), strict=True)
-        batched = (t.view(len(queries), s, *t.shape[1:]).transpose(0, 1) for t, s in lengths)
-        out, lse = _pair(dense(*batched, **how), how)
+        q, k, v = (t.view(len(queries), s, *t.shape[1:]).transpose(0, 1) for t, s in lengths)
+        out, lse = attend_dense(q, k, v, spec.for_lengths(queries[0], keys[0]))
         return out.transpose(0, 1).flatten(0, 1), None if lse is None else lse.transpose(0, 1).flatten(1, 2)
-    backend = module(q, v, case)
-    if not (_leaves_rows_empty(queries, keys, how) or getattr(backend, "why_not_packed", _no_kernel)(case)):
-        return _pair(backend.packed(q, k, v, tuple(queries), tuple(keys), **how), how)
+    backend = module(spec)
+    if not (_leaves_rows_empty(queries, keys, spec) or getattr(backend, "why_not_packed", _no_kernel)(spec.case)):
+        pair: tuple[torch.Tensor, torch.Tensor | None] = backend.packed(q, k, v, tuple(queries), tuple(keys), spec)
+        return pair
     # A split's backward joins the gradients once, where slices would add up tensors of the whole pack.
     sequences = zip(_split(q, queries), _split(k, keys), _split(v, keys), strict=True)
-    parts = [_pair(dense(*(t.unsqueeze(1) for t in each), **how), how) for each in sequences]
+    parts = [
+        attend_dense(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), spec.for_lengths(len(q), len(k)))
+        for q, k, v in sequences
+    ]
     out = torch.cat([each for each, _ in parts]).squeeze(1)
-    return out, torch.cat([each.squeeze(0) for _, each in parts], -1) if how["return_lse"] else None
+    logs = [each.squeeze(0) for _, each in parts if each is not None] if spec.return_lse else []
+    return out, torch.cat(logs, -1) if logs else None
 
 
 def _no_kernel(case: Case) -> list[str]:
     return ["no kernel for packs"]
 
 
-def _leaves_rows_empty(queries: list[int], keys: list[int], how: dict[str, Any]) -> bool:
+def _leaves_rows_empty(queries: list[int], keys: list[int], spec: AttentionSpec) -> bool:
     return any(
-        k == 0 or band.rows_without_keys(how["causal"], how["window"], q, k) for q, k in zip(queries, keys, strict=True)
+        k == 0 or band.rows_without_keys(spec.causal, spec.window, q, k) for q, k in zip(queries, keys, strict=True)
     )
-
-
-def _pair(result: Any, how: dict[str, Any]) -> tuple[torch.Tensor, Any]:
-    return result if how["return_lse"] else (result, None)
 
 
 def _split(t: torch.Tensor, sizes: list[int], dim: int = 0) -> tuple[torch.Tensor, ...]:

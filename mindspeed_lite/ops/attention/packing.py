@@ -31,7 +31,7 @@ class Packing:
                 end = stop
 
     def of_queries(self) -> Packing:
-        """Without the sequences that have no query; their keys are seen by nobody."""
+        """Without the sequences that have no query; no query sees their keys."""
         pairs = [(q, k) for q, k in zip(self.q, self.k, strict=True) if q[1] > q[0]]
         return self if len(pairs) == len(self.q) else Packing(tuple(q for q, _ in pairs), tuple(k for _, k in pairs))
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mindspeed_lite.ops.attention import band
 from mindspeed_lite.ops.attention.packing import Packing
 
+if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.spec import AttentionSpec
+
 
 def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """softmax(scale * q k^T, masked) v, every [sq, sk] matrix written out, in fp32 (float64 for float64)."""
     sq, b, n, _d = q.shape
     sk, _, g, dv = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores, empty = _scores(q, k, causal, mask, scale, window)
+    scores, empty = _scores(q, k, spec)
+    sink = spec.sink
     if sink is not None:
         # One more logit of each head in the denominator, whose value is nothing.
         logit = sink.to(dtype).reshape(1, n, 1, 1).expand(b, n, sq, 1)
@@ -36,11 +30,11 @@ def attention(
         probs = scores.softmax(-1)
     if empty is not None:
         probs = probs.masked_fill(empty, 0.0)
-    probs = torch.nn.functional.dropout(probs, dropout_p, training=dropout_p > 0)  # [b, n, sq, sk]
+    probs = torch.nn.functional.dropout(probs, spec.dropout_p, training=spec.dropout_p > 0)  # [b, n, sq, sk]
     context = torch.einsum("bgrst,tbgd->sbgrd", probs.reshape(b, g, n // g, sq, sk), v.to(dtype))
     out = context.reshape(sq, b, n, dv).to(q.dtype).contiguous()
-    if not return_lse:
-        return out
+    if not spec.return_lse:
+        return out, None
     lse = scores.detach().logsumexp(-1)  # [b, n, sq]
     if empty is not None:
         lse = lse.masked_fill(empty.squeeze(-1), float("-inf"))
@@ -50,18 +44,12 @@ def attention(
 
 
 def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: band.Window | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and log-sum-exp, without gradients."""
     with torch.no_grad():
-        out, lse = attention(q, k, v, causal=causal, mask=mask, scale=scale, window=window, return_lse=True)
+        out, lse = attention(q, k, v, spec._replace(return_lse=True))
+    assert lse is not None
     return out, lse
 
 
@@ -73,17 +61,13 @@ def backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    window: band.Window | None = None,
+    spec: AttentionSpec,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, where p = exp(score - lse), whatever further keys `lse` and `out` hold."""
-    sq, b, n, d = q.shape
+    sq, b, n, _d = q.shape
     sk, _, g, _dv = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    scores, empty = _scores(q, k, causal, mask, scale, window)
+    scores, empty = _scores(q, k, spec)
     probs = (scores - lse.to(dtype).unsqueeze(-1)).exp()  # [b, n, sq, sk]
     if empty is not None:
         probs = probs.masked_fill(empty, 0.0)
@@ -92,7 +76,7 @@ def backward(
     keys, values = k.to(dtype), v.to(dtype)
     delta = (dout * out).sum(-1).permute(1, 2, 3, 0).unsqueeze(-1)  # [b, g, n / g, sq, 1]
     dprobs = torch.einsum("sbgrd,tbgd->bgrst", dout, values)
-    dscores = probs * (dprobs - delta) * (d**-0.5 if scale is None else scale)
+    dscores = probs * (dprobs - delta) * spec.scale
     dq = torch.einsum("bgrst,tbgd->sbgrd", dscores, keys).reshape(q.shape)
     dk = torch.einsum("bgrst,sbgrd->tbgd", dscores, queries)
     dv_ = torch.einsum("bgrst,sbgrd->tbgd", probs, dout)
@@ -100,29 +84,24 @@ def backward(
 
 
 def packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, **how: Any
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`packed.attention`: each sequence of q [t, n, d], k [u, g, d] and v [u, g, dv] by itself, zeros elsewhere."""
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`packed.attend`: each sequence of q [t, n, d], k [u, g, d] and v [u, g, dv] by itself, zeros elsewhere."""
     rows, n = q.shape[:2]
+    spec = spec._replace(return_lse=True)
     # Of no sequence, but a function of all three.
     out = (q.sum() + k.sum() + v.sum()) * q.new_zeros(rows, n, v.shape[2])
     lse = q.new_full((n, rows), float("-inf"), dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for (first, last), (low, high) in zip(packing.q, packing.k, strict=True):
-        one = [t.unsqueeze(1) for t in (q[first:last], k[low:high], v[low:high])]
-        result = attention(*one, **{**how, "return_lse": True})
-        out = torch.cat([out[:first], result[0].squeeze(1), out[last:]])
-        lse[:, first:last] = result[1].squeeze(0)
-    return (out, lse) if how.get("return_lse") else out
+        queries, keys, values = (t.unsqueeze(1) for t in (q[first:last], k[low:high], v[low:high]))
+        its_out, its_lse = attention(queries, keys, values, spec.for_lengths(last - first, high - low))
+        assert its_lse is not None
+        out = torch.cat([out[:first], its_out.squeeze(1), out[last:]])
+        lse[:, first:last] = its_lse.squeeze(0)
+    return out, lse
 
 
-def _scores(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    causal: bool,
-    mask: torch.Tensor | None,
-    scale: float | None,
-    window: band.Window | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _scores(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[b, n, sq, sk], -inf where the key is hidden; and which rows [b | 1, n | 1, sq, 1] see no key.
 
     Those rows are left unmasked here and cleared by the caller: no NaN either way.
@@ -131,14 +110,11 @@ def _scores(
     sk, _, g, _ = k.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     queries = q.to(dtype).reshape(sq, b, g, n // g, d)
-    scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk)
-    scores = scores * (d**-0.5 if scale is None else scale)
-    causal, window = band.canonical(causal, window, sq, sk)
-    positions = band.limits(causal, window)
-    hidden = mask
+    scores = torch.einsum("sbgrd,tbgd->bgrst", queries, k.to(dtype)).reshape(b, n, sq, sk) * spec.scale
+    hidden, positions = spec.mask, spec.positions
     if positions is not None:
         by_position = band.hidden(sq, sk, positions, q.device)
-        hidden = by_position if mask is None else mask | by_position
+        hidden = by_position if hidden is None else hidden | by_position
     if hidden is None:
         return scores, None
     hidden = hidden.reshape((1,) * (4 - hidden.dim()) + tuple(hidden.shape))

@@ -49,7 +49,7 @@ def cross_entropy(
     For the backward pass the logits in their own dtype, the target and two fp32 numbers per row are kept; no fp32
     copy of the logits is made in either direction. The gradient, (softmax - onehot) dloss, is written over the
     logits if nothing but the graph refers to their memory any more, and into a new tensor otherwise. Written over,
-    they count as modified in place: whoever else kept them for a backward pass, a second one through this loss
+    they count as modified in place: other code that kept them for a backward pass, a second one through this loss
     included, gets autograd's error and not a wrong gradient. The result is the same for any number of threads.
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:

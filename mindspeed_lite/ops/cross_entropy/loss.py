@@ -140,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:
-    """Whether what a backward pass found in ctx.saved_tensors is known to nobody else; `references` counted there."""
+    """Whether what a backward pass found in ctx.saved_tensors has no other reference; `references` counted there."""
     return bool(references) and references == _of_nobody_else()
 
 

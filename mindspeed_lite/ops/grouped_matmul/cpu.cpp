@@ -61,9 +61,9 @@ void write(const float* c, int64_t rows, int64_t width, const bf16* bias, bf16* 
 
 // x [total, k] of any row stride, y [total, n] contiguous, counts [experts] that sum to total; weights[e] is [n, k], or
 // [k, n] if not transposed, biases[e] [n] or biases null. k is a multiple of TILE.
-extern "C" void grouped_matmul_bf16(const bf16* x, int64_t ld_x, const int64_t* counts, int64_t experts,
-                                    const bf16* const* weights, const bf16* const* biases, int32_t transposed,
-                                    int64_t total, int64_t n, int64_t k, bf16* y, int32_t threads) {
+static void grouped_matmul(const bf16* x, int64_t ld_x, const int64_t* counts, int64_t experts,
+                           const bf16* const* weights, const bf16* const* biases, int32_t transposed, int64_t total,
+                           int64_t n, int64_t k, bf16* y, int32_t threads, Guard& guard) {
     const int64_t panels = std::clamp<int64_t>(SHARE / (PANEL * k * static_cast<int64_t>(sizeof(bf16))), 1, PANELS);
     const int64_t parts = ceiling(n, panels * PANEL) / (panels * PANEL);
     const std::unique_ptr<int64_t[]> starts(new int64_t[experts + 1]);
@@ -71,13 +71,17 @@ extern "C" void grouped_matmul_bf16(const bf16* x, int64_t ld_x, const int64_t* 
     for (int64_t expert = 0; expert < experts; ++expert) starts[expert + 1] = starts[expert] + counts[expert];
 #pragma omp parallel num_threads(threads)
     {
-        const std::unique_ptr<bf16[]> packed(new bf16[panels * PANEL * k]), last(new bf16[BLOCK * k]);
-        const std::unique_ptr<float[]> c(new float[BLOCK * PANEL]);
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < experts * parts; ++task) {
+        std::unique_ptr<bf16[]> packed, last;
+        std::unique_ptr<float[]> c;
+        guard([&] {
+            packed.reset(new bf16[panels * PANEL * k]);
+            last.reset(new bf16[BLOCK * k]);
+            c.reset(new float[BLOCK * PANEL]);
+        });
+        const auto run = [&](int64_t task) {
             const int64_t expert = task / parts, left = task % parts * panels * PANEL;
             const int64_t right = std::min(n, left + panels * PANEL), begin = starts[expert], end = starts[expert + 1];
-            if (begin == end) continue;
+            if (begin == end) return;
             for (int64_t start = left; start < right; start += PANEL) {
                 const int64_t width = std::min(PANEL, right - start);
                 bf16* to = packed.get() + (start - left) * k;
@@ -108,7 +112,17 @@ extern "C" void grouped_matmul_bf16(const bf16* x, int64_t ld_x, const int64_t* 
                     write(c.get(), rows, width, biases ? biases[expert] + start : nullptr, y + row * n + start, n);
                 }
             }
-        }
-        done_multiplying();
+        };
+#pragma omp for schedule(dynamic)
+        for (int64_t task = 0; task < experts * parts; ++task) guard([&] { run(task); });
+        guard.always([] { done_multiplying<bf16>(); });
     }
+}
+
+extern "C" int32_t grouped_matmul_bf16(const bf16* x, int64_t ld_x, const int64_t* counts, int64_t experts,
+                                       const bf16* const* weights, const bf16* const* biases, int32_t transposed,
+                                       int64_t total, int64_t n, int64_t k, bf16* y, int32_t threads) {
+    return guarded([&](Guard& guard) {
+        grouped_matmul(x, ld_x, counts, experts, weights, biases, transposed, total, n, k, y, threads, guard);
+    });
 }

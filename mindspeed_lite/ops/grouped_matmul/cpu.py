@@ -24,7 +24,7 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.accumulate_wgrad import cpu as wgrad
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
 from mindspeed_lite.ops.traced import is_traced
-from mindspeed_lite.platform import cpu_products
+from mindspeed_lite.platform import cpu_matmul
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -33,7 +33,10 @@ Tensors = Sequence[torch.Tensor]
 
 _log = logging.getLogger("mindspeed_lite")
 _lib = native.Library(
-    Path(__file__).with_name("cpu.cpp"), {"grouped_matmul_bf16": "plplppilllpi", "probe": "p"}, uses_torch=True
+    Path(__file__).with_name("cpu.cpp"),
+    {"grouped_matmul_bf16": "plplppilllpi", "probe": "ip"},
+    uses_torch=True,
+    returns_status=True,
 )
 # Inner sizes are multiples of this many, as in brgemm.h.
 _TILE = 32
@@ -155,13 +158,17 @@ def _all_at_once(
     )
 
 
-@functools.cache
 def _unusable() -> str | None:
-    """Why the compiled kernel serves nothing here; said once, though products one by one are no other operator."""
+    """Why the compiled kernel serves nothing now; logged once, though products one by one are no other operator."""
     reason = native.without_micro_kernel(_lib)
     if reason is not None:
-        _log.warning("grouped_matmul: one product per expert, because %s", reason)
+        _log_once(reason)
     return reason
+
+
+@functools.cache
+def _log_once(reason: str) -> None:
+    _log.warning("grouped_matmul: one product per expert, because %s", reason)
 
 
 def _weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
@@ -194,7 +201,7 @@ def _rounded(rows: int) -> int:
 
 def _multiplies(dtype: torch.dtype) -> bool:
     """Whether this processor's products of that dtype are as good as those of fp32."""
-    return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and cpu_products.has_bf16())
+    return dtype in (torch.float32, torch.float64) or (dtype == torch.bfloat16 and cpu_matmul.has_bf16())
 
 
 def _groups(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]:
@@ -202,5 +209,5 @@ def _groups(rows: torch.Tensor, counts: Sequence[int]) -> Sequence[torch.Tensor]
 
 
 def _buffer(counts: Sequence[int], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """For the longest group; memory that nobody writes to costs nothing."""
+    """For the longest group; memory that is not written to costs nothing."""
     return torch.empty(max(counts), like.shape[1], dtype=dtype)

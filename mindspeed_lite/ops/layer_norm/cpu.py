@@ -33,6 +33,7 @@ _lib = native.Library(
         for pair in _PAIRS.values()
         for direction, letters in (("forward", "ppppppppllllfii"), ("backward", "ppppppppplllllii"))
     },
+    returns_status=True,
 )
 
 

@@ -1,8 +1,9 @@
 // masked_softmax on CPU: a row of scores is read, and one of probabilities or gradients written, once. In between it is
 // fp32 in a buffer of its thread. A row belongs to one thread: the result does not depend on the number of threads.
-#include "numbers.h"
-
 #include <vector>
+
+#include "guard.h"
+#include "numbers.h"
 
 // What Megatron sets hidden scores to.
 static constexpr float HIDDEN = -10000.0f;
@@ -70,14 +71,17 @@ static inline void scaled(const T* x, const uint8_t* hidden, float scale, int64_
 }
 
 template <typename T>
-static void forward(const T* scores, const uint8_t* mask, T* probs, float* statistics, const Form form) {
+static void forward(const T* scores, const uint8_t* mask, T* probs, float* statistics, const Form form,
+                    Guard& guard) {
     const int64_t rows = form.rows();
 #pragma omp parallel num_threads(form.threads)
     {
-        std::vector<float> buffer(form.keys);
+        std::vector<float> buffer;
+        guard([&] { buffer.resize(form.keys); });
         float* s = buffer.data();
 #pragma omp for schedule(static, ROWS)
         for (int64_t row = 0; row < rows; row++) {
+            if (guard.status()) continue;
             const int64_t width = form.width(row);
             T* p = probs + row * form.keys;
             scaled(scores + row * form.keys, form.hidden(mask, row), form.scale, width, s);
@@ -109,14 +113,16 @@ static void forward(const T* scores, const uint8_t* mask, T* probs, float* stati
 
 template <typename T>
 static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* dscores, const float* statistics,
-                     const Form form) {
+                     const Form form, Guard& guard) {
     const int64_t rows = form.rows();
 #pragma omp parallel num_threads(form.threads)
     {
-        std::vector<float> buffer(form.keys);
+        std::vector<float> buffer;
+        guard([&] { buffer.resize(form.keys); });
         float* s = buffer.data();
 #pragma omp for schedule(static, ROWS)
         for (int64_t row = 0; row < rows; row++) {
+            if (guard.status()) continue;
             const int64_t width = form.width(row);
             const T* dp = dprobs + row * form.keys;
             T* dx = dscores + row * form.keys;
@@ -156,14 +162,14 @@ static void backward(const T* dprobs, const T* scores, const uint8_t* mask, T* d
         int64_t query_stride, int causal, float scale, int threads
 #define FORM {batch, heads, queries, keys, batch_stride, head_stride, query_stride, causal, scale, threads}
 
-#define EXPORT(NAME, T)                                                                                              \
-    extern "C" void masked_softmax_forward_##NAME(const T* scores, const uint8_t* mask, T* probs, float* statistics, \
-                                                  SIZES) {                                                           \
-        forward<T>(scores, mask, probs, statistics, Form FORM);                                                      \
-    }                                                                                                                \
-    extern "C" void masked_softmax_backward_##NAME(const T* dprobs, const T* scores, const uint8_t* mask,            \
-                                                   T* dscores, const float* statistics, SIZES) {                     \
-        backward<T>(dprobs, scores, mask, dscores, statistics, Form FORM);                                           \
+#define EXPORT(NAME, T)                                                                                                \
+    extern "C" int32_t masked_softmax_forward_##NAME(const T* scores, const uint8_t* mask, T* probs,                   \
+                                                     float* statistics, SIZES) {                                       \
+        return guarded([&](Guard& guard) { forward<T>(scores, mask, probs, statistics, Form FORM, guard); });          \
+    }                                                                                                                  \
+    extern "C" int32_t masked_softmax_backward_##NAME(const T* dprobs, const T* scores, const uint8_t* mask,           \
+                                                      T* dscores, const float* statistics, SIZES) {                    \
+        return guarded([&](Guard& guard) { backward<T>(dprobs, scores, mask, dscores, statistics, Form FORM, guard); }); \
     }
 
 EXPORT(bf16, bf16)

@@ -22,6 +22,7 @@ library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
     {f"masked_softmax_forward_{name}": f"pppp{_SIZES}" for name in _NAMES.values()}
     | {f"masked_softmax_backward_{name}": f"ppppp{_SIZES}" for name in _NAMES.values()},
+    returns_status=True,
 )
 
 # An exponential makes a score cost as much as so many elements of a pass over memory.

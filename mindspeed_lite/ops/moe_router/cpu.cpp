@@ -3,10 +3,12 @@
 // The choice is PyTorch's own, to the last of several equal scores. Where the highest scores differ from each other
 // there is one right answer, found by a search of ours; where they do not, the answer is that of the algorithms that
 // torch.topk runs on the CPU, which are the standard library's, run on the same sequence. cpu.py compares the two once.
-#include "numbers.h"
-
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "guard.h"
+#include "numbers.h"
 
 namespace {
 
@@ -284,16 +286,20 @@ inline float slope(int kind, float s) {
 
 template <class In, class Out>
 void forward(int kind, const In* scores, int64_t stride, const float* bias, Out* probs, bool* map, int64_t* indices,
-             float* kept, int64_t rows, Form form, int dense, float scale, int threads) {
+             float* kept, int64_t rows, Form form, int dense, float scale, int threads, Guard& guard) {
     const int64_t experts = form.experts, topk = form.topk;
 #pragma omp parallel num_threads(threads)
     {
-        Desk desk(experts, topk, form.groups);
         // Padded, so that loops over a few numbers have no remainder.
         const int64_t wide = padded(topk, BLOCK);
-        std::vector<float> chosen(wide);
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < rows; ++row) {
+        std::optional<Desk> made;
+        std::vector<float> chosen;
+        guard([&] {
+            made.emplace(experts, topk, form.groups);
+            chosen.resize(wide);
+        });
+        const auto run = [&](int64_t row) {
+            Desk& desk = *made;
             const In* in = scores + row * stride;
             float* raw = desk.raw.data();
 #pragma omp simd
@@ -304,7 +310,7 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
                 std::memset(out, 0, experts);
                 for (int64_t j = 0; j < topk; ++j) out[desk.chosen[j]] = true;
             }
-            if (kind == NONE) continue;
+            if (kind == NONE) return;
             for (int64_t j = 0; j < topk; ++j) {
                 indices[row * topk + j] = desk.chosen[j];
                 chosen[j] = desk.raw[desk.chosen[j]];
@@ -323,7 +329,9 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
                 std::memset(static_cast<void*>(out), 0, experts * sizeof(Out));
                 for (int64_t j = 0; j < topk; ++j) store(out + desk.chosen[j], chosen[j] * scale);
             }
-        }
+        };
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < rows; ++row) guard([&] { run(row); });
     }
 }
 
@@ -332,12 +340,14 @@ void forward(int kind, const In* scores, int64_t stride, const float* bias, Out*
 // Of the chosen alone: `kind` is that of the scores, normalised or not.
 template <class T>
 void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, const float* kept, T* out, int64_t rows,
-              int64_t experts, int64_t topk, int normalised, int dense, float scale, int threads) {
+              int64_t experts, int64_t topk, int normalised, int dense, float scale, int threads, Guard& guard) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> g(topk);
+        std::vector<float> g;
+        guard([&] { g.resize(topk); });
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
+            if (guard.status()) continue;
             const int64_t* at = indices + row * topk;
             const float* s = kept + row * topk;
             T* dx = out + row * experts;
@@ -364,12 +374,18 @@ void backward(int kind, const T* grad, int64_t stride, const int64_t* indices, c
 // Of the softmax over all experts, computed again.
 template <class T>
 void backward_all(const T* logits, int64_t logits_stride, const T* grad, int64_t stride, const int64_t* indices,
-                  T* out, int64_t rows, int64_t experts, int64_t topk, int dense, float scale, int threads) {
+                  T* out, int64_t rows, int64_t experts, int64_t topk, int dense, float scale, int threads,
+                  Guard& guard) {
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> p(experts), g(experts);
+        std::vector<float> p, g;
+        guard([&] {
+            p.resize(experts);
+            g.resize(experts);
+        });
 #pragma omp for schedule(static)
         for (int64_t row = 0; row < rows; ++row) {
+            if (guard.status()) continue;
             const T* in = logits + row * logits_stride;
             const int64_t* at = indices + row * topk;
 #pragma omp simd
@@ -412,43 +428,48 @@ void backward_scores(const float* grad, int64_t stride, const float* scores, con
 
 }  // namespace
 
-#define FORWARD(NAME, IN, OUT)                                                                                        \
-    extern "C" void moe_router_forward_##NAME(int kind, const IN* scores, int64_t stride, const float* bias,          \
-                                              OUT* probs, bool* map, int64_t* indices, float* kept, int64_t rows,     \
-                                              int64_t experts, int64_t topk, int64_t groups, int64_t group_topk,      \
-                                              int64_t best, int order, int dense, float scale, int threads) {         \
-        forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows,                                 \
-                         Form{experts, topk, groups, group_topk, best, order != 0, sizeof(IN) == 2}, dense, scale, threads);                \
+#define FORWARD(NAME, IN, OUT)                                                                                         \
+    extern "C" int32_t moe_router_forward_##NAME(int kind, const IN* scores, int64_t stride, const float* bias,        \
+                                                 OUT* probs, bool* map, int64_t* indices, float* kept, int64_t rows,   \
+                                                 int64_t experts, int64_t topk, int64_t groups, int64_t group_topk,    \
+                                                 int64_t best, int order, int dense, float scale, int threads) {       \
+        const Form form{experts, topk, groups, group_topk, best, order != 0, sizeof(IN) == 2};                         \
+        return guarded([&](Guard& guard) {                                                                             \
+            forward<IN, OUT>(kind, scores, stride, bias, probs, map, indices, kept, rows, form, dense, scale, threads, \
+                             guard);                                                                                   \
+        });                                                                                                            \
     }
 
 FORWARD(bf16_bf16, bf16, bf16)
 FORWARD(fp32_bf16, float, bf16)
 FORWARD(fp32_fp32, float, float)
 
-#define BACKWARD(NAME, T)                                                                                             \
-    extern "C" void moe_router_backward_##NAME(int kind, const T* grad, int64_t stride, const int64_t* indices,       \
-                                               const float* kept, T* out, int64_t rows, int64_t experts,              \
-                                               int64_t topk, int normalised, int dense, float scale, int threads) {   \
-        backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, dense, scale, threads);  \
-    }                                                                                                                 \
-    extern "C" void moe_router_backward_all_##NAME(const T* logits, int64_t logits_stride, const T* grad,             \
-                                                   int64_t stride, const int64_t* indices, T* out, int64_t rows,      \
-                                                   int64_t experts, int64_t topk, int dense, float scale,             \
-                                                   int threads) {                                                     \
-        backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, dense, scale,         \
-                        threads);                                                                                     \
-    }                                                                                                                 \
-    extern "C" void moe_router_backward_scores_##NAME(int kind, const float* grad, int64_t stride,                    \
-                                                      const float* scores, const float* sums, T* out, int64_t rows,   \
-                                                      int64_t experts, int threads) {                                 \
-        switch (kind) {                                                                                               \
-            case SOFTMAX:                                                                                             \
-                return backward_scores<SOFTMAX, T>(grad, stride, scores, sums, out, rows, experts, threads);          \
-            case SIGMOID:                                                                                             \
-                return backward_scores<SIGMOID, T>(grad, stride, scores, sums, out, rows, experts, threads);          \
-            case SQRTSOFTPLUS:                                                                                        \
-                return backward_scores<SQRTSOFTPLUS, T>(grad, stride, scores, sums, out, rows, experts, threads);     \
-        }                                                                                                             \
+#define BACKWARD(NAME, T)                                                                                              \
+    extern "C" int32_t moe_router_backward_##NAME(int kind, const T* grad, int64_t stride, const int64_t* indices,     \
+                                                  const float* kept, T* out, int64_t rows, int64_t experts,            \
+                                                  int64_t topk, int normalised, int dense, float scale, int threads) { \
+        return guarded([&](Guard& guard) {                                                                             \
+            backward<T>(kind, grad, stride, indices, kept, out, rows, experts, topk, normalised, dense, scale, threads, \
+                        guard);                                                                                        \
+        });                                                                                                            \
+    }                                                                                                                  \
+    extern "C" int32_t moe_router_backward_all_##NAME(const T* logits, int64_t logits_stride, const T* grad,           \
+                                                      int64_t stride, const int64_t* indices, T* out, int64_t rows,    \
+                                                      int64_t experts, int64_t topk, int dense, float scale,           \
+                                                      int threads) {                                                   \
+        return guarded([&](Guard& guard) {                                                                             \
+            backward_all<T>(logits, logits_stride, grad, stride, indices, out, rows, experts, topk, dense, scale,      \
+                            threads, guard);                                                                           \
+        });                                                                                                            \
+    }                                                                                                                  \
+    extern "C" int32_t moe_router_backward_scores_##NAME(int kind, const float* grad, int64_t stride,                  \
+                                                         const float* scores, const float* sums, T* out,               \
+                                                         int64_t rows, int64_t experts, int threads) {                 \
+        const auto run = kind == SOFTMAX   ? backward_scores<SOFTMAX, T>                                               \
+                         : kind == SIGMOID ? backward_scores<SIGMOID, T>                                               \
+                                           : backward_scores<SQRTSOFTPLUS, T>;                                         \
+        run(grad, stride, scores, sums, out, rows, experts, threads);                                                  \
+        return 0;                                                                                                      \
     }
 
 BACKWARD(bf16, bf16)

@@ -29,6 +29,7 @@ _lib = native.Library(
     | {f"moe_router_backward_{name}": "iplppp" + "lll" + "iifi" for name in _NAMES.values()}
     | {f"moe_router_backward_all_{name}": "plplpp" + "lll" + "ifi" for name in _NAMES.values()}
     | {f"moe_router_backward_scores_{name}": "iplppp" + "ll" + "i" for name in _NAMES.values()},
+    returns_status=True,
 )
 
 # Exponentials and the search for the largest make a score cost as much as so many elements of a pass over memory.
@@ -162,7 +163,7 @@ def _refusal() -> str | None:
     reason = _lib.unusable()
     if reason is not None:
         return reason
-    # Whoever asks may be tracing, on tensors without memory.
+    # The caller may be tracing, on tensors without memory.
     with _disable_current_modes(), torch.no_grad():
         return None if _chooses_as_torch() else "the C++ library chooses among equal scores otherwise than torch.topk"
 

@@ -6,10 +6,11 @@ compiles in a second or two, where a PyTorch extension takes a minute, and asks 
 compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
 
 Compiled libraries lie in the cache's folder (`platform/cache.py`), under a name that stands for sources, compiler,
-flags and processor. Many processes may ask at once: one compiles, the others wait for it.
+flags, processor and PyTorch. Many processes may ask at once: one compiles, the others wait for it.
 
 OpenMP is that of PyTorch, which is loaded already: the library is linked without one of its own, so that both share
-one pool of threads.
+one pool of threads. GCC's calls are served by GCC's runtime and by LLVM's; clang's by LLVM's only. What PyTorch's
+runtime does not serve is a reason, even where another runtime in the process would: two pools of threads compete.
 """
 
 from __future__ import annotations
@@ -64,12 +65,20 @@ class Library:
         uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
             reason, and no crash.
         flags: for the compiler, after those that all have.
+        returns_status: the functions return a status instead of nothing (`guard.h`), and what is none raises:
+            MemoryError, or RuntimeError for whatever else a kernel met.
     """
 
     def __init__(
-        self, source: Path, functions: Mapping[str, str], uses_torch: bool = False, flags: Sequence[str] = ()
+        self,
+        source: Path,
+        functions: Mapping[str, str],
+        uses_torch: bool = False,
+        flags: Sequence[str] = (),
+        returns_status: bool = False,
     ) -> None:
         self.source = source
+        self.returns_status = returns_status
         self.uses_torch = uses_torch
         self.flags = tuple(flags)
         self.functions = dict(functions)
@@ -77,7 +86,7 @@ class Library:
         self._loaded: ctypes.CDLL | None = None
 
     def unusable(self) -> str | None:
-        """Why the library cannot be used here, or None; compiles it if nobody has."""
+        """Why the library cannot be used here, or None; compiles it if need be."""
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
@@ -103,7 +112,7 @@ class Library:
         for name, letters in self.functions.items():
             function = getattr(self._loaded, name)
             function.argtypes = [_TYPES[letter] for letter in letters]
-            function.restype = None
+            function.restype = _status if self.returns_status else None
             setattr(self, name, function)
         return None
 
@@ -122,14 +131,32 @@ def numbers(values: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(values))(*values)
 
 
-def without_micro_kernel(library: Library) -> str | None:
-    """Why a library that includes `brgemm.h` serves nothing here, or None."""
+def without_micro_kernel(library: Library, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    """Why a library that includes `brgemm.h` multiplies no numbers of `dtype` now, or None.
+
+    The switch of `torch.backends.mkldnn` may change between calls; what the processor has does not.
+    """
+    if not torch._C._get_mkldnn_enabled():
+        return "oneDNN is switched off (torch.backends.mkldnn)"
+    return _without_micro_kernel(library, dtype)
+
+
+@functools.cache
+def _without_micro_kernel(library: Library, dtype: torch.dtype) -> str | None:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return "this PyTorch is built without oneDNN"
     reason = library.unusable()
     if reason is not None:
         return reason
     right = ctypes.c_int32(0)
-    library.probe(ctypes.addressof(right))
-    return None if right.value else "oneDNN has no bfloat16 micro-kernel for this processor"
+    library.probe(dtype.itemsize, ctypes.addressof(right))
+    return None if right.value else f"oneDNN has no {str(dtype)[6:]} micro-kernel for this processor"
+
+
+def _status(code: int) -> None:
+    """What a kernel's status means (`guard.h`)."""
+    if code:
+        raise MemoryError("a CPU kernel found no memory") if code == 1 else RuntimeError("a CPU kernel failed")
 
 
 def threads(work: int) -> int:
@@ -145,7 +172,7 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
     # It is loaded already, so that its name alone is looked up when ours is; also for nothing but weak symbols.
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []
     flags = (*_FLAGS, *flags)
-    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *flags, *links)]
+    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *flags, *links, _torch())]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     try:
         folder = cache.folder()
@@ -160,6 +187,11 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
 
 
 def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: list[str], path: Path) -> None:
+    if _calls_llvm_openmp(tuple(compiler)) and not _torch_has_llvm_openmp():
+        raise _Unusable(
+            f"{shlex.join(compiler)} calls LLVM's OpenMP runtime, and this PyTorch has GCC's: install g++, or let the "
+            "variable CXX name it"
+        )
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
@@ -194,6 +226,32 @@ def _compiler() -> list[str]:
         if shutil.which(name):
             return [name]
     raise _Unusable("no C++ compiler (looked for g++, clang++ and c++; the variable CXX may name another)")
+
+
+def _torch() -> str:
+    """What a library that uses PyTorch's functions and threads depends on."""
+    return f"{torch.__version__} {torch.version.git_version} {_torch_has_llvm_openmp()}"
+
+
+@functools.cache
+def _calls_llvm_openmp(compiler: tuple[str, ...]) -> bool:
+    """Whether the compiler's OpenMP code calls LLVM's runtime, as clang's does; False if it compiles none at all."""
+    source = 'extern "C" void call(int* x) {\n#pragma omp parallel\n++*x;\n}\n'
+    command = [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return "__kmpc_" in subprocess.run(command, input=source, capture_output=True, text=True, timeout=60).stdout
+    return False
+
+
+@functools.cache
+def _torch_has_llvm_openmp() -> bool:
+    """Whether the OpenMP runtime that PyTorch is linked with serves the calls that clang makes."""
+    try:
+        loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    except OSError:
+        return False
+    # Looked up in this library and those it is linked with, not in all of the process.
+    return hasattr(loaded, "__kmpc_fork_call")
 
 
 @functools.cache

@@ -1,8 +1,11 @@
-// oneDNN's micro-kernels for bf16, which PyTorch carries and exports: C (+)= A B for small row-major A [n, m] and fp32
-// C [n, k] in memory of any leading dimension, and B [m, k] with pairs of rows interleaved, as the processor's bf16
+// oneDNN's micro-kernels, which PyTorch carries and exports: C (+)= A B for small row-major A [n, m] and fp32 C [n, k] in
+// memory of any leading dimension, and B [m, k], of bf16 with pairs of rows interleaved, as the processor's bf16
 // instructions read them. A library that includes this links PyTorch (`uses_torch`).
+//
+// They throw where the processor has none and while oneDNN is switched off, from inside a loop of threads too: `guard.h`.
 #pragma once
 
+#include "guard.h"
 #include "numbers.h"
 
 namespace c10 {
@@ -11,6 +14,8 @@ struct BFloat16;
 namespace at::native::cpublas {
 void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool add,
             const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
+void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool add,
+            const float* a, const float* b, float* c, bool is_vnni);
 void brgemm_release(bool is_vnni);
 }  // namespace at::native::cpublas
 
@@ -26,8 +31,16 @@ static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const 
                                 true);
 }
 
+static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const float* b,
+                            float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, add, a, b, c, false);
+}
+
 // Every thread that has multiplied says so before it goes.
-static inline void done_multiplying() { at::native::cpublas::brgemm_release(true); }
+template <typename T>
+static inline void done_multiplying() {
+    at::native::cpublas::brgemm_release(sizeof(T) == 2);
+}
 
 // Interleaves the halves of a run. In an element's index the first bit becomes the last.
 template <int64_t size, typename T>
@@ -55,21 +68,24 @@ static inline void pack_rows(const bf16* first, const bf16* second, int64_t widt
     }
 }
 
-// Whether the micro-kernel works here: PyTorch throws where the processor has none.
-extern "C" void probe(int32_t* right) {
-    bf16 a[TILE * TILE], b[TILE * TILE];
+template <typename T>
+static bool multiplies() {
+    T a[TILE * TILE], b[TILE * TILE];
     float c[TILE * TILE];
     for (int64_t i = 0; i < TILE * TILE; ++i) {
         store(a + i, 1.0f);
         store(b + i, 0.5f);
         c[i] = 2.0f;
     }
-    *right = 0;
-    try {
+    const int32_t status = guarded([&](Guard&) {
         multiply(TILE, TILE, TILE, a, TILE, b, c, TILE, true);
-        done_multiplying();
-    } catch (...) {
-        return;
-    }
-    *right = std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
+        done_multiplying<T>();
+    });
+    return status == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
+}
+
+// Whether the micro-kernel for numbers of `size` bytes works here.
+extern "C" int32_t probe(int32_t size, int32_t* right) {
+    *right = size == 2 ? multiplies<bf16>() : multiplies<float>();
+    return 0;
 }

@@ -65,7 +65,7 @@ def permute(
     float64) and rounded once. For it row_ids are kept: two int32 for each row and one for each token.
 
     topk: every token has exactly so many experts, and P is T * topk; say so where it is known, for torch_npu's
-    operators take nothing else and nobody can see it without waiting for the device. It changes no result.
+    operators take nothing else and it cannot be checked without waiting for the device. It changes no result.
 
     Raises ValueError for shapes that do not fit, 2^31 pairs or more, a capacity above T or without num_out_tokens.
     """
@@ -144,8 +144,8 @@ def sort_chunks(
 
     x: [P, ...]; split_sizes: [C], which add up to P; order: [C], a permutation of the chunks; probs: [P, ...]. Each
     of the two is a tensor or a sequence. Chunks known to the host are copied as blocks; sizes on another device stay
-    there, and rows are looked up, so that nobody waits. Differentiable in x and probs: the gradient is the same with
-    the inverse order, for which nothing but sizes and order is kept.
+    there, and rows are looked up, so that the host does not wait. Differentiable in x and probs: the gradient is the
+    same with the inverse order, for which nothing but sizes and order is kept.
 
     Raises ValueError for sizes and orders that do not fit, as far as the host knows them.
     """

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "guard.h"
 #include "numbers.h"
 
 namespace {
@@ -169,10 +170,8 @@ void backward(const T* dy, const T* permuted, Rows ids, const A* probs, T* dperm
     }
 }
 
-}  // namespace
-
-extern "C" void permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows,
-                              int64_t capacity, int threads) {
+void index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows, int64_t capacity,
+           int threads) {
     const int64_t blocks = threads;
     std::vector<int64_t> next(blocks * experts), kept(blocks), routed(experts + 1);
 #pragma omp parallel for num_threads(threads) schedule(static, 1)
@@ -201,25 +200,35 @@ extern "C" void permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, 
     fill(map, Rows(ids, rows), tokens, experts, rows, blocks, next, kept, threads);
 }
 
-extern "C" void permute_spread(const char* x, int32_t* ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
-                               int64_t stride, int threads) {
+}  // namespace
+
+extern "C" int32_t permute_index(const uint8_t* map, int32_t* ids, int64_t tokens, int64_t experts, int64_t rows,
+                                 int64_t capacity, int threads) {
+    return guarded([&](Guard&) { index(map, ids, tokens, experts, rows, capacity, threads); });
+}
+
+extern "C" int32_t permute_spread(const char* x, int32_t* ids, char* out, int64_t tokens, int64_t rows, int64_t bytes,
+                                  int64_t stride, int threads) {
     const Rows to(ids, rows);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t t = 0; t < tokens; ++t)
         for (int32_t i = to.offsets[t]; i < to.offsets[t + 1]; ++i)
             std::memcpy(out + to.order[i] * bytes, x + t * stride, bytes);
+    return 0;
 }
 
-#define EXPORT(NAME, T, A)                                                                                           \
-    extern "C" void permute_gather_##NAME(const T* permuted, int32_t* ids, const A* probs, T* out, int64_t tokens,   \
-                                          int64_t rows, int64_t width, int64_t stride, int threads) {                \
-        gather<T, A>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                         \
-    }                                                                                                                \
-    extern "C" void permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const A* probs,            \
-                                            T* dpermuted, A* dprobs, int64_t tokens, int64_t rows, int64_t width,    \
-                                            int64_t dy_stride, int64_t stride, int threads) {                        \
-        backward<T, A>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,    \
-                       threads);                                                                                     \
+#define EXPORT(NAME, T, A)                                                                                             \
+    extern "C" int32_t permute_gather_##NAME(const T* permuted, int32_t* ids, const A* probs, T* out, int64_t tokens,  \
+                                             int64_t rows, int64_t width, int64_t stride, int threads) {               \
+        gather<T, A>(permuted, Rows(ids, rows), probs, out, tokens, width, stride, threads);                           \
+        return 0;                                                                                                      \
+    }                                                                                                                  \
+    extern "C" int32_t permute_backward_##NAME(const T* dy, const T* permuted, int32_t* ids, const A* probs,           \
+                                               T* dpermuted, A* dprobs, int64_t tokens, int64_t rows, int64_t width,   \
+                                               int64_t dy_stride, int64_t stride, int threads) {                       \
+        backward<T, A>(dy, permuted, Rows(ids, rows), probs, dpermuted, dprobs, tokens, width, dy_stride, stride,      \
+                       threads);                                                                                       \
+        return 0;                                                                                                      \
     }
 
 EXPORT(bf16, bf16, float)

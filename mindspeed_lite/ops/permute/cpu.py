@@ -22,6 +22,7 @@ _lib = native.Library(
     {"permute_index": "pplllli", "permute_spread": "ppplllli"}
     | {f"permute_gather_{name}": "pppplllli" for name in _NAMES.values()}
     | {f"permute_backward_{name}": "ppppppllllli" for name in _NAMES.values()},
+    returns_status=True,
 )
 
 

@@ -2,8 +2,8 @@
 
 They want the same number of experts for every token, or drop_and_pad; row ids are theirs, one int32 for each row, and
 the map is kept for the backward pass. Which unrouted tokens fill an expert's rows is not in their documentation, but in
-op-plugin's own test: the first ones, as here. In which precision rows are summed is said nowhere. The documents of
-torch_npu and of CANN disagree on whether unpermute is deterministic unless PyTorch is told to be.
+op-plugin's own test: the first ones, as here. The precision in which rows are summed is not documented. The documents
+of torch_npu and of CANN disagree on whether unpermute is deterministic unless PyTorch is told to be.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@
 #include <memory>
 #include <type_traits>
 
+#include "guard.h"
 #include "numbers.h"
 
 namespace {
@@ -164,19 +165,23 @@ void backward(const T* dy, const T* x, const W* weight, const float* rstd, const
 
 }  // namespace
 
-#define EXPORT(suffix, T, W)                                                                                        \
-    extern "C" void rms_norm_forward_##suffix(const T* x, const T* residual, const W* weight, T* y, T* sum,         \
-                                              float* rstd, int64_t rows, int64_t width, int64_t x_stride,           \
-                                              int64_t residual_stride, float eps, int zero_centered, int threads) { \
-        forward(x, residual, weight, y, sum, rstd, rows, width, x_stride, residual_stride, eps, zero_centered,      \
-                threads);                                                                                           \
-    }                                                                                                               \
-    extern "C" void rms_norm_backward_##suffix(                                                                     \
-        const T* dy, const T* x, const W* weight, const float* rstd, const T* dsum, T* dx, W* dw, int64_t rows,     \
-        int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride, int zero_centered, int threads) {  \
-        (dsum ? backward<T, W, true> : backward<T, W, false>)(dy, x, weight, rstd, dsum, dx, dw, rows, width,       \
-                                                              dy_stride, x_stride, dsum_stride, zero_centered,      \
-                                                              threads);                                             \
+#define EXPORT(suffix, T, W)                                                                                           \
+    extern "C" int32_t rms_norm_forward_##suffix(const T* x, const T* residual, const W* weight, T* y, T* sum,         \
+                                                 float* rstd, int64_t rows, int64_t width, int64_t x_stride,           \
+                                                 int64_t residual_stride, float eps, int zero_centered, int threads) { \
+        return guarded([&](Guard&) {                                                                                   \
+            forward(x, residual, weight, y, sum, rstd, rows, width, x_stride, residual_stride, eps, zero_centered,     \
+                    threads);                                                                                          \
+        });                                                                                                            \
+    }                                                                                                                  \
+    extern "C" int32_t rms_norm_backward_##suffix(                                                                     \
+        const T* dy, const T* x, const W* weight, const float* rstd, const T* dsum, T* dx, W* dw, int64_t rows,        \
+        int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride, int zero_centered, int threads) {     \
+        return guarded([&](Guard&) {                                                                                   \
+            (dsum ? backward<T, W, true> : backward<T, W, false>)(dy, x, weight, rstd, dsum, dx, dw, rows, width,      \
+                                                                  dy_stride, x_stride, dsum_stride, zero_centered,     \
+                                                                  threads);                                            \
+        });                                                                                                            \
     }
 
 EXPORT(bf16_bf16, bf16, bf16)

@@ -32,6 +32,7 @@ _lib = native.Library(
         for pair in _PAIRS.values()
         for direction, letters in (("forward", "ppppppllllfii"), ("backward", "ppppppplllllii"))
     },
+    returns_status=True,
 )
 
 

@@ -13,6 +13,7 @@ __all__ = ["OPERATOR", "Case", "Pairs", "rope", "why_not"]
 
 Pairs = Literal["half", "interleaved", "regrouped"]
 PAIRS: tuple[Pairs, ...] = ("half", "interleaved", "regrouped")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Case(NamedTuple):
@@ -56,8 +57,8 @@ def rope(
 
     x: [s, b, n, d], or [t, n, d] for packed sequences; any strides. y: contiguous, in x's shape and dtype.
     cos, sin: [rows, 1 or b, 1, R], R even; `angles.cos_sin` makes them, once for all layers. Both are multiplied
-    by `scale`. Row p belongs to position p; x[i] is at position i, or at positions[i] (int64 [s]; -1 where there is
-    none). What lies outside start .. start + R is copied.
+    by `scale`. Row p belongs to position p; x[i] is at position i, or at positions[i] (integers [s] of any stride,
+    on x's device; -1 where there is none). What lies outside start .. start + R is copied.
 
     pairs, and with them the halves 1 and 2 of cos and sin:
         half         x1 = x[: R/2], x2 = x[R/2 :], and y alike
@@ -66,11 +67,14 @@ def rope(
 
     Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. For the backward pass
     only cos, sin and positions are kept: it is the same operator with the signs of sin turned and halves swapped.
-    Raises ValueError for shapes that do not fit. A position without a row is an error of the reference and NaN
-    elsewhere, where nobody waits to look.
+    Raises ValueError for shapes, devices and dtypes that do not fit. A position without a row is an error of the
+    reference and NaN elsewhere, where the host does not wait to look.
     """
     case = _case(x, cos, sin, pairs, start, positions)
     chosen = OPERATOR.choose(case)
+    if positions is not None:
+        # Kernels read them by address: int64, side by side.
+        positions = positions.to(torch.int64).contiguous()
     if x.dim() == 4:
         return chosen(x, cos, sin, pairs, start, scale, positions)
     return chosen(x.unsqueeze(1), cos, sin, pairs, start, scale, positions).squeeze(1)
@@ -111,4 +115,10 @@ def _case(
     if rows < s if positions is None else positions.shape != (s,):
         what = f"{rows} rows" if positions is None else f"positions {tuple(positions.shape)}"
         raise ValueError(f"rope: {what} for x {tuple(x.shape)}: want one for each of its {s} tokens")
+    tables = (cos, sin) if positions is None else (cos, sin, positions)
+    if any(t.device != x.device for t in tables):
+        where = ", ".join(str(t.device) for t in tables)
+        raise ValueError(f"rope: cos, sin and positions on {where}: want x's device, {x.device}")
+    if positions is not None and positions.dtype not in _INTEGERS:
+        raise ValueError(f"rope: positions are {positions.dtype}: want integers")
     return Case(x.device.type, x.dtype, pairs, width, b, n, batch > 1, cos.requires_grad or sin.requires_grad)

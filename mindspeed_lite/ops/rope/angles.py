@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from mindspeed_lite.ops.rope.kept import Kept
+from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 __all__ = ["cos_sin", "packed_positions"]
 
-_kept = Kept()
+_kept = StorageVersionCache()
 
 
 def cos_sin(angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,17 +1,17 @@
 // rope on the CPU: one pass over x that turns pairs and copies the rest, for any strides of x but the last.
 //
-// The factors of a token are laid out once, as four contiguous rows, and serve all of its heads:
+// The factors of a token are laid out once, as four contiguous rows of at most PAIRS, and serve all of its heads:
 //     y1 = x1 * cos1 - x2 * sin1        y2 = x2 * cos2 + x1 * sin2
 // The transposed rotation has y1 = x1 * cos1 + x2 * sin2 and y2 = x2 * cos2 - x1 * sin1: other rows, the same loop.
 #include "numbers.h"
 
-#include <vector>
+constexpr int64_t PAIRS = 256;
 
 template <bool IN, bool OUT, class T>
 static inline void turn(const T* x, T* y, const float* cos1, const float* sin1, const float* cos2, const float* sin2,
-                        int64_t half) {
+                        int64_t pairs, int64_t half) {
 #pragma omp simd
-    for (int64_t j = 0; j < half; ++j) {
+    for (int64_t j = 0; j < pairs; ++j) {
         const float a = load(x + (IN ? 2 * j : j)), b = load(x + (IN ? 2 * j + 1 : j + half));
         store(y + (OUT ? 2 * j : j), a * cos1[j] - b * sin1[j]);
         store(y + (OUT ? 2 * j + 1 : j + half), b * cos2[j] + a * sin2[j]);
@@ -26,34 +26,39 @@ static void rotate(const T* x, const float* cos, const float* sin, const int64_t
     const int64_t half = width / 2, after = start + width;
     // The table is interleaved where x and y both are.
     const int64_t step = in && out ? 2 : 1, second = in && out ? 1 : half;
-    const auto pairs = in ? (out ? turn<true, true, T> : turn<true, false, T>)
-                          : (out ? turn<false, true, T> : turn<false, false, T>);
-#pragma omp parallel num_threads(threads)
-    {
-        std::vector<float> factors(2 * width);
-        float *cos1 = factors.data(), *sin1 = cos1 + half, *cos2 = sin1 + half, *sin2 = cos2 + half;
-#pragma omp for
-        for (int64_t token = 0; token < s * b; ++token) {
-            const int64_t at = token / b, sequence = token % b;
-            const int64_t position = positions ? positions[at] : at;
-            const bool known = position >= 0 && position < rows;
-            const float* c = cos + (known ? position * row + sequence * batch : 0);
-            const float* z = sin + (c - cos);
-            const float factor = known ? scale : std::numeric_limits<float>::quiet_NaN();
-            for (int64_t j = 0; j < half; ++j) {
-                const float z1 = z[j * step] * factor, z2 = z[j * step + second] * factor;
-                cos1[j] = c[j * step] * factor;
-                cos2[j] = c[j * step + second] * factor;
+    const auto turned = in ? (out ? turn<true, true, T> : turn<true, false, T>)
+                           : (out ? turn<false, true, T> : turn<false, false, T>);
+#pragma omp parallel for num_threads(threads)
+    for (int64_t token = 0; token < s * b; ++token) {
+        const int64_t at = token / b, sequence = token % b;
+        const int64_t position = positions ? positions[at] : at;
+        const bool known = position >= 0 && position < rows;
+        const float* c = cos + (known ? position * row + sequence * batch : 0);
+        const float* z = sin + (c - cos);
+        const float factor = known ? scale : std::numeric_limits<float>::quiet_NaN();
+        const T* from = x + at * stride_s + sequence * stride_b;
+        T* to = y + token * n * d;
+        for (int64_t first = 0; first < half; first += PAIRS) {
+            const int64_t pairs = std::min(PAIRS, half - first);
+            float cos1[PAIRS], sin1[PAIRS], cos2[PAIRS], sin2[PAIRS];
+            for (int64_t j = 0; j < pairs; ++j) {
+                const int64_t one = (first + j) * step, two = one + second;
+                const float z1 = z[one] * factor, z2 = z[two] * factor;
+                cos1[j] = c[one] * factor;
+                cos2[j] = c[two] * factor;
                 sin1[j] = transposed ? -z2 : z1;
                 sin2[j] = transposed ? -z1 : z2;
             }
+            const int64_t in_x = start + (in ? 2 * first : first), in_y = start + (out ? 2 * first : first);
             for (int64_t head = 0; head < n; ++head) {
-                const T* from = x + at * stride_s + sequence * stride_b + head * stride_n;
-                T* to = y + (token * n + head) * d;
-                if (start) std::memcpy(to, from, start * sizeof(T));
-                pairs(from + start, to + start, cos1, sin1, cos2, sin2, half);
-                if (after < d) std::memcpy(to + after, from + after, (d - after) * sizeof(T));
+                turned(from + head * stride_n + in_x, to + head * d + in_y, cos1, sin1, cos2, sin2, pairs, half);
             }
+        }
+        if (width == d) continue;
+        for (int64_t head = 0; head < n; ++head) {
+            const T* rest = from + head * stride_n;
+            std::memcpy(to + head * d, rest, start * sizeof(T));
+            std::memcpy(to + head * d + after, rest + after, (d - after) * sizeof(T));
         }
     }
 }

@@ -9,15 +9,15 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.rope import reference
-from mindspeed_lite.ops.rope.kept import Kept
-from mindspeed_lite.ops.rope.rotation import How, rotate
+from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
+from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
 
 _ARGUMENTS = "ppppp" + "l" * 12 + "fiiii"
 # fp32 forms of the cos and sin that callers have in 16 bit.
-_kept = Kept()
+_kept = StorageVersionCache()
 _lib = native.Library(Path(__file__).with_name("cpu.cpp"), {"rope_bf16": _ARGUMENTS, "rope_fp32": _ARGUMENTS})
 
 
@@ -44,11 +44,11 @@ def rope(
     plain = torch.compiler.is_compiling() or type(x) not in (torch.Tensor, torch.nn.Parameter)
     if plain or x.dtype not in (torch.bfloat16, torch.float32):
         return reference.rope(x, cos, sin, pairs, start, scale, positions)
-    return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))
+    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
 
 
 def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
     stride_s, stride_b, stride_n, stride_d = x.stride()
     if stride_d != 1:

@@ -13,7 +13,7 @@ import triton  # type: ignore[import-not-found, import-untyped, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from mindspeed_lite.ops.rope import reference
-from mindspeed_lite.ops.rope.rotation import How, rotate
+from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
@@ -44,11 +44,11 @@ def rope(
     if x.dtype == torch.float64 or torch.compiler.is_compiling():
         # The kernel's factors are fp32; a compiler fuses the plain formula itself.
         return reference.rope(x, cos, sin, pairs, start, scale, positions)
-    return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))
+    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
 
 
 def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()

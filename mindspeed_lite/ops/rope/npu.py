@@ -1,6 +1,6 @@
 """rope on Ascend NPUs through torch_npu's fused operator.
 
-The wheel's own backward keeps x, to have gradients of cos and sin that nobody wants; here the backward is the same
+The wheel's own backward keeps x, to have gradients of cos and sin that are not needed; here the backward is the same
 operator with other factors, and x is not kept. Factors come in x's dtype, so cos and sin are rounded to it, as in
 PyTorch's composition in 16 bit. They are documented for values from -1 to 1, so `scale` is multiplied in afterwards;
 tables that a caller has scaled beforehand are handed on as they are.
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mindspeed_lite.ops.rope.kept import Kept
-from mindspeed_lite.ops.rope.rotation import How, rotate
+from mindspeed_lite.ops.rope.rotation import RotationSpec, rotate
+from mindspeed_lite.ops.storage_cache import StorageVersionCache
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Case, Pairs
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Documented limits: elements of a head, sequences and heads, each below.
 _WIDTH, _COUNT = 896, 1000
 
-_kept = Kept()
+_kept = StorageVersionCache()
 
 
 def supported(case: Case) -> list[str]:
@@ -53,16 +53,16 @@ def rope(
     scale: float = 1.0,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))
+    return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))
 
 
 def _turn(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
     width = cos.shape[-1]
     into, out = how.sides
     factors = _factors(cos, sin, x.dtype, into and out, how.transposed)
-    r1, r2 = (t[: x.shape[0]] if positions is None else t.index_select(0, positions) for t in factors)
+    r1, r2 = (t[: x.shape[0]] if positions is None else _rows(t, positions) for t in factors)
     before, turned, after = torch.split(x, [how.start, width, x.shape[-1] - how.start - width], -1)
     if into and not out:
         turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
@@ -72,6 +72,15 @@ def _turn(
     if out and not into:
         y = torch.stack(y.chunk(2, -1), -1).flatten(-2)
     return y if y.shape == x.shape else torch.cat((before, y, after), -1)
+
+
+def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`table` [rows, ...] at positions [s]: NaN for a position that has no row. Each is computed once."""
+    rows = table.shape[0]
+    # An index out of range is undefined on a device: such a position gets a row of its own, at the end.
+    extended = _kept.get(table, "extended", lambda: torch.cat((table, torch.full_like(table[:1], torch.nan))))
+    index = _kept.get(positions, rows, lambda: torch.where((positions >= 0) & (positions < rows), positions, rows))
+    return extended.index_select(0, index)
 
 
 def _factors(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Pairs
 
 
-class How(NamedTuple):
+class RotationSpec(NamedTuple):
     """What a kernel is told beside its tensors. transposed: of the backward pass."""
 
     pairs: Pairs
@@ -33,11 +33,11 @@ _SIDES = {
 }
 
 # (x, cos, sin, positions, how) -> y
-Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, How], torch.Tensor]
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, RotationSpec], torch.Tensor]
 
 
 def rotate(
-    turn: Turn, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: How
+    turn: Turn, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
     """`turn` with its gradient for x."""
     if torch.is_grad_enabled() and x.requires_grad:
@@ -55,7 +55,7 @@ class _Rotation(torch.autograd.Function):
         cos: torch.Tensor,
         sin: torch.Tensor,
         positions: torch.Tensor | None,
-        how: How,
+        how: RotationSpec,
     ) -> torch.Tensor:
         ctx.save_for_backward(cos, sin, positions)
         ctx.turn, ctx.how = turn, how

@@ -1,6 +1,6 @@
 """vocab_embedding on CPU: ids of other slices cost nothing but the zeros in their places.
 
-Asking how many ids are here waits for nobody on this device, so rows are looked up, and gradients summed, for those
+Asking how many ids are here costs no wait on this device, so rows are looked up, and gradients summed, for those
 alone. Per id that is here two numbers are kept for the backward pass.
 """
 

@@ -426,26 +426,30 @@ CONTRACTS = {"npu_fusion_attention": fusion_attention, "npu_fusion_attention_gra
 
 MUTATIONS = {
     # names
-    "keyword of another operator": Mutation("        scale=scale,", "        softmax_scale=scale,", "softmax_scale"),
+    "keyword of another operator": Mutation(
+        "        scale=spec.scale,", "        softmax_scale=spec.scale,", "softmax_scale"
+    ),
     "keyword of the second version": Mutation(
         "pre_tockens=masking.before,\n        next_tockens=masking.after,\n        actual",
         "pre_tokens=masking.before,\n        next_tockens=masking.after,\n        actual",
         "pre_tokens",
     ),
-    "misspelt layout": Mutation('"SBH", scale', '"SBHD", scale', "input_layout is 'SBHD'"),
+    "misspelt layout": Mutation('"SBH", spec', '"SBHD", spec', "input_layout is 'SBHD'"),
     "head_num by position": Mutation("        head_num=heads,\n", "        heads,\n", "head_num not passed by name"),
     # heads
     "heads of all ranks": Mutation("head_num=heads,", "head_num=heads * 2,", "head_num is 8: want 4"),
-    "key heads": Mutation('n, "SBH", scale', 'k.shape[2], "SBH", scale', "head_num is 2: want 4"),
-    "layout of batch first": Mutation('"SBH", scale', '"BSH", scale', "input_layout is BSH: want SBH"),
+    "key heads": Mutation('n, "SBH", spec', 'k.shape[2], "SBH", spec', "head_num is 2: want 4"),
+    "layout of batch first": Mutation('"SBH", spec', '"BSH", spec', "input_layout is BSH: want SBH"),
     "values not padded": Mutation(
         "v.shape[3]\n    width = max(d, dv)", "v.shape[3]\n    width = d", "larger than key heads"
     ),
     # scale and dropout
-    "scale left out": Mutation("        scale=scale,\n", "", "scale is 1.0: want 0.125"),
-    "scale of the padded head": Mutation('"SBH", scale', '"SBH", width**-0.5', "want 0.125"),
-    "scale of the caller ignored": Mutation('"SBH", scale', '"SBH", d**-0.5', "want 0.3"),
-    "what to drop for what to keep": Mutation("keep_prob=1.0 - dropout_p", "keep_prob=dropout_p", "keep_prob is 0.0"),
+    "scale left out": Mutation("        scale=spec.scale,\n", "", "scale is 1.0: want 0.125"),
+    "scale of the padded head": Mutation('"SBH", spec', '"SBH", spec._replace(scale=width**-0.5)', "want 0.125"),
+    "scale of the caller ignored": Mutation('"SBH", spec', '"SBH", spec._replace(scale=d**-0.5)', "want 0.3"),
+    "what to drop for what to keep": Mutation(
+        "keep_prob=1.0 - spec.dropout_p", "keep_prob=spec.dropout_p", "keep_prob is 0.0"
+    ),
     # masks
     "polarity of the mask": Mutation(
         "written_out = hidden.expand", "written_out = (~hidden).expand", "hide other keys than the caller asked for"
@@ -506,12 +510,12 @@ MUTATIONS = {
     "counts in a pack": Mutation("list(itertools.accumulate(lengths))", "list(lengths)", "actual_seq_qlen is"),
     "lengths of the keys in a pack": Mutation("_ends(queries)", "_ends(keys)", "actual_seq_qlen is"),
     "causal from the first key in a pack": Mutation(
-        "_LOWER_RIGHT) if causal", "_UPPER_LEFT) if causal", "sparse_mode is 2: want 3"
+        "_LOWER_RIGHT) if spec.causal", "_UPPER_LEFT) if spec.causal", "sparse_mode is 2: want 3"
     ),
     # our own call of the backward
     "statistic of one lane": Mutation("(*t.shape, _LANES)", "(*t.shape, 1)", "softmax_max"),
-    "another name of the scale": Mutation("scale_value=scale", "scale=scale", "scale"),
-    "no scale in the backward": Mutation("        scale_value=scale,\n", "", "scale_value is 1.0 in the backward"),
+    "another name of the scale": Mutation("scale_value=spec.scale", "scale=spec.scale", "scale"),
+    "no scale in the backward": Mutation("        scale_value=spec.scale,\n", "", "scale_value is 1.0 in the backward"),
     "gradient of another rank": Mutation("        grad,\n", "        grad.unsqueeze(0),\n", "dy is bfloat16[1, "),
     "key heads in the backward": Mutation("head_num=n,", "head_num=k.shape[2],", "head_num is 2 in the backward"),
     # gradients

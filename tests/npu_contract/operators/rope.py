@@ -142,8 +142,8 @@ MUTATIONS = {
         "return y if y.shape == x.shape else torch.cat((before, y, after), -1)", "return y", "the output is"
     ),
     "the wheel's own gradient": Mutation(
-        "return rotate(_turn, x, cos, sin, positions, How(pairs, start, scale))",
-        "return _turn(x, cos, sin, positions, How(pairs, start, scale))",
+        "return rotate(_turn, x, cos, sin, positions, RotationSpec(pairs, start, scale))",
+        "return _turn(x, cos, sin, positions, RotationSpec(pairs, start, scale))",
         "want ['npu_rotary_mul']",
     ),
 }  # fmt: skip

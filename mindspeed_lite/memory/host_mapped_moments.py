@@ -1,0 +1,91 @@
+"""Stores Adam's moments in host memory that the device addresses: the step reads and writes them there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed_lite.memory import host
+
+_NAMES = ("exp_avg", "exp_avg_sq")
+# Smaller tensors are not worth a mapping of their own, whose last page is partly empty.
+_SMALLEST = 1 << 16
+# Bytes of moments that one launch goes over, and that are in memory at a time.
+_PORTION = 1 << 28
+
+
+class HostMappedMoments:
+    """Keeps the moments of parameters in host memory, in the order in which they come, up to a budget.
+
+    Args:
+        budget: bytes, of all optimizers that share this; None for as many as there are.
+        on_refusal: called once with the reason when there is no more host memory, though the budget has room.
+    """
+
+    #: Of a `StatePlacement`: the numbers are read where they are.
+    device_addressable = True
+
+    def __init__(self, budget: int | None, on_refusal: Callable[[str], None] | None = None) -> None:
+        self._budget = budget
+        self._on_refusal = on_refusal
+        # Parameter -> its state, and the tensors there that are in host memory.
+        self._held: Any = WeakTensorKeyDictionary()
+        self._refused = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory in use."""
+        return sum(tensor.nbytes for _, tensors in self._held.values() for tensor in tensors)
+
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Move the moments of the parameter to host memory, unless they are there, small or beyond the budget."""
+        _, held = self._held.get(parameter, (None, ()))
+        found = tuple(state[name] for name in _NAMES)
+        if held and all(each is place for each, place in zip(found, held, strict=True)):
+            return
+        # Others have come in their place, from a checkpoint for example.
+        self._held.pop(parameter, None)
+        size = sum(each.nbytes for each in found)
+        if size < 2 * _SMALLEST or self._refused or (self._budget is not None and self.nbytes + size > self._budget):
+            return
+        try:
+            places = tuple(host.empty(each.shape, each.dtype, each.device) for each in found)
+        except MemoryError as error:
+            # What has been taken stays; the rest is where it would be without.
+            self._refused = True
+            if self._on_refusal is not None:
+                self._on_refusal(str(error))
+            return
+        for name, place, each in zip(_NAMES, places, found, strict=True):
+            place.copy_(each)
+            state[name] = place
+        self._held[parameter] = (state, places)
+
+    def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """The parameters in parts of so many bytes; what has been updated may leave memory until the next step."""
+        start, part = 0, []
+        for place, parameter in enumerate(parameters):
+            part += self._held.get(parameter, (None, ()))[1]
+            if sum(each.nbytes for each in part) >= _PORTION or place == len(parameters) - 1:
+                yield slice(start, place + 1)
+                host.release(part)
+                start, part = place + 1, []
+
+    def materialized(
+        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> AbstractContextManager[None]:
+        """Nothing is to be done."""
+        return nullcontext()
+
+    def restore(self) -> None:
+        """Bring all moments back into the device's own memory."""
+        for state, places in self._held.values():
+            for name, place in zip(_NAMES, places, strict=True):
+                if state.get(name) is place:
+                    state[name] = place.clone()
+        self._held.clear()
+        self._refused = True

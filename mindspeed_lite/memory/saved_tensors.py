@@ -1,0 +1,146 @@
+"""Counts the bytes that autograd saves for the backward pass while a model trains.
+
+A storage counts once however many saved tensors look into it, for as long as one of them is alive, and with the size
+it has at that moment: a storage that was given up (`resize_(0)`) counts as nothing. What is looked at is the moment at
+which a backward pass begins to read: before it, nothing that the forward pass keeps has been released.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_Hooks = torch.autograd.graph.saved_tensors_hooks
+
+
+@dataclass(frozen=True)
+class SavedTensorStats:
+    """What one place in the code has saved at the peak.
+
+    Attributes:
+        where: the function that saved it, innermost first, torch's own aside.
+        shape: of the first tensor that was saved of a storage.
+    """
+
+    where: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    count: int
+    bytes: int
+
+
+@dataclass
+class _Storage:
+    storage: torch.UntypedStorage
+    where: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    references: int = 0
+
+
+@dataclass
+class Tracker:
+    """Counts saved storages within its `with` block.
+
+    Attributes:
+        is_excluded: whether a storage, by its address, is something else: a parameter, a gradient buffer.
+        peak: the largest number of bytes so far.
+    """
+
+    is_excluded: Callable[[int], bool]
+    peak: int = 0
+    at_peak: list[SavedTensorStats] = field(default_factory=list)
+    _live: dict[int, _Storage] = field(default_factory=dict)
+    _has_grown: bool = False
+    _hooks: Any = None
+
+    def __enter__(self) -> Tracker:
+        self._hooks = _Hooks(self._pack, self._unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+        self.update_peak()
+
+    def bytes(self) -> int:
+        """What is kept now."""
+        return sum(each.storage.nbytes() for each in self._live.values())
+
+    def update_peak(self) -> None:
+        """Compare what is kept now with the peak."""
+        self._has_grown = False
+        now = self.bytes()
+        if now > self.peak:
+            self.peak = now
+            self.at_peak = _by_place(self._live.values())
+
+    def _pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
+        if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        # The address of the storage itself: that of its memory changes when it is given up.
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is None:
+            if self.is_excluded(storage.data_ptr()):
+                return tensor
+            known = _Storage(storage, _place(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            self._live[key] = known
+            self._has_grown = True
+        known.references += 1
+        return _Reference(self, key, tensor)
+
+    def _unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
+        if self._has_grown:
+            self.update_peak()
+        return packed.tensor if isinstance(packed, _Reference) else packed
+
+    def _released(self, key: int) -> None:
+        if self._has_grown:
+            self.update_peak()
+        known = self._live[key]
+        known.references -= 1
+        if not known.references:
+            del self._live[key]
+
+
+class _Reference:
+    """What autograd holds in the place of a saved tensor; its end is that of the tensor."""
+
+    __slots__ = ("key", "tensor", "tracker")
+
+    def __init__(self, tracker: Tracker, key: int, tensor: torch.Tensor) -> None:
+        self.tracker, self.key, self.tensor = tracker, key, tensor
+
+    def __del__(self) -> None:
+        self.tracker._released(self.key)
+
+
+def _place(depth: int = 4) -> tuple[str, ...]:
+    """The functions that are running, torch's own aside."""
+    found: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(found) < depth:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] != "torch":
+            found.append(f"{name}:{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _by_place(storages: Iterable[_Storage]) -> list[SavedTensorStats]:
+    sums: dict[tuple[tuple[str, ...], tuple[int, ...], str], tuple[int, int]] = {}
+    for each in storages:
+        key = (each.where, each.shape, each.dtype)
+        count, size = sums.get(key, (0, 0))
+        sums[key] = (count + 1, size + each.storage.nbytes())
+    kept = [SavedTensorStats(*key, count, size) for key, (count, size) in sums.items()]
+    return sorted(kept, key=lambda each: -each.bytes)

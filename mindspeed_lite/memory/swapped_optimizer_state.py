@@ -1,0 +1,239 @@
+"""Stores optimizer state in host memory and brings it to the device for the step, in groups.
+
+While a group is updated, the next one comes in and the one before goes out: three groups are on the device at a time.
+Between steps the tensors are the objects they were, with shape and dtype, but hold no numbers: what reads them finds
+NaN, and what writes them fails. `materialized` gives them their numbers for a while.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from mindspeed_lite.memory.copy_engine import Buffer, CopyEngine, PinnedBufferPool
+from mindspeed_lite.platform.side_stream import Event
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_PARAMETER = "param"
+# Bytes; a copy of less is not worth its start.
+_SMALLEST = 1 << 16
+
+
+class _Place:
+    """Host memory of one tensor.
+
+    tensor: of the optimizer's state; None for the parameter itself, which would keep itself alive here.
+    away: whether its numbers are in the buffer alone.
+    coming: of a copy to the device that compute has not been told to wait for.
+    """
+
+    def __init__(self, tensor: torch.Tensor | None, buffer: Buffer, nbytes: int) -> None:
+        self.tensor = tensor
+        self.buffer = buffer
+        self.nbytes = nbytes
+        self.on_host = False
+        self.pending_h2d: Event | None = None
+
+
+class SwappedOptimizerState:
+    """Keeps moments, and parameters that are copies of a model's weights, in host memory between steps.
+
+    Args:
+        engine: between that memory and the device of all parameters.
+        times: groups that one step has, at least 1; of all optimizers that share this. A group ends with the parameter
+            that brings it to its share of the bytes.
+        on_refusal: called once with the reason when there is no more host memory.
+    """
+
+    #: Of a `StatePlacement`: the values are read inside `materialized` alone.
+    device_addressable = False
+
+    def __init__(self, engine: CopyEngine, times: int, on_refusal: Callable[[str], None] | None = None) -> None:
+        self._engine = engine
+        self._times = times
+        self._on_refusal = on_refusal
+        self._pool = PinnedBufferPool(engine)
+        # Parameter -> name -> place; and the parameters that leave themselves.
+        self._held: Any = WeakTensorKeyDictionary()
+        self._own: Any = WeakTensorKeyDictionary()
+        # Memory of the device whose copy is under way.
+        self._leaving: deque[tuple[Event, torch.Tensor]] = deque()
+        self._leaving_bytes = 0
+        self._placeholders: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+        self._asked: list[torch.Tensor] = []
+        self._depth = 0
+        self._refused = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers that have a place in host memory."""
+        return sum(place.nbytes for places in self._held.values() for place in places.values())
+
+    def register(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let these parameters leave the device as their moments do: no other code reads or writes their memory."""
+        for parameter in parameters:
+            if parameter.is_contiguous():
+                self._own[parameter] = True
+                self.place(parameter, {})
+        self._settle()
+
+    def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
+        """Offload what the parameter has, unless it is small or host memory is full; not inside `materialized`."""
+        if self._depth:
+            return
+        places = self._held.setdefault(parameter, {})
+        self._forget(places, state)
+        found = {name: state[name] for name in _MOMENTS if name in state}
+        if parameter in self._own:
+            found = {_PARAMETER: parameter, **found}
+        for name, tensor in found.items():
+            place = places.get(name)
+            if place is None:
+                buffer = self._buffer(tensor)
+                if buffer is None:
+                    continue
+                if name != _PARAMETER:
+                    # An object of our own: this one may be that of a checkpoint, which others read.
+                    tensor = state[name] = tensor.detach()
+                place = places[name] = _Place(None if name == _PARAMETER else tensor, buffer, tensor.nbytes)
+            if not place.on_host:
+                self._offload(tensor, place)
+                self._settle(place.nbytes)
+
+    def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
+        """The parameters in groups, one after the other, with their numbers on the device."""
+        groups = self._groups(parameters)
+        on_host = [self._on_host(parameters[group]) for group in groups]
+        self._settle()
+        for pairs in on_host[:1]:
+            self._fetch(pairs)
+        for group, pairs, following in zip(groups, on_host, [*on_host[1:], []], strict=False):
+            # Before compute waits for this group: what is issued after that would start after it.
+            self._fetch(following)
+            self._ready(parameters[group])
+            yield group
+            for tensor, place in pairs:
+                self._offload(tensor, place)
+            # The group before has had the time of this one's update to leave.
+            self._settle(sum(place.nbytes for _, place in pairs))
+        self._settle()
+
+    @contextmanager
+    def materialized(
+        self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
+    ) -> Iterator[None]:
+        """Inside, what the parameters have is on the device and may be read, written and replaced."""
+        some = list(parameters)
+        self._depth += 1
+        try:
+            pairs = []
+            for parameter in some:
+                self._forget(self._held.get(parameter, {}), state_of(parameter))
+                pairs += self._on_host([parameter])
+            self._fetch(pairs)
+            self._ready(some)
+            yield
+        finally:
+            self._asked += some
+            self._depth -= 1
+            # One inside another leaves them to that.
+            if not self._depth:
+                asked, self._asked = self._asked, []
+                for parameter in asked:
+                    self.place(parameter, state_of(parameter))
+                self._settle()
+
+    def restore(self) -> None:
+        """Bring everything back to the device for good."""
+        self._settle()
+        for parameter in list(self._held):
+            self._fetch(self._on_host([parameter]))
+            self._ready([parameter])
+        self._held.clear()
+        self._own.clear()
+        self._refused = True
+
+    def _groups(self, parameters: Sequence[torch.Tensor]) -> list[slice]:
+        share, start, nbytes = self.nbytes / self._times, 0, 0
+        found = []
+        for number, parameter in enumerate(parameters):
+            nbytes += sum(place.nbytes for place in self._held.get(parameter, {}).values())
+            if nbytes >= share > 0 or number == len(parameters) - 1:
+                found.append(slice(start, number + 1))
+                start, nbytes = number + 1, 0
+        return found
+
+    def _on_host(self, parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, _Place]]:
+        return [
+            (parameter if place.tensor is None else place.tensor, place)
+            for parameter in parameters
+            for place in self._held.get(parameter, {}).values()
+            if place.on_host
+        ]
+
+    def _fetch(self, pairs: Iterable[tuple[torch.Tensor, _Place]]) -> None:
+        for tensor, place in pairs:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            place.pending_h2d = self._engine.h2d(place.buffer, _bytes_of(memory))
+            tensor.data = memory
+            place.on_host = False
+
+    def _ready(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Let compute wait for what of theirs is on its way."""
+        for parameter in parameters:
+            for place in self._held.get(parameter, {}).values():
+                if place.pending_h2d is not None:
+                    self._engine.wait(place.pending_h2d)
+                    place.pending_h2d = None
+
+    def _offload(self, tensor: torch.Tensor, place: _Place) -> None:
+        memory = tensor.data
+        self._leaving.append((self._engine.d2h(_bytes_of(memory), place.buffer), memory))
+        self._leaving_bytes += place.nbytes
+        # Not a storage of size 0: what reads that crashes, and others may have the same storage.
+        tensor.data = self._placeholder(tensor).expand(tensor.shape)
+        place.on_host, place.pending_h2d = True, None
+
+    def _settle(self, keep: int = 0) -> None:
+        """Give memory free whose copies are older than those of the last `keep` bytes.
+
+        The next owner of the memory gets it in the order of compute: compute waits for the copy first.
+        """
+        while self._leaving_bytes > keep:
+            mark, memory = self._leaving.popleft()
+            self._engine.wait(mark)
+            self._leaving_bytes -= memory.nbytes
+
+    def _forget(self, places: dict[str, _Place], state: Mapping[str, Any]) -> None:
+        """Drop places of moments that have been replaced, by a checkpoint for example."""
+        for name in _MOMENTS:
+            if name in places and state.get(name) is not places[name].tensor:
+                self._pool.release(places.pop(name).buffer)
+
+    def _buffer(self, tensor: torch.Tensor) -> Buffer | None:
+        if self._refused or tensor.nbytes < _SMALLEST or not tensor.is_contiguous():
+            return None
+        try:
+            return self._pool.acquire(tensor.nbytes)
+        except MemoryError as error:
+            # What has been taken stays; the rest is where it would be without.
+            self._refused = True
+            if self._on_refusal is not None:
+                self._on_refusal(str(error))
+            return None
+
+    def _placeholder(self, tensor: torch.Tensor) -> torch.Tensor:
+        key = (tensor.device, tensor.dtype)
+        if key not in self._placeholders:
+            nothing = float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max
+            self._placeholders[key] = torch.full((), nothing, dtype=tensor.dtype, device=tensor.device)
+        return self._placeholders[key]
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,71 @@
+"""Implementations that activation is compared with; cases.py declares the cases."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from mindspeed_lite.ops.activation import activation
+from mindspeed_lite.ops.activation.reference import GATED
+from mindspeed_lite.ops.case import Case
+
+_FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "squared_relu": lambda x: F.relu(x).square(),
+}
+
+
+def ours(case: Case) -> Callable[..., torch.Tensor]:
+    """The operator."""
+    kind = case.shape.kind
+
+    def run(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        bias, weights = _given(case, rest)
+        return activation(x, kind, bias, weights)
+
+    return run
+
+
+def plain(case: Case) -> Callable[..., torch.Tensor]:
+    """What a user without us writes."""
+    kind = case.shape.kind
+    gated, function = kind in GATED, _FUNCTIONS[kind]
+
+    def run(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        bias, weights = _given(case, rest)
+        if bias is not None:
+            x = x + bias
+        if gated:
+            gate, up = x.chunk(2, -1)
+            y = function(gate) * up
+        else:
+            y = function(x)
+        return y if weights is None else y * weights
+
+    return run
+
+
+def liger(case: Case) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's."""
+    function: Any = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        # It takes the halves as tensors of their own, and writes their gradients in their places.
+        gate, up = (half.contiguous() for half in x.chunk(2, -1))
+        y: torch.Tensor = function.apply(gate, up)
+        return y
+
+    return run
+
+
+def _given(case: Case, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    rest = list(tensors)
+    bias = rest.pop(0) if case.shape.bias else None
+    return bias, rest.pop(0) if case.shape.weights else None

@@ -1,0 +1,144 @@
+"""What one call of attention asks for: checked once, and in the only spelling that backends know."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mindspeed_lite.ops.attention import band
+
+_FLOAT = torch.finfo(torch.float32)
+
+
+class Case(NamedTuple):
+    """What decides which backend can serve a call."""
+
+    device: str
+    dtype: torch.dtype
+    heads: int
+    groups: int
+    head_size: int
+    value_size: int
+    causal: bool
+    window: bool
+    mask: bool
+    dropout: bool
+    sink: bool
+
+
+class AttentionSpec(NamedTuple):
+    """Everything that a call says besides q, k and v; made by `prepare`, immutable, shared by all that serve the call.
+
+    A named tuple, since a frozen dataclass takes six times as long to make, a tenth of a small call.
+
+    causal, window: one band in canonical form (see `band`); a window comes without `causal`.
+    mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk].
+    scale: above 0 and finite in fp32.
+    sink: [n], or None.
+    return_lse: whether the log-sum-exp is wanted.
+    empty: whether q, k or v has no element, for which the reference serves.
+    rows_without_keys: leading queries that see no key by position; `attend` and the halves cut them off.
+    rng: what a backend drew its dropout from, so that its backward drops the same; of each backend's own kind, and None
+        until it has drawn.
+    """
+
+    case: Case
+    causal: bool
+    window: band.Window | None
+    mask: torch.Tensor | None
+    scale: float
+    dropout_p: float
+    sink: torch.Tensor | None
+    return_lse: bool
+    empty: bool
+    rows_without_keys: int
+    rng: Any = None
+
+    @property
+    def positions(self) -> band.Window | None:
+        """The band as a window, causal order included; None when every key is visible by position."""
+        return band.CAUSAL if self.causal else self.window
+
+    def for_lengths(self, sq: int, sk: int) -> AttentionSpec:
+        """The same for fewer queries or keys, among which the last query stands at the last key again."""
+        causal, window = band.canonical(self.causal, self.window, sq, sk)
+        return self._replace(
+            case=self.case._replace(causal=causal, window=window is not None),
+            causal=causal,
+            window=window,
+            empty=self.empty or sq == 0 or sk == 0,
+            rows_without_keys=band.rows_without_keys(causal, window, sq, sk),
+        )
+
+
+def prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    mask: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    window: band.Window | None = None,
+    sink: torch.Tensor | None = None,
+    return_lse: bool = False,
+) -> AttentionSpec:
+    """Check a call's arguments, those of `attention`, against each other, and put them into one form.
+
+    Raises:
+        ValueError: the tensors do not fit each other, or a number is out of its range.
+    """
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise ValueError("attention: q, k and v must be [sequence, batch, head, head size]")
+    sq, b, n, d = q.shape
+    sk, kb, g, kd = k.shape
+    vk, vb, vg, dv = v.shape
+    if kb != b or vb != b or kd != d or vk != sk or vg != g or g == 0 or n % g:
+        raise ValueError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together: "
+            "want [sq, b, n, d], [sk, b, g, d] and [sk, b, g, dv] with g dividing n"
+        )
+    dtype = q.dtype
+    if k.dtype != dtype or v.dtype != dtype:
+        raise ValueError(f"attention: q, k and v must have one dtype, not {dtype}, {k.dtype} and {v.dtype}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"attention: dropout_p must be in [0, 1), not {dropout_p}")
+    if scale is None:
+        scale = d**-0.5
+    elif not _FLOAT.tiny <= scale <= _FLOAT.max:
+        # Kernels multiply scores that are -inf, since hidden, by it.
+        raise ValueError(f"attention: scale must be above 0 and finite in fp32, not {scale}")
+    if mask is not None:
+        _check_mask(mask, (b, n, sq, sk))
+    if sink is not None and sink.shape != (n,):
+        raise ValueError(f"attention: sink {tuple(sink.shape)} must hold one number for each of {n} heads")
+    rows_without_keys = 0
+    if causal or window is not None:
+        causal, window = band.canonical(causal, window, sq, sk)
+        if sq > sk:
+            rows_without_keys = band.rows_without_keys(causal, window, sq, sk)
+    empty = not (sq and sk and b and n and d and dv)
+    case = Case(
+        q.device.type,
+        dtype,
+        n,
+        g,
+        d,
+        dv,
+        causal,
+        window is not None,
+        mask is not None,
+        dropout_p > 0,
+        sink is not None,
+    )
+    return AttentionSpec(case, causal, window, mask, scale, dropout_p, sink, return_lse, empty, rows_without_keys)
+
+
+def _check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> None:
+    if mask.dtype != torch.bool:
+        raise ValueError(f"attention: mask must be bool (True hides the key), not {mask.dtype}")
+    sizes = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+    if len(sizes) != 4 or any(have not in (1, want) for have, want in zip(sizes, wanted, strict=True)):
+        raise ValueError(f"attention: mask {tuple(mask.shape)} does not broadcast to {wanted}")

@@ -1,0 +1,111 @@
+"""Stores the moments of an optimizer in fewer bits than fp32, as codes in its state.
+
+The state keeps its keys and shapes. What reads `exp_avg` or `exp_avg_sq` of a parameter finds bf16 values or bytes;
+`materialized()` makes them fp32 for a while, `fp32_copy` returns copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.adamw import moments
+
+_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class QuantizedMoments:
+    """The moments of an optimizer's parameters, in the dtype that each is to have.
+
+    Args:
+        optimizer: whose state has, for each parameter, `exp_avg` and `exp_avg_sq`, once there are any.
+        dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (left as it is).
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, dtype: Callable[[torch.Tensor], torch.dtype]) -> None:
+        # Not its state, which is another dictionary after a checkpoint has been loaded.
+        self._optimizer = weakref.ref(optimizer)
+        self._dtype = dtype
+        self._blocks: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._asked: list[list[torch.Tensor] | None] = []
+        self._depth = 0
+
+    @property
+    def _state(self) -> MutableMapping[torch.Tensor, dict[str, Any]]:
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
+
+    def zeros(self, parameter: torch.Tensor) -> None:
+        """Give the parameter new moments."""
+        dtype = self._dtype(parameter)
+        for name in _NAMES:
+            self._state[parameter][name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        if dtype == torch.uint8:
+            self._blocks[parameter] = _exponents(parameter)
+
+    def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The exponents of both moments, if these are fp8 codes; narrows first what has come in as fp32."""
+        self._narrow([parameter])
+        return self._blocks.get(parameter)
+
+    def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """fp32 copies of both moments, the second with its sign; empty if they are fp32 as they stand."""
+        found = self._state.get(parameter, {})
+        if any(name not in found for name in _NAMES) or found["exp_avg"].dtype == torch.float32:
+            return {}
+        both = moments.unpack(found["exp_avg"], found["exp_avg_sq"], self._blocks.get(parameter))
+        return dict(zip(_NAMES, both, strict=True))
+
+    @contextmanager
+    def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Inside, the moments (of all parameters, if not given) are fp32 and may be read, written and replaced."""
+        some = None if parameters is None else list(parameters)
+        self._asked.append(some)
+        self._depth += 1
+        try:
+            self._widen(list(self._state) if some is None else some)
+            yield
+        finally:
+            self._depth -= 1
+            # One inside another leaves them to that.
+            if not self._depth:
+                asked, self._asked = self._asked, []
+                # Those that came in meanwhile as well.
+                everything = any(each is None for each in asked)
+                self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
+
+    def restore(self) -> None:
+        """Give all moments their numbers for good."""
+        self._widen(list(self._state))
+        self._dtype = lambda parameter: torch.float32
+
+    def _widen(self, parameters: Iterable[torch.Tensor]) -> None:
+        for parameter in parameters:
+            plain = self.fp32_copy(parameter)
+            if plain:
+                self._state[parameter].update(plain)
+                self._blocks.pop(parameter, None)
+
+    def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Round to nearest what is fp32 and is not to be; what was widened before becomes what it was."""
+        for parameter in parameters:
+            found, dtype = self._state.get(parameter, {}), self._dtype(parameter)
+            if dtype == torch.float32 or any(name not in found for name in _NAMES):
+                continue
+            if found["exp_avg"].dtype != torch.float32:
+                continue
+            codes = [torch.empty(found[name].shape, dtype=dtype, device=found[name].device) for name in _NAMES]
+            blocks = _exponents(parameter) if dtype == torch.uint8 else None
+            moments.pack((found["exp_avg"], found["exp_avg_sq"]), codes[0], codes[1], blocks)
+            found.update(zip(_NAMES, codes, strict=True))
+            if blocks is not None:
+                self._blocks[parameter] = blocks
+
+
+def _exponents(parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = parameter.numel()
+    return moments.exponents(size, parameter.device), moments.exponents(size, parameter.device)

@@ -1,0 +1,92 @@
+"""Stores fp32 main parameters as the bf16 weights of the model and an int16 low half each.
+
+The parameters stay the objects they were, in the optimizer's groups and as keys of its state, with shape and dtype,
+but are placeholders: reads return NaN, writes raise. Use `materialized()` to access values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.adamw import halves
+
+Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
+
+
+class SplitFP32Params:
+    """fp32 main parameters stored as bf16 weight and int16 low half.
+
+    Args:
+        optimizer: whose state has, for each parameter, an `exp_avg_sq`, once there is one.
+        highs: parameter -> the bf16 tensor that is its high half, of any shape, contiguous; asked for when needed,
+            since the owner of the weights may move them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
+        # Not its state, which is another dictionary after a checkpoint has been loaded.
+        self._optimizer = weakref.ref(optimizer)
+        self._highs = highs
+        self._lows: dict[torch.Tensor, torch.Tensor] = {}
+        for parameter, high in highs().items():
+            low = torch.empty(parameter.numel(), dtype=torch.int16, device=parameter.device)
+            self._give_up(parameter, high, low)
+
+    def halves(self) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+        """Parameter -> (high, low) for all that are not whole at the moment."""
+        highs = self._highs()
+        return {parameter: (highs[parameter], low) for parameter, low in self._lows.items()}
+
+    def joined(self, parameter: torch.Tensor, squares: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """Copies of what has no plain form while a parameter stands in halves; empty if it does not.
+
+        squares: the second moment with its sign, where the state has it in another form.
+        """
+        low = self._lows.get(parameter)
+        if low is None:
+            return {}
+        squares = self._squares(parameter) if squares is None else squares
+        word = halves.join(self._highs()[parameter], low, squares).view(parameter.shape)
+        return {"param": word} if squares is None else {"param": word, "exp_avg_sq": squares.abs()}
+
+    @contextmanager
+    def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
+        """Inside, the parameters (all, if not given) are fp32 and may be read and written; after it in halves again."""
+        lows: dict[torch.Tensor, torch.Tensor] = {}
+        try:
+            for parameter in list(self._lows if parameters is None else parameters):
+                if parameter in self._lows:
+                    lows[parameter] = self._restore(parameter)
+            yield
+        finally:
+            highs = self._highs()
+            for parameter, low in lows.items():
+                self._give_up(parameter, highs[parameter], low)
+
+    def restore(self) -> None:
+        """Give all parameters their numbers for good."""
+        for parameter in list(self._lows):
+            self._restore(parameter)
+
+    def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Make the parameter fp32; returns the low half, now free."""
+        plain, squares = self.joined(parameter), self._squares(parameter)
+        if squares is not None:
+            squares.abs_()
+        parameter.data = plain["param"]
+        return self._lows.pop(parameter)
+
+    def _give_up(self, parameter: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> None:
+        halves.split(parameter.data.contiguous(), high, low, self._squares(parameter))
+        parameter.data = torch.full((), float("nan"), device=parameter.device).expand(parameter.shape)
+        self._lows[parameter] = low
+
+    def _squares(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        optimizer = self._optimizer()
+        state: Mapping[str, Any] = {} if optimizer is None else optimizer.state.get(parameter, {})
+        found: torch.Tensor | None = state.get("exp_avg_sq")
+        return found

@@ -1,0 +1,22 @@
+"""Predicts the memory of a training on each rank from its arguments alone; nothing is run.
+
+arguments    the words of a training command -> the training they describe
+training     that training, frozen: model, layout and features
+flags        which of Megatron's flags that reads, and which it refuses
+layers       which layers a pipeline stage holds
+parameters   how many parameters those are on a rank
+optimizer    bytes of weights, gradients and optimizer states for them
+activations  what one micro-batch keeps for the backward pass, entry by entry
+pieces       what its layers have in common
+experts      the same for a layer of experts
+schedule     how many micro-batches a stage keeps at once, and what it keeps then
+estimate     all of it, for every kind of rank
+changes      what each feature gives or takes
+"""
+
+from .arguments import read
+from .changes import Change, changes
+from .estimate import Rank, ranks
+from .training import ArgumentError, TrainingConfig
+
+__all__ = ["ArgumentError", "Change", "Rank", "TrainingConfig", "changes", "ranks", "read"]

@@ -1,0 +1,181 @@
+"""Lists what one micro-batch keeps for the backward pass, tensor by tensor, on one rank.
+
+An entry is a storage that autograd holds: what a tensor is a view of counts once, and as a whole. The code that keeps
+it is Megatron's local implementation and torch's own operators, or a feature's operator in their place. Under sequence
+parallelism tokens between the pairs of linear layers are divided by TP.
+"""
+
+from __future__ import annotations
+
+from .experts import experts
+from .pieces import (
+    MemoryEntry,
+    activation_is_recomputed,
+    given_up,
+    hidden_bytes,
+    keeps_norm_input,
+    mask_width,
+    mlp,
+    norm_bytes,
+    norm_is_recomputed,
+    norm_tokens,
+    tokens,
+)
+from .training import TrainingConfig
+
+
+def layer(training: TrainingConfig, has_experts: bool, place: int, chunk: int) -> list[MemoryEntry]:
+    """Of the transformer layer at a place (from 0) of a model chunk."""
+    gives_up, hidden = norm_is_recomputed(training, place, chunk), hidden_bytes(training)
+    part = "experts" if has_experts else "mlp"
+    name = "input of the router" if has_experts else "input of the first linear layer"
+    if has_experts:
+        inside = experts(training, place, chunk)
+    else:
+        width = training.ffn_hidden_size // training.tp
+        inside = mlp(training, part, tokens(training), width, activation_is_recomputed(training, place, chunk))
+    if (
+        training.recompute_granularity == "selective"
+        and ("moe" if has_experts else "mlp") in training.recompute_modules
+    ):
+        inside = [MemoryEntry(part, "recomputed as a whole", 0, sum(each.bytes for each in inside))]
+    return [
+        _norm(training, "attention", gives_up),
+        given_up("attention", "input of the qkv layer", hidden, gives_up),
+        *_attention(training),
+        *_dropout(training, "attention"),
+        _norm(training, part, gives_up),
+        given_up(part, name, hidden, gives_up),
+        *inside,
+        *_dropout(training, part),
+    ]
+
+
+def embedding(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the embedding, whose lookup keeps its indices."""
+    words = 8 * tokens(training)
+    # A batch arrives as one storage with labels and positions; a slice of the vocabulary makes indices of its own.
+    indices = MemoryEntry("embedding", "word indices", 3 * words if training.tp == 1 else words + tokens(training))
+    return [indices, *_dropout(training, "embedding")]
+
+
+def loss(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the final norm, the output layer and the cross-entropy."""
+    rows, hidden = tokens(training), hidden_bytes(training)
+    logits = rows * (training.padded_vocab_size // training.tp)
+    found = [_norm(training, "output", False)]
+    if training.use_fused_linear_cross_entropy:
+        # Hidden states that are divided over ranks are gathered before it.
+        hidden *= training.tp if training.sequence_parallel else 1
+        statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
+        found += [MemoryEntry("output", "input of the output layer", hidden), statistics]
+    elif training.use_fused_cross_entropy:
+        statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
+        found += [MemoryEntry("output", "input of the output layer", hidden)]
+        found += [MemoryEntry("output", "logits", logits * training.width), statistics]
+    else:
+        width = 2 if training.fp16_lm_cross_entropy and training.fp16 else 4
+        found += [MemoryEntry("output", "input of the output layer", hidden)]
+        found += [MemoryEntry("output", "softmax of the logits", logits * width)]
+        found += [MemoryEntry("output", "targets of the loss", 9 * rows)]
+    return [*found, MemoryEntry("output", "mask of the loss", 4 * rows)]
+
+
+def once(training: TrainingConfig, has_mask: bool) -> list[MemoryEntry]:
+    """Kept once by all layers of a model chunk, however many micro-batches there are."""
+    found = []
+    angles = 8 * training.seq_length * training.kv_channels
+    if training.position_embedding_type == "rope":
+        if training.use_fused_rotary_pos_emb:
+            found.append(MemoryEntry("attention", "rotary angles", angles))
+        if training.recompute_granularity == "full":
+            found.append(MemoryEntry("attention", "rotary angles, of which layers are recomputed", angles // 2))
+    # The CPU's softmax of scores needs no mask for what is causal; an NPU's is handed one.
+    needs_none = training.fuses_softmax and training.device == "cpu"
+    if not (training.flash or needs_none or has_mask):
+        found.append(MemoryEntry("attention", "causal mask", training.seq_length**2))
+    return found
+
+
+def mask(training: TrainingConfig) -> list[MemoryEntry]:
+    """The mask that comes with a micro-batch, kept once by all layers."""
+    return (
+        [] if training.flash else [MemoryEntry("attention", "mask", training.micro_batch_size * training.seq_length**2)]
+    )
+
+
+def _norm(training: TrainingConfig, part: str, gives_up: bool) -> MemoryEntry:
+    own, hidden = norm_bytes(training, norm_tokens(training), training.hidden_size), hidden_bytes(training)
+    if not gives_up:
+        return MemoryEntry(part, "norm", own)
+    # To compute a norm again takes its input; then it keeps what it always does.
+    return MemoryEntry(part, "norm", hidden, own - (hidden if keeps_norm_input(training) else 0))
+
+
+def _dropout(training: TrainingConfig, part: str) -> list[MemoryEntry]:
+    if training.hidden_dropout == 0:
+        return []
+    if part != "embedding" and training.has_dropout_to_fuse and training.use_bias_dropout_fusion:
+        return []
+    # Megatron compiles what a layer does with its dropout, and a compiled mask is one of bytes.
+    is_compiled = part != "embedding" and training.bias_dropout_fusion and training.jit_fuser
+    width = 1 if is_compiled else mask_width(training)
+    return [MemoryEntry(part, "mask of the hidden dropout", norm_tokens(training) * training.hidden_size * width)]
+
+
+def _attention(training: TrainingConfig) -> list[MemoryEntry]:
+    rows, size = tokens(training), training.kv_channels
+    heads = training.num_attention_heads // training.tp
+    groups = max(1, training.groups // training.tp)
+    query, key = rows * heads * size * training.width, rows * groups * size * training.width
+    is_recomputed = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
+    found = []
+    rotates = training.position_embedding_type == "rope"
+    if rotates and not training.use_fused_rotary_pos_emb:
+        # Cosines and sines in the model's dtype, for queries and for keys.
+        found.append(MemoryEntry("attention", "rotary angles", 4 * training.seq_length * size * training.width))
+    is_seen = training.qk_layernorm and keeps_norm_input(training)
+    if training.qk_layernorm:
+        both = norm_bytes(training, rows * heads, size) + norm_bytes(training, rows * groups, size)
+        # Their inputs are views of the projection, but for a query that is put together from several groups.
+        both -= (key if heads > groups > 1 else query + key) if is_seen else 0
+        found.append(MemoryEntry("attention", "norms of query and key", both))
+    # What is neither rotated nor normalized is a view of the projection; Megatron repeats heads for its own products.
+    is_apart, repeats = rotates or training.qk_layernorm, heads > groups and not training.flash
+    if is_apart or repeats or heads > groups > 1:
+        found.append(MemoryEntry("attention", "query", query))
+    if repeats and not is_recomputed:
+        found.append(MemoryEntry("attention", "key and value, repeated for every head", 2 * query))
+    elif is_apart:
+        found.append(MemoryEntry("attention", "key", key))
+    if not repeats or is_recomputed or is_seen:
+        found.append(MemoryEntry("attention", "output of the qkv layer, of which value is a part", query + 2 * key))
+    scores = _scores(training, heads)
+    if is_recomputed:
+        again = sum(each.bytes for each in scores) + (2 * query if repeats else 0)
+        scores = [MemoryEntry("attention", "scores, recomputed", 0, again)]
+    return [*found, *scores, MemoryEntry("attention", "output of attention", query)]
+
+
+def _scores(training: TrainingConfig, heads: int) -> list[MemoryEntry]:
+    rows = training.micro_batch_size * heads * training.seq_length
+    if training.flash:
+        return [MemoryEntry("attention", "statistics of the softmax", 4 * rows)]
+    count = rows * training.seq_length
+    found = [MemoryEntry("attention", "softmax of the scores", count * training.width)]
+    if training.fuses_softmax:
+        if training.device == "cpu":
+            found.append(
+                MemoryEntry("attention", "scores, and statistics of their softmax", count * training.width + 8 * rows)
+            )
+        elif training.create_attention_mask_in_dataloader:
+            # An NPU's works from the probabilities, and a mask that was given is written out for it.
+            found.append(
+                MemoryEntry("attention", "mask of the scores", training.micro_batch_size * training.seq_length**2)
+            )
+    elif training.attention_softmax_in_fp32 and training.width == 2:
+        found.append(MemoryEntry("attention", "softmax of the scores in fp32", count * 4))
+    if training.attention_dropout > 0:
+        found.append(MemoryEntry("attention", "mask of the attention dropout", count * mask_width(training)))
+        found.append(MemoryEntry("attention", "scores after dropout", count * training.width))
+    return found

@@ -1,0 +1,209 @@
+"""Parses a training command line into a TrainingConfig.
+
+By Megatron's flags and with Megatron's defaults, without Megatron: a prediction is instant and needs no device. What
+is not known to say something about memory is passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+
+from . import flags
+from .training import ArgumentError, TrainingConfig, pattern
+
+# Vocabularies that come with a tokenizer's type.
+_VOCABULARIES = {"GPT2BPETokenizer": 50257}
+
+
+def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
+    """The training that these words of a command, script and launcher included, describe.
+
+    vocabulary: how many words there are before padding, where the command leaves it to a tokenizer.
+    """
+    given = _parse(words)
+    for name in flags.REQUIRED:
+        if name not in given:
+            flag = f"--{name.replace('_', '-')}"
+            hint = "; arguments inside a shell script are not seen" if any(w.endswith(".sh") for w in words) else ""
+            raise ArgumentError(f"{flag} is not in the command, and nothing can be predicted without it: add it{hint}")
+    types: Mapping[str, str] = {field.name: "" for field in dataclasses.fields(TrainingConfig)}
+    rest = {name: value for name, value in given.items() if name in types}
+    training = TrainingConfig(**rest, world_size=world_size, device=device)  # type: ignore[arg-type]
+    return _checked(_completed(training, given, vocabulary))
+
+
+def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
+    """With the numbers that follow from others."""
+    changed: dict[str, object] = {}
+    hidden = training.hidden_size
+    if not training.ffn_hidden_size:
+        changed["ffn_hidden_size"] = int(4 * hidden * 2 / 3 / 64) * 64 if training.swiglu else 4 * hidden
+    ffn = changed.get("ffn_hidden_size", training.ffn_hidden_size)
+    if training.num_experts and not training.moe_ffn_hidden_size:
+        changed["moe_ffn_hidden_size"] = ffn
+    if not training.kv_channels:
+        changed["kv_channels"] = hidden // training.num_attention_heads
+    if training.recompute_activations and not training.recompute_granularity:
+        changed["recompute_granularity"] = "selective"
+    if training.apply_query_key_layer_scaling:
+        changed["attention_softmax_in_fp32"] = True
+    granularity = changed.get("recompute_granularity", training.recompute_granularity)
+    if granularity == "selective" and not training.recompute_modules:
+        changed["recompute_modules"] = ("core_attn",)
+    if training.flash:
+        # The feature tells the data loader so.
+        changed["create_attention_mask_in_dataloader"] = False
+    per_stage = training.num_layers_per_virtual_pipeline_stage
+    if per_stage:
+        changed["num_virtual_stages_per_pipeline_rank"] = training.num_layers // training.pp // per_stage
+    changed["padded_vocab_size"] = _vocabulary(training, given, vocabulary)
+    return training.replace(**changed)
+
+
+def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> int:
+    if not vocabulary and given.get("padded_vocab_size"):
+        return int(str(given["padded_vocab_size"]))
+    words = vocabulary or int(str(given.get("vocab_size") or 0))
+    words = words or _VOCABULARIES.get(str(given.get("tokenizer_type", "GPT2BPETokenizer")), 0)
+    if not words:
+        raise ArgumentError(
+            f"--tokenizer-type {given['tokenizer_type']} does not say how large the vocabulary is: add --vocabulary N "
+            "before the `--`"
+        )
+    multiple = int(str(given.get("make_vocab_size_divisible_by", 128))) * training.tp
+    return math.ceil(words / multiple) * multiple
+
+
+def _checked(training: TrainingConfig) -> TrainingConfig:
+    model_ranks = training.tp * training.pp
+    if training.world_size % model_ranks:
+        raise ArgumentError(
+            f"{training.world_size} ranks cannot be divided by --tensor-model-parallel-size {training.tp} times "
+            f"--pipeline-model-parallel-size {training.pp}: start as many ranks as a multiple of {model_ranks}, or say "
+            "how many with --world-size"
+        )
+    if training.num_experts and training.world_size % (training.ep * training.etp * training.pp):
+        raise ArgumentError(
+            f"{training.world_size} ranks cannot be divided by --expert-model-parallel-size "
+            f"{training.expert_model_parallel_size} times the other parallel sizes of experts "
+            f"({training.ep * training.etp * training.pp} in all): change one of them or --world-size"
+        )
+    if training.num_experts % training.ep:
+        raise ArgumentError(
+            f"--num-experts {training.num_experts} cannot be divided by --expert-model-parallel-size {training.ep}: "
+            "change one of them"
+        )
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        if getattr(training, name) % training.tp:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} {getattr(training, name)} cannot be divided by "
+                f"--tensor-model-parallel-size {training.tp}: change one of them"
+            )
+    if not training.global_batch_size:
+        training = training.replace(global_batch_size=training.micro_batch_size * training.dp)
+    if training.global_batch_size % (training.micro_batch_size * training.dp):
+        raise ArgumentError(
+            f"--global-batch-size {training.global_batch_size} cannot be divided by --micro-batch-size "
+            f"{training.micro_batch_size} times {training.dp} data-parallel ranks: change one of them"
+        )
+    if training.sequence_parallel and training.tp == 1:
+        training = training.replace(sequence_parallel=False)  # as Megatron does
+    if training.optimizer != "adam":
+        raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")
+    if training.quant_states not in ("", "bf16", "fp8"):
+        raise ArgumentError(f"--quant-states is bf16 or fp8, not {training.quant_states!r}")
+    if training.recompute_granularity == "full" and training.recompute_method not in ("uniform", "block"):
+        raise ArgumentError("--recompute-granularity full needs --recompute-method uniform or block, as in Megatron")
+    if training.recompute_granularity == "selective" and set(training.recompute_modules) - set(flags.MODULES):
+        raise ArgumentError(
+            f"--recompute-modules {' '.join(training.recompute_modules)}: only {', '.join(flags.MODULES)} are predicted"
+        )
+    for budget in training.virtual_optimizer:
+        if budget != "all":
+            _number("--virtual-optimizer", budget, float)
+    if training.virtual_optimizer and training.swap_optimizer:
+        raise ArgumentError(
+            "--virtual-optimizer and --swap-optimizer both keep Adam's moments in host memory: drop one"
+        )
+    if training.num_experts:
+        _check_pattern(training)
+    if len(training.virtual_optimizer) not in (0, 1, training.pp):
+        raise ArgumentError(
+            f"--virtual-optimizer has {len(training.virtual_optimizer)} budgets for {training.pp} pipeline stages: "
+            "give one, or one for each stage"
+        )
+    return training
+
+
+def _check_pattern(training: TrainingConfig) -> None:
+    text = training.moe_layer_freq
+    try:
+        found = pattern(text)
+    except (ValueError, SyntaxError, TypeError):
+        raise ArgumentError(f"--moe-layer-freq is a number or a list of 0 and 1, not {text!r}") from None
+    if not isinstance(found, int) and len(found) != training.num_layers:
+        raise ArgumentError(
+            f"--moe-layer-freq {text} has {len(found)} entries for {training.num_layers} layers: change one of them"
+        )
+
+
+def _parse(words: Sequence[str]) -> dict[str, object]:
+    """Name -> value of every flag that is known."""
+    found: dict[str, object] = {}
+    place = 0
+    while place < len(words):
+        flag, has_value, value = words[place].partition("=")
+        place += 1
+        if not flag.startswith("--"):
+            continue
+        values = [value] if has_value else []
+        while not has_value and place < len(words) and not words[place].startswith("--"):
+            values.append(words[place])
+            place += 1
+        _refuse(flag, values)
+        if flag in flags.ON:
+            found[flags.ON[flag]] = True
+        elif flag in flags.OFF:
+            found[flags.OFF[flag]] = False
+        elif flag in flags.LISTS:
+            found[flags.LISTS[flag]] = tuple(values)
+        elif flag in flags.TEXTS:
+            found[flags.TEXTS[flag]] = _one(flag, values)
+        elif flag in flags.INTEGERS or flag in flags.NUMBERS:
+            number = _number(flag, _one(flag, values), int if flag in flags.INTEGERS else float)
+            found[(flags.INTEGERS.get(flag) or flags.NUMBERS[flag])] = number
+    return found
+
+
+def _one(flag: str, values: Sequence[str]) -> str:
+    if not values:
+        raise ArgumentError(f"{flag} has no value: give one after it")
+    return values[0]
+
+
+def _number(flag: str, text: str, kind: type[int] | type[float]) -> int | float:
+    try:
+        number = kind(text)
+    except ValueError:
+        raise ArgumentError(f"{flag} is a number, not {text!r}") from None
+    least = 0 if kind is float or flag.startswith("--decoder-") else 1
+    if number < least:
+        raise ArgumentError(f"{flag} is at least {least}, not {text}")
+    return number
+
+
+def _refuse(flag: str, values: Sequence[str]) -> None:
+    nothing = ("0", "none", "1") if flag in flags.COUNTED_FROM_ONE else ("0", "none")
+    if flag in flags.REFUSED and (not values or values[0].lower() not in nothing):
+        raise ArgumentError(f"{' '.join([flag, *values[:1]])}: {flags.REFUSED[flag]}")
+
+
+def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Flags that are none of those read here but look like one, each with what it may stand for."""
+    known = [*flags.ON, *flags.OFF, *flags.INTEGERS, *flags.NUMBERS, *flags.TEXTS, *flags.LISTS, *flags.REFUSED]
+    asked = [word.partition("=")[0] for word in words if word.startswith("--")]
+    close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]
+    return [(flag, found[0]) for flag, found in close if found]

@@ -1,0 +1,169 @@
+"""Predicts the effect of each memory feature: the same training with it and without it.
+
+For a feature that is on, without is the training with that one off; for one that is off, with is the training with
+that one on as well. The rank that takes most counts, which need not be the same one in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from .estimate import CATEGORIES, Rank, ranks
+from .training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Change:
+    """One feature.
+
+    Attributes:
+        flag: as a user writes it.
+        is_on: whether the command has it.
+        without: bytes of the rank that takes most.
+        having: the same with the feature.
+        difference: by category, what that rank takes with the feature beyond what it takes without it.
+        stages: by pipeline stage the same for its ranks, in all categories together.
+    """
+
+    flag: str
+    is_on: bool
+    without: int
+    having: int
+    difference: Mapping[str, int]
+    stages: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Toggle:
+    flag: str
+    is_on: Callable[[TrainingConfig], bool]
+    on: Mapping[str, object]
+    off: Mapping[str, object]
+    applies: Callable[[TrainingConfig], bool] = lambda training: True
+
+
+def _switch(
+    flag: str, applies: Callable[[TrainingConfig], bool] = lambda training: True, name: str = "", **off: object
+) -> _Toggle:
+    """A feature that is one switch, kept under the flag's own name or another."""
+    name = name or flag.removeprefix("--").replace("-", "_")
+    return _Toggle(flag, lambda training: bool(getattr(training, name)), {name: True}, {name: False, **off}, applies)
+
+
+def _recompute_toggle(flag: str) -> _Toggle:
+    name = flag.removeprefix("--").replace("-", "_")
+    number = f"{name}_num_layers"
+    return _Toggle(
+        flag,
+        lambda training: bool(getattr(training, name)) or getattr(training, number) is not None,
+        {name: True},
+        {name: False, number: None},
+        lambda training: training.recompute_granularity != "full" or training.recompute_method == "block",
+    )
+
+
+def _recompute(flags: str, granularity: str, method: str = "", modules: tuple[str, ...] = ()) -> _Toggle:
+    on = {
+        "recompute_granularity": granularity,
+        "recompute_method": method,
+        "recompute_modules": modules,
+        "recompute_num_layers": 1 if method else 0,
+    }
+    off = {"recompute_granularity": "", "recompute_method": "", "recompute_modules": (), "recompute_num_layers": 0}
+    return _Toggle(
+        flags,
+        lambda training: training.recompute_granularity == granularity,
+        on,
+        off,
+        # Beside another way to recompute it would replace that one.
+        lambda training: training.recompute_granularity in ("", granularity),
+    )
+
+
+def _states(form: str) -> _Toggle:
+    return _Toggle(
+        f"--quant-states {form}",
+        lambda training: training.quant_states == form,
+        {"quant_states": form},
+        {"quant_states": ""},
+        lambda training: training.quant_states in ("", form),
+    )
+
+
+def _is_rms(training: TrainingConfig) -> bool:
+    return training.normalization == "RMSNorm"
+
+
+_TOGGLES = (
+    _Toggle(
+        "--use-flash-attn",
+        lambda training: training.flash,
+        {"use_flash_attn": True, "create_attention_mask_in_dataloader": False},
+        {"use_flash_attn": False, "attention_backend": "auto", "create_attention_mask_in_dataloader": True},
+    ),
+    _switch(
+        "--masked-softmax-fusion",
+        lambda training: training.has_softmax_to_fuse,
+        "use_masked_softmax_fusion",
+    ),
+    _switch(
+        "--bias-dropout-fusion",
+        lambda training: training.has_dropout_to_fuse,
+        "use_bias_dropout_fusion",
+    ),
+    _switch("--use-fused-rmsnorm", _is_rms),
+    _switch("--use-fused-layernorm", lambda training: not _is_rms(training)),
+    _switch("--use-fused-swiglu"),
+    _switch("--use-fused-rotary-pos-emb", lambda training: training.position_embedding_type == "rope"),
+    _switch("--use-fused-cross-entropy", lambda training: not training.use_fused_linear_cross_entropy),
+    _switch("--use-fused-linear-cross-entropy"),
+    _recompute_toggle("--recompute-activation-function"),
+    _recompute_toggle("--recompute-norm"),
+    _recompute("--recompute-granularity selective", "selective", modules=("core_attn",)),
+    _recompute("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", "full", "uniform"),
+    _switch("--reuse-fp32-param", lambda training: training.bf16),
+    _states("bf16"),
+    _states("fp8"),
+    _Toggle(
+        "--virtual-optimizer all",
+        lambda training: bool(training.virtual_optimizer),
+        {"virtual_optimizer": ("all",)},
+        {"virtual_optimizer": ()},
+        lambda training: not training.swap_optimizer,
+    ),
+    _switch("--swap-optimizer", lambda training: not training.virtual_optimizer),
+    _switch("--use-distributed-optimizer", lambda training: training.dp > 1),
+    _Toggle(
+        "--sequence-parallel",
+        lambda training: training.sequence_parallel,
+        {"sequence_parallel": True},
+        {"sequence_parallel": False},
+        # Megatron trains experts under tensor parallelism only with it.
+        lambda training: training.tp > 1 and not (training.num_experts and training.sequence_parallel),
+    ),
+    _switch("--grad-reduce-in-bf16", lambda training: training.bf16),
+    _switch("--accumulate-allreduce-grads-in-fp32", lambda training: training.fp16),
+    _switch("--moe-permute-fusion", lambda training: bool(training.num_experts)),
+)
+
+
+def changes(training: TrainingConfig) -> Iterator[Change]:
+    """One for each feature that applies and makes a difference."""
+    here = ranks(training)
+    for toggle in _TOGGLES:
+        if not toggle.applies(training):
+            continue
+        is_on = toggle.is_on(training)
+        other = training.replace(**(toggle.off if is_on else toggle.on))
+        there = ranks(other)
+        on, off = (here, there) if is_on else (there, here)
+        stages = tuple(one.total - two.total for one, two in zip(on, off, strict=True))
+        if any(stages):
+            having, without = _fullest(on), _fullest(off)
+            difference = {name: having.categories[name] - without.categories[name] for name in CATEGORIES}
+            yield Change(toggle.flag, is_on, without.total, having.total, difference, stages)
+
+
+def _fullest(found: Sequence[Rank]) -> Rank:
+    return max(found, key=lambda rank: rank.total)

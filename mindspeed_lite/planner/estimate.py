@@ -1,0 +1,170 @@
+"""Predicts the memory of each rank, category by category; ranks of a pipeline stage are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from . import activations, optimizer, parameters, schedule
+from .layers import Chunk, stages
+from .optimizer import States
+from .parameters import Parameters
+from .pieces import MemoryEntry, hidden_bytes, keeps_norm_input
+from .training import TrainingConfig
+
+CATEGORIES = ("weights", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Line:
+    """What an entry adds up to at the peak."""
+
+    part: str
+    name: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Every rank of one pipeline stage.
+
+    Attributes:
+        ranks: the first of them and the last, in Megatron's default order.
+        layers: how many layers it holds.
+        kept: micro-batches whose activations it holds at the peak, summed over its model chunks.
+        lines: what the activations are made of then, largest first.
+    """
+
+    stage: int
+    ranks: tuple[int, int]
+    layers: int
+    parameters: Parameters
+    states: States
+    kept: int
+    lines: tuple[Line, ...]
+
+    @property
+    def activations(self) -> int:
+        return sum(line.bytes for line in self.lines)
+
+    @property
+    def categories(self) -> dict[str, int]:
+        states = self.states
+        return dict(
+            zip(CATEGORIES, (states.weights, states.gradients, states.optimizer, self.activations), strict=True)
+        )
+
+    @property
+    def total(self) -> int:
+        return sum(self.categories.values())
+
+
+def ranks(training: TrainingConfig) -> list[Rank]:
+    """One for each pipeline stage."""
+    per_stage = training.world_size // training.pp
+    found = []
+    for stage, chunks in enumerate(stages(training)):
+        held = parameters.of_stage(training, chunks)
+        kept, lines = peak(training, stage, chunks)
+        found.append(
+            Rank(
+                stage=stage,
+                ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
+                layers=sum(len(chunk.layers) for chunk in chunks),
+                parameters=held,
+                states=optimizer.states(training, held, stage),
+                kept=kept,
+                lines=tuple(lines),
+            )
+        )
+    return found
+
+
+def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
+    """How many micro-batches are kept when most is, and the entries of that moment."""
+    forward = [_after_forward(training, chunk, number) for number, chunk in enumerate(chunks)]
+    backward = [_in_backward(training, chunk, number) for number, chunk in enumerate(chunks)]
+    sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
+
+    def size(moment: tuple[int, tuple[int, ...]]) -> int:
+        chunk, kept = moment
+        return sum(count * each for count, each in zip(kept, sizes, strict=True)) + worst[chunk] - sizes[chunk]
+
+    chunk, kept = max(dict.fromkeys(schedule.before_backward(training, stage)), key=size)
+    entries = list(backward[chunk])
+    for number, count in enumerate(kept):
+        entries += forward[number] * (count - (number == chunk))
+    for each in chunks:
+        entries += activations.once(training, _has_mask(training, each))
+    return sum(kept), _summed(entries)
+
+
+def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
+    """What a micro-batch keeps in a chunk from its forward to its backward pass."""
+    found = [entry for group in _groups(training, chunk, number) for entry in group]
+    found += activations.mask(training) if _has_mask(training, chunk) else []
+    found += activations.embedding(training) if chunk.embeds else []
+    return found + (activations.loss(training) if chunk.computes_loss else [])
+
+
+def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
+    """The entries of the worst moment of the backward pass: its start, or when a layer has got back what it gave up."""
+    groups = _groups(training, chunk, number)
+    others = _after_forward(training, replace(chunk, layers=(), computes_loss=False), number)
+    moments = [_after_forward(training, chunk, number)]
+    for place, group in enumerate(groups):
+        if any(entry.restored for entry in group):
+            # The first one to run is the last of the model; what is behind it has been released.
+            before = [entry for each in groups[:place] for entry in each]
+            back = [replace(each, bytes=each.bytes + each.restored) for each in group]
+            moments.append([*others, *before, *back])
+    return max(moments, key=_bytes)
+
+
+def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
+    """The entries of a chunk's layers in groups of what comes back together in the backward pass."""
+    own = [
+        activations.layer(training, training.is_moe(layer), place, number) for place, layer in enumerate(chunk.layers)
+    ]
+    count = training.recompute_num_layers or 1
+    if training.recompute_granularity != "full" or training.recompute_method == "block":
+        whole = count if training.recompute_granularity == "full" else 0
+        # The MLP of a layer is through before its attention begins.
+        halves = [half for each in own[whole:] for half in _halves(each)]
+        return [*(_recomputed(training, [each]) for each in own[:whole]), *halves]
+    return [_recomputed(training, own[begin : begin + count]) for begin in range(0, len(own), count)]
+
+
+def _recomputed(training: TrainingConfig, layers: list[list[MemoryEntry]]) -> list[MemoryEntry]:
+    """Layers of which the input is kept, and the rest comes back together."""
+    again = sum(entry.bytes for each in layers for entry in each)
+    hidden = hidden_bytes(training)
+    # The first norm keeps that very input, if it keeps one.
+    again -= hidden if keeps_norm_input(training) else 0
+    return [
+        MemoryEntry("layers", "input, of which a layer is recomputed", hidden),
+        MemoryEntry("layers", "recomputed", 0, again),
+    ]
+
+
+def _halves(layer: list[MemoryEntry]) -> list[list[MemoryEntry]]:
+    return [[each for each in layer if (each.part == "attention") == first] for first in (True, False)]
+
+
+def _has_mask(training: TrainingConfig, chunk: Chunk) -> bool:
+    return training.create_attention_mask_in_dataloader and (chunk.embeds or chunk.computes_loss)
+
+
+def _bytes(entries: Iterable[MemoryEntry]) -> int:
+    return sum(entry.bytes for entry in entries)
+
+
+def _summed(entries: Iterable[MemoryEntry]) -> list[Line]:
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for entry in entries:
+        count, size = sums.get((entry.part, entry.name), (0, 0))
+        if entry.bytes:
+            sums[entry.part, entry.name] = (count + 1, size + entry.bytes)
+    lines = [Line(*name, *both) for name, both in sums.items()]
+    return sorted(lines, key=lambda line: -line.bytes)

@@ -1,0 +1,47 @@
+"""Lists what a layer of experts keeps for the backward pass, with tokens spread evenly over experts.
+
+Without `--moe-router-force-load-balancing` a router spreads them as it likes, and the largest entries with them.
+"""
+
+from __future__ import annotations
+
+from .pieces import MemoryEntry, activation_is_recomputed, mlp, norm_tokens, tokens
+from .training import TrainingConfig
+
+
+def routed(training: TrainingConfig) -> int:
+    """Tokens of a micro-batch that the experts of this rank get, each once for every expert that it goes to."""
+    # Every rank sends as many as it has; an expert that is split over ranks is given the tokens of each.
+    return norm_tokens(training) * training.moe_router_topk * training.etp
+
+
+def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:
+    """Of the layer at a place of a chunk; the input of the router is not in it."""
+    gives_up = activation_is_recomputed(training, place, chunk)
+    rows, chosen = norm_tokens(training), routed(training)
+    found = [_router(training, rows), _order(training, rows)]
+    size = chosen * training.hidden_size * training.width
+    found.append(MemoryEntry("experts", "tokens in the order of their experts", size))
+    found += mlp(training, "experts", chosen, training.moe_ffn_hidden_size // training.etp, gives_up)
+    found.append(MemoryEntry("experts", "weights of the tokens", chosen * training.width))
+    if training.moe_shared_expert_intermediate_size:
+        local = training.moe_shared_expert_intermediate_size // training.tp
+        found += mlp(training, "experts", tokens(training), local, gives_up, " of the shared experts")
+    return found
+
+
+def _router(training: TrainingConfig, rows: int) -> MemoryEntry:
+    # Indices of the chosen experts and their probabilities; scores of all for the auxiliary loss.
+    size = 12 * rows * training.moe_router_topk
+    if training.has_aux_loss:
+        size += 4 * rows * training.num_experts
+    return MemoryEntry("experts", "scores and choice of the router", size)
+
+
+def _order(training: TrainingConfig, rows: int) -> MemoryEntry:
+    chosen = rows * training.moe_router_topk
+    # Without the operator, a sort of the whole map of tokens and experts, and what is taken of it.
+    plain = 8 * rows * training.num_experts + 8 * chosen
+    return MemoryEntry(
+        "experts", "order of the tokens", 4 * (2 * chosen + rows) if training.moe_permute_fusion else plain
+    )

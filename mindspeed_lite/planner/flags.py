@@ -1,0 +1,149 @@
+"""Lists the flags of a training command that affect memory, and those whose effect is not predicted.
+
+A name is Megatron's `dest`; defaults are Megatron's own.
+"""
+
+from __future__ import annotations
+
+# Switches that set a name to True.
+ON = {
+    "--swiglu": "swiglu",
+    "--squared-relu": "squared_relu",
+    "--quick-geglu": "quick_geglu",
+    "--add-qkv-bias": "add_qkv_bias",
+    "--qk-layernorm": "qk_layernorm",
+    "--group-query-attention": "group_query_attention",
+    "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights",
+    "--bf16": "bf16",
+    "--fp16": "fp16",
+    "--sequence-parallel": "sequence_parallel",
+    "--use-distributed-optimizer": "use_distributed_optimizer",
+    "--accumulate-allreduce-grads-in-fp32": "accumulate_allreduce_grads_in_fp32",
+    "--grad-reduce-in-bf16": "grad_reduce_in_bf16",
+    "--account-for-embedding-in-pipeline-split": "account_for_embedding_in_pipeline_split",
+    "--account-for-loss-in-pipeline-split": "account_for_loss_in_pipeline_split",
+    "--attention-softmax-in-fp32": "attention_softmax_in_fp32",
+    "--apply-query-key-layer-scaling": "apply_query_key_layer_scaling",
+    "--fp16-lm-cross-entropy": "fp16_lm_cross_entropy",
+    "--cross-entropy-loss-fusion": "cross_entropy_loss_fusion",
+    "--recompute-activations": "recompute_activations",
+    "--moe-grouped-gemm": "moe_grouped_gemm",
+    "--moe-permute-fusion": "moe_permute_fusion",
+    "--moe-router-fusion": "moe_router_fusion",
+    "--moe-tp-extend-ep": "moe_tp_extend_ep",
+    "--moe-router-enable-expert-bias": "moe_router_enable_expert_bias",
+    "--moe-shared-expert-gate": "moe_shared_expert_gate",
+    "--use-flash-attn": "use_flash_attn",
+    "--bias-dropout-fusion": "use_bias_dropout_fusion",
+    "--masked-softmax-fusion": "use_masked_softmax_fusion",
+    "--use-fused-swiglu": "use_fused_swiglu",
+    "--use-fused-rmsnorm": "use_fused_rmsnorm",
+    "--use-fused-layernorm": "use_fused_layernorm",
+    "--use-fused-rotary-pos-emb": "use_fused_rotary_pos_emb",
+    "--use-fused-cross-entropy": "use_fused_cross_entropy",
+    "--use-fused-linear-cross-entropy": "use_fused_linear_cross_entropy",
+    "--use-fused-adamw": "use_fused_adamw",
+    "--reuse-fp32-param": "reuse_fp32_param",
+    "--swap-optimizer": "swap_optimizer",
+    "--recompute-activation-function": "recompute_activation_function",
+    "--recompute-norm": "recompute_norm",
+}
+# Switches that set a name to False.
+OFF = {
+    "--disable-bias-linear": "add_bias_linear",
+    "--no-position-embedding": "add_position_embedding",
+    "--no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader",
+    "--no-bias-swiglu-fusion": "bias_swiglu_fusion",
+    "--no-bias-gelu-fusion": "bias_gelu_fusion",
+    "--no-bias-dropout-fusion": "bias_dropout_fusion",
+    "--no-masked-softmax-fusion": "masked_softmax_fusion",
+    "--disable-jit-fuser": "jit_fuser",
+}
+INTEGERS = {
+    "--num-layers": "num_layers",
+    "--hidden-size": "hidden_size",
+    "--ffn-hidden-size": "ffn_hidden_size",
+    "--num-attention-heads": "num_attention_heads",
+    "--kv-channels": "kv_channels",
+    "--num-query-groups": "num_query_groups",
+    "--seq-length": "seq_length",
+    "--max-position-embeddings": "max_position_embeddings",
+    "--micro-batch-size": "micro_batch_size",
+    "--global-batch-size": "global_batch_size",
+    "--vocab-size": "vocab_size",
+    "--padded-vocab-size": "padded_vocab_size",
+    "--make-vocab-size-divisible-by": "make_vocab_size_divisible_by",
+    "--tensor-model-parallel-size": "tensor_model_parallel_size",
+    "--pipeline-model-parallel-size": "pipeline_model_parallel_size",
+    "--expert-model-parallel-size": "expert_model_parallel_size",
+    "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
+    "--context-parallel-size": "context_parallel_size",
+    "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
+    "--num-virtual-stages-per-pipeline-rank": "num_virtual_stages_per_pipeline_rank",
+    "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
+    "--decoder-first-pipeline-num-layers": "decoder_first_pipeline_num_layers",
+    "--decoder-last-pipeline-num-layers": "decoder_last_pipeline_num_layers",
+    "--num-experts": "num_experts",
+    "--moe-router-topk": "moe_router_topk",
+    "--moe-ffn-hidden-size": "moe_ffn_hidden_size",
+    "--moe-shared-expert-intermediate-size": "moe_shared_expert_intermediate_size",
+    "--recompute-num-layers": "recompute_num_layers",
+    "--recompute-activation-function-num-layers": "recompute_activation_function_num_layers",
+    "--recompute-norm-num-layers": "recompute_norm_num_layers",
+}
+NUMBERS = {
+    "--hidden-dropout": "hidden_dropout",
+    "--attention-dropout": "attention_dropout",
+}
+TEXTS = {
+    "--normalization": "normalization",
+    "--position-embedding-type": "position_embedding_type",
+    "--tokenizer-type": "tokenizer_type",
+    "--optimizer": "optimizer",
+    "--moe-layer-freq": "moe_layer_freq",
+    "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
+    "--attention-backend": "attention_backend",
+    "--quant-states": "quant_states",
+    "--recompute-granularity": "recompute_granularity",
+    "--recompute-method": "recompute_method",
+    "--transformer-impl": "transformer_impl",
+}
+# Flags with as many values as there are words before the next flag.
+LISTS = {
+    "--virtual-optimizer": "virtual_optimizer",
+    "--recompute-modules": "recompute_modules",
+    "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
+    "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
+}
+# Of `--recompute-modules`, those that are predicted.
+MODULES = ("core_attn", "layernorm", "mlp", "moe")
+# The numbers that no training has a default for.
+REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+
+# Flags that change what is kept in ways that are not predicted, and why; with 0 or none they ask for nothing.
+REFUSED = {
+    "--yaml-cfg": "the arguments in a file are not read: give them as flags",
+    "--multi-latent-attention": "multi-latent attention is not predicted",
+    "--mtp-num-layers": "multi-token prediction is not predicted",
+    "--context-parallel-size": "context parallelism is not predicted: the local implementation has none",
+    "--pipeline-model-parallel-layout": "a layout by hand is not predicted: give the number of layers of a stage",
+    "--hybrid-layer-pattern": "hybrid models are not predicted",
+    "--fp8-format": "training in fp8 is not predicted",
+    "--fp4-format": "training in fp4 is not predicted",
+    "--cpu-offloading-num-layers": "offloading of activations is not predicted",
+    "--fine-grained-activation-offloading": "offloading of activations is not predicted",
+    "--use-megatron-fsdp": "fully sharded data parallelism is not predicted",
+    "--use-torch-fsdp2": "fully sharded data parallelism is not predicted",
+    "--use-precision-aware-optimizer": "it needs Transformer Engine; --quant-states does without",
+    "--optimizer-cpu-offload": "it is not predicted: --virtual-optimizer is",
+    "--swap-attention": "offloading of activations is not predicted",
+    "--distribute-saved-activations": "it is not predicted",
+    "--moe-expert-capacity-factor": "dropped and padded tokens are not predicted",
+    "--moe-latent-size": "latent experts are not predicted",
+    "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
+    "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
+    "--overlap-moe-expert-parallel-comm": "its order of micro-batches is not predicted",
+    "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
+}
+# Of these, those that ask for nothing with 1.
+COUNTED_FROM_ONE = ("--context-parallel-size", "--num-distributed-optimizer-instances")

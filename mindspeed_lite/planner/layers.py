@@ -1,0 +1,63 @@
+"""Assigns layers to pipeline stages, chunk by chunk, as Megatron divides them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .training import ArgumentError, TrainingConfig
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the model on one rank: all of it, a pipeline stage, or one of a stage's virtual stages.
+
+    Attributes:
+        layers: numbers of its layers in the whole model, from 0.
+        embeds: whether it begins with the embedding.
+        computes_loss: whether it ends with the output layer.
+    """
+
+    layers: tuple[int, ...]
+    embeds: bool
+    computes_loss: bool
+
+
+def stages(training: TrainingConfig) -> list[list[Chunk]]:
+    """For each pipeline stage its chunks, in the order in which a micro-batch goes through them."""
+    pp, vpp = training.pp, training.vpp if training.pp > 1 else 1
+    counts = _counts(training, pp, vpp)
+    begin, found = 0, [[] for _ in range(pp)]  # type: ignore[var-annotated]
+    for virtual in range(vpp):
+        for stage in range(pp):
+            embeds = (stage, virtual) == (0, 0)
+            computes_loss = (stage, virtual) == (pp - 1, vpp - 1)
+            count = counts[stage]
+            count -= embeds and training.account_for_embedding_in_pipeline_split
+            count -= computes_loss and training.account_for_loss_in_pipeline_split
+            found[stage].append(Chunk(tuple(range(begin, begin + count)), embeds, computes_loss))
+            begin += count
+    return found
+
+
+def _counts(training: TrainingConfig, pp: int, vpp: int) -> list[int]:
+    """Layers of each stage's chunks, places that embedding and loss are counted for included."""
+    first, last = training.decoder_first_pipeline_num_layers, training.decoder_last_pipeline_num_layers
+    rest = training.num_layers - (first or 0) - (last or 0)
+    rest += training.account_for_embedding_in_pipeline_split + training.account_for_loss_in_pipeline_split
+    others = pp - (first is not None) - (last is not None)
+    if rest % max(1, others):
+        raise ArgumentError(
+            f"--num-layers {training.num_layers}: {rest} layers cannot be divided over {others} pipeline stages; "
+            "change --num-layers or --pipeline-model-parallel-size, or give --decoder-first-pipeline-num-layers"
+        )
+    per_stage = [rest // max(1, others)] * pp
+    if first is not None:
+        per_stage[0] = first
+    if last is not None:
+        per_stage[-1] = last
+    if any(each % vpp for each in per_stage):
+        raise ArgumentError(
+            f"--num-virtual-stages-per-pipeline-rank {vpp} does not divide the layers of each stage ({per_stage[0]}): "
+            "change one of them"
+        )
+    return [each // vpp for each in per_stage]

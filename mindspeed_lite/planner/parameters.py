@@ -1,0 +1,94 @@
+"""Counts the parameters of a rank exactly: of dense layers and of experts, which are split differently."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .layers import Chunk
+from .training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one rank.
+
+    Attributes:
+        dense: those whose gradients are summed over the data-parallel ranks.
+        experts: those of the rank's experts, whose gradients are summed over fewer ranks.
+    """
+
+    dense: int
+    experts: int = 0
+
+    def __add__(self, other: Parameters) -> Parameters:
+        return Parameters(self.dense + other.dense, self.experts + other.experts)
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.experts
+
+
+def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
+    """Of a pipeline stage with these chunks, on one of its ranks."""
+    found = Parameters(0)
+    for chunk in chunks:
+        if chunk.embeds:
+            found += Parameters(_embedding(training))
+        for number in chunk.layers:
+            found += of_layer(training, training.is_moe(number))
+        if chunk.computes_loss:
+            found += Parameters(_norm(training, training.hidden_size) + _output_layer(training))
+    return found
+
+
+def of_layer(training: TrainingConfig, has_experts: bool) -> Parameters:
+    """Of one transformer layer."""
+    dense = _attention(training) + 2 * _norm(training, training.hidden_size)
+    if not has_experts:
+        return Parameters(dense + _mlp(training, training.ffn_hidden_size, training.tp))
+    hidden = training.hidden_size
+    # The router, and its bias where linear layers have one.
+    dense += training.num_experts * (hidden + training.add_bias_linear)
+    shared = training.moe_shared_expert_intermediate_size
+    if shared:
+        dense += _mlp(training, shared, training.tp) + hidden * training.moe_shared_expert_gate
+    local = training.num_experts // training.ep
+    return Parameters(dense, local * _mlp(training, training.moe_ffn_hidden_size, training.etp))
+
+
+def _embedding(training: TrainingConfig) -> int:
+    words = training.padded_vocab_size // training.tp * training.hidden_size
+    learned = training.position_embedding_type == "learned_absolute" and training.add_position_embedding
+    positions = training.max_position_embeddings or training.seq_length
+    return words + (positions * training.hidden_size if learned else 0)
+
+
+def _output_layer(training: TrainingConfig) -> int:
+    # A tied weight is the embedding itself, of which the last stage of a pipeline has a copy.
+    if not training.untie_embeddings_and_output_weights and training.pp == 1:
+        return 0
+    return training.padded_vocab_size // training.tp * training.hidden_size
+
+
+def _norm(training: TrainingConfig, width: int) -> int:
+    return width if training.normalization == "RMSNorm" else 2 * width
+
+
+def _attention(training: TrainingConfig) -> int:
+    hidden, size = training.hidden_size, training.kv_channels
+    heads = training.num_attention_heads // training.tp
+    groups = max(1, training.groups // training.tp)
+    projected = (heads + 2 * groups) * size
+    has_qkv_bias = training.add_bias_linear or training.add_qkv_bias
+    found = projected * (hidden + has_qkv_bias) + heads * size * hidden
+    # A row-parallel layer adds its bias after the sum over ranks: every rank has all of it.
+    found += hidden * training.add_bias_linear
+    return found + (2 * _norm(training, size) if training.qk_layernorm else 0)
+
+
+def _mlp(training: TrainingConfig, width: int, split: int) -> int:
+    local = width // split
+    first = local * (2 if training.gated else 1)
+    bias = training.add_bias_linear
+    return first * (training.hidden_size + bias) + local * training.hidden_size + training.hidden_size * bias

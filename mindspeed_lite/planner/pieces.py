@@ -1,0 +1,100 @@
+"""Shares among layers: tokens per rank, what is recomputed, and what norms and MLPs keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class MemoryEntry:
+    """One kept storage.
+
+    Attributes:
+        part: where in the model.
+        name: what it is.
+        bytes: of one micro-batch, in one layer.
+        restored: bytes that come back while this layer's backward pass runs, of what was given up.
+    """
+
+    part: str
+    name: str
+    bytes: int
+    restored: int = 0
+
+
+def tokens(training: TrainingConfig) -> int:
+    """Tokens of a micro-batch inside attention and the MLP."""
+    return training.seq_length * training.micro_batch_size
+
+
+def norm_tokens(training: TrainingConfig) -> int:
+    """Tokens of a micro-batch on this rank between them."""
+    return tokens(training) // (training.tp if training.sequence_parallel else 1)
+
+
+def hidden_bytes(training: TrainingConfig) -> int:
+    """A micro-batch's hidden states on this rank between attention and MLP."""
+    return norm_tokens(training) * training.hidden_size * training.width
+
+
+def is_chosen(training: TrainingConfig, number: int | None, place: int, chunk: int) -> bool:
+    """Whether the layer at a place of a chunk is among the first `number` of its rank; None is all.
+
+    In the order of the features that give an output up: the first layer of every chunk, then the second ones.
+    """
+    whole = training.recompute_granularity == "full"
+    passed_over = training.recompute_num_layers if whole and training.recompute_method == "block" else 0
+    if place < passed_over or (whole and training.recompute_method != "block"):
+        return False
+    return number is None or (place - passed_over) * training.vpp + chunk < number
+
+
+def norm_is_recomputed(training: TrainingConfig, place: int, chunk: int) -> bool:
+    if training.recompute_granularity == "selective" and "layernorm" in training.recompute_modules:
+        return True
+    number = training.recompute_norm_num_layers
+    return (training.recompute_norm or number is not None) and is_chosen(training, number, place, chunk)
+
+
+def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -> bool:
+    number = training.recompute_activation_function_num_layers
+    asked = training.recompute_activation_function or number is not None
+    return asked and is_chosen(training, number, place, chunk)
+
+
+def given_up(part: str, name: str, size: int, gives_up: bool) -> MemoryEntry:
+    return MemoryEntry(part, name, 0, size) if gives_up else MemoryEntry(part, name, size)
+
+
+def keeps_norm_input(training: TrainingConfig) -> bool:
+    """Whether a norm keeps its input as it is.
+
+    torch has RMSNorm as one operator on CUDA alone; spelled out it keeps the fp32 input and the normalized one.
+    """
+    return training.normalization != "RMSNorm" or training.use_fused_rmsnorm or training.device == "cuda"
+
+
+def norm_bytes(training: TrainingConfig, rows: int, width: int) -> int:
+    """Of a norm over rows of so many numbers."""
+    if not keeps_norm_input(training):
+        return 8 * rows * width + 4 * rows
+    # A mean and a deviation; torch's LayerNorm on the CPU has them in the dtype of the model.
+    narrow = training.normalization != "RMSNorm" and not training.use_fused_layernorm and training.device == "cpu"
+    statistics = rows * (1 if training.normalization == "RMSNorm" else 2)
+    return training.width * rows * width + (training.width if narrow else 4) * statistics
+
+
+def mask_width(training: TrainingConfig) -> int:
+    """Bytes of a number of a dropout mask: a scaled number of the model on the CPU, else one byte."""
+    return training.width if training.device == "cpu" else 1
+
+
+def mlp(training: TrainingConfig, part: str, rows: int, width: int, gives_up: bool, of: str = "") -> list[MemoryEntry]:
+    """Of an MLP of this width on so many tokens; its input is not in it."""
+    size = rows * width * training.width
+    found = [MemoryEntry(part, f"input of the activation{of}", 2 * size if training.gated else size)]
+    if training.gated and not (training.bias_swiglu_fusion or training.use_fused_swiglu):
+        found.append(MemoryEntry(part, f"both factors of the gate{of}", 2 * size))
+    return [*found, given_up(part, f"output of the activation{of}", size, gives_up)]

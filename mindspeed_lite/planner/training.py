@@ -1,0 +1,235 @@
+"""Describes a training to the prediction: the model, its layout and its features, frozen."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from dataclasses import dataclass
+
+
+class ArgumentError(ValueError):
+    """The command does not say what is needed, or asks for what is not predicted; one line."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """A training under Megatron's names, each with Megatron's default, and features by their own names.
+
+    Attributes:
+        device: cpu, cuda or npu, where torch's own operators keep different things.
+        world_size: how many ranks.
+        padded_vocab_size: rows of the embedding, padding included.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    micro_batch_size: int
+    device: str = "cuda"
+    world_size: int = 1
+    padded_vocab_size: int = 0
+    global_batch_size: int = 0
+    ffn_hidden_size: int = 0
+    kv_channels: int = 0
+    group_query_attention: bool = False
+    num_query_groups: int = 1
+    max_position_embeddings: int = 0
+    normalization: str = "LayerNorm"
+    position_embedding_type: str = "learned_absolute"
+    add_position_embedding: bool = True
+    swiglu: bool = False
+    quick_geglu: bool = False
+    squared_relu: bool = False
+    bias_swiglu_fusion: bool = True
+    bias_gelu_fusion: bool = True
+    bias_dropout_fusion: bool = True
+    masked_softmax_fusion: bool = True
+    jit_fuser: bool = True
+    add_bias_linear: bool = True
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = False
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    bf16: bool = False
+    fp16: bool = False
+    attention_softmax_in_fp32: bool = False
+    apply_query_key_layer_scaling: bool = False
+    fp16_lm_cross_entropy: bool = False
+    cross_entropy_loss_fusion: bool = False
+    create_attention_mask_in_dataloader: bool = True
+    sequence_parallel: bool = False
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 0
+    num_layers_per_virtual_pipeline_stage: int = 0
+    num_virtual_stages_per_pipeline_rank: int = 0
+    microbatch_group_size_per_vp_stage: int = 0
+    decoder_first_pipeline_num_layers: int | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+    use_distributed_optimizer: bool = False
+    accumulate_allreduce_grads_in_fp32: bool = False
+    grad_reduce_in_bf16: bool = False
+    num_experts: int = 0
+    moe_layer_freq: str = "1"
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int = 0
+    moe_shared_expert_intermediate_size: int = 0
+    moe_shared_expert_gate: bool = False
+    moe_token_dispatcher_type: str = "allgather"
+    moe_router_load_balancing_type: tuple[str, ...] = ("aux_loss",)
+    moe_aux_loss_coeff: tuple[str, ...] = ("0",)
+    moe_router_enable_expert_bias: bool = False
+    recompute_activations: bool = False
+    recompute_granularity: str = ""
+    recompute_method: str = ""
+    recompute_num_layers: int = 0
+    recompute_modules: tuple[str, ...] = ()
+    attention_backend: str = "auto"
+    transformer_impl: str = ""
+    use_flash_attn: bool = False
+    use_bias_dropout_fusion: bool = False
+    use_masked_softmax_fusion: bool = False
+    use_fused_swiglu: bool = False
+    use_fused_rmsnorm: bool = False
+    use_fused_layernorm: bool = False
+    use_fused_rotary_pos_emb: bool = False
+    use_fused_cross_entropy: bool = False
+    use_fused_linear_cross_entropy: bool = False
+    use_fused_adamw: bool = False
+    reuse_fp32_param: bool = False
+    optimizer: str = "adam"
+    quant_states: str = ""
+    virtual_optimizer: tuple[str, ...] = ()
+    swap_optimizer: bool = False
+    moe_grouped_gemm: bool = False
+    moe_permute_fusion: bool = False
+    moe_router_fusion: bool = False
+    moe_tp_extend_ep: bool = False
+    recompute_activation_function: bool = False
+    recompute_activation_function_num_layers: int | None = None
+    recompute_norm: bool = False
+    recompute_norm_num_layers: int | None = None
+
+    @property
+    def tp(self) -> int:
+        return self.tensor_model_parallel_size
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.pp)
+
+    @property
+    def ep(self) -> int:
+        """Over how many ranks whole experts are spread, `--moe-tp-extend-ep` included."""
+        return self.expert_model_parallel_size * (self.tp if self.moe_tp_extend_ep else 1)
+
+    @property
+    def etp(self) -> int:
+        """Over how many ranks each expert is split."""
+        return 1 if self.moe_tp_extend_ep else self.expert_tensor_parallel_size or self.tp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks hold the same experts."""
+        return self.world_size // (self.ep * self.etp * self.pp)
+
+    @property
+    def vpp(self) -> int:
+        """Model chunks of a pipeline stage."""
+        return self.num_virtual_stages_per_pipeline_rank or 1
+
+    @property
+    def microbatches(self) -> int:
+        return max(1, self.global_batch_size // (self.micro_batch_size * self.dp))
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads."""
+        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+
+    @property
+    def gated(self) -> bool:
+        return self.swiglu or self.quick_geglu
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number of the model."""
+        return 2 if self.bf16 or self.fp16 else 4
+
+    @property
+    def fuses_softmax(self) -> bool:
+        """Whether our softmax of scores runs."""
+        return self.has_softmax_to_fuse and self.use_masked_softmax_fusion
+
+    @property
+    def has_softmax_to_fuse(self) -> bool:
+        """There is a kernel for the CPU, and one for NPUs that takes some lengths."""
+        serves = self.device == "cpu" or (
+            self.device == "npu" and self.seq_length % 32 == 0 and self.seq_length <= 4096
+        )
+        return serves and self.masked_softmax_fusion and not self.flash
+
+    @property
+    def has_dropout_to_fuse(self) -> bool:
+        """Whether our sum with dropout can do without the mask that is kept elsewhere."""
+        return self.device == "cpu" and self.bias_dropout_fusion and self.hidden_dropout > 0
+
+    @property
+    def flash(self) -> bool:
+        return self.use_flash_attn or self.attention_backend in ("flash", "fused")
+
+    @property
+    def has_fused_norm(self) -> bool:
+        return self.use_fused_rmsnorm if self.normalization == "RMSNorm" else self.use_fused_layernorm
+
+    @property
+    def fused_step(self) -> bool:
+        """Whether the optimizer's step is ours, by its own flag or by that of a feature that turns it on."""
+        asked = self.use_fused_adamw or self.reuse_fp32_param or self.quant_states
+        return bool(asked or self.virtual_optimizer or self.swap_optimizer)
+
+    @property
+    def has_aux_loss(self) -> bool:
+        pairs = zip(self.moe_router_load_balancing_type, self.moe_aux_loss_coeff, strict=False)
+        return any(kind not in ("none", "sinkhorn") and float(coefficient) > 0 for kind, coefficient in pairs)
+
+    def is_moe(self, layer: int) -> bool:
+        """Whether the layer with this number, from 0, has experts."""
+        if not self.num_experts:
+            return False
+        every = pattern(self.moe_layer_freq)
+        return layer % every == 0 if isinstance(every, int) else bool(every[layer])
+
+    def replace(self, **changed: object) -> TrainingConfig:
+        """The same training with some arguments changed."""
+        return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
+
+
+def pattern(text: str) -> int | list[int]:
+    """`--moe-layer-freq`: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
+    text = text.strip()
+    if text.isdigit():
+        return int(text)
+
+    def value(node: ast.expr) -> int | list[int]:
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
+            return node.value
+        if isinstance(node, ast.List):
+            return [item for each in node.elts if isinstance(item := value(each), int)]
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
+            left, right = value(node.left), value(node.right)
+            found = left + right if isinstance(node.op, ast.Add) else left * right  # type: ignore[operator]
+            return found
+        raise ValueError(text)
+
+    found = value(ast.parse(text, mode="eval").body)
+    return found

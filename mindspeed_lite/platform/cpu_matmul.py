@@ -1,0 +1,167 @@
+"""Runs 16-bit matmuls in fp32 on CPUs without 16-bit matmul instructions; the result is rounded once.
+
+Without AVX-512 oneDNN has no bf16 product, and without AVX-512 FP16 none of fp16. PyTorch then takes a loop of its own,
+which is 6 to 300 times slower than the same product in fp32: a linear layer's gradient of its input, 1024 x 5632 times
+5632 x 1024, takes 20 s on two AVX2 cores and 0.07 s this way. `install` gives PyTorch's dispatcher other kernels for
+`mm`, `addmm`, `bmm`, `baddbmm` and their in-place and `out` forms on the CPU, so whatever multiplies is reached:
+layers, backward passes, compiled graphs. Products sum in fp32 and are rounded once, so they are no less exact than
+PyTorch's. Everything else is passed on as it is, for about 3 µs a call.
+
+    MINDSPEED_LITE_CPU_MATMUL=torch    leaves PyTorch's matmuls alone (default: fp32)
+
+Widened copies live as long as the call; the fp32 result is made in parts of at most 64 MB.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from .base import DeviceError
+
+CPU_MATMUL_VARIABLE = "MINDSPEED_LITE_CPU_MATMUL"
+FP32 = "fp32"
+TORCH = "torch"
+
+_log = logging.getLogger("mindspeed_lite")
+
+# Elements of an fp32 result that is made at once.
+_PART = 1 << 24
+
+_widened: frozenset[torch.dtype] = frozenset()
+# Its kernels go when it does.
+_library: Any = None
+
+
+@functools.cache
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16 matrices no slower than fp32 ones."""
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    if known is not None:
+        return bool(known())
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@functools.cache
+def has_fp16() -> bool:
+    """Whether the processor multiplies fp16 matrices no slower than fp32 ones."""
+    known = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return bool(known()) if known is not None else False
+
+
+def wanted() -> str:
+    """`fp32` or `torch`, by MINDSPEED_LITE_CPU_MATMUL.
+
+    Raises:
+        DeviceError: any other value.
+    """
+    value = os.environ.get(CPU_MATMUL_VARIABLE) or FP32
+    if value not in (FP32, TORCH):
+        raise DeviceError(f"{CPU_MATMUL_VARIABLE}={value} is unknown; choose {FP32} or {TORCH}")
+    return value
+
+
+def widened() -> frozenset[torch.dtype]:
+    """The dtypes whose products this process computes in fp32."""
+    return _widened
+
+
+def install() -> Callable[[], None]:
+    """Widen products of every 16-bit dtype that the processor does not multiply; returns what takes it back."""
+    global _widened, _library
+    slow = frozenset(dtype for dtype, has in ((torch.bfloat16, has_bf16), (torch.float16, has_fp16)) if not has())
+    get_kernel: Any = getattr(torch.library, "get_kernel", None)
+    if _widened or not slow or wanted() == TORCH:
+        return lambda: None
+    if get_kernel is None:
+        # It hands out the kernels that everything else must go on using.
+        _log.warning("16-bit matrix products are slow here: torch %s has no library.get_kernel", torch.__version__)
+        return lambda: None
+    _library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    overrides = {}
+    for each in _OPERATORS:
+        multiply, original = (get_kernel(f"aten::{name}", "CPU") for name in (each.multiply, each.overload))
+        overrides[each.overload] = _override(each, slow, multiply, original)
+    with warnings.catch_warnings():
+        # PyTorch tells of an overridden kernel, which is what this is for.
+        warnings.simplefilter("ignore")
+        for overload, run in overrides.items():
+            _library.impl(overload, run, "CPU", with_keyset=True, allow_override=True)
+    _widened = slow
+
+    def undo() -> None:
+        global _widened, _library
+        _library._destroy()
+        _widened, _library = frozenset(), None
+
+    return undo
+
+
+class _Operator(NamedTuple):
+    """One of PyTorch's: `overload` has `terms` arguments before its two matrices, `multiply` is the product in it."""
+
+    overload: str
+    multiply: str
+    terms: int
+
+
+_OPERATORS = tuple(
+    _Operator(name + form, multiply, terms)
+    for name, multiply, terms, forms in (
+        ("mm", "mm", 0, ("", ".out")),
+        ("bmm", "bmm", 0, ("", ".out")),
+        ("addmm", "mm", 1, ("", ".out", "_")),
+        ("baddbmm", "bmm", 1, ("", ".out", "_")),
+    )
+    for form in forms
+)
+
+
+def _override(operator: _Operator, slow: frozenset[torch.dtype], multiply: Any, original: Any) -> Callable[..., Any]:
+    terms, in_place = operator.terms, operator.overload.endswith("_")
+
+    def run(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        a, b = args[terms], args[terms + 1]
+        if a.dtype not in slow:
+            return original.call_boxed(keys, *args, **kwargs)
+        out = args[0] if in_place else kwargs.get("out")
+        if not _fit(a, b, out):
+            return original.call_boxed(keys, *args, **kwargs)
+        if out is None:
+            out = a.new_empty((*a.shape[:-1], b.shape[-1]))
+        beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+        added = args[0].expand(out.shape) if terms and beta != 0 else None
+        # A batch in parts, or rows of one product, whose second matrix is widened once.
+        batched, wide = out.dim() == 3, b if out.dim() == 3 else b.float()
+        for part in _parts(out):
+            result = multiply.call_boxed(keys, a[part].float(), wide[part].float() if batched else wide)
+            if alpha != 1:
+                result *= alpha
+            if added is not None:
+                result.add_(added[part], alpha=beta)
+            out[part].copy_(result)
+        return out
+
+    return run
+
+
+def _fit(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None) -> bool:
+    """Whether this is a product that needs no resizing; everything else PyTorch does, or refuses, itself."""
+    if a.dtype != b.dtype or a.dim() != b.dim() or a.dim() < 2:
+        return False
+    if a.shape[-1] != b.shape[-2] or a.shape[:-2] != b.shape[:-2]:
+        return False
+    return out is None or (out.dtype == a.dtype and out.shape == (*a.shape[:-1], b.shape[-1]))
+
+
+def _parts(out: torch.Tensor) -> Iterator[slice]:
+    """`out` along its first dimension, in parts of at most _PART elements, or of one index."""
+    count = out.shape[0]
+    step = max(1, _PART * count // max(out.numel(), 1))
+    return (slice(start, start + step) for start in range(0, count, step))

@@ -1,0 +1,125 @@
+"""Caches the results of trials, so that a later run with the same layers in the same place skips them.
+
+A place is what decides a trial and stays as it is from run to run: the devices, how the group's ranks are spread over
+hosts, the backend, threads, versions. One file stands for each. What may change under it is the network, so that is
+looked at: where a message takes much more or less time than it did when the file was made, the file is old.
+
+Rank 0 of the group reads and writes, and broadcasts the cached result: all ranks must use the same chunk count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.platform import current
+from mindspeed_lite.platform.cache import NoCache
+
+# The message whose time tells one network from another, and how far its time may be from what it was.
+_PROBE_BYTES = 1 << 20
+_PROBE_ROUNDS = 8
+_MAX_TIME_RATIO = 2.0
+# Another number where a trial measures something else.
+_FORMAT = 1
+
+
+class TuningCache:
+    """Trials of one group, as plain data, in a file below `folder()`; made by all ranks of the group together.
+
+    Attributes:
+        found: what earlier runs left, by the trial's name; the same on every rank.
+        path: the file, on the group's first rank; None on the others, and where there is no folder.
+    """
+
+    def __init__(self, folder: Callable[[], Path], group: dist.ProcessGroup, device: torch.device) -> None:
+        hosts: list[Any] = [None] * group.size()
+        dist.all_gather_object(hosts, (socket.gethostname(), _of_this_rank(device)), group=group)
+        self._place = {
+            "backend": str(dist.get_backend(group)),
+            # Host by host, without their names: another allocation of the same machines is the same place.
+            "ranks": sorted(Counter(host for host, _ in hosts).values()),
+            "devices": sorted({each for _, each in hosts}),
+            "torch": torch.__version__,
+            "made": _FORMAT,
+        }
+        name = hashlib.sha256(json.dumps(self._place).encode()).hexdigest()[:16]
+        self.path: Path | None = None
+        self._problem: str | None = None
+        if group.rank() == 0:
+            try:
+                self.path = folder() / f"chunks-{name}.json"
+            except NoCache as error:
+                self._problem = str(error)
+        self._seconds = _message(group, device)
+        told: list[Any] = [self._read()]
+        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
+        self.found: dict[str, Any] = told[0]
+
+    def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
+        """Keep one more; what another job added meanwhile stays. Returns why it could not be kept, the first time."""
+        if self.path is not None:
+            trials = {**self._read(), name: trial}
+            kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}
+            try:
+                _replace(self.path, json.dumps(kept, indent=1))
+            except OSError as error:
+                self._problem, self.path = f"{self.path}: {error.strerror or error}", None
+        problem, self._problem = self._problem, None
+        return problem
+
+    def _read(self) -> dict[str, Any]:
+        if self.path is None:
+            return {}
+        try:
+            kept = json.loads(self.path.read_text())
+            before, trials = float(kept["message_seconds"]), dict(kept["trials"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return {}
+        return trials if before / _MAX_TIME_RATIO < self._seconds < before * _MAX_TIME_RATIO else {}
+
+
+def _replace(path: Path, text: str) -> None:
+    """Replace the file atomically: a concurrent reader finds the old text or the new one."""
+    handle, scratch = tempfile.mkstemp(dir=path.parent)
+    try:
+        with open(handle, "w") as file:
+            file.write(text)
+        os.replace(scratch, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+def _of_this_rank(device: torch.device) -> str:
+    chosen = current()
+    name = chosen.describe() if chosen is not None and chosen.name == device.type else device.type
+    return f"{name}, {torch.get_num_threads()} threads" if device.type == "cpu" else name
+
+
+def _message(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds of an all-reduce of `_PROBE_BYTES`: the fastest of some rounds, on the slowest rank."""
+    buffer = torch.zeros(_PROBE_BYTES // 4, device=device)
+    seconds = []
+    for _ in range(_PROBE_ROUNDS):
+        start = time.perf_counter()
+        dist.all_reduce(buffer, group=group)
+        if device.type != "cpu":
+            getattr(torch, device.type).synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    # What else the machine does makes messages slower, never faster.
+    slowest = torch.tensor(min(seconds), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    return float(slowest)

@@ -1,0 +1,151 @@
+"""Chooses by trial into how many chunks a pass of a layer cuts its communication.
+
+Chunks win what they hide and lose what smaller messages and smaller products cost, and on a link fast enough they
+only lose. No formula knows a library's small products or a host that shares its cores between both, so the passes
+themselves are measured: once for each shape, all ranks of the group together, with the numbers of chunks in turn.
+Every rank then takes the number that the slowest rank would. What was found is kept for later runs (`cache.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cache import TuningCache
+
+CANDIDATES = (1, 2, 4, 8)
+ROUNDS = 7
+# Chunking must win by this fraction of the time, and in all rounds but this many, or noise would choose.
+MIN_SPEEDUP = 0.03
+MAX_LOST_ROUNDS = 1
+# Rows below which a product is not worth a message of its own.
+MIN_ROWS_PER_CHUNK = 8
+
+
+def median_time_ratio(times: Sequence[float], of: Sequence[float]) -> float:
+    """The median of what `times` take of those of the same round; 1 unless it is less in all rounds but one."""
+    ratios = [mine / whole for mine, whole in zip(times, of, strict=True)]
+    return statistics.median(ratios) if sum(ratio < 1 for ratio in ratios) >= len(ratios) - MAX_LOST_ROUNDS else 1.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial saw: seconds of the slowest rank, round by round, by number of chunks; and what follows."""
+
+    phase: str
+    shape: tuple[int, int, int]
+    rounds: dict[int, list[float]]
+
+    @functools.cached_property
+    def best(self) -> int:
+        """The fastest number of chunks; 1 unless another is clearly faster."""
+        share = {number: median_time_ratio(times, self.rounds[1]) for number, times in self.rounds.items()}
+        fastest = min(share, key=lambda each: share[each])
+        return fastest if share[fastest] < 1 - MIN_SPEEDUP else 1
+
+    @classmethod
+    def of(cls, phase: str, shape: tuple[int, int, int], kept: Any) -> Trial | None:
+        """From what `rounds` were kept as, which text may have been through; None if they are not such."""
+        try:
+            rounds = {int(number): [float(each) for each in times] for number, times in kept.items()}
+        except (AttributeError, TypeError, ValueError):
+            return None
+        sound = 1 in rounds and set(rounds) <= set(CANDIDATES)
+        return cls(phase, shape, rounds) if sound and all(len(each) == ROUNDS for each in rounds.values()) else None
+
+    def to_text(self) -> str:
+        times = ", ".join(f"{number}: {1e3 * statistics.median(each):.2f} ms" for number, each in self.rounds.items())
+        rows, inner, outer = self.shape
+        chosen = f"{self.best} chunks" if self.best > 1 else "1 chunk, because more are not clearly faster"
+        return f"{self.phase} of {rows} rows, {inner} x {outer}: {chosen} ({times})"
+
+
+class ChunkAutotuner:
+    """The number of chunks for each pass of a group's layers, found at the first call of each shape.
+
+    Args:
+        say: told once what was found, on the first rank of the group.
+        folder: gives the folder where trials of earlier runs are and these go, or raises `NoCache`; called on the
+            first rank of the group. None to keep nothing, on all ranks alike.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, say: Callable[[str], None], folder: Callable[[], Path] | None = None
+    ) -> None:
+        self._group = group
+        self._say = say if group.rank() == 0 else lambda text: None
+        self._folder = folder
+        self._kept: TuningCache | None = None
+        self._found: dict[tuple[object, ...], Trial] = {}
+
+    def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
+        """As `mindspeed_lite.parallel.tp_linear.ChunkPolicy`; a collective call the first time."""
+        key = _key(phase, x, w)
+        trial = self._found.get(key)
+        if trial is None:
+            numbers = [each for each in CANDIDATES if each == 1 or each * MIN_ROWS_PER_CHUNK <= x.shape[0]]
+            shape = (x.shape[0], x.shape[1], w.shape[1])
+            trial = self._tried(phase, shape, numbers, x, run) if len(numbers) > 1 else Trial(phase, shape, {1: [1.0]})
+            self._found[key] = trial
+        return trial.best
+
+    def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
+        """The same without a trial: 1 for what has not been tried, such as the shapes of an evaluation."""
+        trial = self._found.get(_key(phase, x, w))
+        return 1 if trial is None else trial.best
+
+    def _tried(
+        self, phase: str, shape: tuple[int, int, int], numbers: list[int], x: torch.Tensor, run: Callable[[int], object]
+    ) -> Trial:
+        """By an earlier run, else now; and said."""
+        if self._kept is None and self._folder is not None:
+            self._kept = TuningCache(self._folder, self._group, x.device)
+        kept = self._kept
+        name = f"{phase} {' '.join(map(str, shape))} {x.dtype}"
+        trial = None if kept is None else Trial.of(phase, shape, kept.found.get(name))
+        if kept is not None and trial is not None and [*trial.rounds] == numbers:
+            self._say(f"{trial.to_text()}, as kept in {kept.path} by an earlier run")
+            return trial
+        trial = Trial(phase, shape, self._measured(numbers, x, run))
+        self._say(trial.to_text())
+        if kept is not None and (problem := kept.add(name, trial.rounds)) is not None:
+            self._say(f"trials cannot be kept for later runs: {problem}")
+        return trial
+
+    def _measured(self, numbers: list[int], x: torch.Tensor, run: Callable[[int], object]) -> dict[int, list[float]]:
+        seconds: dict[int, list[float]] = {number: [] for number in numbers}
+        with torch.no_grad():
+            for number in numbers:
+                run(number)  # not counted: allocations, and kernels that libraries choose at the first call
+            for _ in range(ROUNDS):
+                for number in numbers:
+                    self._together(x)
+                    start = time.perf_counter()
+                    run(number)
+                    _synchronize(x)
+                    seconds[number].append(time.perf_counter() - start)
+        slowest = torch.tensor([*seconds.values()], device=x.device)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self._group)
+        return dict(zip(numbers, slowest.tolist(), strict=True))
+
+    def _together(self, x: torch.Tensor) -> None:
+        """Start at one time: not a barrier, which some backends bind to a device of their own choice."""
+        dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
+        _synchronize(x)
+
+
+def _key(phase: str, x: torch.Tensor, w: torch.Tensor) -> tuple[object, ...]:
+    return (phase, *x.shape, w.shape[1], x.dtype)
+
+
+def _synchronize(x: torch.Tensor) -> None:
+    if x.device.type != "cpu":
+        getattr(torch, x.device.type).synchronize(x.device)

@@ -1,0 +1,25 @@
+"""Lists Megatron arguments that a feature cannot work with, each with its reason.
+
+A table maps Megatron's name of an argument, which is also that of the field of its configuration, to the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+CUDA_GRAPH_ARGS = {
+    "enable_cuda_graph": "--enable-cuda-graph records a layer once",
+    "external_cuda_graph": "--external-cuda-graph records a layer once",
+    "cuda_graph_impl": "--cuda-graph-impl records a layer once",
+}
+
+
+def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
+    """The reasons of those arguments in the table that are set.
+
+    Args:
+        conflicting_args: reasons by Megatron's name of the argument.
+        value_of: the value under such a name, from arguments or from a configuration.
+    """
+    return [why for name, why in conflicting_args.items() if value_of(name) not in (None, False, "none")]

@@ -1,0 +1,112 @@
+"""Chooses the transformer layers that release an output and recompute it, and says when that is no use.
+
+Layers are taken in the order in which their outputs are kept longest: with virtual pipeline stages the first layer of
+every chunk, then the second one, so that all chunks give up as much. Layers that `--recompute-granularity full`
+computes again as a whole are passed over.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Option, OptionError, Session, Settings
+from mindspeed_lite.platform.megatron import CONFIG
+
+from .conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+
+NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
+CONFLICTING_ARGS = {
+    "fp8": "--fp8-format keeps outputs in another form",
+    "fp4": "--fp4-format keeps outputs in another form",
+    "cpu_offloading": "--cpu-offloading moves what is given up here",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is given up here",
+    **CUDA_GRAPH_ARGS,
+}
+
+_READS = (
+    "config",
+    f"{CONFIG}.recompute_granularity",
+    f"{CONFIG}.recompute_method",
+    f"{CONFIG}.recompute_num_layers",
+    f"{CONFIG}.virtual_pipeline_model_parallel_size",
+)
+
+
+class Switch:
+    """`flag`, which gives an output up in all layers, and `flag`-num-layers, which does so in the first ones alone."""
+
+    def __init__(self, feature: str, help: str) -> None:
+        self.feature = feature
+        self.flag = f"--{feature.replace('_', '-')}"
+        self.number = f"{feature}_num_layers"
+        self.options = (
+            Option(self.flag, help=help),
+            Option(
+                f"{self.flag}-num-layers",
+                help=f"{self.flag} for the first N layers of each pipeline rank.",
+                default=None,
+                type=int,
+                metavar="N",
+            ),
+        )
+
+    def enabled(self, settings: Settings) -> bool:
+        """By either of the two: a number of layers says that they are to do it."""
+        return bool(settings.get(self.feature)) or settings.get(self.number) is not None
+
+    def why_not(self, context: Context) -> list[str]:
+        """The feature's condition. Raises OptionError for a number of layers that is none."""
+        number = context.settings.get(self.number)
+        if number is not None and number < 1:
+            raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
+        reasons = []
+        if context.arg("transformer_impl", "local") == "transformer_engine":
+            reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
+        if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
+            reasons.append("--recompute-granularity full computes every layer again as a whole")
+        return reasons
+
+    def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
+        """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
+
+        def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+            signature = inspect.signature(wrapped)
+
+            def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
+                wrapped(layer, *args, **kwargs)
+                given = signature.bind(layer, *args, **kwargs).arguments
+                # The number within the chunk, before Megatron adds those of earlier stages.
+                place = given.get("layer_number", 1) - 1
+                if is_chosen(layer.config, place, given.get("vp_stage"), session.settings[self.number]):
+                    # The condition has seen the arguments of a script; a model may be built without any.
+                    reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(layer.config, name, None))
+                    if reasons:
+                        session.fallback(self.feature, "; ".join(reasons))
+                    else:
+                        prepare(layer, session)
+
+            return __init__
+
+        return Around(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around, reads=(*_READS, *reads)
+        )
+
+
+def checkpoint_without_output() -> Any:
+    """Megatron's checkpoint of a function whose output is released."""
+    from megatron.core import tensor_parallel
+
+    # Anything but None, its default included, asks Transformer Engine about fp8.
+    return tensor_parallel.CheckpointWithoutOutput(fp8=None)
+
+
+def is_chosen(config: Any, place: int, chunk: int | None, number: int | None) -> bool:
+    """Whether the layer at `place` of this rank's virtual pipeline `chunk` is among the first `number`; None is all."""
+    whole = config.recompute_granularity == "full"
+    passed_over = config.recompute_num_layers or 0 if whole and config.recompute_method == "block" else 0
+    if place < passed_over or (whole and config.recompute_method != "block"):
+        return False
+    turn = (place - passed_over) * (config.virtual_pipeline_model_parallel_size or 1) + (chunk or 0)
+    return number is None or turn < number

@@ -1,0 +1,161 @@
+"""Patches Megatron's two tensor-parallel linear layers for features that change how they communicate.
+
+`_forward_impl` is where both layers hand input, weight and group to Megatron's one linear function, and where
+`--delay-wgrad-compute` sets its buffer; a row parallel layer reduces its output after it, so its `forward` is the
+second place. Experts, whose dispatcher communicates, and groups of one rank are Megatron's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Override, Session
+from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, WgradHandler, column_linear, row_linear
+
+from . import wgrad_accumulation
+from .conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+
+LAYERS = "megatron.core.tensor_parallel.layers"
+_OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
+# By Megatron's name in its arguments and in its configuration.
+CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
+
+_ROW_READS = (
+    "_forward_impl",
+    "bias",
+    "config",
+    "explicit_expert_comm",
+    "gradient_accumulation_fusion",
+    "input_is_parallel",
+    "sequence_parallel",
+    "skip_bias_add",
+    "tp_group",
+    "weight",
+)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """One pass of a layer that communicates."""
+
+    layer: Any
+    session: Session
+    group: Any
+    is_row: bool
+    sequence_parallel: bool
+    wgrad_handler: WgradHandler
+
+
+@dataclass(frozen=True)
+class _Reduced:
+    """In a row parallel layer's call of its linear function, in place of a group: where its output is reduced."""
+
+    group: Any
+    scattered: bool
+
+
+@dataclass(frozen=True)
+class _MainGradWgrad:
+    """The weight's gradient as Megatron's linear function leaves it: in the main gradient, to autograd, or undone."""
+
+    weight: Any
+    fused: bool
+    buffer: Any
+    limit: int
+
+    def defer(self, dy: torch.Tensor) -> bool:
+        if self.buffer is None or (self.limit and len(self.buffer) >= self.limit):
+            return False
+        self.buffer.append(dy)
+        return True
+
+    def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+        if not self.fused:
+            return AUTOGRAD_WGRAD(dy, x)
+        wgrad_accumulation.add(self.weight.main_grad, dy, x)
+        return wgrad_accumulation.stand_in(self.weight)
+
+
+def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCommConfig]) -> tuple[Override, ...]:
+    """Patches that run linear layers with `comm_config_for(call)`, or fall back with a reason of `feature`."""
+
+    def linear(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
+            group: Any = kwargs.get("tp_group")
+            is_row = isinstance(group, _Reduced)
+            if not is_row and not (_column_talks(group, kwargs) and _can(self, input, weight, session, feature)):
+                return wrapped(self, input, weight, *args, **kwargs)
+            group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
+            fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
+            buffer, limit = kwargs.get("grad_output_buffer"), kwargs.get("wgrad_deferral_limit")
+            gradient = _MainGradWgrad(weight, fused, buffer, limit or 0)
+            comm = comm_config_for(LayerCall(self, session, group, is_row, scattered, gradient))
+            if is_row:
+                return row_linear(input, weight, comm)
+            return column_linear(input, weight, kwargs["bias"], comm)
+
+        return _forward_impl
+
+    def row(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def forward(self: Any, input_: Any) -> Any:
+            group = self.tp_group
+            if self.explicit_expert_comm or group is None or group.size() == 1:
+                return wrapped(self, input_)
+            if not self.input_is_parallel:
+                session.fallback(feature, "a row parallel layer has yet to split its input over the ranks")
+                return wrapped(self, input_)
+            if not _can(self, input_, self.weight, session, feature):
+                return wrapped(self, input_)
+            output = self._forward_impl(
+                input=input_,
+                weight=self.weight,
+                bias=None,
+                gradient_accumulation_fusion=self.gradient_accumulation_fusion,
+                allreduce_dgrad=False,
+                sequence_parallel=False,
+                tp_group=_Reduced(group, self.sequence_parallel),
+                grad_output_buffer=None,
+            )
+            if self.skip_bias_add:
+                return output, self.bias
+            return output if self.bias is None else output + self.bias, None
+
+        return forward
+
+    return (
+        # Nearer the original than the wrap of --delay-wgrad-compute, whose buffer it serves.
+        Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
+        Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
+        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS),
+    )
+
+
+def _column_talks(group: Any, given: dict[str, Any]) -> bool:
+    return (given["sequence_parallel"] or given["allreduce_dgrad"]) and group is not None and group.size() > 1
+
+
+def _can(layer: Any, input: Any, weight: Any, session: Session, feature: str) -> bool:
+    """True if this call can be served; otherwise records the reason as a fallback."""
+    found = {
+        "input and weight differ in dtype": input.dtype != weight.dtype,
+        "autocast is on": torch.is_autocast_enabled(input.device.type),
+        "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
+    }
+    reasons = [reason for reason, holds in found.items() if holds]
+    # The condition has seen the arguments of a script; a model may be built without any.
+    reasons += dict.fromkeys(conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(layer.config, name, None)))
+    if reasons:
+        session.fallback(feature, "; ".join(reasons))
+    return not reasons
+
+
+def in_the_way(context: Any) -> list[str]:
+    """Why a training, by its arguments, leaves nothing to do for such a feature."""
+    reasons = []
+    if context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2:
+        reasons.append("--tensor-model-parallel-size is 1: nothing travels")
+    return reasons

@@ -1,0 +1,32 @@
+"""Adds a layer's weight gradient to its main gradient, past autograd, and makes the gradient that autograd gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+
+
+def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
+    """main_grad [N, K] += dy^T x by the extension that Megatron's layers have; dy: [M, N], x: [M, K]."""
+    from megatron.core.tensor_parallel import layers
+
+    kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
+    if kernels is None:
+        # Of a backward pass that was under way when features were taken back.
+        accumulate_wgrad(main_grad, dy.contiguous(), x.contiguous())
+        return
+    wide = main_grad.dtype == torch.float32
+    accumulate = kernels.wgrad_gemm_accum_fp32 if wide else kernels.wgrad_gemm_accum_fp16
+    accumulate(x.contiguous(), dy.contiguous(), main_grad)
+
+
+def stand_in(weight: Any) -> torch.Tensor | None:
+    """The gradient for autograd where the real one is in the main gradient: hooks that reduce gradients need one."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return make(weight, requires_grad=False)

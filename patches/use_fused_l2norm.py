@@ -1,0 +1,60 @@
+"""`--use-fused-l2norm`: the L2 norm of queries and keys (`--qk-l2-norm`) as one operator.
+
+Reaches `L2Norm.forward`, which every layer specification takes for queries and keys under `--qk-l2-norm`, with
+Megatron's own layers and with Transformer Engine's; it is the same in every supported release. Megatron widens to fp32,
+squares, averages and multiplies in passes of their own and keeps the fp32 copies for backward. The operator keeps its
+input and one number per row. It is RMSNorm with a weight of ones. Leaves every other norm alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.ops.rms_norm import reference, rms_norm
+from mindspeed_lite.verify import Exact
+
+
+def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(self: Any, x: Any) -> Any:
+        ones = session.state(FEATURE.name, dict)
+        key = (x.size(-1), x.dtype, x.device)
+        if key not in ones:
+            ones[key] = torch.ones(x.size(-1), dtype=x.dtype, device=x.device)
+        weight, eps = ones[key], self.eps
+        if session.verifier is not None:
+            session.verifier.check(
+                FEATURE.name,
+                "rms_norm",
+                FEATURE.numerics,
+                lambda x: rms_norm(x, weight, eps),
+                lambda x: wrapped(self, x),
+                {"x": x},
+                against="Megatron's L2Norm",
+                exact=[Exact(lambda x: reference.rms_norm(x, weight.to(x.dtype), eps, False))],
+            )
+        return rms_norm(x, weight, eps)
+
+    return forward
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.host_args is not None and not context.arg("qk_l2_norm", False):
+        return ["--qk-l2-norm is not given: the model has no L2 norm"]
+    return []
+
+
+FEATURE = Feature(
+    name="use_fused_l2norm",
+    summary="the L2 norm of queries and keys as one operator",
+    options=(Option("--use-fused-l2norm", help="Compute the L2 norm of queries and keys with one fused operator."),),
+    numerics="ulp",
+    theme="operators",
+    memory="not predicted: saves two fp32 copies of queries and keys",
+    condition=_why_not,
+    operators=("rms_norm",),
+    patches=(Override("megatron.core.transformer.torch_norm:L2Norm.forward", _forward, reads=("eps",)),),
+)

@@ -1,0 +1,227 @@
+"""Ranges in real Megatron: where they are, that nothing stays behind, and what a profiled step makes of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_module
+
+from mindspeed_lite import platform
+from mindspeed_lite.bench import breakdown
+from mindspeed_lite.bench.probes import profiler_ranges
+from mindspeed_lite.engine.swaps import function_in
+from tests.harness import checkouts
+from tests.harness.processes import forked
+
+REDUCTION = "gradient accumulation and reduction"
+
+
+def held():
+    """What Megatron's modules and classes have, and what torch would be left with: objects and functions' code."""
+    found = {("torch", "wait"): vars(torch.distributed.Work)["wait"]}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "megatron":
+            continue
+        for key, value in list(vars(module).items()):
+            found[name, key] = value
+            if isinstance(value, type) and value.__module__.startswith("megatron"):
+                found.update({(value, key): each for key, each in list(vars(value).items())})
+    for name in ("_global_forward_pre_hooks", "_global_forward_hooks", "_global_forward_hooks_always_called"):
+        found.update({(name, key): value for key, value in getattr(torch_module, name).items()})
+    return {place: (value, getattr(function_in(value), "__code__", None)) for place, value in found.items()}
+
+
+def same(a, b):
+    return a is b or (None not in (a, b) and all(x is y for x, y in zip(a, b, strict=True)))
+
+
+def changed(before, after):
+    return {key for key in {*before, *after} if not same(before.get(key), after.get(key))}
+
+
+@forked("megatron")
+def test_nothing_is_different_after_it():
+    before = held()
+    remove = profiler_ranges.install()
+    names = {(str(getattr(owner, "__qualname__", owner)), name) for owner, name in changed(before, held())}
+    assert {
+        ("torch", "wait"),
+        ("MixedPrecisionOptimizer", "step"),
+        ("DistributedDataParallel", "finish_grad_sync"),
+        ("LanguageModule", "compute_language_model_loss"),
+        # by value
+        ("megatron.core.models.common.embeddings.rope_utils", "apply_rotary_pos_emb"),
+        ("megatron.core.transformer.attention", "apply_rotary_pos_emb"),
+        ("megatron.core.distributed", "finalize_model_grads"),
+    } <= names
+    remove()
+    assert not changed(before, held())
+    remove()
+    assert not changed(before, held())
+    profiler_ranges.install()()
+    assert not changed(before, held())
+
+
+@forked()
+def test_without_megatron_modules_and_waits_alone_are_measured():
+    assert not any(name.startswith("megatron") for name in sys.modules)
+    before = held()
+    remove = profiler_ranges.install()
+    assert ("torch", "wait") in changed(before, held())
+    remove()
+    assert not changed(before, held())
+    assert not any(name.startswith("megatron") for name in sys.modules)
+
+
+@forked("megatron")
+def test_a_failure_takes_back_what_was_put_in_place():
+    before = held()
+
+    def fails():
+        raise RuntimeError("mine")
+
+    profiler_ranges._hook_modules = fails
+    with pytest.raises(RuntimeError, match="mine"):
+        profiler_ranges.install()
+    assert not changed(before, held())
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("RMSNorm", "norm"), ("FusedRMSNorm", "norm"), ("FusedLayerNorm", "norm"), ("L2Norm", "norm"),
+        ("ColumnParallelLinear", "linear"), ("TELayerNormColumnParallelLinear", "linear"), ("Linear", "linear"),
+        ("DotProductAttention", "attention"), ("TEDotProductAttention", "attention"), ("SelfAttention", None),
+        ("RotaryEmbedding", "rotary"), ("LanguageModelEmbedding", "embedding"), ("VocabParallelEmbedding", "embedding"),
+        ("TopKRouter", "moe"), ("MoELayer", "moe"), ("MLP", "activation"), ("SharedExpertMLP", "activation"),
+        ("SequentialMLP", "activation"), ("TransformerLayer", None), ("GPTModel", None),
+    ],
+)  # fmt: skip
+def test_a_class_says_by_its_name_what_it_is(name, category):
+    assert profiler_ranges.category_of(name) == category
+
+
+class Norm(torch.nn.Module):
+    def forward(self, x, inner=None):
+        return inner(x) if inner is not None else x * x
+
+
+class FailingLinear(torch.nn.Module):
+    def forward(self, x):
+        raise KeyError("mine")
+
+
+@forked()
+def test_a_forward_that_raises_leaves_no_range_open():
+    def step():
+        x = torch.ones(300, 300)
+        with pytest.raises(KeyError, match="mine"):
+            Norm()(x, FailingLinear())
+        x @ x
+        Norm()(x, lambda x: Norm()(x))
+
+    remove = profiler_ranges.install()
+    try:
+        ranges = next(iter(torch_module._global_forward_pre_hooks.values())).__closure__[0].cell_contents
+        assert ranges.open == []
+        profiled = breakdown.profile(step, None)[1]["categories"]
+        assert ranges.open == []
+    finally:
+        remove()
+    # The product after the failure is in no range: its name makes it linear.
+    assert profiled["linear"] > 0 and profiled["norm"] > 0
+
+
+@forked("megatron")
+def test_a_step_of_a_small_gpt_has_its_time_in_the_right_places(tmp_path):
+    from tests.harness import core_loop
+
+    torch.set_num_threads(1)
+    platform.activate()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    core_loop.train({"steps": 1, "experts": 4})
+    torch.distributed.barrier()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+
+    seen = []
+    own = breakdown.attribute
+
+    def attribute(events):
+        seen.extend(events)
+        return own(events)
+
+    breakdown.attribute = attribute
+    remove = profiler_ranges.install()
+    try:
+        found = breakdown.profile(lambda: core_loop.train({"steps": 1, "experts": 4}), None)[1]
+    finally:
+        remove()
+    categories = found["categories"]
+    assert sum(categories.values()) == pytest.approx(found["wall_seconds"])
+    for name in breakdown.CATEGORIES:
+        assert categories[name] > 0, name
+    # What is certain of a GPT: products are of linear layers or of attention, softmax and rsqrt of one place each,
+    # forward and backward.
+    step = next(each for each in seen if each.name == breakdown.STEP)
+    placed = breakdown._place(each for each in seen if not each.is_async)
+    expected = {
+        # The router has a product of its own.
+        "aten::mm": {"linear", "moe"},
+        "aten::bmm": {"attention"},
+        "aten::baddbmm": {"attention"},
+        "aten::silu": {"activation"},
+        "aten::silu_backward": {"activation"},
+        "aten::embedding_dense_backward": {"embedding"},
+        "aten::rsqrt": {"norm"},
+        "aten::topk": {"moe"},
+        "aten::_softmax_backward_data": {"attention", "moe"},
+        "aten::addcdiv_": {"optimizer"},
+    }
+    where, products = {}, dict.fromkeys(breakdown.CATEGORIES, 0)
+    for event, decision, own, _ in placed:
+        if event.thread == step.thread:
+            where.setdefault(event.name, set()).add(decision.category)
+            products[decision.category] += own[0] if event.name == "aten::mm" else 0
+    for name in ("aten::mm", "aten::silu", "aten::silu_backward", "aten::bmm"):
+        assert name in where, name
+    for name, places in expected.items():
+        assert where.get(name, set()) <= places, f"{name}: {where[name]}"
+    assert products["linear"] > 0.5 * sum(products.values()) > products["moe"]
+
+
+def definitions(path):
+    """`function` and `Class.method` of a source file."""
+    found = set()
+    for node in ast.parse(path.read_text(), str(path)).body:
+        if isinstance(node, ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, ast.FunctionDef)}
+    return found
+
+
+def test_each_function_is_in_some_supported_release_and_each_category_in_all():
+    missing = {target for _, target in profiler_ranges.FUNCTIONS}
+    for release in checkouts.ALL:
+        folder = checkouts.folder(release)
+        if folder is None:
+            folder = Path(importlib.util.find_spec("megatron").submodule_search_locations[0]).parent
+        if not folder.is_dir():
+            pytest.skip(f"megatron-core {release} is not prepared")
+        there = {
+            (category, target)
+            for category, target in profiler_ranges.FUNCTIONS
+            if (path := folder.joinpath("megatron", "core", *target.partition(":")[0].split(".")).with_suffix(".py"))
+            and path.is_file()
+            and target.partition(":")[2] in definitions(path)
+        }
+        assert {category for category, _ in there} == {category for category, _ in profiler_ranges.FUNCTIONS}, release
+        missing -= {target for _, target in there}
+    assert not missing

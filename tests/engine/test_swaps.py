@@ -1,0 +1,932 @@
+"""Patches in and out of a host that is written for the test: what stays the same object, and all or nothing."""
+
+import copy
+import functools
+import gc
+import importlib
+import inspect
+import itertools
+import pickle
+import sys
+import threading
+import timeit
+import tracemalloc
+import types
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_lite.engine import ApplyError, Around, Override, Provide, change, swaps, when_imported
+from mindspeed_lite.engine.swaps import in_force, original_of
+from mindspeed_lite.engine.target import namespace
+from tests.harness import matrix
+from tests.harness.plans import applied, calling, feature, passing, swaps_of
+
+SOURCE = """
+    import functools
+    import torch
+    from collections import OrderedDict
+    from textwrap import dedent
+    def f(x): return x
+    def g(x): return x * 10
+    @functools.lru_cache
+    def cached(x): return x
+    FLAG = False
+
+    class Base:
+        def inherited(self): return 1
+
+    class C(Base):
+        def method(self, x=0): return x
+        @staticmethod
+        def static(x): return x
+        @classmethod
+        def make(cls, x=1): return cls, x
+        @property
+        def size(self): return 1
+        @size.setter
+        def size(self, value): self.set_to = value
+        def up(self, x=0): return super().inherited() + x
+
+    def enclose():
+        scale = 2
+        def closed(x):
+            nonlocal scale
+            scale += 1
+            return x * scale
+        return closed
+
+    closed = enclose()
+    closed.__qualname__ = "closed"
+    def keywords(*, a, b=2): return (a, b)
+    def everything(a, b=2, /, c=3, *rest, d, e=5, **more): return (a, b, c, rest, d, e, more)
+    def spread(*args): return args
+    def only(x, y=1, /): return x, y
+    def counted(n):
+        yield from range(n)
+    @torch.no_grad()
+    def quiet(x): return x, torch.is_grad_enabled()
+    @torch.compile(backend="eager")
+    def compiled(x): return x * 2
+"""
+USER = """
+    from HOST.mod import f, f as alias, C
+    from HOST.mod import g
+    static = C.static
+    call = lambda x: alias(x)
+    class Holder:
+        held = f
+        class Inner:
+            deep = alias
+"""
+LATE = "from HOST.mod import f as late, C as D\nclass Keeps:\n    kept = late\n"
+
+
+def fused(x):
+    return x + 100
+
+
+def state_of(value):
+    """What can change about a thing without changing its identity."""
+    if isinstance(value, types.FunctionType):
+        kept = {name: id(each) for name, each in vars(value).items()}
+        return id(value.__code__), value.__defaults__, repr(value.__kwdefaults__), kept
+    if isinstance(value, staticmethod | classmethod):
+        return state_of(value.__func__)
+    return state_of(value.fget) if isinstance(value, property) else None
+
+
+class Host:
+    """The modules of one host, and what all their dictionaries hold at the moment."""
+
+    def __init__(self, name):
+        self.name = name
+        self.mod = importlib.import_module(f"{name}.mod")
+        self.user = importlib.import_module(f"{name}.user")
+
+    def at(self, path):
+        return f"{self.name}.mod:{path}"
+
+    def late(self):
+        return importlib.import_module(f"{self.name}.late")
+
+    def state(self):
+        owners = [self.mod, self.user, self.mod.Base, self.mod.C, self.user.Holder, self.user.Holder.Inner]
+        return {
+            (id(owner), name): (id(value), state_of(value))
+            for owner in owners
+            for name, value in namespace(owner).items()
+            if not name.startswith("__")
+        }
+
+
+@pytest.fixture
+def host(make_host):
+    made = Host(make_host({"mod": SOURCE, "user": USER, "late": LATE}))
+    before = made.state()
+    yield made
+    assert made.state() == before, "the host is not what it was"
+
+
+def named(letter):
+    def make(wrapped, session):
+        def wrapper(*args, **kwargs):
+            return f"{letter}({wrapped(*args, **kwargs)})"
+
+        return wrapper
+
+    return make
+
+
+# Functions: the object stays
+
+
+def test_an_overridden_function_is_the_same_object_under_every_alias(host):
+    before, user = host.mod.f, host.user
+    with applied(feature("x", Override(host.at("f"), calling(fused)))) as (swap,):
+        assert all(held is before for held in (host.mod.f, user.f, user.alias, user.Holder.held))
+        assert user.Holder.Inner.deep is before and user.call(1) == before(1) == 101
+        assert swap.holders == []
+    assert user.call(1) == before(1) == 1 and vars(before) == {} and vars(fused) == {}
+
+
+def test_modules_imported_while_it_is_in_force_hold_the_same_object_too(host):
+    with applied(feature("x", Override(host.at("f"), calling(fused)), Around(host.at("g"), passing))):
+        late = host.late()
+        assert late.late is host.mod.f and late.Keeps.kept(1) == 101
+    assert late.late is host.mod.f and late.late(1) == 1
+
+
+NAMES = ["f", "closed", "keywords", "everything", "spread", "only", "quiet", "compiled"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identity_pickle_and_copies_hold_before_during_and_after(host, name):
+    function = getattr(host.mod, name)
+    held = {"activation_func": function}
+
+    def stays():
+        assert getattr(host.mod, name) is function
+        assert copy.deepcopy(held)["activation_func"] is copy.copy(function) is function
+        if name != "closed":  # its code names the function that encloses it
+            assert function.__name__ == name
+        return pickle.loads(pickle.dumps(held))["activation_func"] is function
+
+    signature = inspect.signature(function)
+    assert stays()
+    dumped = pickle.dumps(function)
+
+    def make(wrapped, session):
+        def wrapper(*args, **kwargs):
+            return wrapped(*args, **kwargs)
+
+        return wrapper
+
+    with applied(feature("x", Around(host.at(name), make))):
+        assert stays()
+        assert pickle.loads(dumped) is function
+        dumped = pickle.dumps(function)
+        assert inspect.signature(function) == signature
+        assert inspect.unwrap(function) is not function
+    assert stays()
+    assert pickle.loads(dumped) is function
+    assert inspect.signature(function) == signature
+
+
+def say(wrapped, session):
+    def wrapper(*args, **kwargs):
+        return "x", wrapped(*args, **kwargs)
+
+    return wrapper
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs"),
+    [
+        ("f", (1,), {}),
+        ("f", (), {"x": 1}),
+        ("keywords", (), {"a": 1}),
+        ("keywords", (), {"a": 1, "b": 9}),
+        ("everything", (1,), {"d": 4}),
+        ("everything", (1, 9, 8, 7, 6), {"d": 4, "e": 3, "a": 2, "b": 1}),
+        ("spread", (1, 2, 3), {}),
+        ("only", (1,), {}),
+        ("only", (1, 2), {}),
+    ],
+)
+def test_every_kind_of_parameter_arrives_as_it_was_given(host, name, args, kwargs):
+    function = getattr(host.mod, name)
+    plain = function(*args, **kwargs)
+    with applied(feature("x", Around(host.at(name), say))):
+        assert function(*args, **kwargs) == ("x", plain)
+        with pytest.raises(TypeError, match=rf"{name}\(\) (missing|takes|got|didn)"):
+            function(*args, **kwargs, **{"c": 1, "d": 1} if name == "spread" else {"a": 1, "c": 1, "x": 1})
+            function()
+
+
+def test_an_override_may_take_keywords_that_its_target_does_not(host):
+    def make(wrapped, session):
+        def method(self, *args, **kwargs):
+            return wrapped(self, *args) + kwargs.pop("more", 0)
+
+        return method
+
+    c = host.mod.C()
+    with applied(feature("x", Override(host.at("C.method"), make))):
+        assert c.method(1, more=2) == 3 and c.method() == 0
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        c.method(1, more=2)
+    with (
+        applied(feature("x", Around(host.at("C.method"), passing))),
+        pytest.raises(TypeError, match="unexpected keyword"),
+    ):
+        c.method(1, more=2)
+
+
+def test_defaults_that_are_changed_meanwhile_count(host):
+    with applied(feature("x", Around(host.at("everything"), say))):
+        host.mod.everything.__defaults__ = (20, 30)
+        assert host.mod.everything(1, d=4) == ("x", (1, 20, 30, (), 4, 5, {}))
+        host.mod.everything.__defaults__ = (2, 3)
+
+
+def test_cells_generators_super_and_what_decorators_made_go_on_working(host):
+    import torch
+
+    paths = ("closed", "counted", "quiet", "compiled", "C.up")
+    grad, closed = torch.ones(2, requires_grad=True), host.mod.closed
+    assert closed(1) == 3
+    with applied(feature("x", *(Around(host.at(path), say) for path in paths))):
+        assert closed(1) == ("x", 4), "the cell is one for both"
+        label, numbers = host.mod.counted(3)
+        assert label == "x" and list(numbers) == [0, 1, 2]
+        assert host.mod.quiet(1) == ("x", (1, False))
+        label, doubled = host.mod.compiled(grad)
+        assert label == "x" and torch.equal(doubled, grad * 2) and doubled.requires_grad
+        assert host.mod.C().up(1) == ("x", 2)
+    assert closed(1) == 5 and host.mod.quiet(1) == (1, False) and torch.equal(host.mod.compiled(grad), grad * 2)
+    assert list(host.mod.counted(2)) == [0, 1] and host.mod.C().up(1) == 2
+
+
+@pytest.mark.parametrize(
+    "fullgraph",
+    [
+        False,
+        # Dynamo keeps what parameters a function had when it was first traced.
+        pytest.param(True, marks=pytest.mark.xfail(strict=True, reason="the slot is a parameter")),
+    ],
+)
+def test_what_another_function_compiled_follows_the_swap(host, fullgraph):
+    import torch
+
+    outer = torch.compile(lambda x: host.mod.g(x) + 1, backend="eager", fullgraph=fullgraph)
+    x = torch.ones(2)
+    assert torch.equal(outer(x), x * 11)
+
+    def make(wrapped, session):
+        def wrapper(x):
+            return wrapped(x) * 2
+
+        return wrapper
+
+    for _ in range(2):
+        with applied(feature("x", Around(host.at("g"), make))):
+            assert torch.equal(outer(x), x * 21)
+        assert torch.equal(outer(x), x * 11)
+
+
+def test_methods_of_every_kind_stay_what_they_are(host):
+    patches = [Around(host.at(f"C.{name}"), passing) for name in ("method", "static", "size")]
+
+    def make(wrapped, session):
+        return lambda cls, x=1: (wrapped(cls, x)[0], 7)
+
+    raw = dict(vars(host.mod.C))
+    bound = host.mod.C().method
+    with applied(feature("x", *patches, Around(host.at("C.make"), make))):
+        c = host.mod.C()
+        assert (c.method(1), c.static(1), host.mod.C.static(1), c.size) == (2, 2, 2, 2)
+        assert c.make() == (host.mod.C, 7) and host.user.static(1) == 2 and bound(1) == 2
+        c.size = 5
+        assert c.set_to == 5
+        assert all(vars(host.mod.C)[name] is raw[name] for name in ("method", "static", "size", "make"))
+
+
+def test_overrides_become_the_descriptor_the_target_is(host):
+    def make(cls, x=1):
+        return cls, 8
+
+    def size(self):
+        return 9
+
+    patches = [
+        Override(host.at("C.make"), calling(make)),
+        Override(host.at("C.size"), calling(size)),
+        Override(host.at("C.static"), calling(staticmethod(fused))),
+    ]
+    with applied(feature("x", *patches)):
+        c = host.mod.C()
+        assert (c.make(), c.size, c.static(1)) == ((host.mod.C, 8), 9, 101)
+
+
+def test_an_inherited_target_is_patched_where_it_is_defined(host):
+    with applied(feature("x", Around(host.at("C.inherited"), passing))):
+        assert host.mod.C().inherited() == host.mod.Base().inherited() == 2
+        assert "inherited" not in vars(host.mod.C)
+
+
+def test_a_wrapper_looks_like_what_it_wraps(host):
+    seen = []
+
+    def make(wrapped, session):
+        wrapper = passing(wrapped, session)
+        seen.append((wrapped, wrapper))
+        return wrapper
+
+    with applied(feature("x", Around(host.at("f"), make))):
+        ((wrapped, wrapper),) = seen
+        assert (wrapper.__name__, wrapper.__module__, wrapper.__qualname__) == ("f", f"{host.name}.mod", "f")
+        assert host.mod.f.__wrapped__ is wrapped is original_of(host.mod.f) and wrapped(1) == 1
+        assert inspect.getsource(host.mod.f) == "def f(x): return x\n"
+
+
+def test_a_function_with_a_home_of_its_own_is_not_renamed(host):
+    with applied(feature("x", Around(host.at("f"), calling(fused)))):
+        assert host.mod.f(1) == 101
+    assert fused.__name__ == "fused" and not hasattr(fused, "__wrapped__")
+
+
+# Anything else: assigned, and moved where it is held by value
+
+
+def test_a_cached_function_keeps_its_cache_under_a_patch(host):
+    before = host.user.kept = host.mod.cached
+    with applied(feature("x", Around(host.at("cached"), passing))) as (swap,):
+        assert host.mod.cached(1) == host.user.kept(1) == 2
+        assert swap.holders == [f"{host.name}.user:kept"]
+    assert host.mod.cached is host.user.kept is before and before.cache_info().hits == 1
+    del host.user.kept
+
+
+def test_a_class_and_a_value_can_be_overridden(host):
+    class Better(host.mod.C):
+        pass
+
+    with applied(feature("x", Override(host.at("C"), calling(Better)), Override(host.at("FLAG"), calling(True)))):
+        assert host.user.C is host.mod.C is Better and host.mod.FLAG is True
+        late = host.late()
+        assert late.D is Better
+    assert late.D is host.mod.C is host.user.C and host.mod.FLAG is False
+    del sys.modules[late.__name__]
+
+
+class Elsewhere:
+    """A replacement that has a name of its own."""
+
+
+def test_where_a_replacement_is_defined_it_stays(host):
+    with applied(feature("x", Override(host.at("C"), calling(Elsewhere)))):
+        assert host.user.C is Elsewhere
+    assert Elsewhere.__doc__ and globals()["Elsewhere"] is not host.mod.C
+
+
+def test_what_the_host_only_imported_changes_in_the_named_place_only(host):
+    import collections
+    import textwrap
+
+    class Mine(collections.OrderedDict):
+        pass
+
+    def shout(text):
+        return text.upper()
+
+    holder = types.ModuleType(f"{host.name}.holder")
+    sys.modules[holder.__name__] = holder
+    holder.OrderedDict, holder.dedent = collections.OrderedDict, textwrap.dedent
+    patches = [Override(host.at("OrderedDict"), calling(Mine)), Override(host.at("dedent"), calling(shout))]
+    with applied(feature("x", *patches)):
+        assert host.mod.OrderedDict is Mine and host.mod.dedent("a") == "A"
+        assert holder.OrderedDict is collections.OrderedDict is not Mine and holder.dedent is textwrap.dedent
+        assert textwrap.dedent(" a") == "a"
+    assert host.mod.dedent is textwrap.dedent
+
+
+def test_one_function_of_the_host_can_stand_in_for_another(host):
+    f, g = host.mod.f, host.mod.g
+    first = swaps_of(feature("x", Override(host.at("f"), calling(g))))
+    change(add=first)
+    assert host.mod.f is f and f(1) == 10
+    second = swaps_of(feature("y", Around(host.at("f"), named("f"))), feature("z", Around(host.at("g"), passing)))
+    change(add=second)
+    assert host.user.call(1) == "f(11)" and host.user.g(1) == 11
+    change(remove=first)
+    assert host.user.call(1) == "f(1)"
+    change(remove=second)
+
+
+# Provided symbols
+
+
+def test_a_symbol_is_provided_where_there_is_none_and_taken_away_again(host):
+    patches = [
+        Provide(host.at("FLAG"), lambda session: True),
+        Provide(host.at("fast"), lambda session: fused),
+    ]
+    with applied(feature("x", *patches, Provide(host.at("f"), lambda session: fused))):
+        assert host.mod.FLAG is True and host.mod.fast is fused and host.mod.f(1) == 1
+    assert host.mod.FLAG is False and not hasattr(host.mod, "fast")
+
+
+def test_a_module_is_provided_only_if_it_cannot_be_found(host):
+    value = types.ModuleType("absent_host.inner")
+    patches = [
+        Provide("absent_host", lambda session: types.ModuleType("absent_host")),
+        Provide("absent_host.inner", lambda session: value),
+        Provide("json", lambda session: value),
+    ]
+    with applied(feature("x", *patches)):
+        from absent_host import inner
+
+        assert inner is value and sys.modules["json"] is not value
+        assert importlib.util.find_spec("absent_host") is not None
+    assert not {"absent_host", "absent_host.inner"} & set(sys.modules)
+
+
+def test_a_symbol_is_there_when_an_override_is_made(host):
+    def make(wrapped, session):
+        fast = host.mod.fast
+        return lambda x: fast(x)
+
+    with applied(feature("x", Override(host.at("f"), make), Provide(host.at("fast"), lambda session: fused))):
+        assert host.mod.f(1) == 101
+
+
+def test_a_copy_of_a_provided_symbol_is_named_when_it_goes(host):
+    provided = swaps_of(feature("x", Provide(host.at("fast"), lambda session: fused)))
+    change(add=provided)
+    host.user.fast = fused
+    (left,) = change(remove=provided)
+    assert f"{host.name}.user:fast" in left
+    del host.user.fast
+
+
+# Order
+
+
+def test_patches_compose_around_the_override_in_their_order(host):
+    features = [
+        feature("a", Around(host.at("f"), named("a"), order=2)),
+        feature("b", Around(host.at("f"), named("b"))),
+        feature("c", Around(f"{host.name}.user:alias", named("c"), order=1)),
+        feature("z", Override(host.at("f"), calling(fused), order=9)),
+    ]
+    for order in itertools.permutations(swaps_of(*features)):
+        for each in order:
+            change(add=[each])
+        assert host.mod.f(1) == host.user.call(1) == "a(c(b(101)))", "whatever came first"
+        change(remove=order)
+
+
+def test_patches_come_out_in_any_order(host):
+    patches = [
+        Around(host.at("f"), named("a"), order=2),
+        Around(host.at("f"), named("b")),
+        Override(host.at("f"), calling(fused)),
+        Around(host.at("cached"), named("a")),
+        Around(host.at("C.static"), passing),
+    ]
+    before = host.state()
+    for order in itertools.islice(itertools.permutations(range(5)), 0, None, 7):
+        each = [swaps_of(feature(f"x{index}", patch))[0] for index, patch in enumerate(patches)]
+        change(add=each)
+        for count, index in enumerate(order, 1):
+            assert change(remove=[each[index]]) == []
+            standing = [name for name, place in (("b", 1), ("a", 0)) if place not in order[:count]]
+            wanted = 1 if 2 in order[:count] else 101
+            for name in standing:
+                wanted = f"{name}({wanted})"
+            assert host.user.call(1) == wanted
+        assert host.state() == before and in_force() == []
+
+
+def test_adding_and_removing_in_one_change(host):
+    old, new = (
+        swaps_of(feature("x", Around(host.at("f"), named("old")))),
+        swaps_of(feature("x", Around(host.at("f"), named("new")))),
+    )
+    change(add=old)
+    change(add=new, remove=old)
+    assert host.user.call(1) == "new(1)" and in_force() == new
+    assert change(remove=old) == [] and host.user.call(1) == "new(1)"
+    change(remove=new)
+
+
+def test_make_gets_the_raw_function_and_the_features_view(host):
+    calls = []
+
+    def make(wrapped, session):
+        calls.append((wrapped(7), session))
+        return wrapped
+
+    with applied(feature("x", Around(host.at("C.static"), make))) as (swap,):
+        assert calls == [(7, swap.session)] and swap.session.feature == "x" and host.mod.C.static(1) == 1
+
+
+# Another party
+
+
+def test_a_party_that_wraps_ours_afterwards_keeps_working(host):
+    ours = swaps_of(feature("x", Around(host.at("f"), named("x"))))
+    original = host.mod.f
+    change(add=ours)
+    host.mod.f = lambda x: f"theirs({original(x)})"
+    assert host.mod.f(1) == "theirs(x(1))" and host.user.call(1) == "x(1)"
+    assert change(remove=ours) == [] and host.mod.f(1) == "theirs(1)"
+    host.mod.f = original
+
+
+def test_a_party_that_wrapped_before_stays_inside(host):
+    original = host.mod.f
+
+    @functools.wraps(original)
+    def theirs(x):
+        return f"theirs({original(x)})"
+
+    host.mod.f = theirs
+    with applied(feature("x", Around(host.at("f"), named("x")))):
+        assert host.mod.f is theirs and host.mod.f(1) == "x(theirs(1))"
+    assert host.mod.f(1) == "theirs(1)" and vars(theirs) == {"__wrapped__": original}
+    host.mod.f = original
+
+
+def test_a_party_that_changes_an_attribute_since_is_left_alone_and_named(host):
+    original = host.mod.cached
+    ours = swaps_of(feature("x", Around(host.at("cached"), passing)))
+    change(add=ours)
+    wrapped = host.mod.cached
+    theirs = host.mod.cached = lambda x: wrapped(x) * 2
+    (left,) = change(remove=ours)
+    assert f"{host.name}.mod:cached" in left and host.mod.cached is theirs and in_force() == []
+    host.mod.cached = original
+
+
+def test_a_party_that_changes_the_code_since_is_left_alone_and_named(host):
+    ours = swaps_of(feature("x", Around(host.at("f"), passing)))
+    code = host.mod.f.__code__
+    change(add=ours)
+    host.mod.f.__code__ = (lambda x: 77).__code__
+    (left,) = change(remove=ours)
+    assert f"{host.name}.mod:f" in left and host.mod.f(1) == 77
+    host.mod.f.__code__, host.mod.f.__kwdefaults__ = code, None
+    del host.mod.f.__wrapped__
+
+
+@pytest.mark.parametrize("path", ["f", "C"])
+def test_nothing_is_added_over_a_party_that_came_between(host, path):
+
+    def make(wrapped, session):
+        return type("C", (wrapped,), {}) if path == "C" else passing(wrapped, session)
+
+    first = swaps_of(feature("x", Around(host.at(path), make)))
+    second = swaps_of(feature("y", Around(host.at("g"), passing), Around(host.at(path), make)))
+    before = host.state()
+    original = getattr(host.mod, path)
+    change(add=first)
+    if path == "f":
+        original.__code__ = (lambda x: 77).__code__
+    else:
+        theirs = host.mod.C = type("C", (), {"__new__": lambda cls, x: 77})
+    with pytest.raises(ApplyError, match=f"`y` could not around .*`{host.name}.mod:{path}` was changed by another"):
+        change(add=second)
+    assert getattr(host.mod, path)(1) == 77 and host.mod.g(1) == 10 and in_force() == first
+    if path == "f":
+        change(remove=first)
+        fresh = types.FunctionType(compile("def f(x): return x\n", host.mod.__file__, "exec").co_consts[0], {})
+        original.__code__, original.__kwdefaults__ = fresh.__code__, None
+        del original.__wrapped__
+        host.state = lambda: before  # this object's code cannot be what it was
+    else:
+        (left,) = change(remove=first)
+        assert f"{host.name}.mod:C" in left and host.mod.C is theirs and host.user.C is original
+        host.mod.C = original
+
+
+def test_a_place_that_another_party_gave_a_function_is_patched_as_it_is(host):
+    cached = host.mod.cached
+    first = swaps_of(feature("x", Around(host.at("cached"), passing)))
+    change(add=first)
+    ours, host.mod.cached = host.mod.cached, lambda x: 77
+    with applied(feature("y", Around(host.at("cached"), passing))):
+        assert host.mod.cached(1) == 78
+    assert host.mod.cached(1) == 77 and ours(1) == 2
+    assert change(remove=first)
+    host.mod.cached = cached
+
+
+# All or nothing
+
+
+def broken(wrapped, session):
+    raise RuntimeError("no kernel")
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda host: Around(host.at("g"), broken, order=9),
+        lambda host: Around(host.at("g"), lambda w, s: lambda y: 1, order=9),
+        lambda host: Around(host.at("g"), lambda w, s: 3, order=9),
+        lambda host: Override(host.at("g"), lambda w, s: 3, order=9),
+        lambda host: Around(host.at("cached"), lambda w, s: 3, order=9),
+        lambda host: Provide(host.at("z"), lambda s: 1 / 0),
+    ],
+)
+def test_a_failure_half_way_takes_everything_back_and_names_the_patch(host, last):
+    before = host.state()
+    patches = [
+        Override(host.at("f"), calling(fused)),
+        Around(host.at("C.method"), passing),
+        Provide(host.at("a"), lambda s: 1),
+    ]
+    with pytest.raises(ApplyError, match=r"feature `y` could not .* `host") as caught:
+        change(add=swaps_of(feature("x", *patches), feature("y", last(host))))
+    assert last(host).target in str(caught.value) and caught.value.feature == "y"
+    assert host.state() == before and in_force() == []
+    assert fused.__name__ == "fused"
+
+
+def everything_of(host, letter):
+    """Every kind of place there is."""
+    return [
+        Override(host.at("f"), calling(fused)),
+        Around(host.at("f"), named(letter)),
+        Around(host.at("C.method"), named(letter)),
+        Around(host.at("C.static"), named(letter)),
+        Around(host.at("C.size"), named(letter)),
+        Around(host.at("cached"), named(letter)),
+        Around(host.at("compiled"), named(letter)),
+        Override(host.at("C"), lambda wrapped, session: type("C", (wrapped,), {"by": letter})),
+        Override(host.at("FLAG"), calling(letter)),
+        Override(host.at("OrderedDict"), calling(dict)),
+        Provide(host.at(f"new_{letter}"), lambda session: letter),
+        Provide(f"absent_{letter}", lambda session: types.ModuleType(f"absent_{letter}")),
+    ]
+
+
+class _Injected(Exception):
+    pass
+
+
+def counting(count, then):
+    """`then`, but call number `count` fails; `seen` says how many there were."""
+    seen = itertools.count()
+
+    @functools.wraps(then)
+    def function(*args, **kwargs):
+        if next(seen) == count:
+            raise _Injected
+        return then(*args, **kwargs)
+
+    return function, seen
+
+
+@pytest.mark.parametrize("standing", [False, True], ids=["alone", "over_another"])
+@pytest.mark.parametrize("what", ["make", "write", "put", "then"])
+def test_a_failure_at_any_step_of_a_change_changes_nothing(host, monkeypatch, what, standing):
+    first = swaps_of(feature("a", *everything_of(host, "a"))) if standing else []
+    change(add=first)
+    before, modules = host.state(), set(sys.modules)
+    for count in itertools.count():
+        armed, seen = counting(count, {"write": swaps.write, "then": lambda: None}.get(what, swaps._Function.put))
+        features = feature("b", *everything_of(host, "b"))
+        if what == "make":
+            # One counter for them all.
+            armed, seen = counting(count, lambda: None)
+
+            def armed_make(make, armed=armed):
+                return lambda *args: (armed(), make(*args))[1]
+
+            patches = [type(each)(each.target, armed_make(each.make)) for each in features.patches]
+            features = feature("b", *patches)
+        new = swaps_of(features)
+        with monkeypatch.context() as patch:
+            if what == "write":
+                patch.setattr(swaps, "write", armed)
+            elif what == "put":
+                patch.setattr(swaps._Function, "put", armed)
+            try:
+                change(add=new, remove=first[:6], then=armed if what == "then" else None)
+            except (ApplyError, _Injected) as error:
+                assert isinstance(error, ApplyError) or what == "then"
+            else:
+                break
+        assert host.state() == before and set(sys.modules) == modules, f"{what} {count}"
+        assert {id(each) for each in in_force()} == {id(each) for each in first}
+    assert next(seen) >= (1 if what == "then" else 3)
+    change(remove=[*new, *first])
+    if standing:
+        assert set(sys.modules) <= modules - {"absent_a"}
+
+
+def test_a_failure_while_taking_out_leaves_all_in_force(host, monkeypatch):
+    ours = swaps_of(feature("a", *everything_of(host, "a")))
+    change(add=ours)
+    before = host.state()
+    for count in itertools.count():
+        armed, _ = counting(count, swaps.write)
+        with monkeypatch.context() as patch:
+            patch.setattr(swaps, "write", armed)
+            try:
+                change(remove=ours)
+            except ApplyError as error:
+                assert "could not be changed (_Injected" in str(error)
+            else:
+                break
+        assert host.state() == before and {id(each) for each in in_force()} == {id(each) for each in ours}
+    assert count > 3
+
+
+def test_a_provided_symbol_is_not_made_again_when_a_change_fails(host):
+    made = []
+    first = swaps_of(feature("a", Provide(host.at("fast"), lambda session: made.append(object()) or made[-1])))
+    change(add=first)
+
+    def fails():
+        raise _Injected
+
+    with pytest.raises(_Injected):
+        change(add=swaps_of(feature("b", Around(host.at("f"), passing))), remove=first, then=fails)
+    assert len(made) == 1 and host.mod.fast is made[0]
+    change(remove=first)
+
+
+def test_a_patch_may_wait_for_its_module(make_host):
+    host = make_host({"mod": "def f(x): return x\n"})
+    waiting = []
+
+    def put(found):
+        waiting.extend(swaps_of(feature("x", Override(f"{host}.mod:f", calling(fused)))))
+        change(add=waiting)
+
+    when_imported(f"{host}.mod", put)
+    assert importlib.import_module(f"{host}.mod").f(1) == 101
+    change(remove=waiting)
+    assert sys.modules[f"{host}.mod"].f(1) == 1
+
+
+# Threads, growth, cost
+
+
+def test_threads_may_call_a_function_while_it_is_swapped_a_thousand_times(host):
+    features = feature(
+        "x",
+        Around(host.at("f"), named("x")),
+        Around(host.at("everything"), say),
+        Around(host.at("closed"), say),
+        Around(host.at("C.make"), say),
+    )
+    stop, failed, calls = threading.Event(), [], [0, 0]
+
+    def call(index):
+        c = host.mod.C()
+        while not stop.is_set():
+            try:
+                assert host.user.alias(1) in (1, "x(1)")
+                found = host.mod.everything(1, 2, 3, 4, d=5, z=6)
+                assert (found[1] if found[0] == "x" else found) == (1, 2, 3, (4,), 5, 5, {"z": 6})
+                host.mod.closed(0)
+                assert c.make(3) in ((host.mod.C, 3), ("x", (host.mod.C, 3)))
+                calls[index] += 1
+            except BaseException as error:
+                failed.append(error)
+                return
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    threads = [threading.Thread(target=call, args=(index,)) for index in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        ours = swaps_of(features)
+        for _ in range(1000):
+            change(add=ours)
+            change(remove=ours)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)
+    assert not failed, failed
+    assert min(calls) > 100
+
+
+@pytest.mark.parametrize("times", matrix.only([200], [200, 1000]))
+def test_many_times_in_and_out_leaves_the_same_objects_and_no_growth(host, times):
+    features = [
+        feature("x", Override(host.at("f"), calling(fused)), Provide(host.at("new"), lambda session: 1)),
+        feature("y", Around(host.at("f"), passing), Around(host.at("C.static"), passing)),
+    ]
+    before = host.state()
+    ours = swaps_of(*features)
+
+    def turn(times):
+        for _ in range(times):
+            change(add=ours)
+            change(remove=ours)
+        gc.collect()
+
+    turn(10)
+    objects = len(gc.get_objects())
+    turn(times)
+    assert len(gc.get_objects()) - objects < 50
+    tracemalloc.start()
+    turn(10)
+    start = tracemalloc.get_traced_memory()[0]
+    turn(100)
+    grown = tracemalloc.get_traced_memory()[0] - start
+    tracemalloc.stop()
+    assert grown < 2048
+    assert host.state() == before and not hasattr(fused, "__wrapped__")
+
+
+def per_call(function, number=20_000, repeat=15):
+    return min(timeit.repeat("f(1)", globals={"f": function}, number=number, repeat=repeat)) / number
+
+
+def test_a_swap_costs_one_python_call_more_than_its_wrapper(host):
+    plain = per_call(host.mod.f)
+
+    def make(wrapped, session):
+        def wrapper(x):
+            return wrapped(x)
+
+        return wrapper
+
+    with applied(feature("x", Around(host.at("f"), make))):
+        assert per_call(host.mod.f) - plain <= 1.5e-6
+        depth = []
+        sys.setprofile(lambda frame, event, arg: depth.append(event) if event == "call" else None)
+        host.mod.f(1)
+        sys.setprofile(None)
+        assert len(depth) == 3
+
+
+# Any sequence
+
+
+PATHS = ["f", "g", "cached", "everything", "quiet", "C.method", "C.static", "C.inherited", "C.size", "C"]
+
+
+def replacement_for(host, path):
+    original = functools.reduce(getattr, path.split("."), host.mod)
+    if path == "C":
+        return type("Better", (host.mod.C,), {})
+    if path == "C.size":
+        return lambda self: 5
+    space = {}
+    exec(f"def new{inspect.signature(original)}: return 5", space)
+    return space["new"]
+
+
+def draw_feature(host, name, data):
+    paths = data.draw(st.lists(st.sampled_from(PATHS[:-1]), max_size=3, unique=True))
+    patches = [Around(host.at(path), passing, order=data.draw(st.integers(-1, 1))) for path in paths]
+    if name in "ab":
+        path = data.draw(st.sampled_from(PATHS))
+        patches.append(Override(host.at(path), calling(replacement_for(host, path))))
+    if name == "c":
+        patches.append(Provide(host.at("new"), lambda session: fused))
+    return feature(name, *patches)
+
+
+@settings(max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_sequence_of_changes_restores_everything(host, data):
+    before = host.state()
+    standing, late, left = {}, [], []
+    try:
+        for number in range(data.draw(st.integers(1, 8))):
+            name = data.draw(st.sampled_from("abcd"))
+            gone = standing.pop(name, [])
+            add = swaps_of(draw_feature(host, name, data)) if data.draw(st.booleans()) else []
+            if data.draw(st.integers(0, 3)) == 0:
+                bad = swaps_of(feature("bad", Around(host.at("f"), broken, order=9)))
+                now = host.state()
+                with pytest.raises(ApplyError):
+                    change(add=[*add, *bad], remove=gone)
+                assert host.state() == now
+                standing[name] = gone
+                continue
+            left += change(add=add, remove=gone)
+            standing[name] = add
+            late.append(types.ModuleType(f"{host.name}.late{number}"))
+            vars(late[-1]).update({name: value for name, value in vars(host.mod).items() if name in PATHS})
+            sys.modules[late[-1].__name__] = late[-1]
+    finally:  # a draw may end the example anywhere
+        left += change(remove=in_force())
+        for module in late:
+            del sys.modules[module.__name__]
+    assert left == [] and host.state() == before
+    for module in late:
+        assert all(value is vars(host.mod)[name] for name, value in vars(module).items() if name in PATHS)

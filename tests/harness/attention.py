@@ -1,0 +1,63 @@
+"""Inputs of the attention operator, its calls, and how far its backward pass may be off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def make(
+    sq: int,
+    sk: int,
+    b: int,
+    n: int,
+    g: int,
+    d: int,
+    dv: int,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """(q, k, v) and a gradient of the output."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((sq, b, n, d), (sk, b, g, d), (sk, b, g, dv), (sq, b, n, dv))
+    q, k, v, dout = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return (q, k, v), dout
+
+
+def slack(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> float:
+    """What a probability may be off because the backward pass rebuilds it as exp(score - log-sum-exp).
+
+    The log-sum-exp is kept in fp32 and so rounded by half a unit in its last place, where the plain path
+    keeps the probabilities themselves.
+    """
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("sbnd,tbnd->bnst", q.double(), k.double()) * scale
+    if mask is not None:
+        scores = scores.masked_fill(mask, -10000.0)
+    return scores.logsumexp(-1).abs().max().item() * torch.finfo(torch.float32).eps / 2
+
+
+NAMES = ("out", "dq", "dk", "dv", "dsink")
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "plain": ((12, 12, 2, 4, 2, 8, 8), dict()),
+    "causal": ((12, 12, 2, 4, 2, 8, 8), dict(causal=True)),
+    "more keys": ((7, 12, 2, 4, 1, 8, 6), dict(causal=True)),
+    "more queries": ((12, 7, 1, 4, 4, 6, 8), dict(causal=True)),
+    "window": ((12, 12, 2, 4, 2, 8, 8), dict(window=(3, 1))),
+    "mask": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(2, 1, 12, 12))),
+    "mask per head": ((12, 12, 2, 4, 2, 8, 8), dict(mask=(4, 12, 12), causal=True)),
+    "mask of keys": ((12, 12, 2, 4, 4, 8, 8), dict(mask=(2, 1, 1, 12))),
+}
+
+
+def call(name: str, dtype: torch.dtype) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, dict[str, Any]]:
+    sizes, options = CALLS[name]
+    options = dict(options)
+    if "mask" in options:
+        mask = torch.rand(options["mask"], generator=torch.Generator().manual_seed(5)) > 0.6
+        if mask.shape[-2] > 1:
+            mask[..., 4, :] = True  # a row without keys
+        options["mask"] = mask
+    inputs, dout = make(*sizes, dtype=dtype)
+    return inputs, dout, options

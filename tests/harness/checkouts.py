@@ -1,0 +1,46 @@
+"""The Megatron-core releases the tests run on, side by side under one torch.
+
+`python -m tests.harness.checkouts` installs those that are missing into `.releases/<version>` (3 MB each, no
+dependencies). The release that the environment itself has installed needs no folder.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".releases"
+ALL = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+PIP_INSTALL = [sys.executable, *"-m pip install --quiet --no-deps --disable-pip-version-check".split()]
+# The wheel of 0.16 does not hold megatron.training.
+WITH_TRAINING = ALL[1:]
+
+
+def installed() -> str:
+    """The release of this environment."""
+    return importlib.metadata.version("megatron-core")
+
+
+def folder(release: str) -> Path | None:
+    """Where `release` lies; None if the environment's own is the one."""
+    return None if release == installed() else FOLDER / release
+
+
+def prepare() -> None:
+    """Install what is missing."""
+    for release in ALL:
+        target = folder(release)
+        if target is None or (target / "megatron").is_dir():
+            continue
+        print(f"installing megatron-core {release} into {target.relative_to(ROOT)}", flush=True)
+        subprocess.run(
+            [*PIP_INSTALL, "--target", str(target), f"megatron-core=={release}"],
+            check=True,
+        )
+
+
+if __name__ == "__main__":
+    prepare()

@@ -1,0 +1,241 @@
+"""A training loop on Megatron-core alone, as Megatron-Bridge, verl and NeMo use it: no `megatron.training`.
+
+`train` runs on every supported release and returns, on the last pipeline stage, each step's loss and gradient norm
+as exact hexadecimal floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
+
+
+def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str, torch.Tensor]]:
+    """Runs of consecutive numbers, which a model learns within twenty steps; or of `text`, a byte being a token."""
+    generator = torch.Generator().manual_seed(1000 * seed + data_rank)
+    position_ids = torch.arange(SEQUENCE).repeat(MICRO_BATCH, 1)
+    corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8).long() if text else None
+    while True:
+        last = VOCABULARY if corpus is None else len(corpus) - SEQUENCE
+        start = torch.randint(0, last, (MICRO_BATCH, 1), generator=generator)
+        places = start + torch.arange(SEQUENCE + 1)
+        tokens = places % VOCABULARY if corpus is None else corpus[places]
+        yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": position_ids}
+
+
+def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Model chunks and configuration for `options`: tp, pp, vpp, ep, sp, experts, layers, config and MoE fields, and
+    `unchecked` ones, which are set past the configuration's checks."""
+    from megatron.core import parallel_state as ps
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+
+    tp, pp, vpp = options.get("tp", 1), options.get("pp", 1), options.get("vpp")
+    if not ps.model_parallel_is_initialized():
+        ps.initialize_model_parallel(
+            tp,
+            pp,
+            virtual_pipeline_model_parallel_size=vpp,
+            expert_model_parallel_size=options.get("ep", 1),
+            expert_tensor_parallel_size=options.get("etp"),
+        )
+    model_parallel_cuda_manual_seed(options.get("seed", 1))
+    experts = options.get("experts")
+    moe: dict[str, Any] = {}
+    if experts:
+        moe = {
+            "num_moe_experts": experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_aux_loss_coeff": 1e-2,
+            "expert_model_parallel_size": options.get("ep", 1),
+            "expert_tensor_parallel_size": options.get("etp"),
+            **options.get("moe", {}),
+        }
+    fields = dict(
+        num_layers=options.get("layers", 2),
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=options.get("query_groups", 4),
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=options.get("bias", False),
+        hidden_dropout=options.get("dropout", 0.0),
+        attention_dropout=options.get("dropout", 0.0),
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        overlap_p2p_comm=vpp is not None,
+        batch_p2p_comm=vpp is None,
+        sequence_parallel=options.get("sp", False),
+        gradient_accumulation_fusion=options.get("wgrad_fusion", False),
+        masked_softmax_fusion=options.get("softmax_fusion", False),
+        persist_layer_norm=False,
+        qk_layernorm=options.get("qk_layernorm", False),
+        qk_l2_norm=options.get("qk_l2_norm", False),
+    )
+    config = TransformerConfig(**{**fields, **moe, **options.get("config", {})})
+    for name, value in options.get("unchecked", {}).items():
+        setattr(config, name, value)
+    if isinstance(config.moe_layer_freq, list):
+        spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts,
+            normalization=config.normalization,
+            qk_layernorm=config.qk_layernorm,
+            qk_l2_norm=config.qk_l2_norm,
+        )
+    chunks = []
+    for chunk in range(vpp or 1):
+        stage: dict[str, Any] = {"vp_stage": chunk} if vpp is not None else {}
+        first = ps.is_pipeline_first_stage(ignore_virtual=False, **stage)
+        last = ps.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=SEQUENCE,
+            pre_process=first,
+            post_process=last,
+            share_embeddings_and_output_weights=options.get("tied", False),
+            position_embedding_type="rope",
+            **stage,
+        )
+        chunks.append(model)
+    return chunks, config
+
+
+def _nudge(chunks: list[Any], seed: int) -> None:
+    """Move every weight by one rounding, up or down by chance."""
+    generator = torch.Generator().manual_seed(seed)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            sign = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
+            parameter.data.copy_(parameter.data.double() * (1 + sign * 2.0**-8))
+
+
+class Training:
+    """A model, its configuration and its optimizer, trained a step at a time; needs torchrun's variables."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        if not dist.is_initialized():
+            dist.init_process_group("nccl")
+        self.options = options
+        chunks, self.config = build(options)
+        if options.get("nudge"):
+            _nudge(chunks, options["nudge"])
+        distributed_optimizer = options.get("distributed_optimizer", False)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),
+            use_distributed_optimizer=distributed_optimizer,
+            overlap_grad_reduce=options.get("overlap_grad_reduce", False),
+            overlap_param_gather=options.get("overlap_param_gather", False),
+            delay_wgrad_compute=options.get("ddp_delay_wgrad_compute", False),
+            bucket_size=options.get("bucket_size"),
+        )
+        self.models = [
+            DistributedDataParallel(self.config, ddp_config, Float16Module(self.config, chunk.cuda()))
+            for chunk in chunks
+        ]
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=options.get("lr", 3e-3),
+                bf16=True,
+                params_dtype=torch.bfloat16,
+                use_distributed_optimizer=distributed_optimizer,
+                overlap_param_gather=options.get("overlap_param_gather", False),
+                clip_grad=1.0,
+            ),
+            self.models,
+        )
+        text = Path(options["text"]).read_bytes() if "text" in options else b""
+        self.iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank(), text) for _ in self.models]
+        self.losses: list[torch.Tensor] = []
+
+    def forward_step(self, iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+        """What Megatron's schedules call for each micro-batch."""
+        batch = next(iterator)
+        mask = None
+        if self.options.get("mask_tensor"):
+            mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), diagonal=1).bool()
+        # The combined schedule of --overlap-moe-expert-parallel-comm asks for a plan instead of an output.
+        call = model.build_schedule_plan if return_schedule_plan else model
+        output = call(batch["tokens"].cuda(), batch["position_ids"].cuda(), mask, labels=batch["labels"].cuda())
+
+        def loss_of(losses: torch.Tensor) -> Any:
+            loss = losses.float().mean()
+            self.losses.append(loss.detach().clone())
+            return loss, {}
+
+        return output, loss_of
+
+    def zero(self) -> None:
+        for model in self.models:
+            model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self.losses.clear()
+
+    def forward_backward(self) -> None:
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        if self.options.get("no_sync"):
+            # As Megatron's script: gradients are ready after the last micro-batch alone.
+            self.config.no_sync_func = self.models[0].no_sync
+        get_forward_backward_func()(
+            forward_step_func=self.forward_step,
+            data_iterator=self.iterators if len(self.models) > 1 else self.iterators[0],
+            model=self.models if len(self.models) > 1 else self.models[0],
+            num_microbatches=self.options.get("micro_batches", MICRO_BATCHES),
+            seq_length=SEQUENCE,
+            micro_batch_size=MICRO_BATCH,
+            forward_only=False,
+        )
+        # It holds the model, which a copy of the configuration would copy.
+        self.config.no_sync_func = None
+
+    def step(self) -> list[tuple[str, str]]:
+        """One step; its loss and gradient norm as exact hexadecimal floats where there is a loss."""
+        self.zero()
+        self.forward_backward()
+        _, grad_norm, _ = self.optimizer.step()
+        return [(torch.stack(self.losses).mean().item().hex(), float(grad_norm).hex())] if self.losses else []
+
+
+def train(options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Train `options["steps"]` steps; needs an environment of torchrun's variables."""
+    training = Training(options)
+    return [each for _ in range(options.get("steps", 5)) for each in training.step()]
+
+
+def destroy() -> None:
+    """End the process group and Megatron's view of it."""
+    from megatron.core import parallel_state as ps
+
+    ps.destroy_model_parallel()
+    dist.destroy_process_group()

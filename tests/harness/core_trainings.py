@@ -1,0 +1,52 @@
+"""What jobs of `core_loop` are trained with: parallel layouts, features, and how far losses may drift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.harness.training import Result
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "tp2": (2, {"tp": 2}),
+    "tp2_sp": (2, {"tp": 2, "sp": True}),
+    "pp2": (2, {"pp": 2}),
+    "pp2_vpp2": (2, {"pp": 2, "vpp": 2, "layers": 4}),
+    "dp2_distributed_optimizer": (2, {"distributed_optimizer": True}),
+    "ep2": (2, {"ep": 2, "experts": 4}),
+}
+
+FEATURES = {
+    "use_flash_attn": True,
+    "use_fused_adamw": True,
+    "use_fused_cross_entropy": True,
+    "use_fused_embedding": True,
+    "use_fused_rmsnorm": True,
+    "use_fused_rotary_pos_emb": True,
+    "use_fused_swiglu": True,
+    "use_gradient_accumulation_fusion": True,
+    "strict": True,
+}
+
+# What a user of Megatron-core sets in the model's configuration himself.
+CONFIGURED = {"wgrad_fusion": True}
+# bf16 keeps 8 bits, so one rounding moves an activation by up to 2^-9 of itself. The losses of two runs that round
+# differently drift apart step by step; 2^-8 of the loss holds with room over the steps here, and a wrong mask,
+# scale or missing gradient is off by far more.
+DRIFT = 2.0**-8
+
+
+def losses(result: Result) -> list[float]:
+    return [float.fromhex(loss) for loss, _ in result.history()]
+
+
+GROUPED = {"moe_grouped_gemm": True, "strict": True}
+MOE = {**GROUPED, "moe_permute_fusion": True, "moe_router_fusion": True}
+# What a user of Megatron-core sets in the model's configuration himself.
+MOE_CONFIGURED = {"moe_permute_fusion": True, "moe_router_fusion": True, "moe_router_dtype": "fp32"}
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "tied": (2, {"pp": 2, "tied": True}),
+    "overlapped": (2, {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}),
+    "overlapped experts": (2, {**LAYOUTS["ep2"][1], "distributed_optimizer": True, "overlap_grad_reduce": True}),
+}

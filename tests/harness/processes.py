@@ -1,0 +1,185 @@
+"""`@forked(...)`: a test runs in a process of its own, forked from one that has the slow imports behind it.
+
+The device layer changes torch, and features change Megatron, for a whole process. A fork costs milliseconds where
+a fresh interpreter costs seconds. The server is this module run with the name of what it imports first; it never
+installs anything and computes nothing, so every fork starts from an untouched torch and an untouched Megatron.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tests.harness.checkouts import ROOT
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+PRELOADED = {
+    "torch": ("pytest", "torch", "torch.distributed", "torch.utils.data"),
+    # All that Megatron imports, but not Megatron.
+    "features": (
+        "pytest",
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "torch.testing",
+        "tests.harness.features",
+    ),
+    "megatron": (
+        "pytest",
+        "megatron.training.arguments",
+        "megatron.training.yaml_arguments",
+        "megatron.core.models.gpt.gpt_layer_specs",
+        "megatron.core.transformer.moe.moe_utils",
+        "megatron.core.optimizer.distrib_optimizer",
+    ),
+}
+# Seconds; ranks that wait for each other must be given up before the test they belong to.
+TIMEOUT = 300
+RANK_TIMEOUT = 60
+_servers: dict[str, _Server] = {}
+
+
+def clean_environment(**given: str) -> dict[str, str]:
+    """This process's environment without our own variables, on the CPU, with the checkout first on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MINDSPEED_LITE_")}
+    kept.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    fixed = {
+        "PYTHONPATH": path,
+        "MINDSPEED_LITE_DEVICE": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    return {**kept, **fixed, **given}
+
+
+def forked(preloaded: str = "torch", **environment: str) -> Callable[[Test], Test]:
+    """Run the decorated test in a fork of a process that has imported `preloaded`; its arguments are pickled."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> None:
+            if preloaded not in _servers:
+                _servers[preloaded] = _Server(preloaded)
+            status, text = _servers[preloaded].ask((test.__module__, test.__name__, arguments, environment))
+            if status == "skipped":
+                import pytest
+
+                pytest.skip(text)
+            if status != "passed":
+                raise AssertionError(f"in a process of its own:\n{text}")
+
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+class _Server:
+    def __init__(self, preloaded: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.harness.processes", preloaded],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            env=clean_environment(),
+        )
+        atexit.register(self._process.terminate)
+
+    def ask(self, request: Any) -> tuple[str, str]:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        pickle.dump(request, self._process.stdin)
+        self._process.stdin.flush()
+        answer: tuple[str, str] = pickle.load(self._process.stdout)
+        return answer
+
+
+def on_ranks(count: int, body: Callable[[int], None]) -> None:
+    """Fork `count` processes, run `body(rank)` in each, and fail with every rank's traceback if one fails."""
+    waiting = [_fork(functools.partial(body, rank)) for rank in range(count)]
+    answers = [_wait(*each, RANK_TIMEOUT) for each in waiting]
+    failed = [f"rank {rank}: {text}" for rank, (status, text) in enumerate(answers) if status != "passed"]
+    assert not failed, "\n".join(failed)
+
+
+def _fork(body: Callable[[], Any]) -> tuple[int, int]:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writing)
+        return pid, reading
+    answer = ("passed", "")
+    try:
+        body()
+    except BaseException as error:
+        skipped = type(error).__name__ == "Skipped"
+        answer = ("skipped", str(error)) if skipped else ("failed", traceback.format_exc())
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    with os.fdopen(writing, "wb") as pipe:
+        pickle.dump(answer, pipe)
+    os._exit(0)
+
+
+def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
+    received, deadline = b"", time.monotonic() + timeout
+    while True:
+        if not select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            os.kill(pid, signal.SIGKILL)
+            break
+        chunk = os.read(reading, 1 << 16)
+        received += chunk
+        if not chunk:
+            break
+    os.close(reading)
+    _, status = os.waitpid(pid, 0)
+    if received:
+        answer: tuple[str, str] = pickle.loads(received)
+        return answer
+    return "failed", f"the process ended without an answer: {os.waitstatus_to_exitcode(status)}"
+
+
+def _run(module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+
+
+def main() -> None:
+    # Standard output carries the answers; what the imports and the tests print must not.
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)
+    for name in PRELOADED[sys.argv[1]]:
+        importlib.import_module(name)
+    if sys.argv[1] == "megatron":
+        # Megatron compiles its fused functions, in every fork anew; they are arithmetic, and not what is tested.
+        importlib.import_module("torch").compiler.set_stance("force_eager")
+    # What is loaded now lives as long as the process: collecting garbage in the forks need not look at it.
+    gc.freeze()
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        pickle.dump(_wait(*_fork(functools.partial(_run, *request)), TIMEOUT), answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Stand-ins for what a device has and this machine has not; a job names one as its `before`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.harness.lanes import Lanes, LateLane
+
+
+class _Said(Lanes):
+    """Says that something came back, and fails the run if memory was freed before it had been copied."""
+
+    def h2d(self, *args: Any) -> Any:
+        assert not self.faults, "memory was freed before it had been copied"
+        if not self.moved["back"]:
+            print("the first bytes came back", flush=True)
+        return super().h2d(*args)
+
+
+def swap_optimizer(bandwidth: float = 1e9) -> None:
+    """Let `--swap-optimizer` stand on CPU, over lanes with so many bytes a second, for tensors of a small model."""
+    from mindspeed_lite.memory import swapped_optimizer_state
+    from mindspeed_lite.patches import swap_optimizer as patch
+
+    swapped_optimizer_state._SMALLEST = 64
+    patch._no_copy_engine = lambda device: []
+    patch._copy_engine_of = lambda device: _Said(bandwidth)
+
+
+def swap_attention(bandwidth: float = 2e9) -> None:
+    """Let `--swap-attention` stand on CPU, over lanes with so many bytes a second, for storages of any size."""
+    from mindspeed_lite.patches import swap_attention as patch
+
+    patch._why_not_here = lambda device: []
+    patch._copy_engine_of = lambda device: _Said(bandwidth)
+    patch.Offload.__init__.__defaults__ = (None, None, 1)
+
+
+class _SaidLate(LateLane):
+    """Says that a job was run, and fails the run if what a job reads was not kept for it."""
+
+    _said = False
+
+    def wait(self, mark: Any) -> None:
+        super().wait(mark)
+        assert not self.faults, "memory was freed before it had been read"
+        if not self._said:
+            self._said = True
+            print("a gradient came from the side", flush=True)
+
+
+def moe_wgrad_side_stream(delay: float = 0.01) -> None:
+    """Let `--moe-wgrad-side-stream` stand on CPU, over a thread in which every job is up to so many seconds late."""
+    from mindspeed_lite.patches import moe_wgrad_side_stream as patch
+
+    patch._why_not_here = lambda device: []
+    patch._executor_of = lambda device: _SaidLate(delay)

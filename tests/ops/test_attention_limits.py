@@ -1,0 +1,202 @@
+"""Calls at the edge of what attention's kernels take: instruction sets, switches, NaN, and numbers out of range."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mindspeed_lite.ops import native
+from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from tests.harness import attention_reference as reference
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+# Every way that reaches a micro-kernel; prints the largest error against the definition.
+_CHILD = """
+import logging, sys, torch
+logging.basicConfig()
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.ops.attention import attention
+from mindspeed_lite.ops.grouped_matmul import grouped_matmul
+from mindspeed_lite.platform import cpu_matmul
+from tests.harness import attention_reference as reference
+
+cpu_matmul.has_bf16 = lambda: True
+x, weights = torch.randn(8, 32).bfloat16(), [torch.randn(4, 32).bfloat16() for _ in range(2)]
+
+def products():
+    got = grouped_matmul(x, weights, [5, 3]).float()
+    want = torch.cat([part.float() @ w.float().t() for part, w in zip(x.split([5, 3]), weights)])
+    assert (got - want).abs().max() < 0.2, "grouped_matmul"
+    main_grad = accumulate_wgrad(torch.zeros(32, 32), x, x)
+    assert (main_grad - x.float().t() @ x.float()).abs().max() < 0.2, "accumulate_wgrad"
+
+if "off" in sys.argv:
+    if "late" in sys.argv:
+        products()
+    torch._C._set_mkldnn_enabled(False)
+products()
+for dtype in (torch.bfloat16, torch.float32):
+    for options in (dict(causal=True), dict(window=(3, 0)), dict(causal=True, dropout_p=0.25)):
+        q, k, v = (torch.randn(9, 2, 2, 8).to(dtype).requires_grad_() for _ in range(3))
+        out = attention(q, k, v, **options)
+        out.backward(torch.ones_like(out))
+        assert q.grad.isfinite().all() and k.grad.isfinite().all() and v.grad.isfinite().all()
+        if "dropout_p" not in options:
+            want = reference.attention(q.detach().double(), k.detach().double(), v.detach().double(), **options)
+            assert (out.double() - want).abs().max() < 0.05, (dtype, options)
+"""
+
+
+@pytest.mark.parametrize(
+    ("isa", "arguments"),
+    [
+        ("AVX512_CORE", ()),
+        ("AVX512_CORE_VNNI", ()),
+        ("AVX2", ()),
+        ("SSE41", ()),
+        ("", ("off",)),
+        ("", ("off", "late")),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else value or "all",
+)
+def test_no_micro_kernel_is_a_reason_and_never_ends_the_process(isa: str, arguments: tuple[str, ...]) -> None:
+    environment = {**os.environ, **({"ONEDNN_MAX_CPU_ISA": isa} if isa else {})}
+    command = [sys.executable, "-c", _CHILD, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX512") and cpu_native._library.unusable() is None:
+        assert "attention: cpu falls back to PyTorch's flash kernel: oneDNN" in done.stderr
+
+
+def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = (torch.randn(9, 1, 2, 8) for _ in range(3))
+    want = attention(q, k, v, causal=True)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        assert cpu_native.unusable(torch.float32) == "oneDNN is switched off (torch.backends.mkldnn)"
+        torch.testing.assert_close(attention(q, k, v, causal=True), want, rtol=1e-4, atol=1e-5)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+    assert torch.equal(attention(q, k, v, causal=True), want)
+
+
+@pytest.mark.skipif(cpu_native.unusable(torch.bfloat16) is not None, reason="no kernel of our own here")
+@pytest.mark.parametrize("threads", [1, 2])
+def test_what_goes_wrong_among_threads_is_an_exception(threads: int) -> None:
+    q = torch.randn(300, 1, 2, 8).bfloat16()
+    spec = prepare(q, q, q)
+    out, lse = cpu_native.forward(q, q, q, spec)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        for _ in range(3):
+            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
+                cpu_native.forward(q, q, q, spec)
+            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
+                cpu_native.backward(out, q, q, q, out, lse, spec)
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+        torch.set_num_threads(before)
+    assert torch.equal(cpu_native.forward(q, q, q, spec)[0], out)
+
+
+@pytest.mark.skipif(cpu_native.unusable(torch.float32) is not None, reason="no kernel of our own here")
+def test_memory_that_is_not_there_is_an_exception() -> None:
+    sizes = native.numbers([1, 1, 1, 1, 1, 1 << 50, 1, *[1] * 9, 0, 0, *[0] * 6])
+    q = torch.zeros(1)
+    with pytest.raises(MemoryError):
+        cpu_native._library.forward_float(*[q.data_ptr()] * 3, sizes, None, 1.0, *[q.data_ptr()] * 2, 1)
+
+
+def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:
+    q, k, v = (torch.randn(9, 1, 2, 8).requires_grad_() for _ in range(3))
+    out = attention(q, k, v, dropout_p=0.5)
+    if cpu_native.unusable(torch.float32) is not None or not cpu_native._has_instructions():
+        pytest.skip("no kernel of our own here")
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with pytest.raises(RuntimeError, match="can no longer be used: oneDNN is switched off"):
+            out.sum().backward()
+    finally:
+        torch._C._set_mkldnn_enabled(True)
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "PyTorch's"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_query_row_has_a_nan_log_sum_exp(
+    dtype: torch.dtype, dropout_p: float, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ours:
+        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+    q, k, v = (torch.randn(140, 1, 2, 8).to(dtype) for _ in range(3))
+    q[3, 0, 1] = torch.nan
+    for options in (dict(), dict(causal=True), dict(mask=torch.ones(140, 140).triu(5).bool())):
+        out, lse = attention(q, k, v, return_lse=True, dropout_p=dropout_p, **options)
+        assert lse[0, 1, 3].isnan() and out[3, 0, 1].isnan().all()
+        lse[0, 1, 3] = 0.0
+        assert lse.isfinite().all(), options
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan"), float("inf"), 1e-60, 1e39])
+def test_a_scale_that_hidden_scores_do_not_survive_is_refused(scale: float) -> None:
+    q, k, v = (torch.randn(6, 1, 2, 8) for _ in range(3))
+    with pytest.raises(ValueError, match="scale must be above 0 and finite"):
+        attention(q, k, v, causal=True, scale=scale)
+
+
+@pytest.mark.parametrize("p", [1 - 2**-34, 1 - 2**-40, 1 - 2**-53, 1 - 2**-26])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_close_to_one_drops_nearly_everything(p: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(64, 1, 2, 8).to(dtype).requires_grad_() for _ in range(3))
+    out = attention(q, k, v, dropout_p=p)
+    # Without a kernel of ours at least 2^-16 is kept: 0.125 of these 8192 weights.
+    assert out.isfinite().all() and int((out != 0).any(-1).sum()) <= 2
+    out.sum().backward()
+    assert all(t.grad is not None and t.grad.isfinite().all() for t in (q, k, v))
+
+
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "PyTorch's"])
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_hidden_key_holds_does_not_show(
+    dtype: torch.dtype, value: float, ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ours:
+        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(12, 2, 2, 8, generator=generator).to(dtype) for _ in range(4))
+    hidden = torch.zeros(2, 1, 12, 12, dtype=torch.bool)
+    hidden[0, ..., 7:] = True
+    clean = k.clone()
+    k[7:, 0] = value
+    clean[7:, 0] = 0.0
+    out, lse = attention(q, k, v, mask=hidden, return_lse=True)
+    want, want_lse = (t for t in attention(q, clean, v, mask=hidden, return_lse=True))
+    torch.testing.assert_close(out, want, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+    exact = reference.attention(q.double(), clean.double(), v.double(), mask=hidden)
+    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    attention(*leaves, mask=hidden).backward(dout)
+    twins = [t.clone().requires_grad_() for t in (q, clean, v)]
+    attention(*twins, mask=hidden).backward(dout)
+    # dq is the sum of 0 * k over hidden keys too, which is NaN by the definition.
+    for leaf, twin in zip(leaves[1:], twins[1:], strict=True):
+        torch.testing.assert_close(leaf.grad, twin.grad, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("window", [(3, 0), (2, 1)])
+def test_what_a_key_outside_the_window_holds_does_not_show(window: tuple[int, int]) -> None:
+    q, k, v = (torch.randn(12, 1, 2, 8).half() for _ in range(3))
+    k[9:] = torch.inf
+    out = attention(q, k, v, window=window)
+    exact = reference.attention(q.double(), k.double(), v.double(), window=window)
+    torch.testing.assert_close(out[:8].double(), exact[:8], rtol=0.01, atol=0.01)

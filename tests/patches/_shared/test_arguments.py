@@ -1,0 +1,505 @@
+"""Flags on their way through Megatron's own parser and validation, from the command line and from YAML."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import sys
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite import runtime
+from mindspeed_lite.engine import EngineError, OptionError, PlanError, Report
+from mindspeed_lite.engine.swaps import in_force
+from tests.harness.plans import is_swapped
+from tests.harness.processes import forked
+
+PLAIN = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --normalization RMSNorm"
+).split()
+
+# What Megatron's YAML route reads, in its own nesting.
+YAML = """
+language_model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, ffn_hidden_size: null, kv_channels: null,
+  activation_func: swiglu, fp32_residual_connection: false, moe_grouped_gemm: false, num_moe_experts: null,
+  persist_layer_norm: false, distribute_saved_activations: false, recompute_granularity: null,
+  normalization: RMSNorm, apply_rope_fusion: false, masked_softmax_fusion: false}
+model_parallel: {tensor_model_parallel_size: 1, pipeline_model_parallel_size: 1, context_parallel_size: 1,
+  expert_model_parallel_size: 1, tp_comm_overlap: false, sequence_parallel: false, fp16: false, bf16: true,
+  params_dtype: null, gradient_accumulation_fusion: false}
+transformer_impl: local
+account_for_embedding_in_pipeline_split: false
+data_path: null
+micro_batch_size: 2
+global_batch_size: 2
+step_batch_size_schedule: null
+num_layers_per_virtual_pipeline_stage: null
+overlap_param_gather: false
+accumulate_allreduce_grads_in_fp32: true
+dataloader_type: null
+train_iters: 3
+train_samples: null
+lr_decay_samples: null
+lr_warmup_samples: 0
+lr_warmup_fraction: null
+lr_warmup_iters: 0
+encoder_num_layers: null
+seq_length: 64
+encoder_seq_length: null
+decoder_seq_length: null
+max_position_embeddings: 64
+lr: 1.0e-3
+min_lr: 0.0
+save: null
+fp16_lm_cross_entropy: false
+weight_decay: 0.1
+weight_decay_incr_style: constant
+start_weight_decay: null
+end_weight_decay: null
+use_checkpoint_args: false
+disable_msc_deprecated: false
+enable_msc: false
+"""
+
+
+def import_adaptor():
+    import mindspeed_lite.megatron_adaptor as adaptor
+
+    return adaptor
+
+
+def parsed(*flags, plain=PLAIN, **keywords):
+    from megatron.training import arguments
+
+    sys.argv = ["pretrain.py", *plain, *flags]
+    return arguments.parse_args(**keywords)
+
+
+def validated(*flags, **keywords):
+    """(arguments, what was printed) after Megatron's whole route, short of its global variables."""
+    from megatron.training import arguments, yaml_arguments
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        args = parsed(*flags, **keywords)
+        if args.yaml_cfg is not None:
+            args = yaml_arguments.validate_yaml(args)
+        else:
+            arguments.validate_args(args)
+    return args, printed.getvalue()
+
+
+def entry(feature):
+    return next(each for each in mindspeed_lite.report().entries if each.feature == feature)
+
+
+def norm_is_fused():
+    return any(each.feature == "use_fused_rmsnorm" for each in in_force())
+
+
+@forked("megatron", COLUMNS="200")
+def test_help_shows_our_groups_and_every_flag():
+    import_adaptor()
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ending:
+        parsed("--help")
+    assert ending.value.code == 0
+    text = printed.getvalue()
+    assert "mindspeed_lite: use_fused_rmsnorm:" in text
+    for option in (*runtime.GENERAL, *runtime.catalogue().options()):
+        assert f"  {option.flag}" in text, option.flag
+
+
+@forked("megatron")
+def test_megatrons_own_flag_of_the_same_name_is_reused_once():
+    import_adaptor()
+    import argparse
+
+    from megatron.training import arguments
+
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    assert sum("--use-flash-attn" in action.option_strings for action in parser._actions) == 1
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    assert len(flags) == len(set(flags))
+
+
+@forked("megatron")
+def test_without_a_flag_the_namespace_is_megatrons_plus_our_defaults():
+    args = vars(parsed())
+    import_adaptor()
+    with_us = vars(parsed())
+    ours = {option.dest: option.default for option in (*runtime.GENERAL, *runtime.catalogue().options())}
+    assert {name: value for name, value in with_us.items() if name not in ours} == {
+        name: value for name, value in args.items() if name not in ours
+    }
+    # A flag that Megatron has keeps Megatron's own default, which may be a member of an enumeration.
+    assert {name: with_us[name] for name in ours} == {name: args.get(name, value) for name, value in ours.items()}
+
+
+@forked("megatron")
+def test_finding_out_what_was_explicit_parses_nothing_twice_into_the_result():
+    import_adaptor()
+
+    def extra(parser):
+        parser.add_argument("--append-it", action="append", default=[])
+        parser.add_argument("--count-it", action="count", default=0)
+        parser.add_argument("--demanded", required=True, type=int)
+        return parser
+
+    given = ["--append-it", "a", "--append-it", "b", "--count-it", "--demanded", "7", "--data-path", "x", "y"]
+    args = parsed(*given, extra_args_provider=extra)
+    assert (args.append_it, args.count_it, args.demanded, args.data_path) == (["a", "b"], 1, 7, ["x", "y"])
+    args = parsed("--no-such-flag", "1", ignore_unknown_args=True)
+    assert args.num_layers == 2 and not hasattr(args, "no_such_flag")
+    with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as ending:
+        parsed("--use-fused-rmsnrm")
+    assert ending.value.code == 2 and "--use-fused-rmsnrm" in errors.getvalue()
+
+
+@forked("megatron")
+def test_plain_defaults_are_switched_with_one_notice_each():
+    import_adaptor()
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("mindspeed_lite").addHandler(handler)
+    logging.getLogger("mindspeed_lite").setLevel(logging.INFO)
+    args, printed = validated()
+    assert args.transformer_impl == "local"
+    assert not args.apply_rope_fusion and not args.gradient_accumulation_fusion and not args.masked_softmax_fusion
+    assert args.no_persist_layer_norm
+    flags = (
+        "--transformer-impl local",
+        "--no-rope-fusion",
+        "--no-gradient-accumulation-fusion",
+        "--no-persist-layer-norm",
+        "--no-masked-softmax-fusion",
+    )
+    notices = mindspeed_lite.report().notices
+    for flag in flags:
+        assert sum(notice.startswith(f"{flag} set:") for notice in notices) == 1, flag
+        assert not any(text.startswith(f"{flag} set:") for text in heard), "the report says it, the log does not repeat"
+        assert printed.count(f"{flag} set:") == 1, flag
+    assert printed.index("mindspeed_lite") < printed.index("--no-rope-fusion set:"), "inside the report's frame"
+
+
+@forked("megatron")
+def test_a_fitting_flag_given_explicitly_is_no_notice():
+    import_adaptor()
+    validated("--transformer-impl", "local", "--no-rope-fusion")
+    notices = " ".join(mindspeed_lite.report().notices)
+    assert "--transformer-impl" not in notices and "--no-rope-fusion" not in notices
+
+
+@pytest.mark.parametrize("spelling", [["--transformer-impl", "transformer_engine"],
+                                      ["--transformer-impl=transformer_engine"]])  # fmt: skip
+@forked("megatron")
+def test_asking_for_an_absent_package_is_an_error_and_nothing_is_applied(spelling):
+    import_adaptor()
+    with pytest.raises(OptionError) as caught:
+        validated(*spelling, "--use-fused-rmsnorm")
+    text = str(caught.value)
+    assert "--transformer-impl transformer_engine needs Transformer Engine" in text
+    assert "--transformer-impl local" in text
+    assert mindspeed_lite.report() is None and not norm_is_fused()
+
+
+@forked("megatron")
+def test_features_come_into_force_with_validation_and_not_before(tmp_path):
+    import_adaptor()
+    file = tmp_path / "report.json"
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    original = DotProductAttention.forward
+    flags = ["--use-fused-rmsnorm", "--use-flash-attn", "--mindspeed-lite-report", str(file)]
+    parsed(*flags)
+    assert not norm_is_fused() and not is_swapped(original)
+    args, printed = validated(*flags)
+    assert norm_is_fused() and is_swapped(original) and DotProductAttention.forward is original
+    assert args.create_attention_mask_in_dataloader is False, "set by the feature"
+    assert "applied (" in printed and "use_fused_rmsnorm" in printed and "\x1b" not in printed
+    read = Report.from_dict(json.loads(file.read_text()))
+    applied = {each.feature: each for each in read.entries if each.status == "applied"}
+    assert {"use_fused_rmsnorm", "use_flash_attn"} <= set(applied)
+    assert applied["use_flash_attn"].arguments == {"create_attention_mask_in_dataloader": False}
+    assert read.versions["torch"] == torch.__version__ and read.device.startswith("cpu (")
+    assert read.as_dict() == mindspeed_lite.report().as_dict()
+
+
+@forked("megatron", RANK="1", WORLD_SIZE="2")
+def test_other_ranks_apply_and_say_nothing(tmp_path):
+    import_adaptor()
+    _, printed = validated("--use-fused-rmsnorm", "--mindspeed-lite-report", str(tmp_path / "report.json"))
+    assert entry("use_fused_rmsnorm").status == "applied"
+    assert printed == "" and not (tmp_path / "report.json").exists()
+
+
+@forked("megatron")
+def test_documents_with_their_own_masks_keep_them():
+    import_adaptor()
+    args, _ = validated("--use-flash-attn", "--reset-attention-mask")
+    assert args.create_attention_mask_in_dataloader is True
+    assert entry("use_flash_attn").arguments == {}
+
+
+@forked("megatron")
+def test_validating_again_replaces_what_the_first_time_applied():
+    import_adaptor()
+    validated("--use-fused-rmsnorm")
+    assert norm_is_fused()
+    validated("--use-flash-attn")
+    assert not norm_is_fused() and entry("use_flash_attn").status == "applied"
+    assert entry("use_fused_rmsnorm").status == "off"
+
+
+@forked("megatron")
+def test_a_second_validation_that_fails_leaves_the_first_in_force():
+    import_adaptor()
+    validated("--use-fused-rmsnorm")
+    before = mindspeed_lite.report()
+    with pytest.raises(PlanError):
+        validated("--use-fused-rmsnorm", "--normalization", "LayerNorm", "--mindspeed-lite-strict")
+    assert mindspeed_lite.report() == before and norm_is_fused()
+
+
+@forked("megatron")
+def test_a_report_that_cannot_be_written_is_one_clear_error(tmp_path):
+    import_adaptor()
+    path = tmp_path / "no_such_folder" / "report.json"
+    with pytest.raises(OptionError) as caught:
+        validated("--mindspeed-lite-report", str(path))
+    text = str(caught.value)
+    assert text.startswith(f"--mindspeed-lite-report {path}: cannot be written") and "\n" not in text
+
+
+@forked("megatron")
+def test_a_report_that_cannot_be_written_leaves_nothing_applied(tmp_path):
+    import_adaptor()
+    with pytest.raises(OptionError):
+        validated("--use-fused-rmsnorm", "--mindspeed-lite-report", str(tmp_path / "none" / "report.json"))
+    assert not norm_is_fused() and mindspeed_lite.report() is None
+
+
+@forked("megatron")
+def test_auto_turns_on_what_applies_and_says_why_not_the_rest():
+    import_adaptor()
+    args, _ = validated("--mindspeed-lite-auto")
+    assert entry("use_fused_rmsnorm").status == entry("use_flash_attn").status == "applied"
+    assert args.create_attention_mask_in_dataloader is False
+    _, printed = validated("--mindspeed-lite-auto", "--normalization", "LayerNorm")
+    assert entry("use_flash_attn").status == "applied" and entry("use_fused_rmsnorm").status == "off"
+    assert entry("use_fused_rmsnorm").reasons == ["the model has --normalization LayerNorm, not RMSNorm"]
+    assert "use_fused_rmsnorm: the model has --normalization LayerNorm" in " ".join(printed.split())
+
+
+@forked("megatron")
+def test_strict_makes_an_unfitting_feature_an_error_and_otherwise_it_is_skipped():
+    import_adaptor()
+    flags = ("--use-fused-rmsnorm", "--normalization", "LayerNorm")
+    _, printed = validated(*flags)
+    assert entry("use_fused_rmsnorm").status == "skipped"
+    assert "skipped (1)" in printed and "the model has --normalization LayerNorm" in printed
+    mindspeed_lite.disable()
+    import_adaptor().install()
+    with pytest.raises(PlanError, match=r"strict mode.*--use-fused-rmsnorm.*--normalization LayerNorm"):
+        validated(*flags, "--mindspeed-lite-strict")
+    assert mindspeed_lite.report() is None and not norm_is_fused()
+
+
+def yaml_file(folder, text=""):
+    path = folder / "config.yaml"
+    path.write_text(YAML + text)
+    return str(path)
+
+
+@forked("megatron")
+def test_flags_beside_a_yaml_file_survive_it(tmp_path):
+    import_adaptor()
+    config = yaml_file(tmp_path)
+    args, printed = validated("--yaml-cfg", config, "--use-fused-rmsnorm", plain=[])
+    assert args.use_fused_rmsnorm is True and entry("use_fused_rmsnorm").status == "applied"
+    assert args.num_layers == 2 and args.yaml_cfg == config, "Megatron's own route"
+    assert args.use_flash_attn is False and args.mindspeed_lite_auto is False and args.mindspeed_lite_report is None
+    assert "use_fused_rmsnorm" in printed
+
+
+@forked("megatron")
+def test_a_key_in_the_yaml_file_is_a_flag_and_the_command_line_counts_more(tmp_path):
+    import_adaptor()
+    file, other = tmp_path / "a.json", tmp_path / "b.json"
+    keys = f"use_flash_attn: true\nuse_fused_rmsnorm: true\nmindspeed_lite_report: {file}\n"
+    args, _ = validated("--yaml-cfg", yaml_file(tmp_path, keys), plain=[])
+    assert entry("use_flash_attn").status == entry("use_fused_rmsnorm").status == "applied"
+    assert args.create_attention_mask_in_dataloader is False and file.exists()
+    flags = ("--yaml-cfg", yaml_file(tmp_path, keys), "--mindspeed-lite-report", str(other))
+    args, _ = validated(*flags, plain=[])
+    assert args.mindspeed_lite_report == str(other) and other.exists()
+
+
+@forked("megatron")
+def test_a_flag_that_is_also_a_field_of_a_yaml_files_model_is_set_where_the_model_reads_it(tmp_path):
+    import_adaptor()
+    flags = ("--moe-grouped-gemm", "--moe-permute-fusion")
+    text = YAML.replace("num_moe_experts: null", "num_moe_experts: 4, moe_permute_fusion: false")
+    (tmp_path / "c.yaml").write_text(text + "num_experts: 4\n")
+    args, _ = validated("--yaml-cfg", str(tmp_path / "c.yaml"), *flags, plain=[])
+    assert args.language_model.moe_grouped_gemm is args.moe_grouped_gemm is True
+    assert args.language_model.moe_permute_fusion is args.moe_permute_fusion is True
+    assert entry("moe_grouped_gemm").status == entry("moe_permute_fusion").status == "applied"
+
+
+@forked("megatron")
+def test_conditions_see_the_nested_values_of_a_yaml_file(tmp_path):
+    import_adaptor()
+    text = YAML.replace("normalization: RMSNorm", "normalization: LayerNorm")
+    (tmp_path / "c.yaml").write_text(text + "use_fused_rmsnorm: true\n")
+    validated("--yaml-cfg", str(tmp_path / "c.yaml"), plain=[])
+    assert entry("use_fused_rmsnorm").status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("use_fused_rmsnorm: maybe", "--use-fused-rmsnorm is a switch and takes True or False, not 'maybe'"),
+        ("use_flash_attn: 1", "--use-flash-attn is a switch and takes True or False, not 1"),
+        ("mindspeed_lite_report: 3", "--mindspeed-lite-report takes a str, not 3"),
+    ],
+)
+@forked("megatron")
+def test_an_unknown_value_in_a_yaml_file_is_an_error_that_names_flag_and_value(tmp_path, key, says):
+    import_adaptor()
+    with pytest.raises(OptionError, match=says):
+        validated("--yaml-cfg", yaml_file(tmp_path, key + "\n"), plain=[])
+    assert mindspeed_lite.report() is None and not norm_is_fused()
+
+
+@forked("megatron")
+def test_defaults_inside_a_yaml_files_sections_are_switched_too(tmp_path):
+    import_adaptor()
+    text = YAML.replace("gradient_accumulation_fusion: false", "gradient_accumulation_fusion: true")
+    (tmp_path / "c.yaml").write_text(text)
+    args, _ = validated("--yaml-cfg", str(tmp_path / "c.yaml"), plain=[])
+    assert args.gradient_accumulation_fusion is False
+
+
+MOE = ("--num-experts", "8", "--moe-router-topk", "2", "--expert-model-parallel-size", "2",
+       "--tensor-model-parallel-size", "2", "--sequence-parallel")  # fmt: skip
+EXTENDED = ("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "4")
+
+
+def both_ways(flags, spelled_out):
+    """The arguments by our flags and by Megatron's own, without those that are the flags themselves."""
+    ours = {option.dest for option in runtime.catalogue().options()}
+    args, _ = validated(*flags)
+    with_flags = {name: repr(value) for name, value in vars(args).items() if name not in ours}
+    args, _ = validated(*spelled_out)
+    return with_flags, {name: repr(value) for name, value in vars(args).items() if name not in ours}
+
+
+@forked("megatron", WORLD_SIZE="4")
+def test_what_megatron_derives_follows_the_arguments_that_a_feature_sets():
+    import_adaptor()
+    found, wanted = both_ways((*MOE, "--moe-tp-extend-ep"), (*MOE, *EXTENDED))
+    assert found == wanted and found["expert_model_parallel_size"] == "4"
+    validated(*MOE, "--moe-tp-extend-ep")
+    sizes = {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
+    assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").arguments) == ("applied", sizes)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (("--num-experts", "6"), "cannot be divided"),
+        (("--tensor-model-parallel-size", "1"), "there is nothing to extend by"),
+        (("--expert-tensor-parallel-size", "2"), "--expert-tensor-parallel-size 2 is given"),
+    ],
+)
+@forked("megatron", WORLD_SIZE="4")
+def test_nothing_is_set_where_the_feature_does_not_apply(more, says):
+    import_adaptor()
+    found, wanted = both_ways((*MOE, *more, "--moe-tp-extend-ep"), (*MOE, *more))
+    assert found == wanted
+    _, printed = validated(*MOE, *more, "--moe-tp-extend-ep")
+    assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").arguments) == ("skipped", {})
+    assert says in " ".join(printed.split()) and "sets expert" not in printed
+
+
+@forked("megatron", WORLD_SIZE="4")
+def test_a_feature_that_megatrons_validation_rules_out_takes_its_arguments_back():
+    """What it set is undone, and Megatron derives everything as if it had never been asked for."""
+    from dataclasses import replace
+
+    import_adaptor()
+    own = runtime.catalogue()["moe_tp_extend_ep"]
+
+    def condition(context):
+        # Something that only stands in the arguments once Megatron has validated them.
+        late = ["too late"] if context.arg("expert_model_parallel_size") == 4 and context.arg("padded_vocab", 1) else []
+        return late if context.arg("data_parallel_size") else list(own.condition(context))
+
+    runtime.catalogue()._features["moe_tp_extend_ep"] = replace(own, condition=condition)
+    found, wanted = both_ways((*MOE, "--moe-tp-extend-ep"), MOE)
+    assert found == wanted and found["expert_model_parallel_size"] == "2"
+    validated(*MOE, "--moe-tp-extend-ep")
+    assert (entry("moe_tp_extend_ep").status, entry("moe_tp_extend_ep").reasons) == ("skipped", ["too late"])
+
+
+@forked("megatron")
+def test_an_action_that_reads_its_dest_and_types_that_open_files_run_once(tmp_path):
+    import argparse
+
+    import_adaptor()
+    seen = []
+
+    class Reads(argparse.Action):
+        def __call__(self, parser, namespace, values, option_string=None):
+            before = getattr(namespace, self.dest)
+            assert isinstance(before, list)
+            seen.append(values)
+            setattr(namespace, self.dest, [*before, values])
+
+    def extra(parser):
+        parser.add_argument("--reads", action=Reads, default=[])
+        parser.add_argument("--typed", type=lambda text: seen.append(text) or text)
+        parser.add_argument("--out", type=argparse.FileType("x"))
+        return parser
+
+    args = parsed("--reads", "a", "--typed", "t", "--out", str(tmp_path / "out"), extra_args_provider=extra)
+    assert args.reads == ["a"] and seen == ["a", "t"]
+    args.out.close()
+
+
+@forked("megatron")
+def test_a_yaml_files_model_turns_features_on_and_answers_their_conditions(tmp_path):
+    import_adaptor()
+    text = YAML.replace("normalization: RMSNorm", "normalization: LayerNorm, use_fused_layernorm: true")
+    (tmp_path / "c.yaml").write_text(text + "use_fused_rmsnorm: true\n")
+    validated("--yaml-cfg", str(tmp_path / "c.yaml"), plain=[])
+    assert entry("use_fused_layernorm").status == "applied" and entry("use_fused_rmsnorm").status == "skipped"
+
+
+@forked("megatron")
+def test_errors_of_ours_are_of_one_kind_and_removing_the_hooks_restores_them():
+    from megatron.training import arguments, yaml_arguments
+
+    names = ("add_megatron_arguments", "parse_args", "validate_args")
+    before = [getattr(arguments, name) for name in names]
+    own_yaml = yaml_arguments.validate_yaml
+    adaptor = import_adaptor()
+    assert all(map(is_swapped, [*before, own_yaml]))
+    hooked = [arguments.parse_args.__code__, *in_force()]
+    adaptor.install()
+    assert [arguments.parse_args.__code__, *in_force()] == hooked, "again is no change"
+    assert issubclass(OptionError, EngineError) and issubclass(PlanError, EngineError)
+    adaptor.remove()
+    assert [getattr(arguments, name) for name in names] == before and not any(map(is_swapped, [*before, own_yaml]))
+    assert all(each.feature.startswith("device_") for each in in_force()) and yaml_arguments.validate_yaml is own_yaml
+    adaptor.remove()
+    adaptor.install()
+    assert is_swapped(arguments.parse_args)

@@ -1,0 +1,20 @@
+"""Reasons of Megatron arguments that a feature cannot work with."""
+
+import pytest
+
+from mindspeed_lite.patches._shared.conflicts import conflict_reasons
+
+TABLE = {"fp8": "other outputs", "cuda_graph_impl": "recorded once", "cpu_offloading": "moved away"}
+
+
+@pytest.mark.parametrize(
+    "given, reasons",
+    [
+        ({}, []),
+        ({"fp8": None, "cuda_graph_impl": "none", "cpu_offloading": False}, []),
+        ({"fp8": "e4m3", "cuda_graph_impl": "local"}, ["other outputs", "recorded once"]),
+        ({"cpu_offloading": True, "unknown": True}, ["moved away"]),
+    ],
+)
+def test_only_what_is_set_gives_its_reason(given, reasons):
+    assert conflict_reasons(TABLE, given.get) == reasons

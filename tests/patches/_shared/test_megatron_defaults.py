@@ -1,0 +1,174 @@
+"""Which of Megatron's defaults are switched where what they demand is absent."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches._shared import megatron_defaults
+
+DEMANDING = {default.dest: default.demanding for default in megatron_defaults.DEFAULTS}
+MODULES = ("transformer_engine", "fused_weight_gradient_mlp_cuda", "apex", "scaled_masked_softmax_cuda")
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(*packages)`: exactly these of the packages in question are installed; a compiler is there."""
+    find = importlib.util.find_spec
+
+    def have(*packages):
+        monkeypatch.setattr(
+            importlib.util,
+            "find_spec",
+            lambda name, *rest: (object() if name in packages else None) if name in MODULES else find(name, *rest),
+        )
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: f"/bin/{name}")
+    have()
+    return have
+
+
+def switched(device, explicit=(), **values):
+    args = SimpleNamespace(**{**DEMANDING, **values})
+    notices = megatron_defaults.switch(args, device, explicit)
+    return {name for name in DEMANDING if getattr(args, name) != DEMANDING[name]}, notices, args
+
+
+ALWAYS_ON_CPU = set(DEMANDING) - {"disable_jit_fuser"}
+
+
+def test_on_the_cpu_everything_that_needs_a_kernel_is_switched(machine):
+    names, notices, args = switched("cpu")
+    assert names == ALWAYS_ON_CPU
+    assert len(notices) == len({default.flag for default in megatron_defaults.DEFAULTS if default.dest in names})
+    for default in megatron_defaults.DEFAULTS:
+        if default.dest in names:
+            assert getattr(args, default.dest) == default.instead
+            (about,) = [argument for notice, argument in notices.items() if default.flag in notice]
+            assert about in names
+
+
+def test_on_the_cpu_installed_packages_do_not_help(machine):
+    machine(*MODULES)
+    assert switched("cpu")[0] == ALWAYS_ON_CPU
+
+
+def test_on_cuda_with_everything_installed_nothing_is_touched(machine):
+    machine(*MODULES)
+    assert switched("cuda")[:2] == (set(), {})
+
+
+@pytest.mark.parametrize(
+    ("absent", "names"),
+    [
+        ("transformer_engine", {"transformer_impl", "apply_rope_fusion"}),
+        ("fused_weight_gradient_mlp_cuda", {"gradient_accumulation_fusion"}),
+        ("apex", {"no_persist_layer_norm", "persist_layer_norm"}),
+        ("scaled_masked_softmax_cuda", {"masked_softmax_fusion"}),
+    ],
+)
+def test_on_cuda_only_what_is_absent_is_switched(machine, absent, names):
+    machine(*(name for name in MODULES if name != absent))
+    assert switched("cuda")[0] == names
+
+
+def test_on_npu_the_cuda_packages_do_not_count(machine):
+    machine(*MODULES)
+    assert switched("npu")[0] == ALWAYS_ON_CPU
+
+
+def test_without_a_compiler_the_jit_fuser_is_off(machine, monkeypatch):
+    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: None)
+    assert "disable_jit_fuser" in switched("cpu")[0]
+    assert "disable_jit_fuser" not in switched("cuda")[0]
+    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: "/bin/x" if name == "icpx" else None)
+    assert "disable_jit_fuser" in switched("cpu")[0]
+    monkeypatch.setenv("CXX", "icpx")
+    assert "disable_jit_fuser" not in switched("cpu")[0], "torch uses the compiler that CXX names"
+    monkeypatch.setenv("CXX", "")
+    assert "disable_jit_fuser" in switched("cpu")[0], "torch takes an empty name for one"
+
+
+def test_without_a_compiler_what_megatron_compiled_at_import_runs_as_written(machine, monkeypatch):
+    compiled = torch.compile(lambda x: x + torch.compiler.is_compiling(), backend="eager")
+    off, on = SimpleNamespace(disable_jit_fuser=True), SimpleNamespace(disable_jit_fuser=False)
+    assert megatron_defaults.disable_compile(off, "cpu") is None, "a compiler is there"
+    monkeypatch.setattr(megatron_defaults.shutil, "which", lambda name: None)
+    assert megatron_defaults.disable_compile(on, "cpu") is megatron_defaults.disable_compile(off, "cuda") is None
+    assert compiled(torch.zeros(1)) == 1
+    restore = megatron_defaults.disable_compile(off, "cpu")
+    try:
+        assert compiled(torch.zeros(1)) == 0
+    finally:
+        restore()
+    assert compiled(torch.zeros(1)) == 1
+
+
+def test_what_is_switched_off_already_gets_no_notice(machine):
+    values = {default.dest: default.instead for default in megatron_defaults.DEFAULTS}
+    assert switched("cpu", **values)[1] == {}
+
+
+def test_arguments_that_this_release_does_not_have_are_not_invented(machine):
+    args = SimpleNamespace(transformer_impl="transformer_engine")
+    assert len(megatron_defaults.switch(args, "cpu", ())) == 1
+    assert vars(args) == {"transformer_impl": "local"}
+
+
+def test_other_implementations_are_left_alone(machine):
+    args = SimpleNamespace(transformer_impl="inference_optimized")
+    assert megatron_defaults.switch(args, "cpu", ()) == {} and args.transformer_impl == "inference_optimized"
+
+
+def test_asking_for_what_is_absent_is_an_error_that_says_what_to_do(machine):
+    args = SimpleNamespace(**DEMANDING)
+    with pytest.raises(OptionError) as caught:
+        megatron_defaults.switch(args, "cpu", {"transformer_impl"})
+    text = str(caught.value)
+    assert "--transformer-impl transformer_engine needs Transformer Engine" in text
+    assert "--transformer-impl local" in text and "install" in text
+    assert vars(args) == DEMANDING, "nothing has been switched"
+
+
+def test_asking_for_what_is_there_is_granted(machine):
+    machine(*MODULES)
+    assert switched("cuda", explicit={"transformer_impl"})[1] == {}
+
+
+def test_values_given_by_flag_that_demand_nothing_are_kept(machine):
+    _, notices, args = switched("cpu", explicit={"transformer_impl"}, transformer_impl="local")
+    assert args.transformer_impl == "local" and not any("--transformer-impl" in notice for notice in notices)
+
+
+def context(explicit=(), **host_args):
+    return Context(Settings({}), "cpu", {}, host_args, frozenset(explicit))
+
+
+disabled = megatron_defaults.explicitly_disabled_reasons
+
+
+def test_only_a_flag_of_the_user_counts():
+    assert disabled(context(), "fusion", "--no-fusion") == []
+    # Megatron's default, or what we have switched it to.
+    assert disabled(context(fusion=False), "fusion", "--no-fusion") == []
+    assert disabled(context(["fusion"], fusion=True), "fusion", "--no-fusion") == []
+    assert disabled(context(["fusion"], fusion=False), "fusion", "--no-fusion") == ["--no-fusion is given"]
+
+
+def test_a_section_of_a_yaml_file_counts_too():
+    said = context(language_model=SimpleNamespace(fusion=False), model_parallel=SimpleNamespace(fusion=True))
+    (reason,) = disabled(said, "fusion", "--no-fusion")
+    assert "`fusion` is false" in reason and "YAML" in reason and len(megatron_defaults._sections(said)) == 2
+    assert disabled(context(language_model=SimpleNamespace()), "fusion", "--no-fusion") == []
+    assert megatron_defaults._sections(context()) == []
+
+
+def test_the_argument_is_kept_on_where_the_script_has_it():
+    assert megatron_defaults.reenable_default(context(fusion=False), "fusion") == {"fusion": True}
+    assert megatron_defaults.reenable_default(context(language_model=SimpleNamespace()), "fusion") == {}
+    assert megatron_defaults.reenable_default(Context(Settings({}), "cpu", {}), "fusion") == {}

@@ -1,0 +1,75 @@
+"""Which layers give up an output, and the reasons that both features share."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches import recompute_activation_function, recompute_norm
+from mindspeed_lite.patches._shared import recompute
+from tests.harness.swapped import reasons as reasons_of
+
+
+def chosen(number, layers=4, chunks=1, **fields):
+    values = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None, **fields}
+    config = SimpleNamespace(virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None, **values)
+    return [
+        (chunk, place)
+        for place in range(layers)
+        for chunk in range(chunks)
+        if recompute.is_chosen(config, place, chunk if chunks > 1 else None, number)
+    ]
+
+
+def test_layers_are_taken_from_all_chunks_in_turn():
+    assert len(chosen(None)) == 4 and chosen(2) == [(0, 0), (0, 1)]
+    assert chosen(3, chunks=2) == [(0, 0), (1, 0), (0, 1)]
+    assert len(chosen(None, chunks=3)) == 12
+
+
+def test_layers_that_are_computed_again_as_a_whole_are_passed_over():
+    block = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    assert chosen(None, **block) == [(0, 1), (0, 2), (0, 3)]
+    assert chosen(2, chunks=2, **block) == [(0, 1), (1, 1)]
+    assert chosen(None, **{**block, "recompute_method": "uniform"}) == []
+    assert len(chosen(None, recompute_granularity="selective")) == 4
+
+
+@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
+def test_reasons(patch):
+    def reasons(settings=None, **args):
+        return reasons_of(patch.FEATURE, Context(Settings(settings or {}), "cpu", {}, args))
+
+    assert reasons() == reasons(recompute_granularity="full", recompute_method="block") == []
+    assert "every layer again" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
+    for name in ("fp8", "fp4", "cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph",
+                 "external_cuda_graph"):  # fmt: skip
+        assert len(reasons(**{name: True})) == 1
+    assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
+    assert "transformer_engine" in reasons(transformer_impl="transformer_engine")[0]
+    assert patch.FEATURE.not_auto == recompute.NOT_AUTO
+    with pytest.raises(OptionError, match=f"{patch.SWITCH.flag}-num-layers 0: want how many layers"):
+        reasons({patch.SWITCH.number: 0})
+
+
+@pytest.mark.parametrize("patch", [recompute_activation_function, recompute_norm])
+def test_a_number_of_layers_turns_it_on(patch):
+    def enabled(**given):
+        return patch.FEATURE.is_enabled(Settings.of(patch.FEATURE.options, given))
+
+    assert not enabled() and enabled(**{patch.FEATURE.name: True}) and enabled(**{patch.SWITCH.number: 2})
+
+
+def test_a_model_built_without_arguments_is_asked_itself():
+    said, prepared = [], []
+    settings = Settings({"recompute_norm_num_layers": None})
+    session = SimpleNamespace(settings=settings, fallback=lambda *text: said.append(text))
+    wrap = recompute_norm.SWITCH.in_chosen_layers(lambda layer, session: prepared.append(layer), ())
+    build = wrap.make(lambda layer, config: setattr(layer, "config", config), session)
+    fields = {"recompute_granularity": None, "virtual_pipeline_model_parallel_size": None}
+    build(SimpleNamespace(), SimpleNamespace(**fields, cuda_graph_impl="none"))
+    assert len(prepared) == 1 and not said
+    build(SimpleNamespace(), SimpleNamespace(**fields, fp8="e4m3", cuda_graph_impl="local"))
+    assert len(prepared) == 1 and len(said) == 1 and "fp8" in said[0][1] and "--cuda-graph-impl" in said[0][1]

@@ -1,0 +1,146 @@
+"""Parameter counts, against Megatron's own models on every stage of layouts of up to sixteen ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mindspeed_lite import platform
+from mindspeed_lite.planner import layers, parameters, read
+from tests.harness.processes import forked
+
+SMALL = (
+    "--num-layers 8 --hidden-size 48 --ffn-hidden-size 80 --num-attention-heads 8 --seq-length 16 --vocab-size 500 "
+    "--tokenizer-type NullTokenizer --micro-batch-size 1 --max-position-embeddings 24 "
+)
+GPT2 = ""
+LLAMA = (
+    "--swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope --group-query-attention "
+    "--num-query-groups 4 --untie-embeddings-and-output-weights --kv-channels 8 --qk-layernorm "
+)
+EXPERTS = "--num-experts 8 --moe-ffn-hidden-size 40 --moe-layer-freq ([0]*1+[1]*3)*2"
+MOE = f"{EXPERTS} --moe-shared-expert-intermediate-size 32"
+TRAININGS = {
+    "tied": (1, GPT2),
+    "tied over two stages": (2, f"{GPT2} --pipeline-model-parallel-size 2"),
+    "biases of qkv alone": (1, f"{GPT2} --disable-bias-linear --add-qkv-bias --qk-layernorm"),
+    "tensor parallel": (4, f"{LLAMA} --tensor-model-parallel-size 4"),
+    "more stages": (8, f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4"),
+    "uneven stages": (
+        4,
+        f"{LLAMA} --pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1 "
+        "--decoder-last-pipeline-num-layers 3",
+    ),
+    "embedding and loss count as layers": (
+        2,
+        f"{LLAMA} --num-layers 10 --pipeline-model-parallel-size 2 --account-for-embedding-in-pipeline-split "
+        "--num-virtual-stages-per-pipeline-rank 3 --account-for-loss-in-pipeline-split",
+    ),
+    "interleaved": (
+        4,
+        f"{LLAMA} --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+        "--num-virtual-stages-per-pipeline-rank 2",
+    ),
+    "experts": (4, f"{LLAMA} {MOE} --expert-model-parallel-size 4"),
+    "experts with biases": (
+        4,
+        f"{EXPERTS} --expert-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1",
+    ),
+    "experts in every layout": (
+        16,
+        f"{LLAMA} {MOE} --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2",
+    ),
+    "whole experts": (
+        8,
+        f"{LLAMA} {MOE} --expert-model-parallel-size 4 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--expert-tensor-parallel-size 1",
+    ),
+}
+
+
+def build(training: Any, rank: int, stage: int) -> tuple[int, int]:
+    """What Megatron builds on a rank that only imagines the others: parameters in all, and those of experts."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer import TransformerConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=training.world_size)
+    chunks = training.vpp if training.vpp > 1 else None
+    parallel_state.initialize_model_parallel(
+        training.tp, training.pp, chunks, expert_model_parallel_size=training.expert_model_parallel_size,
+        expert_tensor_parallel_size=training.etp, create_gloo_process_groups=False,
+    )  # fmt: skip
+    model_parallel_cuda_manual_seed(1)
+    experts: dict[str, Any] = {}
+    if training.num_experts:
+        experts = {
+            "num_moe_experts": training.num_experts,
+            "moe_ffn_hidden_size": training.moe_ffn_hidden_size,
+            "moe_layer_freq": [int(training.is_moe(layer)) for layer in range(training.num_layers)],
+            "moe_shared_expert_intermediate_size": training.moe_shared_expert_intermediate_size or None,
+        }
+    config = TransformerConfig(
+        num_layers=training.num_layers, hidden_size=training.hidden_size, ffn_hidden_size=training.ffn_hidden_size,
+        num_attention_heads=training.num_attention_heads, num_query_groups=training.groups,
+        kv_channels=training.kv_channels, normalization=training.normalization, qk_layernorm=training.qk_layernorm,
+        add_bias_linear=training.add_bias_linear, add_qkv_bias=training.add_qkv_bias,
+        gated_linear_unit=training.swiglu,
+        activation_func=torch.nn.functional.silu if training.swiglu else torch.nn.functional.gelu,
+        tensor_model_parallel_size=training.tp, pipeline_model_parallel_size=training.pp,
+        virtual_pipeline_model_parallel_size=chunks, sequence_parallel=training.sequence_parallel,
+        expert_model_parallel_size=training.expert_model_parallel_size, expert_tensor_parallel_size=training.etp,
+        num_layers_in_first_pipeline_stage=training.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=training.decoder_last_pipeline_num_layers,
+        account_for_embedding_in_pipeline_split=training.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=training.account_for_loss_in_pipeline_split,
+        pipeline_dtype=torch.float32, perform_initialization=False, use_cpu_initialization=True,
+        bias_activation_fusion=False, **experts,
+    )  # fmt: skip
+    counts = [0, 0]
+    for chunk in range(training.vpp):
+        where = chunk if chunks else None
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=get_gpt_decoder_block_spec(
+                config, use_transformer_engine=False, normalization=training.normalization, vp_stage=where
+            ),
+            vocab_size=training.padded_vocab_size,
+            max_sequence_length=training.max_position_embeddings,
+            pre_process=stage == 0 and chunk == 0,
+            post_process=stage == training.pp - 1 and chunk == training.vpp - 1,
+            share_embeddings_and_output_weights=not training.untie_embeddings_and_output_weights,
+            position_embedding_type=training.position_embedding_type,
+            vp_stage=where,
+        )
+        for parameter in model.parameters():
+            counts[0] += parameter.numel()
+            counts[1] += parameter.numel() * (not getattr(parameter, "allreduce", True))
+    parallel_state.destroy_model_parallel()
+    torch.distributed.destroy_process_group()
+    return counts[0], counts[1]
+
+
+@forked("megatron")
+def test_they_are_those_of_megatron() -> None:
+    platform.activate()
+    wrong = {}
+    for name, (world_size, words) in TRAININGS.items():
+        training = read((SMALL + words).split(), world_size)
+        for stage in sorted({0, training.pp - 1}):
+            held = parameters.of_stage(training, layers.stages(training)[stage])
+            built = build(training, stage * world_size // training.pp, stage)
+            if (held.total, held.experts) != built:
+                wrong[name, stage] = (held, built)
+    assert not wrong
+
+
+def test_every_layer_stands_on_one_stage() -> None:
+    for world_size, words in TRAININGS.values():
+        training = read((SMALL + words).split(), world_size)
+        numbers = sorted(number for stage in layers.stages(training) for chunk in stage for number in chunk.layers)
+        assert numbers == list(range(training.num_layers))

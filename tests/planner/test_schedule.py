@@ -1,0 +1,58 @@
+"""How many micro-batches are kept, against what is known of 1F1B and Megatron's own tables."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindspeed_lite.planner import read, schedule
+from mindspeed_lite.planner.training import TrainingConfig
+from tests.harness.processes import forked
+
+BASE = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
+
+
+def training(stages: int, microbatches: int, chunks: int = 1, group: int = 0) -> TrainingConfig:
+    words = [*BASE, "--pipeline-model-parallel-size", str(stages), "--global-batch-size", str(microbatches)]
+    words += ["--num-virtual-stages-per-pipeline-rank", str(chunks)] if chunks > 1 else []
+    words += ["--microbatch-group-size-per-virtual-pipeline-stage", str(group)] if group else []
+    return read(words, stages)
+
+
+@given(st.sampled_from([1, 2, 3, 4, 6, 8]), st.integers(1, 40))
+def test_a_stage_keeps_as_many_as_there_are_stages_from_it_on(stages: int, microbatches: int) -> None:
+    for stage in range(stages):
+        kept = [sum(each) for _, each in schedule.before_backward(training(stages, microbatches), stage)]
+        assert max(kept) == min(stages - stage, microbatches)
+
+
+@given(st.sampled_from([(2, 2), (2, 3), (4, 2), (4, 3)]), st.integers(1, 6))
+def test_every_pass_has_its_other_half(shape: tuple[int, int], rounds: int) -> None:
+    stages, chunks = shape
+    for stage in range(stages):
+        passes = list(schedule.passes(training(stages, stages * rounds, chunks), stage))
+        for chunk in range(chunks):
+            forward = [place for place, each in enumerate(passes) if each == ("forward", chunk)]
+            backward = [place for place, each in enumerate(passes) if each == ("backward", chunk)]
+            assert len(forward) == len(backward) > 0
+            assert all(there < back for there, back in zip(forward, backward, strict=True))
+
+
+@forked("megatron")
+def test_the_order_is_that_of_megatron() -> None:
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    for stages, microbatches, chunks, group in ((2, 4, 2, 2), (4, 8, 3, 4), (2, 6, 2, 3), (2, 5, 2, 3)):
+        table = get_schedule_table(microbatches, chunks, group)
+        for stage in range(stages):
+            passes = list(schedule.passes(training(stages, microbatches, chunks, group), stage))
+            assert [chunk for kind, chunk in passes if kind == "forward"] == [chunk for _, chunk in table]
+            ahead = min(2 * (stages - stage - 1) + (chunks - 1) * group, len(table))
+            assert [kind for kind, _ in passes].index("backward") == min(ahead + 1, len(table))
+
+
+@pytest.mark.parametrize(("stage", "kept"), [(0, 5), (1, 3)])
+def test_interleaved_more_are_kept(stage: int, kept: int) -> None:
+    """Two stages with two chunks: ahead by a group and twice the stages behind, and the one that is run."""
+    assert max(sum(each) for _, each in schedule.before_backward(training(2, 8, 2), stage)) == kept

@@ -1,0 +1,635 @@
+"""Features in force and out again: nesting, the whole of Megatron as it was, and when the import line may stand."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import itertools
+import json
+import operator
+import os
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import pytest
+
+import mindspeed_lite
+from mindspeed_lite import platform, runtime
+from mindspeed_lite.engine import ApplyError, ConflictError, OptionError, PlanError, RequirementError
+from mindspeed_lite.engine import swaps as engine_swaps
+from mindspeed_lite.engine.swaps import in_force
+from tests.harness import matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.processes import clean_environment, forked
+
+BOTH = {"use_fused_rmsnorm": True, "use_flash_attn": True}
+
+
+def on():
+    """By the patches in force, which of the features used here are; those of the device layer aside."""
+    return {each.feature for each in in_force() if not each.feature.startswith("device_")}
+
+
+def status(feature, report=None):
+    report = report or mindspeed_lite.report()
+    return next(entry.status for entry in report.entries if entry.feature == feature)
+
+
+def places():
+    """Every attribute of every loaded Megatron module and of the classes defined there."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "megatron" or not isinstance(module, types.ModuleType):
+            continue
+        for key, value in list(vars(module).items()):
+            if key == "__warningregistry__":
+                continue
+            found[f"{name}:{key}"] = seen(value)
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {f"{name}:{value.__qualname__}.{each}": seen(raw) for each, raw in list(vars(value).items())}
+    return found
+
+
+def seen(raw):
+    """A thing and, of a function, what may change in it; held, so that no other takes its place in memory."""
+    inner = getattr(raw, "fget", None) if isinstance(raw, property) else getattr(raw, "__func__", raw)
+    if not isinstance(inner, types.FunctionType):
+        return (raw,)
+    keywords = {**(inner.__kwdefaults__ or {})}
+    if "_mindspeed_lite" in keywords:
+        keywords["_mindspeed_lite"] = None  # the wrapper is made anew for each set of patches
+    kept = [sorted(each.items()) for each in (keywords, inner.__dict__)]
+    return (raw, inner.__code__, *itertools.chain(*kept[0], *kept[1]))
+
+
+def changed(before, after):
+    def differ(place):
+        one, other = before.get(place, ()), after.get(place, ())
+        return len(one) != len(other) or any(map(operator.is_not, one, other))
+
+    return {place for place in before.keys() | after.keys() if differ(place)}
+
+
+@forked("megatron")
+def test_calls_add_up_and_a_block_restores_what_was_before():
+    platform.activate()
+    first = mindspeed_lite.enable(use_fused_rmsnorm=True)
+    assert status("use_fused_rmsnorm", first) == "applied" and status("use_flash_attn", first) == "off"
+    outer = in_force()
+    with mindspeed_lite.enabled(use_flash_attn=True) as second:
+        assert status("use_flash_attn", second) == status("use_fused_rmsnorm") == "applied"
+        assert on() == set(BOTH)
+        now = in_force()
+        with mindspeed_lite.enabled(use_fused_rmsnorm=True):
+            assert in_force() == now, "the same feature again is once"
+        with mindspeed_lite.enabled(use_fused_rmsnorm=False):
+            assert on() == {"use_flash_attn"}, "of two values for a flag the later one counts"
+        assert on() == set(BOTH)
+    assert on() == {"use_fused_rmsnorm"} and status("use_fused_rmsnorm") == "applied" and len(in_force()) == len(outer)
+    mindspeed_lite.enable(use_flash_attn=True)
+    assert on() == set(BOTH)
+    assert mindspeed_lite.disable() == [] and mindspeed_lite.report() is None
+    assert on() == set() and platform.current() is None
+    assert mindspeed_lite.disable() == [], "again is no change"
+
+
+@forked("megatron")
+def test_a_block_that_raises_takes_its_features_back():
+    before = places()
+    with pytest.raises(KeyError, match="inside"), mindspeed_lite.enabled(**BOTH):
+        assert on() == set(BOTH)
+        raise KeyError("inside")
+    assert changed(before, places()) == set() and platform.current() is None and mindspeed_lite.report() is None
+
+
+@forked("megatron")
+def test_an_outer_block_that_is_left_first_takes_the_inner_ones_with_it():
+    before = places()
+    mindspeed_lite.enable(use_fused_swiglu=True)
+    blocks = [mindspeed_lite.enabled(**{name: True}) for name in ("use_fused_rmsnorm", "use_flash_attn")]
+    for block in blocks:
+        block.__enter__()
+    assert on() == {"use_fused_swiglu", *BOTH}
+    blocks[0].__exit__(None, None, None)
+    assert on() == {"use_fused_swiglu"}
+    blocks[1].__exit__(None, None, None)
+    assert on() == {"use_fused_swiglu"}
+    block = mindspeed_lite.enabled(use_flash_attn=True)
+    block.__enter__()
+    assert mindspeed_lite.disable() == []
+    block.__exit__(None, None, None)
+    assert not changed(before, places()), changed(before, places())
+    assert mindspeed_lite.report() is None
+
+
+@forked("megatron")
+def test_requirements_and_conflicts_hold_across_calls():
+    before = places()
+    with pytest.raises(RequirementError, match="moe_grouped_gemm"):
+        mindspeed_lite.enable(moe_wgrad_side_stream="always")
+    assert not changed(before, places()), changed(before, places())
+    assert mindspeed_lite.report() is None
+    mindspeed_lite.enable(moe_grouped_gemm=True)
+    with pytest.raises(RequirementError, match="requires feature `gradient_accumulation_fusion`, which is off"):
+        mindspeed_lite.enable(moe_wgrad_side_stream="always")
+    assert on() == {"moe_grouped_gemm"} and status("moe_grouped_gemm") == "applied"
+    mindspeed_lite.enable(use_gradient_accumulation_fusion=True)
+    report = mindspeed_lite.enable(moe_wgrad_side_stream="always")
+    assert status("moe_grouped_gemm", report) == "applied" != status("moe_wgrad_side_stream", report)
+    entry = next(each for each in report.entries if each.feature == "moe_wgrad_side_stream")
+    assert entry.reasons and "moe_grouped_gemm" not in " ".join(entry.reasons), "the CPU has no side stream"
+    with pytest.raises(RequirementError, match="moe_wgrad_side_stream"):
+        mindspeed_lite.enable(moe_grouped_gemm=False)
+    assert mindspeed_lite.report().as_dict() == report.as_dict()
+    mindspeed_lite.disable()
+    mindspeed_lite.enable(swap_optimizer=True, use_fused_adamw=True)
+    with pytest.raises(ConflictError, match="both keep Adam's moments in host memory"):
+        mindspeed_lite.enable(virtual_optimizer=[1])
+    assert "use_fused_adamw" in on()
+
+
+@forked("megatron")
+def test_a_feature_goes_on_unless_its_flags_change():
+    mindspeed_lite.enable(use_fused_adamw=True)
+    view = runtime.current().views["use_fused_adamw"]
+    kept, ended = view.state("kept", object), []
+    view.on_end(lambda: ended.append(1))
+    made = {id(each) for each in in_force()}
+    mindspeed_lite.enable(use_fused_rmsnorm=True, quant_states="bf16")
+    assert runtime.current().views["use_fused_adamw"] is view and view.state("kept", list) is kept and not ended
+    assert made <= {id(each) for each in in_force()}
+    mindspeed_lite.enable(use_fused_adamw=False, quant_states=None)
+    assert ended == [1] and on() == {"use_fused_rmsnorm"} and view.find("kept") is None
+
+
+@forked("megatron")
+def test_the_same_feature_with_other_flags_is_made_anew():
+    before = places()
+    mindspeed_lite.enable(recompute_norm_num_layers=1)
+    view, standing = runtime.current().views["recompute_norm"], len(in_force())
+    kept = view.state("kept", object)
+    mindspeed_lite.enable(recompute_norm_num_layers=2)
+    again = runtime.current().views["recompute_norm"]
+    assert again is not view and again.settings.recompute_norm_num_layers == 2 and len(in_force()) == standing
+    assert again.find("kept") is None and again.state("kept", object) is not kept
+    report = mindspeed_lite.report()
+    flags = next(each.flags for each in report.entries if each.feature == "recompute_norm")
+    assert flags["--recompute-norm-num-layers"] == 2
+    mindspeed_lite.disable()
+    assert changed(before, places()) == set()
+
+
+class Injected(Exception):
+    """Not one of the errors that anything here raises by itself."""
+
+
+def failing_at(count, function):
+    """`function`, whose call number `count` fails; `calls` has one entry for each call."""
+    calls = []
+
+    def armed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == count + 1:
+            raise Injected
+        return function(*args, **kwargs)
+
+    armed.calls = calls
+    return armed
+
+
+@pytest.mark.parametrize("what", ["make", "put", "write", "record", "selected", "on_fallback"])
+@forked("megatron")
+def test_a_failure_at_any_step_leaves_the_earlier_features_as_they_were(what):
+    from mindspeed_lite.engine import Report
+    from mindspeed_lite.ops import dispatch
+
+    platform.activate()
+    places_of = {
+        "put": (engine_swaps._Function, "put"),
+        "write": (engine_swaps, "write"),
+        "record": (Report, "record"),
+        "selected": (dispatch, "selected"),
+        "on_fallback": (dispatch, "on_fallback"),
+        "make": (engine_swaps.Swap, "compose"),
+    }
+    owner, name = places_of[what]
+    function = getattr(owner, name)
+    for earlier in ({}, {"use_fused_rmsnorm": True, "use_fused_adamw": True, "recompute_norm_num_layers": 1}):
+        if earlier:
+            mindspeed_lite.enable(**earlier)
+        before, standing, report = places(), in_force(), mindspeed_lite.report()
+        for count in itertools.count():
+            armed = failing_at(count, function)
+            setattr(owner, name, lambda *args, armed=armed, **kwargs: armed(*args, **kwargs))
+            flags = {
+                "use_flash_attn": True,
+                "use_fused_rotary_pos_emb": True,
+                "use_fused_rmsnorm": False,
+                "recompute_norm_num_layers": 2,
+                "use_gradient_accumulation_fusion": True,
+            }
+            try:
+                mindspeed_lite.enable(**flags)
+            except (ApplyError, Injected):
+                pass
+            else:
+                break
+            finally:
+                setattr(owner, name, function)
+            assert changed(before, places()) == set() and in_force() == standing, (what, count)
+            assert mindspeed_lite.report() == report
+            if earlier:
+                view = runtime.current().views["recompute_norm"]
+                assert view.settings.recompute_norm_num_layers == 1 and view.context is view.context
+        assert count == len(armed.calls) > 0 and on() >= {"use_flash_attn", "recompute_norm"}
+        assert mindspeed_lite.disable() == []
+        platform.activate()
+
+
+@forked("megatron")
+def test_what_a_failed_feature_kept_and_marked_is_gone():
+    from dataclasses import replace
+
+    import torch
+
+    catalogue, layer, ended = runtime.catalogue(), torch.nn.Linear(1, 1), []
+    own = catalogue["use_flash_attn"]
+
+    def make(wrapped, session):
+        session.mark(layer, "chosen", True)
+        session.state("kept", list)
+        session.on_end(lambda: ended.append(1))
+        raise Injected
+
+    patches = (*own.patches[:-1], replace(own.patches[-1], make=make))
+    catalogue._features["use_flash_attn"] = replace(own, patches=patches)
+    mindspeed_lite.enable(use_fused_rmsnorm=True)
+    with pytest.raises(ApplyError, match=r"`use_flash_attn` could not override .*Injected"):
+        mindspeed_lite.enable(use_flash_attn=True)
+    assert ended == [1] and not hasattr(layer, "chosen") and on() == {"use_fused_rmsnorm"}
+    assert runtime.current().session.find("kept") is None
+    report = mindspeed_lite.enable(auto=True)
+    assert status("use_flash_attn", report) == "off" and ended == [1, 1], "auto goes on without it"
+    (entry,) = (each for each in report.entries if each.feature == "use_flash_attn")
+    assert "Injected" in entry.reasons[0]
+
+
+@forked("megatron")
+def test_a_callback_that_fails_is_named_and_the_rest_is_taken_back():
+    before = places()
+    mindspeed_lite.enable(**BOTH)
+    ended = []
+    for name in BOTH:
+        runtime.current().views[name].on_end(lambda name=name: ended.append(name))
+        runtime.current().views[name].on_end(lambda: 1 / 0)
+    mindspeed_lite.enable(use_flash_attn=False)
+    assert ended == ["use_flash_attn"] and "ZeroDivisionError" in " ".join(mindspeed_lite.report().notices)
+    (failed,) = mindspeed_lite.disable()
+    assert "feature `use_fused_rmsnorm` could not be ended whole: ZeroDivisionError" in failed
+    assert ended == ["use_flash_attn", "use_fused_rmsnorm"] and changed(before, places()) == set()
+
+
+@forked("megatron")
+def test_when_a_symbol_cannot_be_put_back_all_stay_in_force():
+    platform.activate()
+    mindspeed_lite.enable(**BOTH, use_gradient_accumulation_fusion=True)
+    before, report, ended = places(), mindspeed_lite.report(), []
+    runtime.current().views["use_flash_attn"].on_end(lambda: ended.append(1))
+    function = engine_swaps._Function.put
+    armed = failing_at(1, function)
+    engine_swaps._Function.put = lambda *args: armed(*args)
+    with pytest.raises(ApplyError, match="could not be changed"):
+        mindspeed_lite.disable()
+    engine_swaps._Function.put = function
+    assert changed(before, places()) == set() and mindspeed_lite.report() == report and not ended
+    assert mindspeed_lite.disable() == [] and ended == [1]
+
+
+@forked("megatron")
+def test_the_report_is_a_copy_and_none_when_nothing_is_in_force():
+    assert mindspeed_lite.report() is None
+    mindspeed_lite.enable(use_fused_rmsnorm=True)
+    report = mindspeed_lite.report()
+    report.entries.clear()
+    report.notices.append("not mine")
+    assert status("use_fused_rmsnorm") == "applied" and mindspeed_lite.report().notices == []
+    text = mindspeed_lite.report().to_text()
+    assert "use_fused_rmsnorm" in text and "device_sequence_parallel_norm" in text
+    versions = mindspeed_lite.report().versions
+    assert set(versions) == {"mindspeed_lite", "torch", "megatron-core", "python"}
+    assert versions["mindspeed_lite"] == mindspeed_lite.__version__
+
+
+@pytest.mark.parametrize(
+    ("keyword", "hint"),
+    [
+        ("use_fused_rms_norm", "did you mean use_fused_rmsnorm"),
+        ("strikt", "did you mean strict"),
+        ("flash", "use_flash_attn"),
+        ("xyz", "there are .*use_fused_rmsnorm"),
+    ],
+)
+def test_an_unknown_keyword_is_an_error_with_a_hint(keyword, hint):
+    for call in (mindspeed_lite.enable, mindspeed_lite.enabled):
+        with pytest.raises(OptionError, match=f"no option '{keyword}'.*{hint}"):
+            entered = call(**{keyword: True})
+            entered.__enter__()
+    assert platform.current() is None and mindspeed_lite.report() is None
+
+
+def test_general_flags_go_with_and_without_their_prefix():
+    for name in ("auto", "strict", "report", "allow_unverified"):
+        assert runtime.dest_of(name) == runtime.dest_of(f"mindspeed_lite_{name}") == f"mindspeed_lite_{name}"
+
+
+@forked("megatron")
+def test_a_wrong_value_is_refused():
+    platform.activate()
+    with pytest.raises(OptionError, match="--use-flash-attn is a switch"):
+        mindspeed_lite.enable(use_flash_attn="yes")
+    assert on() == set() and mindspeed_lite.report() is None
+
+
+@pytest.mark.parametrize("call", ["enable", "enabled"])
+@forked("megatron")
+def test_a_refusal_leaves_no_device_layer_behind(call):
+    with pytest.raises(OptionError):
+        if call == "enable":
+            mindspeed_lite.enable(use_flash_attn="yes")
+        else:
+            mindspeed_lite.enabled(use_flash_attn="yes").__enter__()
+    assert platform.current() is None
+
+
+@forked("torch")
+def test_without_megatron_the_error_says_how_to_get_it():
+    import importlib.util
+
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, *rest: None if name == "megatron" else find(name, *rest)
+    with pytest.raises(PlanError, match=r"pip install megatron-core.*PYTHONPATH"):
+        mindspeed_lite.enable(use_fused_rmsnorm=True)
+
+
+@forked("megatron")
+def test_auto_takes_what_applies_and_notes_the_rest():
+    report = mindspeed_lite.enable(auto=True)
+    assert status("use_fused_rmsnorm", report) == status("use_flash_attn", report) == "applied"
+    by_name = ("use_fused_linear_cross_entropy", "recompute_norm", "quant_states", "moe_tp_extend_ep", "swap_optimizer")
+    entries = {each.feature: each for each in report.entries}
+    for feature in runtime.catalogue():
+        entry = entries[feature.name]
+        assert entry.status in ("applied", "off") and bool(entry.reasons) == (entry.status == "off"), entry
+    assert {entries[name].status for name in by_name} == {"off"}
+    mindspeed_lite.disable()
+    report = mindspeed_lite.enable(auto=True, host_args={"context_parallel_size": 2}, strict=True)
+    assert status("use_fused_rmsnorm", report) == "applied" and status("use_flash_attn", report) == "off"
+    (entry,) = (each for each in report.entries if each.feature == "use_flash_attn")
+    assert entry.reasons[0].startswith("--context-parallel-size is above 1")
+
+
+@forked("megatron")
+def test_arguments_of_the_host_may_be_a_mapping_or_an_object():
+    for host_args in ({"normalization": "LayerNorm"}, types.SimpleNamespace(normalization="LayerNorm")):
+        with mindspeed_lite.enabled(host_args=host_args, use_fused_rmsnorm=True) as report:
+            assert status("use_fused_rmsnorm", report) == "skipped"
+
+
+def resident_kilobytes():
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+@pytest.mark.parametrize("rounds", matrix.only([60], [60, 1000]))
+@forked("megatron")
+def test_many_times_on_and_off_leave_megatron_and_the_memory_as_they_were(rounds):
+    """A round takes 50 ms: each searches every loaded module, twice, for holders of the swapped."""
+    everything = places()
+    mindspeed_lite.enable(**BOTH)
+    mindspeed_lite.disable()
+    assert changed(everything, places()) == set()
+    # The device layer stays for the many rounds, so that they are rounds of the features.
+    platform.activate()
+    with_device, blocks, resident = places(), 0, 0
+    for index in range(rounds):
+        if index == 50:
+            gc.collect()
+            blocks, resident = sys.getallocatedblocks(), resident_kilobytes()
+        report = mindspeed_lite.enable(**BOTH) if index == rounds // 2 else None
+        with contextlib.nullcontext() if report else mindspeed_lite.enabled(**BOTH):
+            if index % 100 == 0:
+                assert on() == set(BOTH), "of which the norm's function is swapped by the device layer already"
+                assert changed(with_device, places()) == {
+                    "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+                    "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
+                }
+        if report:
+            runtime.take_back()
+        assert on() == set()
+    gc.collect()
+    assert sys.getallocatedblocks() - blocks < 1000, "a round makes thousands; one object kept by each is 950"
+    assert resident_kilobytes() - resident < 2048
+    assert changed(with_device, places()) == set()
+    assert mindspeed_lite.disable() == []
+    assert changed(everything, places()) == set()
+
+
+PLAIN = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
+    "--micro-batch-size 2 --lr 1e-3 --train-iters 3 --bf16 --mock-data --tokenizer-type NullTokenizer "
+    "--vocab-size 255 --normalization RMSNorm"
+)
+
+
+@forked("megatron")
+def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
+    import torch
+    from packaging.specifiers import SpecifierSet
+
+    from mindspeed_lite.platform import megatron
+
+    hooks = {
+        f"megatron.training.arguments:{name}" for name in ("add_megatron_arguments", "parse_args", "validate_args")
+    }
+    hooks.add("megatron.training.yaml_arguments:validate_yaml")
+    of_device = {
+        patch.target
+        for feature in megatron.ASSUMPTIONS
+        for patch in feature.patches
+        if megatron.version() in SpecifierSet(patch.versions)
+    }
+    before, of_torch = places(), [dict(vars(each)) for each in (torch, torch.cuda, torch.distributed)]
+    from megatron.training import arguments
+
+    import mindspeed_lite.megatron_adaptor
+
+    sys.argv = ["pretrain.py", *PLAIN.split()]
+    with contextlib.redirect_stdout(io.StringIO()):
+        arguments.validate_args(arguments.parse_args())
+    after = places()
+    differing = changed(before, after)
+    loaded = {target for target in of_device if target.partition(":")[0] in sys.modules}
+    assert hooks | loaded <= differing
+    # Functions change in place, under every name; so does a function of torch that the device layer redirects.
+    redirected = {
+        id(value)
+        for owner, names in zip((torch, torch.cuda, torch.distributed), of_torch, strict=True)
+        for name, value in names.items()
+        if vars(owner).get(name) is not value
+    }
+    followed = {id(before[place][0]) for place in hooks | loaded} | redirected
+    unexpected = {place for place in differing if id(before.get(place, (None,))[0]) not in followed}
+    assert unexpected == set()
+    assert mindspeed_lite.disable() == []
+    assert changed(before, places()) == set()
+
+
+USER_MODULE = """
+from megatron.core.transformer.moe.moe_utils import maybe_move_tensor_to_cpu as m
+from megatron.training.arguments import validate_args as v
+"""
+ORDERS = {
+    "adaptor_first": "ADAPTOR\nimport torch\nMEGATRON\nimport by_value",
+    "after_torch": "import torch\nADAPTOR\nMEGATRON\nimport by_value",
+    "after_megatron": "import torch\nMEGATRON\nADAPTOR\nimport by_value",
+    "after_importers_by_value": "import by_value\nMEGATRON\nADAPTOR",
+}
+PROBE = """
+import json, sys, types
+ours = {str(path) for path in (ROOT / "mindspeed_lite", ROOT / "patches")}
+def mine(value):
+    value = getattr(value, "__func__", value)
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return code.co_filename == "<mindspeed_lite swap>" or any(map(code.co_filename.startswith, ours))
+    return isinstance(value, type) and value.__module__.startswith("mindspeed_lite.")
+state = set()
+for name, module in list(sys.modules.items()):
+    if name.partition(".")[0] not in ("megatron", "by_value") or not isinstance(module, types.ModuleType):
+        continue
+    for key, value in list(vars(module).items()):
+        if mine(value):
+            state.add(f"{name}:{key}")
+        if isinstance(value, type) and value.__module__ == name:
+            state |= {f"{name}:{value.__qualname__}.{each}" for each, raw in list(vars(value).items()) if mine(raw)}
+print("STATE" + json.dumps(sorted(state)))
+sys.stdout.flush()
+import io, contextlib
+from megatron.training import arguments
+sys.argv = ["pretrain.py", *PLAIN.split(), "--transformer-impl", "transformer_engine"]
+arguments.validate_args(arguments.parse_args())
+"""
+
+
+EVERY_ORDER = pytest.mark.parametrize("order", matrix.only(["adaptor_first", "after_importers_by_value"], [*ORDERS]))
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory):
+    """For each order of imports, in a process of its own: the patched places, and how a refused run ends."""
+    folder = tmp_path_factory.mktemp("orders")
+    (folder / "by_value.py").write_text(USER_MODULE)
+    lines = {
+        "ADAPTOR": "import mindspeed_lite.megatron_adaptor",
+        "MEGATRON": "import megatron.training.arguments, megatron.training.yaml_arguments, "
+        "megatron.core.transformer.moe.moe_utils, megatron.core.transformer.torch_norm, "
+        "megatron.core.optimizer.distrib_optimizer",
+    }
+
+    def run(name):
+        text = ORDERS[name]
+        for word, line in lines.items():
+            text = text.replace(word, line)
+        script = folder / f"{name}.py"
+        head = f"import pathlib\nROOT = pathlib.Path({str(ROOT)!r})\nPLAIN = {PLAIN!r}\n"
+        script.write_text(f"{text}\n{head}{PROBE}")
+        path = os.pathsep.join([str(folder), clean_environment()["PYTHONPATH"]])
+        ran = subprocess.run(
+            [sys.executable, str(script)], env=clean_environment(PYTHONPATH=path), capture_output=True, text=True
+        )
+        states = [line for line in ran.stdout.splitlines() if line.startswith("STATE")]
+        assert states, ran.stderr[-3000:]
+        return set(json.loads(states[0].removeprefix("STATE"))), ran
+
+    return functools.cache(run)
+
+
+@EVERY_ORDER
+def test_the_import_line_may_stand_anywhere(orders, order):
+    (reference, _), (state, _) = orders("adaptor_first"), orders(order)
+    assert {"by_value:v", "by_value:m", "megatron.training.arguments:validate_args"} <= reference
+    assert "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__" in reference
+    assert state ^ reference == set()
+
+
+@EVERY_ORDER
+def test_a_refused_flag_ends_the_run_whatever_the_order(orders, order):
+    _, ran = orders(order)
+    assert ran.returncode not in (0, None)
+    last = ran.stderr.strip().splitlines()[-1]
+    assert "OptionError: --transformer-impl transformer_engine needs Transformer Engine" in last
+    assert "applied" not in ran.stdout
+
+
+def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
+    code = textwrap.dedent("""
+        import time
+        import torch
+        # Of this process alone: others may run beside it.
+        start = time.process_time()
+        import mindspeed_lite.megatron_adaptor
+        print(time.process_time() - start)
+        import sys
+        assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+    """)
+    seconds = []
+    for _ in range(3):
+        ran = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        seconds.append(float(ran.stdout))
+    assert min(seconds) <= 0.2, seconds
+
+
+@forked("torch", MINDSPEED_LITE_DISABLE="1")
+def test_the_variable_makes_the_import_line_do_nothing():
+    import torch
+
+    owners = (torch, torch.cuda, torch.Tensor, torch.distributed, torch.random)
+    before, environment = [dict(vars(each)) for each in owners], dict(os.environ)
+    adaptor = __import__("mindspeed_lite.megatron_adaptor", fromlist=["x"])
+    assert adaptor.disabled() and platform.current() is None and dict(os.environ) == environment
+    for owner, names in zip(owners, before, strict=True):
+        assert all(vars(owner).get(name) is value for name, value in names.items())
+    assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
+    assert "mindspeed_lite.patches._shared.arguments" not in sys.modules
+    for value, off in (("", False), ("0", False), ("false", False), ("No", False), ("1", True), ("yes", True)):
+        os.environ["MINDSPEED_LITE_DISABLE"] = value
+        assert adaptor.disabled() is off, value
+
+
+def test_this_process_was_left_alone():
+    """Everything above runs elsewhere; a test that changes torch for all the others would show here."""
+    assert platform.current() is None and "mindspeed_lite.megatron_adaptor" not in sys.modules
+    assert Path(mindspeed_lite.__file__).parents[1] == ROOT
+
+
+@forked("megatron")
+def test_a_feature_that_only_sets_arguments_is_skipped_where_nothing_sets_them():
+    host_args = {"num_experts": 8, "tensor_model_parallel_size": 2, "expert_model_parallel_size": 1}
+    entry = next(
+        each
+        for each in mindspeed_lite.enable(moe_tp_extend_ep=True, host_args=host_args).entries
+        if each.feature == "moe_tp_extend_ep"
+    )
+    assert entry.status == "skipped" and "expert_model_parallel_size = 2" in entry.reasons[0] and not entry.arguments
+    mindspeed_lite.disable()
+    host_args |= {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2}
+    with pytest.raises(PlanError, match="strict mode"):
+        mindspeed_lite.enable(moe_tp_extend_ep=True, strict=True, host_args=host_args)

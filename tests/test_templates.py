@@ -1,0 +1,119 @@
+"""templates/, instantiated in a copy of the repository: their files alone make what all tools see."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests.harness import matrix
+
+ROOT = Path(__file__).resolve().parents[1]
+NAME = "quick_gelu"
+# With a line in CHANGELOG.md that is the eighth.
+MOST_FILES = 7
+
+JUDGE = f"""
+from mindspeed_lite.bench.selftest import numerics, speed, worker
+checks = [check for check in [*numerics.checks("cpu", True), *speed.checks("cpu", True)] if "{NAME}" in check.name]
+assert [check.group for check in checks] == ["numerics"] * 5 + ["speed"], checks
+for line in map(worker.run, checks):
+    assert line["status"] == "ok", line
+"""
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the repository with the template's operator in it."""
+    root = tmp_path_factory.mktemp("checkout")
+    for name in ("mindspeed_lite", "patches", "tests", "docs", "tools"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "benchmarks"))
+    for name in ("pyproject.toml", "README.md", "setup.py"):
+        shutil.copy(ROOT / name, root / name)
+    if (ROOT / ".npu").is_dir():
+        (root / ".npu").symlink_to(ROOT / ".npu")
+    made = python(ROOT, "templates/new.py", "operator", NAME, "--root", root).stdout.split()
+    assert len(made) <= MOST_FILES
+    return root
+
+
+def python(root: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs Python in `root` with its package; an exit status other than 0 fails."""
+    ran = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root), "MINDSPEED_LITE_ALLOCATOR": "system"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    return ran
+
+
+def test_its_own_tests_and_those_that_walk_all_operators_pass(checkout: Path) -> None:
+    python(checkout, "docs/generate.py")
+    files = ("tests/ops/test_operators.py", "tests/ops/test_npu_cases.py", "tests/bench/test_cases.py")
+    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/ops/test_{NAME}.py", *files, "-k", NAME)
+
+
+def test_bench_ops_times_it(checkout: Path) -> None:
+    arguments = ("--op", NAME, "--shapes", "32x64", "--quick", "--json", "--device", "cpu")
+    report = json.loads(python(checkout, "-m", "mindspeed_lite", "bench-ops", *arguments).stdout)
+    assert [row["case"] for row in report["rows"]] == ["32x64 bf16"] * 2
+    assert all(each["seconds"] > 0 for row in report["rows"] for each in row["contenders"])
+
+
+def test_the_self_test_judges_it(checkout: Path) -> None:
+    python(checkout, "-c", JUDGE)
+
+
+@matrix.whole
+def test_its_calls_of_torch_npu_keep_their_contract(checkout: Path) -> None:
+    if os.environ.get("NPU_CONTRACT") not in ("1", "auto") or not (ROOT / ".npu").is_dir():
+        pytest.skip("needs torch_npu in .npu: make test-npu")
+    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/npu_contract", "-k", NAME)
+
+
+def test_it_is_not_written_over_and_its_name_is_a_name(checkout: Path) -> None:
+    for name, word in ((NAME, "exists already"), ("Quick-GELU", "lower-case")):
+        with pytest.raises(AssertionError, match=word):
+            python(ROOT, "templates/new.py", "operator", name, "--root", checkout)
+
+
+FEATURE = "quick_divide"
+# With a line in CHANGELOG.md that is the fourth.
+MOST_FEATURE_FILES = 3
+
+
+def test_a_feature_is_its_files_and_what_is_generated_from_them(checkout: Path) -> None:
+    made = python(ROOT, "templates/new.py", "feature", FEATURE, "--root", checkout).stdout.split()
+    assert len(made) <= MOST_FEATURE_FILES
+    release, site = metadata.version("megatron-core"), sysconfig.get_path("purelib")
+    tables = ("--package", "mindspeed_lite.patches", "--out", "patches/fingerprints.json")
+    python(checkout, "-m", "tools.fingerprints", *tables, "--root", f"{release}={site}")
+    python(checkout, "docs/generate.py")
+    python(
+        checkout,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/test_architecture.py",
+        "--update",
+        "-k",
+        "surface",
+    )
+    walks = ("tests/patches/test_kinds.py", "tests/patches/test_reads.py", f"tests/patches/test_{FEATURE}.py")
+    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", *walks, "tests/test_docs.py", "-k", FEATURE)
+    rules = "one_name or public_surface or every_feature_says"
+    python(checkout, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_architecture.py", "-k", rules)
+    assert "--quick-divide" in (checkout / "README.md").read_text()
+    assert f"features/{FEATURE}.md" in (checkout / "docs" / "index.md").read_text()

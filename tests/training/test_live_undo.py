@@ -1,0 +1,62 @@
+"""Undo on live models: every feature of the catalogue is on in a training that began without it, or goes on without it.
+
+`tests.harness.live_undo` trains and compares; a feature that is new is found and trained in the first layout it fits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite import runtime
+from tests.harness import checkouts, live_undo, matrix
+from tests.harness.training import Trainer
+
+
+def faults(trainer: Trainer, layout: str, features: list[str], out: Path) -> dict[str, list[str]]:
+    """What did not hold, by rank and feature."""
+    ranks = live_undo.LAYOUTS[layout][0]
+    script = str(Path(live_undo.__file__))
+    trainer.run(
+        entry="script",
+        arm="device",
+        nproc=ranks,
+        before="tests.harness.live_undo:before",
+        timeout=600,
+        argv=[script, str(out), layout, *features],
+    ).check()
+    found = {rank: json.loads((out / f"{rank}.json").read_text()) for rank in range(ranks)}
+    assert all([*each] == features for each in found.values())
+    return {
+        f"{feature} on rank {rank}": texts for rank, each in found.items() for feature, texts in each.items() if texts
+    }
+
+
+@pytest.mark.parametrize("layout", live_undo.LAYOUTS)
+def test_a_model_trains_on_as_if_no_feature_had_ever_been(
+    trainer: Callable[[str], Trainer], layout: str, tmp_path: Path
+) -> None:
+    features = [each.name for each in runtime.catalogue() if live_undo.layout_of(each) == layout]
+    assert features, "no feature needs this layout"
+    assert faults(trainer(checkouts.installed()), layout, features, tmp_path) == {}
+
+
+@matrix.whole
+@pytest.mark.parametrize("layout", live_undo.LAYOUTS)
+@pytest.mark.parametrize("release", checkouts.ALL)
+def test_so_it_does_in_every_layout_and_release(
+    trainer: Callable[[str], Trainer], release: str, layout: str, tmp_path: Path
+) -> None:
+    features = [each.name for each in runtime.catalogue() if not live_undo.why_not(each, layout)]
+    assert faults(trainer(release), layout, features, tmp_path) == {}
+
+
+def test_what_cannot_be_trained_here_says_why() -> None:
+    reasons = {
+        each.name: live_undo.why_not(each, "tensor") for each in runtime.catalogue() if not live_undo.layout_of(each)
+    }
+    assert [*reasons] == ["moe_tp_extend_ep", "use_ascend_mc2"] and "it swaps nothing" in reasons["moe_tp_extend_ep"]
+    assert reasons["use_ascend_mc2"][0].startswith("the operators are CANN's, for an NPU, and the device is cpu")

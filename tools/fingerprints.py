@@ -1,0 +1,87 @@
+"""Writes or checks a table of fingerprints: what every target looks like in several releases of Megatron.
+
+python -m tools.fingerprints --package mindspeed_lite.patches --root 0.18.2=FOLDER --out patches/fingerprints.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from packaging.version import Version
+
+from mindspeed_lite.engine import Catalogue, EngineError, Feature, FingerprintError, Provide, matches
+from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.engine.source import Fingerprint, fingerprint, reader_of
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.fingerprints",
+        description="Fingerprint every target of the catalogue in several releases of the host.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--package", help="package with one feature a module")
+    source.add_argument("--features", metavar="MODULE:NAME", help="a sequence of features in a module")
+    parser.add_argument(
+        "--root",
+        required=True,
+        action="append",
+        type=_release,
+        metavar="VERSION=DIR",
+        help="a release and the folder that contains its top-level package",
+    )
+    parser.add_argument("--out", required=True, type=Path, help="the table; releases without --root are kept")
+    parser.add_argument("--check", action="store_true", help="compare with the table instead of writing it")
+    options = parser.parse_args(arguments)
+    try:
+        if options.package:
+            features: Iterable[Feature] = Catalogue.load(options.package)
+        else:
+            module, _, name = options.features.partition(":")
+            features = getattr(importlib.import_module(module), name)
+    except (EngineError, ImportError, AttributeError) as error:
+        return _fail([str(error)])
+    patches = [(each, patch) for each in features for patch in each.patches if not isinstance(patch, Provide)]
+    table = Table.load(options.out) if options.out.exists() else Table()
+    problems: list[str] = []
+    for version, root in options.root:
+        reader = reader_of(root)
+        found: dict[str, Fingerprint] = {}
+        for feature, patch in patches:
+            if matches(patch.versions, version) and patch.target not in found:
+                try:
+                    found[patch.target] = fingerprint(reader, patch.target)
+                except FingerprintError as error:
+                    problems.append(f"feature `{feature.name}` at {version}: {error}")
+        if options.check:
+            known = table.entries.get(version, {})
+            changed = sorted(t for t in found.keys() | known.keys() if found.get(t) != known.get(t))
+            problems += [f"`{target}` at {version}: the table is out of date." for target in changed]
+        table.entries[version] = found
+    if problems:
+        return _fail(problems)
+    if not options.check:
+        table.save(options.out)
+    print(f"{len(table.entries)} releases, {sum(map(len, table.entries.values()))} fingerprints")
+    return 0
+
+
+def _release(text: str) -> tuple[str, str]:
+    version, _, root = text.partition("=")
+    if not Path(root or "?").is_dir():
+        raise argparse.ArgumentTypeError(f"`{text}` is not a release and a folder, such as 1.2.0=/path/to/checkout")
+    return str(Version(version)), root
+
+
+def _fail(problems: list[str]) -> int:
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
