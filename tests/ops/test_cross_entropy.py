@@ -264,6 +264,17 @@ def test_the_gradient_takes_the_logits_memory_only_if_nobody_else_has_them() -> 
     assert error(gradient, truth[1]) <= 1e-6
 
 
+def test_what_the_first_call_stands_in_does_not_decide_for_the_later_ones() -> None:
+    counted = loss.of_nobody_else
+    counted.cache_clear()
+    leaf = torch.randn(4, 10, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        cross_entropy(leaf * 1, torch.arange(4)).sum().backward()
+    in_the_way = counted()
+    counted.cache_clear()
+    assert in_the_way == counted()
+
+
 def test_a_leaf_keeps_its_values() -> None:
     logits, target, _ = make(4, 10, torch.float32)
     before = logits.clone()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -141,7 +142,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:
     """Whether what a backward pass found in ctx.saved_tensors has no other reference; `references` counted there."""
-    return bool(references) and references == _of_nobody_else()
+    return bool(references) and references == of_nobody_else()
 
 
 def references(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -155,17 +156,24 @@ def references(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 @functools.cache
-def _of_nobody_else() -> tuple[int, ...]:
-    """What `references` counts for a tensor that only a graph has: a matter of PyTorch's and Python's bookkeeping."""
+def of_nobody_else() -> tuple[int, ...]:
+    """What `references` counts for a tensor that only a graph has: a matter of PyTorch's and Python's bookkeeping.
+
+    Hooks on saved tensors and dispatch modes change the counts. A thread of its own has none of the caller's.
+    """
     _Probe.found = ()
-    with torch.enable_grad():
-        loss = _Probe.apply(torch.ones(2, requires_grad=True) * 2)  # type: ignore[no-untyped-call]
-    loss.backward()
+    probe = threading.Thread(target=_Probe.run)
+    probe.start()
+    probe.join()
     return _Probe.found
 
 
 class _Probe(torch.autograd.Function):
     found: tuple[int, ...] = ()
+
+    @classmethod
+    def run(cls) -> None:
+        cls.apply(torch.ones(2, requires_grad=True) * 2).backward()  # type: ignore[no-untyped-call]
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
