@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-overlap test test-whole test-npu lint format fingerprints docs clean
+.PHONY: help install demo bench bench-overlap test test-whole test-npu lint format fingerprints docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
@@ -19,7 +19,8 @@ help:
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
-	@echo "make docs          regenerate docs/support.md and the tables in README.md"
+	@echo "make docs          regenerate docs/support.md and the marked parts of the pages"
+	@echo "make docs-site     build the documentation site into build/site; warnings are errors"
 
 install: $(VENV)/.installed
 
@@ -73,6 +74,15 @@ fingerprints: .releases/.prepared
 
 docs: install
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/picture.py
+
+$(VENV)/.docs-installed: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
+docs-site: $(VENV)/.docs-installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -26,6 +26,13 @@ THEMES = {
     "memory": "Memory",
     "communication": "Communication",
 }
+# What a reader of README wants each group for.
+PURPOSE = {
+    "Fused operators": "The same mathematics in fewer passes over memory",
+    "Mixture of experts": "One grouped product for all experts of a rank, fused routing and permutation",
+    "Memory": "Smaller optimizer states, weights and activations, or the same ones elsewhere",
+    "Communication": "Collectives behind products, and started when their data is ready",
+}
 
 # What has been shown of a backend, so that its place in a table claims no more.
 STANDING = {
@@ -60,14 +67,46 @@ def by_theme() -> dict[str, list[Feature]]:
     return found
 
 
+def groups() -> list[str]:
+    """README's table of features in groups, with what each group is for."""
+    rows = [
+        (heading, PURPOSE[heading], ", ".join(_page(each, "docs/") for each in found))
+        for heading, found in by_theme().items()
+    ]
+    return table(("Group", "What for", "Features"), rows)
+
+
+def results() -> list[str]:
+    """README's table of measured trainings, from the committed reports, and what was not run."""
+    import picture
+
+    rows = []
+    for row in picture.results():
+        name = str(row["name"])
+        speed = f"{row['speed_ratio']:.2f}x ({row['speed_low']:.2f} to {row['speed_high']:.2f})"
+        memory = f"{row['memory_ratio']:.2f} of {float(row['bytes_off']) / 1e9:.2f} GB"
+        steps = f"{float(row['seconds_off']):.2f} s to {float(row['seconds_on']):.2f} s"
+        link = f"[{name}](docs/benchmarks/cpu/{name}/report.md): {picture.TRAININGS[name]}"
+        rows.append(("CPU", link, steps, speed, memory, str(row["loss"])))
+    rows += [(device, "not run yet", "", "", "", "") for device in ("CUDA", "Ascend NPU")]
+    lines = table(("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory", "Loss"), rows)
+    device = str(picture.results()[0]["device"])
+    return [
+        *lines,
+        "",
+        f"CPU: {device}, Megatron-core 0.19.2, bf16; every feature that `--mindspeed-lite-auto` takes.",
+        "Commands and conditions: [docs/benchmarks/cpu.md](docs/benchmarks/cpu.md).",
+    ]
+
+
 def flags() -> list[str]:
-    """README's table: our general flags, then those of the features, theme by theme."""
+    """The page of flags: our general flags, then those of the features, theme by theme."""
     from mindspeed_lite import runtime
 
     rows = [(_flag(option), "general", option.help) for option in runtime.GENERAL]
     for features in by_theme().values():
         for feature in features:
-            rows += [(_flag(option), _page(feature, "docs/"), option.help) for option in feature.options]
+            rows += [(_flag(option), _page(feature, ""), option.help) for option in feature.options]
     return table(("Flag", "Belongs to", "What it does"), rows)
 
 
@@ -171,7 +210,7 @@ def support() -> str:
         *table(("Backend", "Standing"), [(backend, STANDING[backend]) for backend in standing]),
         "",
         "The device of the tensors chooses the backend; what it cannot do runs on the reference, and the reason is",
-        "said once. `mindspeed-lite features` shows which backends are usable on your machine.",
+        "logged once. `mindspeed-lite features` shows which backends are usable on your machine.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -182,11 +221,25 @@ def with_part(path: Path, name: str, lines: Sequence[str], append: bool = False)
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     if append and begin not in text:
         text = f"{text.rstrip()}\n\n{begin}\n{end}\n"
+    return renewed(text, path, name, lines)
+
+
+def renewed(text: str, path: Path, name: str, lines: Sequence[str]) -> str:
+    """`text` of the page at `path` with the part between its markers renewed."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
         raise SystemExit(f"{path.relative_to(ROOT)} has lost its markers {begin} and {end}")
     return "\n".join([before + begin, *lines, end + after])
+
+
+def with_parts(path: Path, parts: dict[str, list[str]]) -> str:
+    """A page's text with several parts renewed."""
+    text = path.read_text(encoding="utf-8")
+    for name, lines in parts.items():
+        text = renewed(text, path, name, lines)
+    return text
 
 
 def pages() -> dict[Path, str]:
@@ -196,7 +249,8 @@ def pages() -> dict[Path, str]:
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
     found = {
         DOCS / "support.md": support(),
-        front: with_part(front, "flags", flags()),
+        front: with_parts(front, {"results": results(), "groups": groups()}),
+        DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),
         first: with_part(first, "features", index()),
         switched: with_part(switched, "defaults", defaults()),
     }

@@ -23,10 +23,9 @@ DOCS = ROOT / "docs"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
-# Flags in README that are not Megatron's parser's: torchrun's, pip's, and those of our subcommands.
-OTHERS = {"--nproc-per-node", "--no-deps", "--allocator", "--each", "--measure", "--selftest", "--npu-selftest"} | {
-    "--diff"
-}
+FLAGS = DOCS / "flags.md"
+# Flags in README that are not Megatron's parser's: torchrun's and those of our subcommands.
+OTHERS = {"--nproc-per-node", "--selftest", "--diff"}
 
 
 def text(page: Path) -> str:
@@ -82,14 +81,51 @@ def test_every_page_is_in_the_index() -> None:
         assert page.name == "index.md" or f"({page.relative_to(DOCS)})" in index, page
 
 
-def test_flags_in_the_readme_exist() -> None:
+def flags_in(page: Path) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text(page).replace("<!--", "").replace("-->", "")))
+
+
+def test_flags_in_the_readme_and_on_their_page_exist() -> None:
     ours = {option.flag for option in (*runtime.GENERAL, *runtime.catalogue().options())}
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text(README).replace("<!--", "").replace("-->", "")))
-    assert named - OTHERS == ours
-    assert named >= OTHERS, "OTHERS has a flag that README does not name"
+    assert flags_in(FLAGS) - {"--allocator"} == ours
+    assert flags_in(README) - OTHERS <= ours
+    assert flags_in(README) >= OTHERS, "OTHERS has a flag that README does not name"
 
 
-def test_variables_in_the_readme_exist() -> None:
+def test_the_first_screen_of_the_readme_shows_results_and_the_start() -> None:
+    screen = text(README).split("## What it gives")[0]
+    assert len(screen.splitlines()) < 70
+    for part in (
+        "benchmarks/results.png",
+        "95 % interval",
+        "not run yet",
+        "make demo",
+        "import mindspeed_lite.megatron",
+    ):
+        assert part in screen
+
+
+def test_the_picture_shows_committed_reports() -> None:
+    sys.path.insert(0, str(DOCS))
+    try:
+        import picture
+    finally:
+        sys.path.remove(str(DOCS))
+    page = text(README)
+    for row in picture.results():
+        assert f"{row['speed_ratio']:.2f}x" in page and f"(docs/benchmarks/cpu/{row['name']}/report.md)" in page
+
+
+def test_the_site_has_every_page_in_its_navigation() -> None:
+    site = text(ROOT / "mkdocs.yml")
+    for page in DOCS.rglob("*.md"):
+        path = page.relative_to(DOCS)
+        # A folder in the navigation stands for all pages in it.
+        listed = [f": {path}", *(f": {folder}/" for folder in path.parents)]
+        assert any(each in site for each in listed), f"{path} is not in mkdocs.yml"
+
+
+def test_variables_on_their_page_exist() -> None:
     # The first stands in megatron_adaptor.py, which acts when it is imported.
     known = {
         "MINDSPEED_LITE_DISABLE",
@@ -100,7 +136,7 @@ def test_variables_in_the_readme_exist() -> None:
         host.FOLDER_VARIABLE,
     }
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
-    assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(README))) == known
+    assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(FLAGS))) == known
 
 
 @EVERY_PAGE

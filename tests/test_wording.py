@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted(path for room in ("mindspeed_lite", "patches") for path in (ROOT / room).rglob("*.py"))
 IDIOMS = re.compile(
-    r"\b(whoever|nobody|somebody|is said|are said|at odds|found out|the way back|steps? aside|by chance"
+    r"\b(whoever|nobody|somebody|is said|are said|said once|at odds|found out|the way back|steps? aside|by chance"
     r"|in whose stead)\b",
     re.IGNORECASE,
 )
@@ -64,6 +64,15 @@ def test_docstrings_and_comments_use_the_terms_of_the_field(path: Path) -> None:
         assert idioms, f"{name(path)} is rewritten: take it off TO_REWRITE"
     else:
         assert not idioms
+
+
+# Reports under benchmarks/ quote the version that wrote them.
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "benchmarks" not in p.parts)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_pages_use_the_terms_of_the_field(page: Path) -> None:
+    assert not [found.group() for found in IDIOMS.finditer(" ".join(page.read_text(encoding="utf-8").split()))]
 
 
 def test_only_files_that_exist_are_left_to_rewrite() -> None:

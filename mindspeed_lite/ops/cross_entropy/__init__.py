@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary of which these logits may be one slice, for the loss of a language model."""
+"""Cross-entropy over a vocabulary of which these logits may be one shard, for the loss of a language model."""
 
 from __future__ import annotations
 

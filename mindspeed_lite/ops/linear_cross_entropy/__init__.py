@@ -42,7 +42,7 @@ def linear_cross_entropy(
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; the loss: [...] in fp32 (float64
     for float64). `vocab_start`, `vocab_size`, `label_smoothing` and `gather` are those of
-    `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one slice, and
+    `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one shard, and
     the gradient of hidden is what this slice contributes to it.
 
     Logits exist for one chunk of the vocabulary, in hidden's dtype as a linear layer would give them, and twice: the

@@ -1,4 +1,4 @@
-"""The rows of an embedding of which this rank holds a slice, for the embedding layer under tensor parallelism."""
+"""The rows of an embedding of which this rank holds a shard, for the embedding layer under tensor parallelism."""
 
 from __future__ import annotations
 
