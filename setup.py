@@ -18,6 +18,8 @@ TEST = [
     "setuptools>=68",
     "wheel",
 ]
+# What operators are compared with: Triton kernels, and no requirements but torch and triton.
+COMPARE = ["liger-kernel==0.8.5; sys_platform == 'linux'"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
 TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 
@@ -46,8 +48,9 @@ setup(
     extras_require={
         "npu": ["torch-npu"],
         "bench": BENCH,
+        "compare": COMPARE,
         "training": TRAINING,
-        "test": [*TEST, *TRAINING, *BENCH],
+        "test": [*TEST, *TRAINING, *BENCH, *COMPARE],
     },
     entry_points={"console_scripts": ["mindspeed-lite = mindspeed_lite.cli:main"]},
     classifiers=[
