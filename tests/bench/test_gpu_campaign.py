@@ -245,7 +245,9 @@ def test_the_campaign_end_to_end(tmp_path, names):
     assert str(ROOT) not in page and sys.executable not in page
 
 
-def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign, tmp_path, monkeypatch, capsys, sign):
+    terminated = signal.getsignal(signal.SIGTERM)
     parts = [part(tmp_path, what, name=what) for what in ("works", "slow", "breaks")]
     monkeypatch.setattr(gpu, "parts", lambda device, tiny: parts)
     monkeypatch.setattr(gpu, "_describe", lambda device, environment: DESCRIBED)
@@ -255,7 +257,7 @@ def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign,
         while "slow" not in (calls(tmp_path) if (tmp_path / "calls").exists() else []):
             time.sleep(0.05)
         time.sleep(0.3)  # until it waits
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), sign)
 
     before = list(sys.path)
     threading.Thread(target=interrupt).start()
@@ -269,6 +271,7 @@ def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign,
     # The same command goes on: what is complete stays, and a part that breaks is an exit code.
     parts[1] = part(tmp_path, "works", name="slow")
     assert gpu.main(["--out", str(tmp_path / "page")]) == 1
+    signal.signal(signal.SIGTERM, terminated)
     sys.path[:] = before
     assert calls(tmp_path) == ["works", "slow", "works", "breaks"]
     assert "finished in an earlier run" in capsys.readouterr().out
