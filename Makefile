@@ -8,11 +8,12 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-overlap test test-whole test-npu lint format fingerprints docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu lint format fingerprints docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
+	@echo "make bench-gpu     operators and trainings on one GPU, in under 20 minutes (docs/bench.md)"
 	@echo "make bench-overlap communication behind computation on links of chosen speed (about 3 minutes; best as root)"
 	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
@@ -38,6 +39,13 @@ demo: install
 bench: install
 	@PATH="$(CURDIR)/$(BIN):$$PATH" python -m benchmarks
 
+# Downloads nothing: the environment if it is there, else PYTHON or python3 as it is. WHEELS=DIR holds what that lacks,
+# MINUTES=N ends sooner, ONLY="PART ..." chooses; DEVICE=cpu TINY=1 shows that it runs.
+bench-gpu:
+	@python=$(BIN)/python; [ -x $$python ] || python=$(if $(filter file,$(origin PYTHON)),python3,$(PYTHON)); \
+	$$python -m benchmarks.gpu $(if $(DEVICE),--device $(DEVICE)) $(if $(TINY),--tiny) $(if $(WHEELS),--wheels $(WHEELS)) \
+	  $(if $(MINUTES),--minutes $(MINUTES)) $(if $(ONLY),--only $(ONLY))
+
 bench-overlap: install
 	@$(BIN)/python -m benchmarks.overlap --page docs/benchmarks/overlap.md
 
@@ -51,7 +59,7 @@ lint: .releases/.prepared
 	$(BIN)/mypy
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES) --check
-	$(BIN)/python -m tools.fingerprints $(DEVICE) $(RELEASES) --check
+	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES) --check
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 test: PART = -m "not whole"
@@ -64,13 +72,13 @@ test-npu: install
 	NPU_CONTRACT=1 $(BIN)/python -m pytest tests/npu_contract
 
 FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
-DEVICE = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
+PLATFORM = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
 RELEASES = --root 0.16.1=.releases/0.16.1 --root 0.17.1=.releases/0.17.1 --root 0.18.2=.releases/0.18.2 \
   --root 0.19.2=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2>/dev/null)
 
 fingerprints: .releases/.prepared
 	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES)
-	$(BIN)/python -m tools.fingerprints $(DEVICE) $(RELEASES)
+	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES)
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -18,6 +18,8 @@ TEST = [
     "setuptools>=68",
     "wheel",
 ]
+# What operators are compared with: Triton kernels, and no requirements but torch and triton.
+COMPARE = ["liger-kernel==0.8.5; sys_platform == 'linux'"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
 TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 
@@ -47,8 +49,9 @@ setup(
         "npu": ["torch-npu"],
         "bench": BENCH,
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.10"],
+        "compare": COMPARE,
         "training": TRAINING,
-        "test": [*TEST, *TRAINING, *BENCH],
+        "test": [*TEST, *TRAINING, *BENCH, *COMPARE],
     },
     entry_points={"console_scripts": ["mindspeed-lite = mindspeed_lite.cli:main"]},
     keywords="megatron-lm megatron-core training ascend npu cuda fused-kernels mixture-of-experts",

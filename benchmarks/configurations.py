@@ -50,10 +50,18 @@ DENSE = (
     "use_fused_cross_entropy,gradient_accumulation_fusion"
 )
 _TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-_MOE = (
-    "--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall "
-    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
-)
+
+
+def _moe(experts: int, parallel: int) -> str:
+    return (
+        f"--num-experts {experts} --moe-router-topk 2 --expert-model-parallel-size {parallel} "
+        "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2"
+    )
+
+
+# Off in float32 would not fit beside these.
+_ORDER = "--rounding-baseline order"
+_TINY = "--features use_fused_rmsnorm --repeats 1 --warmup 1 --steps 2 --no-profile --rounding-baseline none"
 
 CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
     "cpu": (
@@ -72,27 +80,35 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
         ),
         Configuration(
             "moe-small", "4 layers, hidden 512, 8 experts, top 2, expert parallel over 2", 2,
-            f"{_model(4, 512, 704, 8, 512, 8192, 4)} {_MOE}", "--all --repeats 3 --warmup 2 --steps 6",
+            f"{_model(4, 512, 704, 8, 512, 8192, 4)} {_moe(8, 2)}", "--all --repeats 3 --warmup 2 --steps 6",
         ),
         Configuration(
             "long", "2 layers, hidden 1024, sequence 4096", 1,
             _model(2, 1024, 2816, 16, 4096, 32768, 1), "--all --repeats 3 --warmup 1 --steps 3",
         ),
     ),
-    "cuda": (
+    # For one device of 80 GB: off keeps every score of the attention, which bounds layers and length.
+    "gpu": (
         Configuration(
-            "dense-medium", "24 layers, hidden 2048, sequence 4096, vocabulary 32,768", 1,
-            _model(24, 2048, 5632, 16, 4096, 32768, 4), "--each --repeats 3 --warmup 5 --steps 15",
+            "dense", "12 layers, hidden 2048, sequence 4096, vocabulary 32,768", 1,
+            _model(12, 2048, 5632, 16, 4096, 32768, 4), "--all --repeats 2 --warmup 3 --steps 8",
         ),
         Configuration(
-            "moe-small", "8 layers, hidden 2048, 8 experts, top 2, one device", 1,
-            f"{_model(8, 2048, 1408, 16, 4096, 32768, 4)} "
-            f"{_MOE.replace('--expert-model-parallel-size 2', '--expert-model-parallel-size 1')}",
-            "--all --repeats 3 --warmup 5 --steps 15",
+            "moe", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", 1,
+            f"{_model(8, 2048, 1408, 16, 4096, 32768, 4)} {_moe(8, 1)}",
+            f"--all --repeats 2 --warmup 3 --steps 8 {_ORDER}",
         ),
         Configuration(
-            "long", "8 layers, hidden 2048, sequence 16,384", 1,
-            _model(8, 2048, 5632, 16, 16384, 32768, 1), "--all --repeats 3 --warmup 5 --steps 15",
+            "long", "4 layers, hidden 2048, sequence 8192", 1,
+            _model(4, 2048, 5632, 16, 8192, 32768, 2), f"--all --repeats 2 --warmup 3 --steps 8 {_ORDER}",
         ),
+    ),
+    # Whether the campaign on a GPU runs, on any device.
+    "tiny": (
+        Configuration("dense", "1 layer, hidden 64, sequence 32", 1, _model(1, 64, 128, 2, 32, 128, 1), _TINY),
+        Configuration(
+            "moe", "1 layer, hidden 64, 4 experts, top 2", 1, f"{_model(1, 64, 64, 2, 32, 128, 1)} {_moe(4, 1)}", _TINY
+        ),
+        Configuration("long", "1 layer, hidden 64, sequence 256", 1, _model(1, 64, 128, 2, 256, 128, 1), _TINY),
     ),
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """Run the standing configurations through `mindspeed-lite bench` and write the page that shows them.
 
-    python -m benchmarks [--device cpu|cuda] [--only NAME ...] [--page docs/benchmarks/cpu.md]
+    python -m benchmarks [--only NAME ...] [--page docs/benchmarks/cpu.md]
 
 Reports and plots go to the folder beside the page, logs to .bench/. A configuration that is not run keeps what the
-folder holds of it. `--only operators` runs `mindspeed-lite bench-ops` instead.
+folder holds of it. `--only operators` runs `mindspeed-lite bench-ops` instead. On a GPU: `python -m benchmarks.gpu`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OPERATORS = "operators"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run and write; the exit code is that of the worst benchmark."""
     options = _parser().parse_args(arguments)
-    page = Path(options.page).absolute() if options.page else ROOT / "docs" / "benchmarks" / f"{options.device}.md"
+    page = Path(options.page).absolute() if options.page else ROOT / "docs" / "benchmarks" / "cpu.md"
     kept = page.with_suffix("")
     kept.mkdir(parents=True, exist_ok=True)
-    chosen = CONFIGURATIONS[options.device]
+    chosen = CONFIGURATIONS["cpu"]
     # Commands and paths in reports are relative to it.
     os.chdir(ROOT)
     code = 0
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not options.only or configuration.name in options.only:
             code = max(code, _measure(configuration, kept / configuration.name))
     if options.only and OPERATORS in options.only:
-        code = max(code, _measure_operators(options.device, kept / OPERATORS))
-    page.write_text(_page(chosen, kept, options.device))
+        code = max(code, _measure_operators(kept / OPERATORS))
+    page.write_text(page_of(chosen, kept))
     print(f"wrote {page}")
     return code
 
@@ -49,10 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__.splitlines()[0] if __doc__ else ""
     )
-    parser.add_argument("--device", choices=tuple(CONFIGURATIONS), default="cpu")
-    names = sorted({each.name for row in CONFIGURATIONS.values() for each in row} | {OPERATORS})
+    names = [*(each.name for each in CONFIGURATIONS["cpu"]), OPERATORS]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
-    parser.add_argument("--page", metavar="FILE", help="the page to write (default docs/benchmarks/DEVICE.md)")
+    parser.add_argument("--page", metavar="FILE", help="the page to write (default docs/benchmarks/cpu.md)")
     return parser
 
 
@@ -78,13 +77,13 @@ def _measure(configuration: Configuration, kept: Path) -> int:
     return code
 
 
-def _measure_operators(device: str, kept: Path) -> int:
+def _measure_operators(kept: Path) -> int:
     from mindspeed_lite.cli import main as mindspeed_lite
 
     scratch = SCRATCH / OPERATORS
     shutil.rmtree(scratch, ignore_errors=True)
     print(f"== {OPERATORS}", flush=True)
-    code = mindspeed_lite(["bench-ops", "--device", device, "--out", os.path.relpath(scratch)])
+    code = mindspeed_lite(["bench-ops", "--device", "cpu", "--out", os.path.relpath(scratch)])
     if (scratch / "report.json").is_file():
         _keep(scratch, kept)
     return code
@@ -99,18 +98,19 @@ def _keep(scratch: Path, kept: Path) -> None:
             shutil.copy(path, kept / path.name)
 
 
-def _page(configurations: Sequence[Configuration], kept: Path, device: str) -> str:
+def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
+    """The page of the reports in the folder."""
     reports = {
         each.name: json.loads(path.read_text())
         for each in configurations
         if (path := kept / each.name / "report.json").is_file()
     }
     if not reports:
-        return f"# Benchmarks: {device}\n\nNothing has been measured yet.\n"
+        return "# Benchmarks: cpu\n\nNothing has been measured yet.\n"
     first = next(iter(reports.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["environment"]["versions"].items())
     lines = [
-        f"# Benchmarks: {device}",
+        "# Benchmarks: cpu",
         "",
         f"Measured with `make bench` on {first['environment']['device']}; {versions}.",
         "Both arms use the same allocator, threads and data; off is Megatron as it is (on the CPU with the device",
@@ -170,15 +170,16 @@ def _rows(configuration: Configuration, report: Mapping[str, Any], folder: str) 
             ", ".join(arms[row["arm"]]["features"]) or row["arm"],
             f"{off['step_seconds'] * 1e3:,.0f} ms",
             f"{on['step_seconds'] * 1e3:,.0f} ms",
-            _interval(row["speed"]),
-            f"{_interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
+            interval(row["speed"]),
+            f"{interval(row['memory'])} of {wording.size(off['peak_memory_bytes'])}",
             row["loss"]["verdict"],
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
-def _interval(found: Mapping[str, Any] | None) -> str:
+def interval(found: Mapping[str, Any] | None) -> str:
+    """A ratio with its interval, as far as they are known."""
     if found is None:
         return "-"
     if found["low"] is None:

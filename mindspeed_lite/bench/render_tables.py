@@ -141,7 +141,8 @@ def _case_rows(row: Json, compare: bool) -> list[list[str]]:
     for contender in items(row, "contenders"):
         name = plain(dig(contender, "name")) or "?"
         if dig(contender, "error"):
-            cells = [name, "did not run", *[UNKNOWN] * 4]
+            differs = "does not agree" in plain(dig(contender, "error"))
+            cells = [name, "results differ" if differs else "did not run", *[UNKNOWN] * 4]
         else:
             cells = [
                 name,

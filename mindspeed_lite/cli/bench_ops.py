@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 PROGRAM = "mindspeed-lite bench-ops"
 
 DTYPES = ("bf16", "fp16", "fp32", "fp64")
+# A peer as --against takes it -> the module that shows that it is installed, and how to install it.
+PEERS = {
+    "liger": ("liger_kernel", "pip install 'mindspeed-lite[compare]'"),
+    "flash_attn": ("flash_attn", "pip install flash-attn"),
+    "transformer_engine": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
+    "apex": ("fused_weight_gradient_mlp_cuda", "build NVIDIA Apex with its C++ extensions"),
+}
 
 
 class _UsageError(Exception):
@@ -77,6 +84,13 @@ def _parser() -> terminal.Parser:
     )
     parser.add_argument("--device", choices=("cpu", "cuda", "npu"), help="default: the one a training run would take")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        choices=tuple(PEERS),
+        metavar="PEER",
+        help=f"these peers ({', '.join(PEERS)}), which must be there; default: on a GPU those installed",
+    )
     parser.add_argument("--out", metavar="DIR", help="write report.json, report.md, report.html and plots there")
     parser.add_argument("--compare", metavar="FILE", help="an earlier report.json; a regression is exit code 1")
     parser.add_argument("--quick", action="store_true", help="a small case of each, few rounds, no torch.compile")
@@ -128,6 +142,7 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
     except platform.DeviceError as error:
         raise _UsageError(f"--device: {error}" if options.device else error) from error
     dtype = ceiling.DTYPES[options.dtype]
+    _check_peers(options, device.name)
     chosen = _cases(options, device.name, dtype)
     try:
         before = None if options.compare is None else earlier.load(options.compare)
@@ -157,6 +172,15 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
         )
 
 
+def _check_peers(options: argparse.Namespace, device: str) -> None:
+    for peer in options.against or ():
+        module, remedy = PEERS[peer]
+        if importlib.util.find_spec(module) is None:
+            raise _UsageError(f"--against {peer}: it is not installed: {remedy}")
+        if device != "cuda":
+            raise _UsageError(f"--against {peer}: its kernels need a CUDA device, and this is {device}; leave it out")
+
+
 def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[BoundCase]:
     from mindspeed_lite.bench import operators
 
@@ -164,13 +188,16 @@ def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[BoundCa
     for name, texts in options.chosen.items():
         for text in cases(name).shapes(device, options.quick) if texts is None else texts:
             try:
-                case = operators.case(name, text, device, dtype)
+                case = operators.case(name, text, device, dtype, options.against)
             except ValueError as error:
                 raise _UsageError(f"--shapes: {text!r} is no shape of {name}: {error}") from error
             if options.quick:
                 # Compiling takes longer than everything else together.
                 case = case.only(*(each.name for each in case.contenders if each.name != operators.COMPILED))
             found[name, case.name] = case
+    for peer in options.against or ():
+        if not any(each.name == peer for case in found.values() for each in case.contenders):
+            raise _UsageError(f"--against {peer}: it has none of these operators: {', '.join(options.chosen)}")
     return list(found.values())
 
 

@@ -61,7 +61,7 @@ class Contender:
     path: `module:function`; a module without a dot is a file of the operator's folder.
     options: the function is called with the case's inputs and these keyword arguments.
     from_case: `path` is called with the case instead, and returns the function of the inputs.
-    package: a peer, listed on a GPU where this package is installed.
+    package: a peer, listed on a GPU where this package is installed. What it makes of a case may be an `OwnLayout`.
     compiled: under torch.compile.
     """
 
@@ -161,6 +161,24 @@ def sizes(text: str, syntax: str, example: str) -> tuple[int, ...]:
     if match is None:
         raise ValueError(f"want {syntax} with {'both' if count == 2 else 'all'} at least 1, for example {example}")
     return tuple(map(int, match.groups()))
+
+
+@dataclass(frozen=True)
+class OwnLayout:
+    """A function of a case's inputs by a library that wants them in another layout, or writes over them.
+
+    arrange: the case's inputs -> its own, as copies; not timed, as a model made for the library has them so.
+    call: these -> a tensor, or several; timed. restore: what `call` gives -> the case's output; not timed.
+    note: what is left out of its time, for the report.
+    """
+
+    arrange: Callable[..., tuple[torch.Tensor, ...]]
+    call: Callable[..., Any]
+    note: str
+    restore: Callable[[Any], torch.Tensor] = lambda output: output
+
+    def __call__(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.restore(self.call(*self.arrange(*inputs)))
 
 
 def contenders(ours: Contender, plain: Contender, *others: Contender) -> tuple[Contender, ...]:

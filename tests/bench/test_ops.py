@@ -168,6 +168,39 @@ def test_a_ceiling_that_is_higher_at_the_end_is_the_one_that_counts(monkeypatch)
     assert ours["of_ceiling"] == pytest.approx(ours["bytes_per_second"] / 3e10)
 
 
+def test_the_ceiling_of_a_row_is_measured_beside_its_operator(monkeypatch):
+    found = iter([ceiling.Ceiling(1e11, bandwidth, "measured") for bandwidth in (1e10, 3e10, 2e10)])
+    monkeypatch.setattr(ceiling, "measure", lambda device, dtype: next(found))
+    cases = [tiny(), replace(tiny(), operator="triple")]
+    report = run.run([replace(each, both=None) for each in cases], CPU, torch.float32, FAST)
+    assert [row["ceiling_per_second"] for row in report["rows"]] == [3e10, 3e10]
+    found = iter([ceiling.Ceiling(1e11, bandwidth, "measured") for bandwidth in (1e10, 2e10, 3e10)])
+    report = run.run([replace(each, both=None) for each in cases], CPU, torch.float32, FAST)
+    assert [row["ceiling_per_second"] for row in report["rows"]] == [2e10, 3e10]
+    assert report["ceiling"]["bytes_per_second"] == 3e10
+
+
+def test_a_library_with_a_layout_of_its_own_is_timed_in_it():
+    seen = []
+
+    def call(left, right):
+        seen.append((left.requires_grad, right.requires_grad))
+        return left * 2, right * 2
+
+    function = operators.OwnLayout(lambda x: (x[:2].clone(), x[2:].clone()), call, "two parts", torch.cat)
+    report = measured(Runner("parts", lambda: function))
+    assert [contender(report, "parts", row)["error"] for row in (0, 1)] == [None, None]
+    # Compared without and with gradients; forward without, and both with gradients.
+    assert seen[:2] == [(False, False), (True, True)] and {(False, False), (True, True)} == set(seen[2:])
+    notes = [each["text"] for each in report["findings"] if "parts" in each["text"]]
+    assert notes[0] == "parts in double, not part of its time: two parts"
+    wrong = replace(function, restore=lambda parts: torch.cat(parts[::-1]))
+    assert "does not agree" in contender(measured(Runner("parts", lambda: wrong)), "parts")["error"]
+    full = replace(function, arrange=lambda x: (x.clone(),) if x.requires_grad else 1 / 0, call=lambda x: 2 * x,
+                   restore=lambda x: x)  # fmt: skip
+    assert "ZeroDivisionError" in contender(measured(Runner("parts", lambda: full)), "parts")["error"]
+
+
 def test_the_nearer_ceiling_is_the_bound():
     case = replace(tiny(), forward=Work(32, 10**9))
     report = run.run([case], CPU, torch.float32, FAST)
@@ -191,7 +224,7 @@ def test_being_slower_than_plain_torch_is_a_warning():
 
 def test_an_interruption_leaves_what_is_finished():
     def interrupt(done, total, what):
-        if done == 2:
+        if done == 1:
             raise KeyboardInterrupt
 
     cases = [tiny(), replace(tiny(), name="5"), replace(tiny(), name="6")]
@@ -307,6 +340,7 @@ def test_comparing_with_oneself_and_with_someone_faster(tmp_path, capsys):
         (["--op", "rms_norm", "--shapes", "attention:s=1,n=1,d=1"], ["not among the --op"]),
         (["--shapes", "atention:s=1,n=1,d=1"], ["did you mean attention?"]),
         (["--device", "cuda"], ["--device", "no CUDA"]),
+        (["--device", "cpu", "--against", "apex"], ["--against apex", "not installed", "build NVIDIA Apex"]),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_measured(arguments, words, capsys, monkeypatch):
@@ -315,6 +349,34 @@ def test_bad_input_is_one_line_before_anything_is_measured(arguments, words, cap
     assert bench_ops.main(arguments) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and all(word in said for word in words), said
+
+
+def test_peers_that_were_asked_for_must_be_there_and_have_the_operators(capsys, monkeypatch):
+    declared = {
+        (each.name, each.package)
+        for name in OPERATORS
+        for text in cases(name).accelerator
+        for each in cases(name).case(text, "cuda", "bf16").contenders
+        if each.package
+    }
+    assert declared == {(name, module) for name, (module, _) in bench_ops.PEERS.items()}
+    missing = ["--device", "cpu", "--op", "adamw", "--against", "liger"]
+    monkeypatch.setattr(bench_ops.importlib.util, "find_spec", lambda name: None if name == "liger_kernel" else name)
+    assert bench_ops.main(missing) == 2
+    assert "--against liger: it is not installed: pip install 'mindspeed-lite[compare]'" in capsys.readouterr().err
+    monkeypatch.setattr(bench_ops.importlib.util, "find_spec", lambda name: name)
+    assert bench_ops.main(missing) == 2 and "need a CUDA device, and this is cpu" in capsys.readouterr().err
+    options = bench_ops._parser().parse_args(["--op", "adamw", "--against", "liger"])
+    bench_ops._check_operators(options)
+    with pytest.raises(bench_ops._UsageError, match="--against liger: it has none of these operators: adamw"):
+        bench_ops._cases(options, "cuda", torch.bfloat16)
+    options.op = ["adamw", "rms_norm"]
+    bench_ops._check_operators(options)
+    found = {
+        each.operator: [one.name for one in each.contenders]
+        for each in bench_ops._cases(options, "cuda", torch.bfloat16)
+    }
+    assert found["rms_norm"][3:] == ["liger"] and "liger" not in found["adamw"]
 
 
 def test_an_unwritable_folder_is_said_before_anything_is_measured(tmp_path, capsys, monkeypatch):

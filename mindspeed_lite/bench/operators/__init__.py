@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +13,21 @@ import torch
 
 from mindspeed_lite.ops import case as declared
 from mindspeed_lite.ops import discovery
-from mindspeed_lite.ops.case import COMPILED, OURS, TORCH, Work
+from mindspeed_lite.ops.case import COMPILED, OURS, TORCH, OwnLayout, Work
 
-__all__ = ["COMPILED", "OURS", "TORCH", "BoundCase", "Runner", "Work", "bind", "case", "dtype_name", "variants"]
+__all__ = [
+    "COMPILED",
+    "OURS",
+    "TORCH",
+    "BoundCase",
+    "OwnLayout",
+    "Runner",
+    "Work",
+    "bind",
+    "case",
+    "dtype_name",
+    "variants",
+]
 
 
 @dataclass(frozen=True)
@@ -52,9 +64,9 @@ class BoundCase:
         return replace(self, contenders=tuple(each for each in self.contenders if each.name in names))
 
 
-def case(operator: str, text: str, device: str, dtype: torch.dtype) -> BoundCase:
-    """The case of a text as --shapes takes it; ValueError says what is wrong with the text."""
-    return bind(discovery.cases(operator).case(text, device, dtype_name(dtype)))
+def case(operator: str, text: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None) -> BoundCase:
+    """The case of a text as --shapes takes it; ValueError says what is wrong with the text. peers: as `bind`."""
+    return bind(discovery.cases(operator).case(text, device, dtype_name(dtype)), peers)
 
 
 def variants(operator: str, device: str, dtype: torch.dtype) -> list[BoundCase]:
@@ -62,10 +74,19 @@ def variants(operator: str, device: str, dtype: torch.dtype) -> list[BoundCase]:
     return [bind(each) for each in discovery.cases(operator).variants(device, dtype_name(dtype))]
 
 
-def bind(found: declared.Case) -> BoundCase:
-    """The case with the code that it names; nothing is imported yet."""
+def bind(found: declared.Case, peers: Collection[str] | None = None) -> BoundCase:
+    """The case with the code that it names; nothing is imported yet.
+
+    peers: the names of those to list, wherever they may run; None: on a GPU those that are installed.
+    """
     on_gpu = found.device == "cuda"
-    listed = [each for each in found.contenders if not each.package or (on_gpu and _is_installed(each.package))]
+
+    def is_listed(each: declared.Contender) -> bool:
+        if not each.package:
+            return True
+        return each.name in peers if peers is not None else on_gpu and _is_installed(each.package)
+
+    listed = [each for each in found.contenders if is_listed(each)]
     return BoundCase(
         operator=found.operator,
         name=found.name,

@@ -38,8 +38,10 @@ def own(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def output_gradient(out: torch.Tensor) -> torch.Tensor:
     """The gradient to send back through `out`: random, the same for all contenders."""
-    generator = torch.Generator().manual_seed(2)
-    return torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
+    # On a GPU by the GPU: a large one takes the host seconds.
+    device = out.device if out.device.type == "cuda" else torch.device("cpu")
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randn(out.shape, generator=generator, device=device).to(out.device, out.dtype)
 
 
 def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> str | None:

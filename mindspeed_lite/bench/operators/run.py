@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.bench import ceiling, compose, environment, timing
-from mindspeed_lite.bench.operators import OURS, BoundCase, Work, dtype_name, earlier, equivalence
+from mindspeed_lite.bench.operators import OURS, BoundCase, OwnLayout, Work, dtype_name, earlier, equivalence
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import Device
 
@@ -61,24 +61,34 @@ def run(
     unsubscribe = dispatch.on_fallback(
         lambda op, backend, reasons: _find(findings, "note", _fallback(op, backend, reasons))
     )
+    # What the rows of an operator are held against: measured before and after it, and the higher counts. A machine is
+    # not equally fast all the time.
+    beside: dict[str, Mapping[str, Any] | None] = {}
+
+    def look_up(*operators: str) -> None:
+        reached = asdict(ceiling.measure(device.name, dtype))
+        report["ceiling"] = compose.higher_ceiling(report["ceiling"], reached)
+        beside.update({name: compose.higher_ceiling(beside.get(name), reached) for name in operators})
+
     try:
-        tell(0, len(cases) + 1, "ceiling: a large matmul and a large copy")
-        report["ceiling"] = asdict(ceiling.measure(device.name, dtype))
-        for number, case in enumerate(cases, 1):
-            tell(number, len(cases) + 1, f"{case.operator} {case.name}")
-            rows += measure(case, effort)
+        last = ""
+        for number, case in enumerate(cases):
+            if case.operator != last:
+                tell(number, len(cases), "ceiling: a large matmul and a large copy")
+                look_up(case.operator, *filter(None, [last]))
+                last = case.operator
+            tell(number, len(cases), f"{case.operator} {case.name}")
+            rows += measure(case, effort, findings)
         report["complete"] = True
-        # Again, and the most counts: a machine is not equally fast all the time.
         with contextlib.suppress(Exception):  # such as no room left on a device; the first measurement stands
-            again = asdict(ceiling.measure(device.name, dtype))
-            report["ceiling"] = compose.higher_ceiling(report["ceiling"], again)
+            look_up(last)
     except KeyboardInterrupt:
         done = len({(row["operator"], row["case"]) for row in rows})
         _find(findings, "warning", f"interrupted after {done} of {len(cases)} cases")
     finally:
         unsubscribe()
     for row in rows:
-        relate(row, report["ceiling"])
+        relate(row, beside[row["operator"]] or report["ceiling"])
         if before is not None:
             row["earlier"] = earlier.judge(row, report["ceiling"], before)
         _judge(row, findings)
@@ -88,8 +98,10 @@ def run(
     return report
 
 
-def measure(case: BoundCase, effort: timing.Effort) -> list[dict[str, Any]]:
-    """The rows of one case, a direction each, not yet related to a ceiling."""
+def measure(
+    case: BoundCase, effort: timing.Effort, findings: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """The rows of one case, a direction each, not yet related to a ceiling; what is not timed goes to `findings`."""
     errors: dict[str, str] = {}
     functions: dict[str, equivalence.Function] = {}
     inputs: tuple[torch.Tensor, ...] = ()
@@ -99,9 +111,17 @@ def measure(case: BoundCase, effort: timing.Effort) -> list[dict[str, Any]]:
         functions, gradient = _equivalent(case, inputs, errors)
     except Exception as error:  # the inputs alone may be too large for the device
         errors = {contender.name: timing.said(error) for contender in case.contenders}
+    for name, function in functions.items():
+        if findings is not None and isinstance(function, OwnLayout):
+            _find(findings, "note", f"{name} in {case.operator}, not part of its time: {function.note}")
     rows = []
     for direction in DIRECTIONS if case.both is not None else (FORWARD,):
-        steps = {name: _step(function, inputs, gradient, direction) for name, function in functions.items()}
+        steps: dict[str, Callable[[], object]] = {}
+        for name, function in functions.items():
+            try:
+                steps[name] = _step(function, inputs, gradient, direction)
+            except Exception as error:  # no room for inputs of its own
+                errors[name] = timing.said(error)
         with torch.set_grad_enabled(direction == BOTH):
             timed, failed = timing.race(steps, effort, ceiling.synchronizer(case.device))
         rows.append(_row(case, direction, timed, errors | failed))
@@ -141,9 +161,25 @@ def _step(
     function: equivalence.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, direction: str
 ) -> Callable[[], object]:
     """One call. Gradients are returned, not accumulated, so that nothing has to be cleared between calls."""
+    if isinstance(function, OwnLayout):
+        return _step_of_own(function, inputs, direction)
     if direction == FORWARD:
         return lambda: function(*inputs)
     return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
+
+
+def _step_of_own(function: OwnLayout, inputs: Sequence[torch.Tensor], direction: str) -> Callable[[], object]:
+    """One call on the library's own inputs, made here; what it writes over them changes numbers, not the work."""
+    own = function.arrange(*(each.detach() for each in inputs))
+    if direction == FORWARD:
+        return lambda: function.call(*own)
+    for each in own:
+        each.requires_grad_()
+    with torch.enable_grad():
+        outputs = function.call(*own)
+    several = outputs if isinstance(outputs, tuple) else (outputs,)
+    gradients = [equivalence.output_gradient(each) for each in several]
+    return lambda: torch.autograd.grad(function.call(*own), own, gradients)
 
 
 def _row(
@@ -162,6 +198,7 @@ def _row(
         "bytes": work.bytes,
         "flops": work.flops,
         "bound": None,
+        "ceiling_per_second": None,
         "contenders": [_contender(contender.name, timed, errors, work) for contender in case.contenders],
         "earlier": None,
     }
@@ -174,6 +211,7 @@ def relate(row: dict[str, Any], reached: Mapping[str, Any]) -> None:
         "compute": row["flops"] / reached["flops_per_second"],
     }
     row["bound"] = "memory" if seconds["memory"] >= seconds["compute"] else "compute"
+    row["ceiling_per_second"] = reached["bytes_per_second" if row["bound"] == "memory" else "flops_per_second"]
     for contender in row["contenders"]:
         contender["of_ceiling"] = contender["seconds"] and seconds[row["bound"]] / contender["seconds"]
 

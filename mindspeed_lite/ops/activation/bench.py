@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from mindspeed_lite.ops.activation import activation
 from mindspeed_lite.ops.activation.reference import GATED
-from mindspeed_lite.ops.case import Case
+from mindspeed_lite.ops.case import Case, OwnLayout
 
 _FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "swiglu": F.silu,
@@ -19,6 +19,12 @@ _FUNCTIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
     "squared_relu": lambda x: F.relu(x).square(),
+}
+# The file and the class.
+_LIGER = {
+    "swiglu": ("swiglu", "LigerFusedGateUpSiLUMulFunction"),
+    "geglu": ("geglu", "LigerGELUMulFunction"),
+    "squared_relu": ("relu_squared", "LigerReLUSquaredFunction"),
 }
 
 
@@ -53,16 +59,19 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def liger(case: Case) -> Callable[..., torch.Tensor]:
-    """Liger-Kernel's."""
-    function: Any = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
+    """Liger-Kernel's: SwiGLU of both halves in one tensor, as ours takes them; GeGLU of two tensors."""
+    kind = case.shape.kind
+    module, name = _LIGER[kind]
+    function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    if kind != "geglu":
+        run: Callable[..., torch.Tensor] = function.apply
+        return run
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        # It takes the halves as tensors of their own, and writes their gradients in their places.
-        gate, up = (half.contiguous() for half in x.chunk(2, -1))
-        y: torch.Tensor = function.apply(gate, up)
-        return y
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Copies: it writes the gradients in their places.
+        return tuple(half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
 
-    return run
+    return OwnLayout(halves, function.apply, "the halves are two tensors, whose gradients are written over them")
 
 
 def _given(case: Case, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -16,6 +16,8 @@ from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_ca
 # The kinds of the operator; of the gated ones x has both halves.
 _GATED = ("swiglu", "geglu", "quick_geglu")
 _KINDS = (*_GATED, "gelu", "squared_relu")
+# What Liger-Kernel has, without a bias and without weights.
+_LIGER = ("swiglu", "geglu", "squared_relu")
 
 
 class Shape(NamedTuple):
@@ -48,7 +50,7 @@ def case(text: str, device: str, dtype: str) -> Case:
     small = bias + weights + gated
     forward = Work((rows * (width + half) + extra) * size, (10 + small) * rows * half)
     backward = Work((rows * (2 * width + half) + 2 * extra) * size, (20 + 2 * small) * rows * half)
-    peers = [by_case("liger", "liger", package="liger_kernel")] if kind == "swiglu" and not extra else []
+    peers = [by_case("liger", "liger", package="liger_kernel")] if kind in _LIGER and not extra else []
     return Case(
         operator="activation",
         name=f"{kind} {rows}x{width}{' bias' * bias}{' weights' * weights} {dtype}",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.case import Case, movable
+from mindspeed_lite.ops.case import Case, OwnLayout, movable
 from mindspeed_lite.ops.cross_entropy import cross_entropy
 
 
@@ -33,8 +33,16 @@ def liger(case: Case) -> Callable[..., torch.Tensor]:
     """Liger-Kernel's."""
     function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
     labels = _labels(case)
-    # It writes the gradient over the logits in the forward pass: these serve every call here, so it gets a copy.
-    return lambda logits: function.apply(logits.clone(), labels(logits), None, -100, 0.0, 0.0, "none", None, False)[0]
+
+    def run(logits: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = function.apply(logits, labels(logits), None, -100, 0.0, 0.0, "none")[0]
+        return loss
+
+    return OwnLayout(
+        lambda logits: (logits.clone(),),
+        run,
+        "the logits are its own: the forward pass writes their gradient over them",
+    )
 
 
 def _labels(case: Case) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,3 +19,9 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
         return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
 
     return run
+
+
+def liger(case: Case) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's."""
+    function: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
+    return lambda x, weight, bias: function.apply(x, weight, bias, EPS)

@@ -42,7 +42,9 @@ def case(text: str, device: str, dtype: str) -> Case:
         forward=forward,
         both=forward + backward,
         contenders=contenders(
-            Contender(OURS, "mindspeed_lite.ops.layer_norm:layer_norm", {"eps": EPS}), by_case(TORCH, "plain")
+            Contender(OURS, "mindspeed_lite.ops.layer_norm:layer_norm", {"eps": EPS}),
+            by_case(TORCH, "plain"),
+            by_case("liger", "liger", package="liger_kernel"),
         ),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -24,6 +26,21 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
         logits = torch.nn.functional.linear(x, weight)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         return torch.nn.functional.cross_entropy(wide, labels(x), reduction="none")
+
+    return run
+
+
+def liger(case: Case) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's, with a loss for each row and the weight's gradient summed in fp32, both as ours."""
+    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    function: Any = module.LigerFusedLinearCrossEntropyFunction
+    labels = _labels(case)
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = function.apply(
+            x, weight, labels(x), None, None, -100, 0.0, 0.0, "none", None, False, torch.float32
+        )[0]
+        return loss
 
     return run
 

@@ -26,7 +26,9 @@ def case(text: str, device: str, dtype: str) -> Case:
         inputs=(Input((rows, hidden)), Input((width, hidden), scale=hidden**-0.5)),
         forward=Work(once, product),
         both=Work(3 * once, 3 * product),
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain")),
+        contenders=contenders(
+            by_case(OURS, "ours"), by_case(TORCH, "plain"), by_case("liger", "liger", package="liger_kernel")
+        ),
     )
 
 

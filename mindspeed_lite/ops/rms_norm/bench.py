@@ -34,9 +34,10 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
 def liger(case: Case) -> Callable[..., torch.Tensor]:
     """Liger-Kernel's."""
     function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
-    # Offset 0, the rounding of Gemma's norm (all in fp32, as ours), and a gradient of its own, not in place of dy:
-    # the same dy serves every call here.
-    return lambda x, weight: function.apply(x, weight, EPS, 0.0, "gemma", False)
+    offset = float(case.shape.zero_centered)
+    # The rounding of Gemma's norm (all in fp32, as ours), and a gradient of its own, not in place of dy: the same dy
+    # serves every call here.
+    return lambda x, weight: function.apply(x, weight, EPS, offset, "gemma", False)
 
 
 def transformer_engine(case: Case) -> Callable[..., torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.case import Case
+from mindspeed_lite.ops.case import Case, OwnLayout
 from mindspeed_lite.ops.rope import rope
 from mindspeed_lite.ops.rope.angles import cos_sin
 from mindspeed_lite.ops.rope.cases import Shape
@@ -44,6 +44,30 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
         return torch.cat((y, rest), -1)
 
     return run
+
+
+def liger(case: Case) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's, half of the heads as queries and the others as keys."""
+    function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
+    angles, first = _angles(case.shape, case.device)[:, 0, 0], case.shape.n // 2
+    cos, sin = angles.cos(), angles.sin()
+
+    def arrange(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # [b, s, heads, d] in memory, [b, heads, s, d] by name.
+        parts = (x[:, :, :first], x[:, :, first:])
+        return tuple(
+            part.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts
+        )
+
+    def restore(turned: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.cat(turned, 1).permute(2, 0, 1, 3)
+
+    return OwnLayout(
+        arrange,
+        lambda q, k: function.apply(q, k, cos, sin),
+        "x lies as two tensors [batch, sequence, heads, size], and y is written over them",
+        restore,
+    )
 
 
 def engine(case: Case) -> Callable[..., torch.Tensor]:

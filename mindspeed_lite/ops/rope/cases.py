@@ -67,6 +67,8 @@ def case(text: str, device: str, dtype: str) -> Case:
     work = Work(2 * s * b * n * d * itemsize(dtype) + 2 * s * r * 4, 3 * s * b * n * r)
     options = ("" if r == d else f" r={r}") + ("" if pairs == "half" else f" {pairs}")
     peers = [] if pairs == "regrouped" else [by_case("transformer_engine", "engine", package="transformer_engine")]
+    if pairs == "half" and n > 1:  # it turns queries and keys: some of the heads each
+        peers.insert(0, by_case("liger", "liger", package="liger_kernel"))
     return Case(
         operator="rope",
         name=f"s={s} b={b} n={n} d={d}{options} {dtype}",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -54,6 +56,20 @@ def accumulated_plain(case: Case) -> Callable[..., torch.Tensor]:
         ids = tokens(weight)
         out = torch.nn.functional.embedding(ids, weight)
         gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
+        return main_grad.add_(gradient)
+
+    return run
+
+
+def accumulated_liger(case: Case) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's embedding, whose dense gradient is added."""
+    function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
+    tokens = _tokens(case.shape.ids, case.shape.rows)
+
+    def run(weight: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+        leaf = weight.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(function.apply(leaf, tokens(leaf)), leaf, dy)
         return main_grad.add_(gradient)
 
     return run

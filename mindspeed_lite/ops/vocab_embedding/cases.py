@@ -70,7 +70,11 @@ def _accumulated(shape: Shape, device: str, dtype: str) -> Case:
         ),
         forward=Work(moved, count * hidden),
         both=None,
-        contenders=contenders(by_case(OURS, "accumulated_ours"), by_case(TORCH, "accumulated_plain")),
+        contenders=contenders(
+            by_case(OURS, "accumulated_ours"),
+            by_case(TORCH, "accumulated_plain"),
+            by_case("liger", "accumulated_liger", package="liger_kernel"),
+        ),
     )
 
 
