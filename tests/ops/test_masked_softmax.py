@@ -16,6 +16,7 @@ from mindspeed_lite.bench import operators
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.masked_softmax import OPERATOR, Case, cpu, masked_softmax, reference, why_not
 from tests.harness.compare import Sizes, assert_not_worse, forward_backward, one_thread
+from tests.harness.errors import assert_within, bound
 from tests.harness.masked_softmax import DTYPES, MASKS, SLACK, hidden, make, megatron
 
 NAMES = ("probs", "dscores")
@@ -357,7 +358,7 @@ def test_the_benchmark_races_the_same_thing(text: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = operators.case("masked_softmax", text, "cpu", dtype)
         ours, plain = (each.load()(*case.make()) for each in case.contenders[:2])
-        torch.testing.assert_close(ours, plain)
+        assert_within(ours, plain.double(), bound(dtype, 16, 2))
     for wrong in ("1x2x3", "1x2x3x4", "1x2x4x4,causal=2"):
         with pytest.raises(ValueError):
             operators.case("masked_softmax", wrong, "cpu", torch.float32)
