@@ -72,7 +72,8 @@ class Run:
                     self._tell(name, found["call"], found["text"])
             if process.returncode:
                 last = journal.read_text(encoding="utf-8") if journal.exists() else ""
-                words = output.read_text(encoding="utf-8").strip().splitlines()
+                lines = output.read_text(encoding="utf-8").splitlines()
+                words = [line for line in lines if "Error" in line and not line.startswith(" ")]
                 ended = _ending(process.returncode)
                 self._tell(name, last, f"the process {ended}{': ' + words[-1] if words else ''}")
             return process.returncode

@@ -59,6 +59,8 @@ def _finding(call: Call, case: BoundCase) -> str:
     except Exception as error:
         return _raised(call, error)
     for name, theirs in plain.items():
+        if name not in ours:
+            return f"{name} is missing"
         found = ours[name]
         if (found.shape, found.dtype) != (theirs.shape, theirs.dtype):
             return f"{name} is {tuple(found.shape)} {found.dtype}, not {tuple(theirs.shape)} {theirs.dtype}"
