@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import pytest
 import torch
@@ -111,7 +112,7 @@ def test_every_path_agrees_with_the_definition(
         chunks._NARROWEST = before
     # Logits are rounded to their dtype, which moves a probability p by that much of the logit's size, and so the loss,
     # p - 1 and p. Where the target is nearly certain, these are differences of numbers of another size.
-    rows_of_h, outer = h.double().reshape(-1, hidden), dloss.double().reshape(-1, 1)
+    rows_of_h, outer = h.double().reshape(rows, hidden), dloss.double().reshape(-1, 1)
     logits = rows_of_h @ w.double().T
     p = logits.softmax(-1)
     right = torch.nn.functional.one_hot(target.reshape(-1), width)
@@ -180,6 +181,16 @@ def test_the_weights_gradient_goes_where_it_is_told() -> None:
     assert finished == [True] and w.grad is not None and torch.equal(w.grad, stand_in)
     allowed = bound(torch.bfloat16, 200, roundings=2)
     assert error(into - 1, exact[2]) <= allowed and h.grad is not None and error(h.grad, exact[1]) <= allowed
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_without_hidden_columns_every_token_is_as_likely(backend: str) -> None:
+    h, w = torch.zeros(2, 3, 0, requires_grad=True), torch.zeros(5, 0, requires_grad=True)
+    with force("linear_cross_entropy", backend):
+        loss = linear_cross_entropy(h, w, torch.zeros(2, 3, dtype=torch.int64))
+    loss.sum().backward()
+    assert loss.flatten().tolist() == pytest.approx([math.log(5)] * 6)
+    assert h.grad is not None and h.grad.shape == h.shape and w.grad is not None and w.grad.shape == w.shape
 
 
 def test_strided_inputs() -> None:
