@@ -226,12 +226,12 @@ def test_strides(path: str) -> None:
         for gradient in (
             dprobs,
             dprobs.transpose(0, 3).contiguous().transpose(0, 3),
-            dprobs[:, :, :1, :1].expand(shape),
+            dprobs[:1, :1, :1].expand(shape),
         ):
             got = forward_backward(lambda x: PATHS[path](view(x), turned, False, 1.0), [base], gradient)  # noqa: B023
             exact = forward_backward(lambda x: megatron(view(x), mask, False, 1.0), [base], gradient, torch.float64)  # noqa: B023
             for ours, right in zip(got, exact, strict=True):
-                torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6, msg=name)
+                assert_within(ours, right, bound(torch.float32, shape[-1], 4), name=name)
 
 
 def test_a_single_query_sees_all_keys() -> None:
