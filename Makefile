@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu lint format fingerprints docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
@@ -18,6 +18,7 @@ help:
 	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
+	@echo "make fuzz          drawn calls of every operator on this processor: SECONDS=60, SEED= repeats a run"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
 	@echo "make docs          regenerate docs/support.md and the marked parts of the pages"
@@ -70,6 +71,11 @@ test test-whole: install lint .releases/.prepared
 test-npu: install
 	@$(BIN)/python -m tests.npu_contract.environment
 	NPU_CONTRACT=1 $(BIN)/python -m pytest tests/npu_contract
+
+# Each environment in processes of its own: instruction sets, no oneDNN, no compiler, no cache.
+fuzz: SECONDS = 60
+fuzz: install
+	$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
 PLATFORM = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from mindspeed_lite.ops.attention import prepare
+from mindspeed_lite.ops.attention import reference as definition
+from tests.harness.errors import assert_within, bound
 
 
 def make(
@@ -36,6 +41,50 @@ def slack(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: fl
     if mask is not None:
         scores = scores.masked_fill(mask, -10000.0)
     return scores.logsumexp(-1).abs().max().item() * torch.finfo(torch.float32).eps / 2
+
+
+def term_sizes(inputs: Sequence[torch.Tensor], dout: torch.Tensor, options: dict[str, Any]) -> list[float]:
+    """Of out, dq, dk and dv: the root of the sum of the squares of the terms that each element is a sum of.
+
+    Roundings of terms are independent, and add up to as much of this, however the terms cancel.
+    """
+    q, k, v = (each.detach().double() for each in inputs)
+    spec = prepare(q, k, v, **{**options, "return_lse": True})
+    out, lse = definition.attention(q, k, v, spec)
+    assert lse is not None
+    ratio, given = q.shape[2] // k.shape[2], dout.double()
+    keys, values = (t.repeat_interleave(ratio, dim=2) for t in (k, v))
+    scores, empty = definition._scores(q, k, spec)
+    probs = (scores - lse.unsqueeze(-1)).exp()
+    if empty is not None:
+        probs = probs.masked_fill(empty, 0.0)
+    dprobs = torch.einsum("sbnd,tbnd->bnst", given, values)
+    delta = (given * out).sum(-1).permute(1, 2, 0).unsqueeze(-1)
+    # What the backward pass reads of the output has been rounded, by as much for all keys of a row.
+    common = (given * out).square().sum(-1).permute(1, 2, 0).unsqueeze(-1)
+    own = probs.square() * (dprobs.square() + delta.square())
+    squares = {
+        "out": torch.einsum("bnst,tbnd->sbnd", probs.square(), values.square()),
+        "dq": torch.einsum("bnst,tbnd->sbnd", own, keys.square())
+        + common.permute(2, 0, 1, 3) * torch.einsum("bnst,tbnd->sbnd", probs, keys.abs()).square(),
+        "dk": torch.einsum("bnst,sbnd->tbnd", own + probs.square() * common, q.square()),
+        "dv": torch.einsum("bnst,sbnd->tbnd", probs.square(), given.square()),
+    }
+    factors = {"dq": spec.scale, "dk": spec.scale}
+    return [factors.get(name, 1.0) * each.sum().sqrt().item() for name, each in squares.items()]
+
+
+def assert_right(
+    got: Sequence[torch.Tensor],
+    exact: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    dout: torch.Tensor,
+    options: dict[str, Any],
+) -> None:
+    """Fail unless out, dq, dk and dv differ from the exact ones by roundings alone."""
+    allowed = bound(inputs[0].dtype, 4 * (len(inputs[0]) + len(inputs[1])), roundings=4)
+    for name, ours, truth, size in zip(NAMES, got, exact, term_sizes(inputs, dout, options), strict=False):
+        assert_within(ours, truth, allowed, size, name)
 
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")

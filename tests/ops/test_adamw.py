@@ -145,7 +145,8 @@ def test_error_is_not_above_that_of_torch(
         assert error(flat(ours), flat(true)) <= allowed, name
     narrowed = zip(got[3], got[0], strict=True)
     if path.startswith("cuda"):  # Triton's interpreter cuts off what does not fit into bf16
-        assert all(error(out, param) <= torch.finfo(torch.bfloat16).eps for out, param in narrowed if param.numel())
+        outs, params = (flat(each) for each in zip(*narrowed, strict=True))
+        assert error(outs, params) <= 0.7 * torch.finfo(torch.bfloat16).eps
     else:
         assert all(torch.equal(out, param.bfloat16()) for out, param in narrowed)
 

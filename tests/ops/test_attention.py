@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, prepare, why_not
 from mindspeed_lite.ops.dispatch import force
 from tests.harness import attention_reference as reference
-from tests.harness.attention import make, slack
+from tests.harness.attention import assert_right, make, slack
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -167,16 +167,25 @@ def test_any_call_agrees_with_the_reference(
     with one_thread():
         exact = forward_backward(lambda q, k, v: reference.attention(q, k, v, **options), inputs, dout, torch.float64)
         got = forward_backward(lambda q, k, v: attention(q, k, v, **options), inputs, dout)
-    q, k, v = (t.double().abs() for t in inputs)
-    assert got[0].is_contiguous() and got[0].shape == dout.shape
-    # Roundings: of p before the second product and of each result to the dtype, of scores in fp32. A gradient
-    # is a sum of terms p * (dp - mean) * k with |dp| <= |dout| . |v|, and its error is of their size.
-    eps = torch.finfo(dtype).eps + 8 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    reach = dout.double().norm() * v.norm() * max(1.0, options.get("scale", 1.0))
-    for name, ours, truth, other in zip(NAMES, got, exact, (v, k, q, dout.double()), strict=True):
-        assert ours.dtype == dtype and not ours.isnan().any(), name
-        bound = other.norm() * (1.0 if name in ("out", "dv") else reach)
-        assert (ours.double() - truth).norm() <= eps * (truth.norm() + bound), name
+    assert got[0].is_contiguous() and all(ours.dtype == dtype for ours in got)
+    assert_right(got, exact, inputs, dout, options)
+
+
+def test_a_gradient_that_is_zero_or_of_the_other_sign_is_none() -> None:
+    """The bound that drawn calls are held to, on small ones in bf16: at least two keys, or dq and dk are zero."""
+    accepted = 0
+    for seed in range(100):
+        inputs, dout = make(2 + seed % 5, 2 + seed % 7, 1, 2, 1 + seed % 2, 8, 8, torch.bfloat16, seed)
+        exact = forward_backward(reference.attention, inputs, dout, torch.float64)
+        for wrong in ([0 * each for each in exact], [-each for each in exact]):
+            for place in range(4):
+                mixed = [wrong[i] if i == place else exact[i] for i in range(4)]
+                try:
+                    assert_right(mixed, exact, inputs, dout, {})
+                    accepted += 1
+                except AssertionError:
+                    pass
+    assert accepted <= 8
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from mindspeed_lite.ops.attention import cuda, cuda_kernels, packed, prepare
 from mindspeed_lite.ops.attention.packed import Packing
 from tests.harness import attention_reference as reference
 from tests.harness.attention import make
-from tests.harness.compare import error, forward_backward
+from tests.harness.compare import forward_backward
 from tests.harness.cuda_twin import Aten
+from tests.harness.errors import assert_within, bound
 
 NAMES = ("out", "dq", "dk", "dv", "dsink")
 FLASH = ["_flash_attention_forward", "_flash_attention_backward"]
@@ -79,9 +80,10 @@ def test_over_the_emulation(kernels: Aten, name: str, dtype: torch.dtype) -> Non
     got = forward_backward(run(attention), tensors, dout)
     assert got[0].is_contiguous()
     # Rounding of the output, and of it once more before the backward pass reads it; fp32 sums.
-    allowed = 4 * torch.finfo(dtype).eps + 4e-6
     for part, ours, truth in zip(NAMES, got, exact, strict=False):
-        assert ours.dtype == dtype and error(ours, truth) <= allowed * (4 if part == "dsink" else 1), part
+        assert ours.dtype == dtype
+        # A sink's gradient is a sum over all rows, which cancels.
+        assert_within(ours, truth, bound(dtype, 264, roundings=2) * (4 if part == "dsink" else 1), name=part)
     if want_lse:
         lse = attention(*inputs, return_lse=True, **options)[1]
         truth = reference.attention(*(t.double() for t in inputs), return_lse=True, **options)[1]
@@ -106,7 +108,7 @@ def test_packs_go_to_the_kernel_in_one_call(
     got = forward_backward(lambda *qkv: packed.attention(*qkv, layout, **options), (q, k, v), dout)
     assert kernels.calls == FLASH
     for part, ours, truth in zip(NAMES, got, exact, strict=False):
-        assert error(ours, truth) < 2**-6, part
+        assert_within(ours, truth, bound(ours.dtype, 16, roundings=2) * (4 if part == "dsink" else 1), name=part)
     _, lse = packed.attention(q, k, v, layout, return_lse=True, **options)
     truth = reference.packed(q.double(), k.double(), v.double(), layout, return_lse=True, **options)[1]
     torch.testing.assert_close(lse.double(), truth, rtol=1e-4, atol=1e-4)

@@ -12,6 +12,7 @@ import torch
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.attention import attention, cpu_native, prepare
 from tests.harness import attention_reference as reference
+from tests.harness.errors import assert_within, bound
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -79,7 +80,7 @@ def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFix
     torch._C._set_mkldnn_enabled(False)
     try:
         assert cpu_native.unusable(torch.float32) == "oneDNN is switched off (torch.backends.mkldnn)"
-        torch.testing.assert_close(attention(q, k, v, causal=True), want, rtol=1e-4, atol=1e-5)
+        assert_within(attention(q, k, v, causal=True), want, bound(want.dtype, 9, 2))
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert torch.equal(attention(q, k, v, causal=True), want)
@@ -180,17 +181,18 @@ def test_what_a_hidden_key_holds_does_not_show(
     clean[7:, 0] = 0.0
     out, lse = attention(q, k, v, mask=hidden, return_lse=True)
     want, want_lse = (t for t in attention(q, clean, v, mask=hidden, return_lse=True))
-    torch.testing.assert_close(out, want, rtol=0.01, atol=0.01)
-    torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
     exact = reference.attention(q.double(), clean.double(), v.double(), mask=hidden)
-    torch.testing.assert_close(out.double(), exact, rtol=0.02, atol=0.02)
+    for found in (out, want):
+        assert_within(found, exact, bound(dtype, 12, 2))
+    # PyTorch's kernel takes its exponentials no more exactly than 16 bits need.
+    assert_within(lse, want_lse, bound(dtype, 12, 2))
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     attention(*leaves, mask=hidden).backward(dout)
     twins = [t.clone().requires_grad_() for t in (q, clean, v)]
     attention(*twins, mask=hidden).backward(dout)
     # dq is the sum of 0 * k over hidden keys too, which is NaN by the definition.
     for leaf, twin in zip(leaves[1:], twins[1:], strict=True):
-        torch.testing.assert_close(leaf.grad, twin.grad, rtol=0.02, atol=0.02)
+        assert_within(leaf.grad, twin.grad.double(), bound(dtype, 12, 3))
 
 
 @pytest.mark.parametrize("window", [(3, 0), (2, 1)])
@@ -199,4 +201,4 @@ def test_what_a_key_outside_the_window_holds_does_not_show(window: tuple[int, in
     k[9:] = torch.inf
     out = attention(q, k, v, window=window)
     exact = reference.attention(q.double(), k.double(), v.double(), window=window)
-    torch.testing.assert_close(out[:8].double(), exact[:8], rtol=0.01, atol=0.01)
+    assert_within(out[:8], exact[:8], bound(out.dtype, 4, 2))

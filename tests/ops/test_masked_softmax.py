@@ -16,6 +16,7 @@ from mindspeed_lite.bench import operators
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.masked_softmax import OPERATOR, Case, cpu, masked_softmax, reference, why_not
 from tests.harness.compare import Sizes, assert_not_worse, forward_backward, one_thread
+from tests.harness.errors import assert_within, bound
 from tests.harness.masked_softmax import DTYPES, MASKS, SLACK, hidden, make, megatron
 
 NAMES = ("probs", "dscores")
@@ -225,12 +226,12 @@ def test_strides(path: str) -> None:
         for gradient in (
             dprobs,
             dprobs.transpose(0, 3).contiguous().transpose(0, 3),
-            dprobs[:, :, :1, :1].expand(shape),
+            dprobs[:1, :1, :1].expand(shape),
         ):
             got = forward_backward(lambda x: PATHS[path](view(x), turned, False, 1.0), [base], gradient)  # noqa: B023
             exact = forward_backward(lambda x: megatron(view(x), mask, False, 1.0), [base], gradient, torch.float64)  # noqa: B023
             for ours, right in zip(got, exact, strict=True):
-                torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-6, msg=name)
+                assert_within(ours, right, bound(torch.float32, shape[-1], 4), name=name)
 
 
 def test_a_single_query_sees_all_keys() -> None:
@@ -357,7 +358,7 @@ def test_the_benchmark_races_the_same_thing(text: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         case = operators.case("masked_softmax", text, "cpu", dtype)
         ours, plain = (each.load()(*case.make()) for each in case.contenders[:2])
-        torch.testing.assert_close(ours, plain)
+        assert_within(ours, plain.double(), bound(dtype, 16, 2))
     for wrong in ("1x2x3", "1x2x3x4", "1x2x4x4,causal=2"):
         with pytest.raises(ValueError):
             operators.case("masked_softmax", wrong, "cpu", torch.float32)

@@ -30,7 +30,7 @@ from mindspeed_lite.ops.moe_router import (
 )
 from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
-from tests.harness.errors import bound
+from tests.harness.errors import assert_within, bound
 from tests.harness.processes import clean_environment
 from tests.harness.triton_compile import compile_sm90
 
@@ -412,13 +412,13 @@ def test_strides_do_not_matter(form: str, backend: str) -> None:
         "one row for all": lambda x: x[:1].expand(12, 16),
     }
     for view, dense in itertools.product(views.values(), (False, True)):
-        dprobs = torch.ones(1, 1).expand(12, 4 if dense else 16)
+        dprobs = torch.arange(1.0, 5.0 if dense else 17.0).expand(12, -1)
         got, want = (
             forward_backward(lambda x: probs_of(each, 4, dense, form)(view(x)), [base], dprobs)  # noqa: B023
             for each in (backend, REFERENCE)
         )
         assert error(got[0], want[0]) < 1e-6
-        torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=1e-6)
+        assert error(got[1], want[1]) < 1e-5
 
 
 @kernels
@@ -589,7 +589,8 @@ def test_triton_kernels_agree_with_the_reference(
         for each in ("triton", REFERENCE)
     )
     for a, b in zip(got, want, strict=True):
-        assert (a.double() - b.double()).norm() <= (2 * torch.finfo(dtype).eps + 1e-6) * (b.double().norm() + 1e-2)
+        # Differences of the scores that are left; the interpreter cuts to bfloat16 where a GPU rounds.
+        assert_within(a, b, bound(dtype, 40, roundings=4), magnitude=0.1 * dprobs.double().norm().item())
 
 
 @pytest.mark.parametrize(("experts", "topk"), [(64, 6), (256, 8)])

@@ -16,6 +16,7 @@ from mindspeed_lite.ops.rms_norm import OPERATOR, Case, blocks, cpu, cuda, refer
 from mindspeed_lite.ops.row_kernels import launch
 from mindspeed_lite.ops.rows import as_rows
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
+from tests.harness.errors import assert_within, bound
 from tests.harness.triton_compile import compile_sm90
 
 NAMES = ("y", "dx", "dw")
@@ -123,21 +124,14 @@ def test_every_way_agrees_with_the_reference(
         got = run(rms_norm, None)
     # One rounding to the dtype of the result, above the fp32 roundings of sums of up to 70 * 216 terms. dx is
     # a difference of two terms, so its error is measured against the larger: dy * w * rstd.
+    rstd = 1 / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt()
+    size = (dy.double() * (w.double() + (1 if zero_centered else 0)) * rstd).norm().item()
     for name, ours, truth, into in zip(NAMES, got, exact, (dtype, dtype, weight_dtype), strict=True):
         assert ours.dtype == into
-        eps = torch.finfo(into).eps / 2 + 16 * torch.finfo(_math(dtype)).eps
-        size = truth.norm().item()
-        if name == "dx":
-            rstd = 1 / (x.double().pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-            scale = w.double() + (1 if zero_centered else 0)
-            size = max(size, (dy.double() * scale * rstd).norm().item())
-        # 16-bit floats below their normal range lose relative precision.
-        tiny = torch.finfo(into).tiny * torch.finfo(into).eps * truth.numel() ** 0.5
-        assert (ours.double() - truth).norm().item() <= eps * size + tiny, name
-
-
-def _math(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+        # Sums in fp32 make no more exact a gradient of a weight in float64.
+        rounded_to = torch.float32 if into == torch.float64 and dtype != torch.float64 else into
+        allowed = bound(rounded_to, 144)
+        assert_within(ours, truth, allowed, size if name == "dx" else None, name)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

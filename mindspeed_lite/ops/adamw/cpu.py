@@ -19,6 +19,7 @@ from mindspeed_lite.ops.adamw import moments, reference, torch_fused
 from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -59,8 +60,8 @@ def adamw(
     lows: Sequence[torch.Tensor] | None = None,
     blocks: Blocks | None = None,
 ) -> None:
-    # A compiler fuses the plain formula itself, and has no addresses to hand over.
-    instead: Callable[..., None] | None = reference.adamw if torch.compiler.is_compiling() else None
+    # A compiler fuses the plain formula itself, and has no addresses to hand over; nor have fake tensors.
+    instead: Callable[..., None] | None = reference.adamw if is_traced(params[0]) or is_traced(grads[0]) else None
     if instead is None and (reason := _lib.unusable()) is not None:
         report_fallback("adamw", "cpu", (reason,), to="torch's fused AdamW")
         instead = torch_fused.adamw

@@ -10,6 +10,7 @@ import torch
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.cross_entropy import loss, reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
+from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.cross_entropy import Case
@@ -54,9 +55,9 @@ def gradient(
     kernel(*(t.data_ptr() for t in given), count, width, start, on, off, native.threads(rows.numel()))
 
 
-def kernels(dtype: torch.dtype, compiling: bool) -> Kernels:
-    """Those for logits of this dtype: the other dtypes, and a compiler that fuses by itself, get plain PyTorch."""
-    return reference.KERNELS if compiling or dtype not in _NAMES else Kernels(statistics, gradient)
+def kernels(x: torch.Tensor) -> Kernels:
+    """Those for logits made of `x`: other dtypes, a compiler and tensors without memory get plain PyTorch."""
+    return reference.KERNELS if is_traced(x) or x.dtype not in _NAMES else Kernels(statistics, gradient)
 
 
 def cross_entropy(
@@ -67,5 +68,4 @@ def cross_entropy(
     label_smoothing: float,
     gather: Gather | None,
 ) -> torch.Tensor:
-    passes = kernels(logits.dtype, torch.compiler.is_compiling())
-    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, label_smoothing, gather)
+    return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, label_smoothing, gather)

@@ -65,7 +65,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         gather: Gather | None,
         accumulate: Accumulate | None,
     ) -> torch.Tensor:
-        rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
+        rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         flat = target.reshape(-1).to(torch.int64)  # [T]
         parts = [
             kernels.statistics(logits, flat, vocab_start + part.start, weights.smoothing != 0.0, False)
@@ -85,7 +85,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, target, (top, sums) = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        rows = hidden.reshape(-1, hidden.shape[-1])  # [T, H]
+        rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
         on, off, _ = ctx.weights
         accumulate = ctx.accumulate if wants_weight else None

@@ -32,6 +32,5 @@ def linear_cross_entropy(
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    kernels = passes.kernels(hidden.dtype, torch.compiler.is_compiling())
     given = (hidden, weight, target, vocab_start, vocab_size, label_smoothing, gather, accumulate)
-    return chunks.linear_cross_entropy(kernels, CHUNK, *given)
+    return chunks.linear_cross_entropy(passes.kernels(hidden), CHUNK, *given)
