@@ -78,14 +78,14 @@ def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFix
     want = attention(q, k, v, causal=True)
     torch._C._set_mkldnn_enabled(False)
     try:
-        assert cpu_native.unusable(torch.float32) == "oneDNN is switched off (torch.backends.mkldnn)"
+        assert cpu_native.unusable() == "oneDNN is switched off (torch.backends.mkldnn)"
         torch.testing.assert_close(attention(q, k, v, causal=True), want, rtol=1e-4, atol=1e-5)
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert torch.equal(attention(q, k, v, causal=True), want)
 
 
-@pytest.mark.skipif(cpu_native.unusable(torch.bfloat16) is not None, reason="no kernel of our own here")
+@pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
 @pytest.mark.parametrize("threads", [1, 2])
 def test_what_goes_wrong_among_threads_is_an_exception(threads: int) -> None:
     q = torch.randn(300, 1, 2, 8).bfloat16()
@@ -106,7 +106,7 @@ def test_what_goes_wrong_among_threads_is_an_exception(threads: int) -> None:
     assert torch.equal(cpu_native.forward(q, q, q, spec)[0], out)
 
 
-@pytest.mark.skipif(cpu_native.unusable(torch.float32) is not None, reason="no kernel of our own here")
+@pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
 def test_memory_that_is_not_there_is_an_exception() -> None:
     sizes = native.numbers([1, 1, 1, 1, 1, 1 << 50, 1, *[1] * 9, 0, 0, *[0] * 6])
     q = torch.zeros(1)
@@ -117,7 +117,7 @@ def test_memory_that_is_not_there_is_an_exception() -> None:
 def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:
     q, k, v = (torch.randn(9, 1, 2, 8).requires_grad_() for _ in range(3))
     out = attention(q, k, v, dropout_p=0.5)
-    if cpu_native.unusable(torch.float32) is not None or not cpu_native._has_instructions():
+    if cpu_native.unusable() is not None or not cpu_native._has_instructions():
         pytest.skip("no kernel of our own here")
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -17,8 +17,8 @@ from tests.harness.attention_reference import forward_half as forward
 
 _ONE = torch.zeros(1, 1, 1, 2)
 pytestmark = pytest.mark.skipif(
-    not cpu_native.takes(prepare(_ONE, _ONE, _ONE).case) or cpu_native.unusable(torch.float32) is not None,
-    reason=str(cpu_native.unusable(torch.float32) or "the processor has no AVX-512"),
+    not cpu_native.takes(prepare(_ONE, _ONE, _ONE).case) or cpu_native.unusable() is not None,
+    reason=str(cpu_native.unusable() or "the processor has no AVX-512"),
 )
 
 # Around the size of a tile, in both directions.
