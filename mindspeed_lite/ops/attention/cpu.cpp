@@ -19,132 +19,9 @@
 #include <thread>
 #include <vector>
 
-#include "draws.h"
-#include "tiles.h"
+#include "call.h"
 
 namespace {
-
-constexpr int64_t QUERIES = 128;
-// Scores of fp32 products and what goes with them stay within a first-level cache of 32 KiB or little more; AMX is done
-// with a smaller tile before its next one is set up.
-template <typename M>
-constexpr int64_t KEYS = PAIRS<M> == 2 ? 128 : 64;
-// Multiply-adds below which another thread is not worth waking.
-constexpr double SERIAL = 1 << 19;
-constexpr float INF = std::numeric_limits<float>::infinity(), LOG2E = 1.44269504088896341f;
-
-// What a call is about. Strides in elements, of the first three dimensions.
-template <typename In>
-struct Call {
-    const In *q, *k, *v;
-    int64_t sq, sk, b, n, g, d, dv;
-    int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
-    // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
-    int64_t lowest, highest;
-    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], with stride 0 where it is the same for all
-    int64_t mask_b, mask_n, mask_q, mask_k;
-    float scale;
-    uint32_t dropped;  // probabilities dropped, of 2^32
-    uint64_t seed;
-
-    int64_t offset() const { return sk - sq; }
-    // The keys that some query of [from, to) sees.
-    int64_t first_key(int64_t from) const {
-        return lowest == INT64_MIN ? 0 : std::max<int64_t>(0, from + offset() + lowest);
-    }
-    int64_t end_key(int64_t to) const {
-        return highest == INT64_MAX ? sk : std::min(sk, std::max<int64_t>(0, to - 1 + offset() + highest + 1));
-    }
-    // The queries that see some key of [from, to) by position.
-    int64_t first_query(int64_t from) const {
-        return highest == INT64_MAX ? 0 : std::max<int64_t>(0, from - offset() - highest);
-    }
-    int64_t end_query(int64_t to) const {
-        return lowest == INT64_MIN ? sq : std::min(sq, std::max<int64_t>(0, to - 1 - offset() - lowest + 1));
-    }
-};
-
-// A tile's length for `count` of them: few lengths, of which each needs micro-kernels of its own.
-int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : 32)); }
-
-// How a call is cut.
-template <typename M>
-struct Cut {
-    int64_t pairs, per_group;      // batch x key heads; query heads of each
-    int64_t tiles;                 // of queries
-    int64_t height, key_tiles;     // keys of a tile
-    int64_t together;              // pairs whose K and V lie ready at a time
-    int threads;
-
-    template <typename In>
-    Cut(const Call<In>& call, int most)
-        : pairs(call.b * call.g),
-          per_group(call.n / call.g),
-          tiles((call.sq + QUERIES - 1) / QUERIES),
-          height(rounded_up(call.sk, KEYS<M>)),
-          key_tiles((call.sk + height - 1) / height) {
-        const double work = 1.0 * call.b * call.n * call.sq * call.sk * (call.d + call.dv);
-        const double worth = std::min<double>(1.0 + work / SERIAL, pairs * per_group * tiles);
-        threads = static_cast<int>(std::max(1.0, std::min<double>(worth, most)));
-        together = std::min<int64_t>(pairs, threads);
-    }
-};
-
-// Part of a tile: the keys [k0, k0 + keys) by the queries [q0, q0 + queries), of which the products have
-// `rows` x `columns` with `ld` numbers from row to row.
-struct Tile {
-    int64_t k0, keys, rows, q0, queries, columns, ld;
-};
-
-// Of the tile of queries at q0 the part that sees some key of the tile at k0, and where it begins.
-template <typename M, typename In>
-Tile visible_part(const Call<In>& call, int64_t k0, int64_t height, int64_t q0, int64_t queries, int64_t width) {
-    const int64_t keys = std::min(height, call.sk - k0);
-    int64_t from = 0, to = width;
-    // In pairs of rows the micro-kernels read B only whole.
-    if (PAIRS<M> == 1 && width % 32 == 0) {
-        from = std::min(std::max<int64_t>(0, call.first_query(k0) - q0), queries - 1) / 32 * 32;
-        to = up(std::max(from + 1, std::min(queries, call.end_query(k0 + keys) - q0)), 32);
-    }
-    return {k0, keys, height, q0 + from, std::min(queries, to) - from, to - from, width};
-}
-
-template <typename In>
-bool all_visible(const Call<In>& call, const Tile& tile) {
-    return call.mask == nullptr && tile.keys == tile.rows && tile.queries == tile.columns &&
-           call.first_key(tile.q0 + tile.queries - 1) <= tile.k0 && call.end_key(tile.q0 + 1) >= tile.k0 + tile.keys;
-}
-
-// t[k][q] = -inf where key k0 + k is hidden from query q0 + q, and where there is no such key or query.
-template <typename In>
-void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, float* t) {
-    const uint8_t* mask = call.mask;
-    if (mask) mask += batch * call.mask_b + head * call.mask_n + tile.q0 * call.mask_q + tile.k0 * call.mask_k;
-    for (int64_t i = 0; i < tile.rows; ++i, t += tile.ld) {
-        int64_t from = 0, to = 0;  // visible queries
-        if (i < tile.keys) {
-            const int64_t key = tile.k0 + i;
-            from = std::min(tile.queries, std::max<int64_t>(0, call.first_query(key) - tile.q0));
-            to = std::max(from, std::min(tile.queries, call.end_query(key + 1) - tile.q0));
-        }
-        std::fill(t, t + from, -INF);
-        std::fill(t + to, t + tile.columns, -INF);
-        if (mask == nullptr) continue;
-        const uint8_t* line = mask + i * call.mask_k;
-        for (int64_t q = from; q < to; ++q) t[q] = line[q * call.mask_q] ? -INF : t[q];
-    }
-}
-
-// Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.
-template <typename In>
-void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
-#pragma omp simd
-    for (int64_t q = 0; q < count; ++q) {
-        const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
-        row[q] = drawn < call.dropped ? 0.0f : row[q] * kept;
-    }
-}
 
 // Writes sums [size][width] as rows of a result, each number times its query's factor.
 template <typename In>
@@ -159,46 +36,49 @@ void write_rows(float* sums, const float* factor, int64_t queries, int64_t width
     for (int64_t q = 0; q < queries; ++q) round_row(scratch + q * size, size, to + q * stride);
 }
 
-// The softmax of a tile of queries, as far as their keys have been seen.
+// The softmax of a tile of queries, as far as their keys have been seen: e^(scale (score - base)) and their sum.
 struct Running {
-    alignas(64) float highest[QUERIES], total[QUERIES], factor[QUERIES];
+    alignas(64) float base[QUERIES], total[QUERIES], factor[QUERIES];
 };
 
-// Turns a tile's scores into e^(scale (score - highest)); whether sums from earlier keys must be taken times `factor`.
+// Turns a tile's scores into e^(scale (score - base)); whether sums from earlier keys must be taken times `factor`.
 //
 // The difference is taken first and scaled then: for large scores the rounded product would be noise.
 template <typename In>
 bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& running, float* scores) {
-    float *const highest = running.highest + from, *const total = running.total + from;
-    float *const factor = running.factor + from;
+    float *const base = running.base + from, *const total = running.total + from, *const factor = running.factor + from;
     const float scale = std::min(call.scale * LOG2E, std::numeric_limits<float>::max());
-    alignas(64) float base[QUERIES];
-    std::copy(highest, highest + tile.columns, base);
+    const PowerBounds bounds;
+    alignas(64) float most[QUERIES], less[QUERIES];
+    std::fill(most, most + tile.columns, -INF);
     // Four rows at a time: this loop waits for memory. (A tile has a multiple of eight.)
     for (int64_t k = 0; k < tile.rows; k += 4) {
         const float *a = scores + k * tile.ld, *b = a + tile.ld, *c = b + tile.ld, *d = c + tile.ld;
 #pragma omp simd
         for (int64_t q = 0; q < tile.columns; ++q) {
-            const float x = a[q] > highest[q] ? a[q] : highest[q], y = b[q] > x ? b[q] : x, z = c[q] > y ? c[q] : y;
-            highest[q] = d[q] > z ? d[q] : z;
+            const float x = a[q] > most[q] ? a[q] : most[q], y = b[q] > x ? b[q] : x, z = c[q] > y ? c[q] : y;
+            most[q] = d[q] > z ? d[q] : z;
         }
     }
-    const PowerBounds bounds;
     int32_t grown = 0;
 #pragma omp simd reduction(| : grown)
     for (int64_t q = 0; q < tile.columns; ++q) {
-        const float before = base[q];
-        // A query that has seen no key yet: any number will do in place of -inf.
-        base[q] = highest[q] == -INF ? 0.0f : highest[q];
-        factor[q] = exp2_((before - base[q]) * scale, bounds);
+        // Any base will do that keeps the sums within fp32, so it follows the maximum in large steps only.
+        const bool follows = !((most[q] - base[q]) * scale <= LARGEST_POWER);
+        // A query that has seen no key yet has -inf, and no number less -inf is a power.
+        const float after = follows ? most[q] : base[q];
+        factor[q] = follows ? exp2_((base[q] - after) * scale, bounds) : 1.0f;
+        factor[q] = after == -INF ? 1.0f : factor[q];
+        base[q] = after;
+        less[q] = after == -INF ? 0.0f : after;
         total[q] *= factor[q];
-        grown |= !(factor[q] == 1.0f);
+        grown |= follows;
     }
     for (int64_t k = 0; k < tile.rows; ++k) {
         float* row = scores + k * tile.ld;
 #pragma omp simd
         for (int64_t q = 0; q < tile.columns; ++q) {
-            const float p = exp2_((row[q] - base[q]) * scale, bounds);
+            const float p = exp2_((row[q] - less[q]) * scale, bounds);
             total[q] += p;
             row[q] = p;
         }
@@ -216,7 +96,7 @@ struct ForwardSpace {
         : scores(KEYS<M> * QUERIES),
           sums(call.dv * QUERIES),
           scratch(call.dv * QUERIES),
-          lines(std::max(call.d, call.dv) * QUERIES),
+          lines(std::max(call.d, call.dv) * std::max(QUERIES, KEYS<M>)),
           query(call.d * QUERIES),
           weights(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0) {}
 };
@@ -244,41 +124,44 @@ void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guar
         rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d, width, lines);
         paired_columns(lines, width, call.d, query);
         Running running;
-        std::fill(running.highest, running.highest + width, -INF);
+        std::fill(running.base, running.base + width, -INF);
         std::fill(running.total, running.total + width, 0.0f);
         std::fill(sums, sums + call.dv * width, 0.0f);
         const int64_t end = call.end_key(q0 + queries);
-        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) {
-            const Tile tile = visible_part<M>(call, k0, height, q0, queries, width);
-            const int64_t place = slot * padded + k0, from = tile.q0 - q0;
-            multiply(height, tile.columns, call.d, all_keys + place * call.d, call.d, query + from, width, scores + from,
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
+            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
+            const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
+            multiply(tile.rows, columns, call.d, all_keys + place * call.d, call.d, query + from, width, scores + from,
                      width, false);
             if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
             const bool grown = weigh(call, tile, from, running, scores + from);
             for (int64_t k = 0; call.dropped && k < tile.keys; ++k) {
-                drop(call, i * call.sq + tile.q0, tile.columns, k0 + k, scores + k * width + from);
+                drop(call, i * call.sq + tile.q0, columns, k0 + k, scores + k * width + from);
             }
             for (int64_t j = 0; grown && j < call.dv; ++j) {
                 float* row = sums + j * width + from;
 #pragma omp simd
-                for (int64_t q = 0; q < tile.columns; ++q) row[q] *= running.factor[from + q];
+                for (int64_t q = 0; q < columns; ++q) row[q] *= running.factor[from + q];
             }
+            const M* to_sum;
             if constexpr (PAIRS<M> == 2) {
                 for (int64_t k = 0; k < height; k += 2) {
                     round_pairs(scores + k * width, scores + (k + 1) * width, width, weights + k * width);
                 }
-                multiply(call.dv, width, height, all_values + place * call.dv, height, weights, width, sums, width, true);
+                to_sum = weights;
             } else {
-                multiply(call.dv, tile.columns, height, all_values + place * call.dv, height, scores + from, width,
-                         sums + from, width, true);
+                to_sum = scores + from;
             }
+            const M* const values = all_values + (place - k0 % height) * call.dv + k0 % height;
+            multiply(call.dv, columns, tile.rows, values, height, to_sum, width, sums + from, width, true);
+            k0 += tile.rows;
         }
         for (int64_t q = 0; q < width; ++q) {
             // 0 without a key; NaN stays NaN.
             const float total = running.total[q];
             running.factor[q] = total == 0.0f ? 0.0f : 1.0f / total;
             if (q >= queries) continue;
-            lse[i * call.sq + q0 + q] = total == 0.0f ? -INF : running.highest[q] * call.scale + std::log(total);
+            lse[i * call.sq + q0 + q] = total == 0.0f ? -INF : running.base[q] * call.scale + std::log(total);
         }
         write_rows(sums, running.factor, queries, width, call.dv, space.scratch, out + (q0 * call.b * call.n + i) * call.dv,
                    call.b * call.n * call.dv);
@@ -317,7 +200,7 @@ struct BackwardSpace {
           slopes(KEYS<M> * QUERIES),
           sums(call.d * QUERIES),
           scratch(call.d * QUERIES),
-          lines(std::max(call.d, call.dv) * QUERIES),
+          lines(std::max(call.d, call.dv) * std::max(QUERIES, KEYS<M>)),
           weights(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
           slope_rows(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
           slope_pairs(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
@@ -408,16 +291,16 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         }
         std::fill(sums, sums + d * width, 0.0f);
         const int64_t end = call.end_key(q0 + queries);
-        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) {
-            const Tile tile = visible_part<M>(call, k0, height, q0, queries, width);
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
+            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
             const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
-            multiply(height, columns, d, all_keys + place * d, d, space.q_columns + from, width, scores + from, width,
+            multiply(tile.rows, columns, d, all_keys + place * d, d, space.q_columns + from, width, scores + from, width,
                      false);
             if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
-            multiply(height, columns, size, all_values + place * size, size, space.dout_columns + from, width,
+            multiply(tile.rows, columns, size, all_values + place * size, size, space.dout_columns + from, width,
                      slopes + from, width, false);
             const PowerBounds bounds;
-            for (int64_t row = 0; row < height; ++row) {
+            for (int64_t row = 0; row < tile.rows; ++row) {
                 float *const s = scores + row * width + from, *const ds = slopes + row * width + from;
                 const float *const log = logs + from, *const dot = dots + from;
                 // The derivative of the softmax has the probability itself, dropped or not; the product with v and its
@@ -446,12 +329,16 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
             } else {
                 weights = scores + from, slope_rows = slope_pairs = slopes + from;
             }
-            multiply(d, columns, height, all_columns + place * d, height, slope_pairs, width, sums + from, width, true);
-            const int64_t at = slot * cut.key_tiles + k0 / height, turn = (last[k0 / height] - number) * cut.per_group + member;
+            const M* const across = all_columns + (place - k0 % height) * d + k0 % height;
+            multiply(d, columns, tile.rows, across, height, slope_pairs, width, sums + from, width, true);
+            const int64_t number_of_keys = k0 / height, at = slot * cut.key_tiles + number_of_keys;
+            const int64_t turn = (last[number_of_keys] - number) * cut.per_group + member;
             turns.wait(at, turn, guard);
-            multiply(height, size, columns, weights, width, space.dout_rows + from * size, to_v + place * size, size, true);
-            multiply(height, d, columns, slope_rows, width, space.q_rows + from * d, to_k + place * d, d, true);
-            turns.end(at, turn);
+            multiply(tile.rows, size, columns, weights, width, space.dout_rows + from * size, to_v + place * size, size,
+                     true);
+            multiply(tile.rows, d, columns, slope_rows, width, space.q_rows + from * d, to_k + place * d, d, true);
+            k0 += tile.rows;
+            if (k0 >= end || k0 % height == 0) turns.end(at, turn);
         }
         std::fill(logs, logs + width, call.scale);
         write_rows(sums, logs, queries, width, d, space.scratch, dq + (q0 * call.b * call.n + i) * d,

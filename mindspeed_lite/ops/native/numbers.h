@@ -113,7 +113,7 @@ struct PowerBounds {
     }
 };
 
-// 2^x within 2 units in the last place; 0 below -126, infinity from 128 on, NaN stays NaN.
+// 2^x within 2 units in the last place; 0 from -127 down, infinity above 127.5, NaN stays NaN.
 //
 // Adding 1.5 * 2^23 + 127 rounds x to n and leaves n + 127 in the low bits, which are 2^n's exponent: 0 for -127. The
 // polynomial is the one of degree 6 whose largest relative error over [-1/2, 1/2] is least, 2^-28.
