@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from mindspeed_lite.ops.attention import attention, cpu_native
 from tests.harness import attention_reference as reference
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -70,9 +70,9 @@ def test_no_micro_kernel_is_a_reason_and_never_ends_the_process(isa: str, argume
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     if cpu_native.unusable() is None:
-        # Products of fp32 numbers serve wherever there is AVX2, those of bf16 too.
+        # Products of fp32 numbers serve for bf16 too; below AVX2 it is oneDNN that says whether there are any.
         falls_back = "attention: cpu falls back to PyTorch's flash kernel: oneDNN" in done.stderr
-        assert falls_back == (isa == "SSE41" or bool(arguments)), done.stderr[-2000:]
+        assert isa == "SSE41" or falls_back == bool(arguments), done.stderr[-2000:]
 
 
 def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,27 +85,6 @@ def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFix
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert torch.equal(attention(q, k, v, causal=True), want)
-
-
-@pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_goes_wrong_among_threads_is_an_exception(threads: int) -> None:
-    q = torch.randn(300, 1, 2, 8).bfloat16()
-    spec = prepare(q, q, q)
-    out, lse = cpu_native.forward(q, q, q, spec)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-                cpu_native.forward(q, q, q, spec)
-            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-                cpu_native.backward(out, q, q, q, out, lse, spec)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
-        torch.set_num_threads(before)
-    assert torch.equal(cpu_native.forward(q, q, q, spec)[0], out)
 
 
 @pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
