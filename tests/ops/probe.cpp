@@ -13,8 +13,21 @@ OVER(exponential, exp_(x[i]))
 OVER(sigmoid, sigmoid_(x[i]))
 OVER(hyperbolic_tangent, tanh_(x[i]))
 
+extern "C" void power(const float* x, float* y, int64_t n, int) {
+    const PowerBounds bounds;
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) y[i] = exp2_(x[i], bounds);
+}
+
 extern "C" void narrow(const float* x, bf16* y, int64_t n) {
     for (int64_t i = 0; i < n; ++i) store(y + i, load(x + i));
+}
+
+extern "C" void narrow_row(const float* x, bf16* y, int64_t n) { round_row(x, n, y); }
+
+// y holds 2 n numbers.
+extern "C" void narrow_pairs(const float* first, const float* second, bf16* y, int64_t n) {
+    round_pairs(first, second, n, y);
 }
 
 extern "C" void widen(const bf16* x, float* y, int64_t n) {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from mindspeed_lite.ops.attention import attention, cpu_native
 from tests.harness import attention_reference as reference
 from tests.harness.errors import assert_within, bound
 
@@ -70,8 +70,10 @@ def test_no_micro_kernel_is_a_reason_and_never_ends_the_process(isa: str, argume
     command = [sys.executable, "-c", _CHILD, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX512") and cpu_native._library.unusable() is None:
-        assert "attention: cpu falls back to PyTorch's flash kernel: oneDNN" in done.stderr
+    if cpu_native.unusable() is None:
+        # Products of fp32 numbers serve for bf16 too; below AVX2 it is oneDNN that says whether there are any.
+        falls_back = "attention: cpu falls back to PyTorch's flash kernel: oneDNN" in done.stderr
+        assert isa == "SSE41" or falls_back == bool(arguments), done.stderr[-2000:]
 
 
 def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,35 +81,14 @@ def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFix
     want = attention(q, k, v, causal=True)
     torch._C._set_mkldnn_enabled(False)
     try:
-        assert cpu_native.unusable(torch.float32) == "oneDNN is switched off (torch.backends.mkldnn)"
+        assert cpu_native.unusable() == "oneDNN is switched off (torch.backends.mkldnn)"
         assert_within(attention(q, k, v, causal=True), want, bound(want.dtype, 9, 2))
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert torch.equal(attention(q, k, v, causal=True), want)
 
 
-@pytest.mark.skipif(cpu_native.unusable(torch.bfloat16) is not None, reason="no kernel of our own here")
-@pytest.mark.parametrize("threads", [1, 2])
-def test_what_goes_wrong_among_threads_is_an_exception(threads: int) -> None:
-    q = torch.randn(300, 1, 2, 8).bfloat16()
-    spec = prepare(q, q, q)
-    out, lse = cpu_native.forward(q, q, q, spec)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        for _ in range(3):
-            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-                cpu_native.forward(q, q, q, spec)
-            with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-                cpu_native.backward(out, q, q, q, out, lse, spec)
-    finally:
-        torch._C._set_mkldnn_enabled(True)
-        torch.set_num_threads(before)
-    assert torch.equal(cpu_native.forward(q, q, q, spec)[0], out)
-
-
-@pytest.mark.skipif(cpu_native.unusable(torch.float32) is not None, reason="no kernel of our own here")
+@pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
 def test_memory_that_is_not_there_is_an_exception() -> None:
     sizes = native.numbers([1, 1, 1, 1, 1, 1 << 50, 1, *[1] * 9, 0, 0, *[0] * 6])
     q = torch.zeros(1)
@@ -118,7 +99,7 @@ def test_memory_that_is_not_there_is_an_exception() -> None:
 def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:
     q, k, v = (torch.randn(9, 1, 2, 8).requires_grad_() for _ in range(3))
     out = attention(q, k, v, dropout_p=0.5)
-    if cpu_native.unusable(torch.float32) is not None or not cpu_native._has_instructions():
+    if cpu_native.unusable() is not None:
         pytest.skip("no kernel of our own here")
     torch._C._set_mkldnn_enabled(False)
     try:

@@ -18,7 +18,10 @@ FUNCTIONS = {
     "exponential": "ppli",
     "sigmoid": "ppli",
     "hyperbolic_tangent": "ppli",
+    "power": "ppli",
     "narrow": "ppl",
+    "narrow_row": "ppl",
+    "narrow_pairs": "pppl",
     "widen": "ppl",
 }
 library = native.Library(PROBE, FUNCTIONS)
@@ -36,7 +39,12 @@ EVERY = torch.cat(
 @compiled
 @pytest.mark.parametrize(
     ("name", "function", "units"),
-    [("exponential", torch.exp, 1.5), ("sigmoid", torch.sigmoid, 4.0), ("hyperbolic_tangent", torch.tanh, 6.0)],
+    [
+        ("exponential", torch.exp, 1.5),
+        ("power", torch.exp2, 1.5),
+        ("sigmoid", torch.sigmoid, 4.0),
+        ("hyperbolic_tangent", torch.tanh, 6.0),
+    ],
 )
 def test_functions_are_exact_to_a_few_units_in_the_last_place(name, function, units):
     got = torch.empty_like(EVERY)
@@ -67,6 +75,28 @@ def test_bfloat16_rounds_as_pytorch_does_for_every_kind_of_number():
     back = torch.empty(x.shape)
     library.widen(got.data_ptr(), back.data_ptr(), x.numel())
     assert torch.equal(back[number], expected[number].float())
+
+
+@compiled
+def test_rows_and_pairs_of_rows_round_as_single_numbers_do():
+    # Numbers in and around blocks of 16; none below the normal range, which AVX-512 BF16 takes as zero.
+    for count in (1, 15, 16, 33, 64):
+        first, second = torch.randn(2, count, generator=torch.Generator().manual_seed(count))
+        first[0], second[-1] = torch.nan, torch.inf
+        got, pairs = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, 2, dtype=torch.bfloat16)
+        library.narrow_row(first.data_ptr(), got.data_ptr(), count)
+        library.narrow_pairs(first.data_ptr(), second.data_ptr(), pairs.data_ptr(), count)
+        torch.testing.assert_close(got, first.bfloat16(), rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(pairs, torch.stack((first, second), 1).bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@compiled
+def test_powers_of_two_end_in_zero_and_infinity():
+    x = torch.tensor([-126.0, -127.0, -127.4, -1e30, -torch.inf, 127.0, 127.6, 128.0, 1e30, torch.inf, 0.0, torch.nan])
+    got = torch.empty_like(x)
+    library.power(x.data_ptr(), got.data_ptr(), x.numel(), 1)
+    zero, most = [0.0] * 4, [torch.inf] * 4
+    assert got[:-1].tolist() == [2.0**-126, *zero, 2.0**127, *most, 1.0] and got[-1].isnan()
 
 
 @compiled

@@ -5,423 +5,376 @@
 // the operand that the next product wants. The algorithm is that of FlashAttention-2 (Dao, 2023): the forward pass
 // keeps a running maximum and sum for each query, the backward pass recomputes the probabilities from their logarithm.
 //
-// PyTorch exports the micro-kernels (brgemm: C += A B, bf16 or fp32 in, fp32 out, AMX or AVX-512 as the machine has
-// it). They take a bf16 B in pairs of rows, [K / 2][N][2]; `pairs` below is 2 for bf16 and 1 for fp32.
+// Both passes take a tile of queries as one piece of work and go over its keys. K and V are brought into the forms that
+// the products read once for all queries and query heads, for as many key heads at a time as there are threads. The
+// backward pass adds to the gradients of K and V in a fixed order: a piece of work waits for its turn at each tile of
+// keys, so that results do not depend on the number of threads.
+//
+// Inputs are multiplied as they are where the processor has the micro-kernel, else as fp32 (`M` below). Micro-kernels
+// are built for each size that they are called with: tiles have few sizes (`rounded_up`).
 //
 // Shapes: q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides with the last one 1; out [sq, b, n, dv]
 // contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys.
-#include <cstdlib>
-#include <memory>
 #include <optional>
+#include <thread>
+#include <vector>
 
-#include "brgemm.h"
-#include "draws.h"
+#include "call.h"
 
 namespace {
 
-constexpr int64_t QUERIES = 128, KEYS = 128;
-constexpr float INF = std::numeric_limits<float>::infinity();
-
-template <typename T>
-constexpr int64_t pairs = sizeof(T) == 2 ? 2 : 1;
-
-int64_t up(int64_t value, int64_t to) { return (value + to - 1) / to * to; }
-
-// Memory of one thread, aligned to a cache line.
-template <typename T>
-struct Buffer {
-    struct Free {
-        void operator()(T* p) const { std::free(p); }
-    };
-    std::unique_ptr<T, Free> memory;
-    explicit Buffer(int64_t count)
-        : memory(static_cast<T*>(std::aligned_alloc(64, up(std::max<int64_t>(count, 1) * sizeof(T), 64)))) {
-        if (!memory) throw std::bad_alloc();
+// Writes sums [size][width] as rows of a result, each number times its query's factor.
+template <typename In>
+void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch, In* to,
+                int64_t stride) {
+    for (int64_t j = 0; j < size; ++j) {
+        float* row = sums + j * width;
+#pragma omp simd
+        for (int64_t q = 0; q < width; ++q) row[q] *= factor[q];
     }
-    operator T*() const { return memory.get(); }
+    transpose(sums, size, width, scratch);
+    for (int64_t q = 0; q < queries; ++q) round_row(scratch + q * size, size, to + q * stride);
+}
+
+// The softmax of a tile of queries, as far as their keys have been seen: e^(scale (score - base)) and their sum.
+struct Running {
+    alignas(64) float base[QUERIES], total[QUERIES], factor[QUERIES];
 };
 
-// What a call is about. Strides in elements, of the first three dimensions.
-template <typename T>
-struct Call {
-    const T *q, *k, *v;
-    int64_t sq, sk, b, n, g, d, dv;
-    int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
-    // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
-    int64_t lowest, highest;
-    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], with stride 0 where it is the same for all
-    int64_t mask_b, mask_n, mask_q, mask_k;
-    float scale;
-    uint32_t dropped;  // probabilities dropped, of 2^32
-    uint64_t seed;
-
-    int64_t offset() const { return sk - sq; }
-    // The keys that some query of [from, to) sees.
-    int64_t first_key(int64_t from) const {
-        return lowest == INT64_MIN ? 0 : std::max<int64_t>(0, from + offset() + lowest);
-    }
-    int64_t end_key(int64_t to) const {
-        return highest == INT64_MAX ? sk : std::min(sk, std::max<int64_t>(0, to - 1 + offset() + highest + 1));
-    }
-    bool all_visible(int64_t q0, int64_t queries, int64_t k0, int64_t keys) const {
-        const int64_t o = offset();
-        return mask == nullptr && (lowest == INT64_MIN || k0 - (q0 + queries - 1) - o >= lowest) &&
-               (highest == INT64_MAX || k0 + keys - 1 - q0 - o <= highest);
-    }
-};
-
-// t[k][q] = -inf where key k0 + k is hidden from query q0 + q.
-template <typename T>
-void hide(const Call<T>& call, int64_t batch, int64_t head, int64_t q0, int64_t queries, int64_t k0, int64_t keys,
-          float* t) {
-    const int64_t offset = call.offset();
-    for (int64_t i = 0; i < keys; ++i) {
-        const int64_t j = k0 + i - offset - q0;  // minus the query's index: the distance
-        int64_t from = 0, to = queries;          // visible queries
-        if (call.highest != INT64_MAX) from = std::min(queries, std::max<int64_t>(0, j - call.highest));
-        if (call.lowest != INT64_MIN) to = std::max<int64_t>(from, std::min(queries, j - call.lowest + 1));
-        std::fill(t + i * queries, t + i * queries + from, -INF);
-        std::fill(t + i * queries + to, t + (i + 1) * queries, -INF);
-    }
-    if (call.mask == nullptr) return;
-    const uint8_t* from =
-        call.mask + batch * call.mask_b + head * call.mask_n + q0 * call.mask_q + k0 * call.mask_k;
-    for (int64_t q = 0; q < queries; ++q) {
-        for (int64_t i = 0; i < keys; ++i) {
-            if (from[q * call.mask_q + i * call.mask_k]) t[i * queries + q] = -INF;
+// Turns a tile's scores into e^(scale (score - base)); whether sums from earlier keys must be taken times `factor`.
+//
+// The difference is taken first and scaled then: for large scores the rounded product would be noise.
+template <typename In>
+bool weigh(const Call<In>& call, const Tile& tile, int64_t from, Running& running, float* scores) {
+    float *const base = running.base + from, *const total = running.total + from, *const factor = running.factor + from;
+    const float scale = std::min(call.scale * LOG2E, std::numeric_limits<float>::max());
+    const PowerBounds bounds;
+    alignas(64) float most[QUERIES], less[QUERIES];
+    std::fill(most, most + tile.columns, -INF);
+    // Four rows at a time: this loop waits for memory. (A tile has a multiple of eight.)
+    for (int64_t k = 0; k < tile.rows; k += 4) {
+        const float *a = scores + k * tile.ld, *b = a + tile.ld, *c = b + tile.ld, *d = c + tile.ld;
+#pragma omp simd
+        for (int64_t q = 0; q < tile.columns; ++q) {
+            const float x = a[q] > most[q] ? a[q] : most[q], y = b[q] > x ? b[q] : x, z = c[q] > y ? c[q] : y;
+            most[q] = d[q] > z ? d[q] : z;
         }
     }
-}
-
-// Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.
-template <typename T>
-void drop(const Call<T>& call, int64_t place, int64_t count, int64_t key, float* row) {
-    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
-#pragma omp simd
-    for (int64_t q = 0; q < count; ++q) {
-        const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
-        row[q] = drawn < call.dropped ? 0.0f : row[q] * kept;
+    int32_t grown = 0;
+#pragma omp simd reduction(| : grown)
+    for (int64_t q = 0; q < tile.columns; ++q) {
+        // Any base will do that keeps the sums within fp32, so it follows the maximum in large steps only.
+        const bool follows = !((most[q] - base[q]) * scale <= LARGEST_POWER);
+        // A query that has seen no key yet has -inf, and no number less -inf is a power.
+        const float after = follows ? most[q] : base[q];
+        factor[q] = follows ? exp2_((base[q] - after) * scale, bounds) : 1.0f;
+        factor[q] = after == -INF ? 1.0f : factor[q];
+        base[q] = after;
+        less[q] = after == -INF ? 0.0f : after;
+        total[q] *= factor[q];
+        grown |= follows;
     }
-}
-
-// The rows [count][size] as a product's right-hand side with `size` summed over: to[size / pairs][width][pairs].
-template <typename T>
-void pack_transposed(const T* from, int64_t stride, int64_t count, int64_t size, int64_t width, T* to) {
-    constexpr int64_t P = pairs<T>;
-    for (int64_t row = 0; row < count; ++row) {
-        for (int64_t i = 0; i < size; i += P) {
-            for (int64_t p = 0; p < P; ++p) to[(i / P * width + row) * P + p] = from[row * stride + i + p];
+    for (int64_t k = 0; k < tile.rows; ++k) {
+        float* row = scores + k * tile.ld;
+#pragma omp simd
+        for (int64_t q = 0; q < tile.columns; ++q) {
+            const float p = exp2_((row[q] - less[q]) * scale, bounds);
+            total[q] += p;
+            row[q] = p;
         }
     }
+    return grown;
 }
-
-// The same rows as a right-hand side with `count` summed over: to[count / pairs][size][pairs], zeros behind the end.
-template <typename T>
-void pack_rows(const T* from, int64_t stride, int64_t count, int64_t size, T* to) {
-    constexpr int64_t P = pairs<T>;
-    for (int64_t row = 0; row < up(count, P); ++row) {
-        T* line = to + row / P * size * P + row % P;
-        for (int64_t i = 0; i < size; ++i) line[i * P] = row < count ? from[row * stride + i] : T{};
-    }
-}
-
-// Rows [count][size] one behind the other: rows a power of two apart would share a few lines of the cache.
-template <typename T>
-void gather(const T* from, int64_t stride, int64_t count, int64_t size, T* to) {
-    for (int64_t row = 0; row < count; ++row) std::memcpy(to + row * size, from + row * stride, size * sizeof(T));
-}
-
-// to[size][width] = from[count][size] transposed, zeros behind the end up to width.
-template <typename T>
-void transpose(const T* from, int64_t stride, int64_t count, int64_t size, int64_t width, T* to) {
-    constexpr int64_t B = 32;
-    for (int64_t r0 = 0; r0 < width; r0 += B) {
-        for (int64_t i = 0; i < size; ++i) {
-            for (int64_t row = r0; row < std::min(width, r0 + B); ++row) {
-                to[i * width + row] = row < count ? from[row * stride + i] : T{};
-            }
-        }
-    }
-}
-
-// Two rows of numbers as one line of a right-hand side in pairs (`second` null: zeros).
-void pair_up(const float* first, const float* second, int64_t count, bf16* to) {
-    uint32_t* both = reinterpret_cast<uint32_t*>(to);
-    if (second == nullptr) {
-#pragma omp simd
-        for (int64_t x = 0; x < count; ++x) both[x] = rounded(first[x]);
-    } else {
-#pragma omp simd
-        for (int64_t x = 0; x < count; ++x) both[x] = rounded(first[x]) | rounded(second[x]) << 16;
-    }
-}
-
-void pair_up(const float* first, const float*, int64_t count, float* to) { std::copy(first, first + count, to); }
 
 // What a thread of the forward pass works with.
-template <typename T>
+template <typename M>
 struct ForwardSpace {
-    Buffer<float> scores, sums;
-    Buffer<T> query, weights, rows;
-    explicit ForwardSpace(const Call<T>& call)
-        : scores(KEYS * QUERIES),
+    Buffer<float> scores, sums, scratch;
+    Buffer<M> lines, query, weights;
+    template <typename In>
+    explicit ForwardSpace(const Call<In>& call)
+        : scores(KEYS<M> * QUERIES),
           sums(call.dv * QUERIES),
+          scratch(call.dv * QUERIES),
+          lines(std::max(call.d, call.dv) * std::max(QUERIES, KEYS<M>)),
           query(call.d * QUERIES),
-          weights(KEYS * QUERIES),
-          rows(call.dv * KEYS) {}
+          weights(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0) {}
 };
 
-template <typename T>
-void forward(const Call<T>& call, T* out, float* lse, int threads, Guard& guard) {
-    constexpr int64_t P = pairs<T>;
-    const int64_t heads = call.b * call.n, per_group = call.n / call.g;
-    const int64_t tiles = (call.sq + QUERIES - 1) / QUERIES;
-    const int64_t key_tiles = (call.sk + KEYS - 1) / KEYS, padded = key_tiles * KEYS;
-    // K and V^T of every key head, tile by tile: [b * g][tile][KEYS][d] and [b * g][tile][dv][KEYS].
-    Buffer<T> all_keys(call.b * call.g * padded * call.d), all_values(call.b * call.g * padded * call.dv);
-#pragma omp parallel num_threads(threads)
-    {
-        std::optional<ForwardSpace<T>> space;
-        guard([&] { space.emplace(call); });
-#pragma omp for collapse(2)
-        for (int64_t i = 0; i < call.b * call.g; ++i) {
-            for (int64_t tile = 0; tile < key_tiles; ++tile) {
-                if (guard.status()) continue;
-                T* rows = space->rows;
-                const int64_t k0 = tile * KEYS, keys = std::min(KEYS, call.sk - k0);
-                gather(call.k + k0 * call.ks + i / call.g * call.kb + i % call.g * call.kn, call.ks, keys, call.d,
-                       all_keys + (i * padded + k0) * call.d);
-                gather(call.v + k0 * call.vs + i / call.g * call.vb + i % call.g * call.vn, call.vs, keys, call.dv, rows);
-                transpose(static_cast<const T*>(rows), call.dv, keys, call.dv, KEYS,
-                          all_values + (i * padded + k0) * call.dv);
+template <typename M, typename In>
+void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guard) {
+    const Cut<M> cut(call, threads);
+    const int64_t height = cut.height, padded = cut.key_tiles * height;
+    // K and V^T, tile by tile: [pair][tile][height][d] and [pair][tile][dv][height].
+    Buffer<M> all_keys(cut.together * padded * call.d), all_values(cut.together * padded * call.dv);
+    const auto prepare = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t k0) {
+        const int64_t keys = std::min(height, call.sk - k0), batch = pair / call.g, group = pair % call.g;
+        const int64_t place = slot * padded + k0;
+        rows(call.k + k0 * call.ks + batch * call.kb + group * call.kn, call.ks, keys, call.d, height,
+             all_keys + place * call.d);
+        M* const lines = space.lines;
+        rows(call.v + k0 * call.vs + batch * call.vb + group * call.vn, call.vs, keys, call.dv, height, lines);
+        transpose(lines, height, call.dv, all_values + place * call.dv);
+    };
+    const auto run = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t member, int64_t q0) {
+        float *const scores = space.scores, *const sums = space.sums;
+        M *const lines = space.lines, *const query = space.query, *const weights = space.weights;
+        const int64_t batch = pair / call.g, head = pair % call.g * cut.per_group + member, i = batch * call.n + head;
+        const int64_t queries = std::min(QUERIES, call.sq - q0), width = rounded_up(queries, QUERIES);
+        rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d, width, lines);
+        paired_columns(lines, width, call.d, query);
+        Running running;
+        std::fill(running.base, running.base + width, -INF);
+        std::fill(running.total, running.total + width, 0.0f);
+        std::fill(sums, sums + call.dv * width, 0.0f);
+        const int64_t end = call.end_key(q0 + queries);
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
+            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
+            const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
+            multiply(tile.rows, columns, call.d, all_keys + place * call.d, call.d, query + from, width, scores + from,
+                     width, false);
+            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
+            const bool grown = weigh(call, tile, from, running, scores + from);
+            for (int64_t k = 0; call.dropped && k < tile.keys; ++k) {
+                drop(call, i * call.sq + tile.q0, columns, k0 + k, scores + k * width + from);
             }
+            for (int64_t j = 0; grown && j < call.dv; ++j) {
+                float* row = sums + j * width + from;
+#pragma omp simd
+                for (int64_t q = 0; q < columns; ++q) row[q] *= running.factor[from + q];
+            }
+            const M* to_sum;
+            if constexpr (PAIRS<M> == 2) {
+                for (int64_t k = 0; k < height; k += 2) {
+                    round_pairs(scores + k * width, scores + (k + 1) * width, width, weights + k * width);
+                }
+                to_sum = weights;
+            } else {
+                to_sum = scores + from;
+            }
+            const M* const values = all_values + (place - k0 % height) * call.dv + k0 % height;
+            multiply(call.dv, columns, tile.rows, values, height, to_sum, width, sums + from, width, true);
+            k0 += tile.rows;
         }
-        const auto run = [&](int64_t last, int64_t i) {
-            float *const scores = space->scores, *const sums = space->sums;
-            T *const query = space->query, *const weights = space->weights;
-            float highest[QUERIES], total[QUERIES], factor[QUERIES], before[QUERIES];
-            const int64_t batch = i / call.n, head = i % call.n, group = head / per_group;
-            const int64_t q0 = (tiles - 1 - last) * QUERIES, queries = std::min(QUERIES, call.sq - q0);
-            pack_transposed(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d,
-                            queries, query);
-            std::fill(highest, highest + queries, -INF);
-            std::fill(total, total + queries, 0.0f);
-            std::fill(sums, sums + call.dv * queries, 0.0f);
-            const int64_t end = call.end_key(q0 + queries);
-            for (int64_t k0 = call.first_key(q0) / KEYS * KEYS; k0 < end; k0 += KEYS) {
-                const int64_t keys = std::min(KEYS, call.sk - k0), even = up(keys, P);
-                const int64_t place = (batch * call.g + group) * padded + k0;
-                multiply(keys, queries, call.d, all_keys + place * call.d, call.d, query, scores, queries, false);
-                if (!call.all_visible(q0, queries, k0, keys)) {
-                    hide(call, batch, head, q0, queries, k0, keys, scores);
-                }
-                std::copy(highest, highest + queries, before);
-                for (int64_t k = 0; k < keys; ++k) {
-                    // Scaled in a loop of its own: fused with the subtraction below, the product would not be
-                    // rounded as the maximum was, and the difference of large scores would be noise.
-                    float* row = scores + k * queries;
-#pragma omp simd
-                    for (int64_t q = 0; q < queries; ++q) {
-                        const float s = row[q] * call.scale;
-                        row[q] = s;
-                        highest[q] = s > highest[q] ? s : highest[q];
-                    }
-                }
-                float base[QUERIES];
-#pragma omp simd
-                for (int64_t q = 0; q < queries; ++q) {
-                    // A query that has seen no key yet: any number will do in place of -inf.
-                    base[q] = highest[q] == -INF ? 0.0f : highest[q];
-                    factor[q] = exp_(before[q] - base[q]);
-                    total[q] *= factor[q];
-                }
-                for (int64_t k = 0; k < keys; ++k) {
-                    float* row = scores + k * queries;
-#pragma omp simd
-                    for (int64_t q = 0; q < queries; ++q) {
-                        const float p = exp_(row[q] - base[q]);
-                        total[q] += p;
-                        row[q] = p;
-                    }
-                    if (call.dropped) drop(call, i * call.sq + q0, queries, k0 + k, row);
-                    if (k % P == P - 1 || k == keys - 1) {
-                        const float* first = scores + k / P * P * queries;
-                        pair_up(first, k % P == P - 1 ? row : nullptr, queries, weights + k / P * queries * P);
-                    }
-                }
-                for (int64_t j = 0; j < call.dv; ++j) {
-                    float* row = sums + j * queries;
-#pragma omp simd
-                    for (int64_t q = 0; q < queries; ++q) row[q] *= factor[q];
-                }
-                multiply(call.dv, queries, even, all_values + place * call.dv, KEYS, weights, sums, queries, true);
-            }
-            for (int64_t q = 0; q < queries; ++q) {
-                // 0 without a key; NaN stays NaN.
-                const float inverse = total[q] == 0.0f ? 0.0f : 1.0f / total[q];
-                T* to = out + ((q0 + q) * call.b * call.n + i) * call.dv;
-                for (int64_t j = 0; j < call.dv; ++j) store(to + j, sums[j * queries + q] * inverse);
-                lse[i * call.sq + q0 + q] = total[q] == 0.0f ? -INF : highest[q] + std::log(total[q]);
-            }
-        };
-        // The last tiles have the most keys under a causal mask: they go first.
-#pragma omp for collapse(2) schedule(dynamic)
-        for (int64_t last = 0; last < tiles; ++last)
-            for (int64_t i = 0; i < heads; ++i) guard([&] { run(last, i); });
-        guard.always([] { done_multiplying<T>(); });
+        for (int64_t q = 0; q < width; ++q) {
+            // 0 without a key; NaN stays NaN.
+            const float total = running.total[q];
+            running.factor[q] = total == 0.0f ? 0.0f : 1.0f / total;
+            if (q >= queries) continue;
+            lse[i * call.sq + q0 + q] = total == 0.0f ? -INF : running.base[q] * call.scale + std::log(total);
+        }
+        write_rows(sums, running.factor, queries, width, call.dv, space.scratch, out + (q0 * call.b * call.n + i) * call.dv,
+                   call.b * call.n * call.dv);
+    };
+#pragma omp parallel num_threads(cut.threads)
+    {
+        std::optional<ForwardSpace<M>> space;
+        guard([&] { space.emplace(call); });
+        for (int64_t first = 0; first < cut.pairs; first += cut.together) {
+            const int64_t count = std::min(cut.together, cut.pairs - first);
+#pragma omp for collapse(2)
+            for (int64_t slot = 0; slot < count; ++slot)
+                for (int64_t tile = 0; tile < cut.key_tiles; ++tile)
+                    guard([&] { prepare(*space, first + slot, slot, tile * height); });
+            // The last tiles have the most keys under a causal mask: they go first.
+#pragma omp for collapse(3) schedule(dynamic)
+            for (int64_t last = 0; last < cut.tiles; ++last)
+                for (int64_t member = 0; member < cut.per_group; ++member)
+                    for (int64_t slot = 0; slot < count; ++slot)
+                        guard([&] { run(*space, first + slot, slot, member, (cut.tiles - 1 - last) * QUERIES); });
+        }
+        guard.always([] { done_multiplying<M>(); });
     }
 }
 
 // What a thread of the backward pass works with.
-template <typename T>
+template <typename M>
 struct BackwardSpace {
-    Buffer<float> scores, slopes;
-    Buffer<T> weights, rows, columns, keys_t, key_rows, value_rows;
-    // The queries and dout of one head, in both forms of a right-hand side.
-    Buffer<T> q_t, q_r, dout_t, dout_r;
-    Buffer<float> logs, sums;
-    // dq^T of one head, [tile][d][QUERIES]; dk and dv of one key head.
-    Buffer<float> to_q, to_k, to_v;
-    BackwardSpace(const Call<T>& call, int64_t width)
-        : scores(KEYS * QUERIES),
-          slopes(KEYS * QUERIES),
-          weights(KEYS * QUERIES),
-          rows(KEYS * QUERIES),
-          columns(KEYS * QUERIES),
-          keys_t(call.d * KEYS),
-          key_rows(call.d * KEYS),
-          value_rows(call.dv * KEYS),
-          q_t(width * call.d),
-          q_r(width * call.d),
-          dout_t(width * call.dv),
-          dout_r(width * call.dv),
-          logs(width),
-          sums(width),
-          to_q(width * call.d),
-          to_k(call.sk * call.d),
-          to_v(call.sk * call.dv) {}
+    Buffer<float> scores, slopes, sums, scratch;
+    Buffer<M> lines, weights, slope_rows, slope_pairs;
+    // A tile of queries and of dout, in both forms of a right-hand side.
+    Buffer<M> q_columns, q_rows, dout_columns, dout_rows;
+    template <typename In>
+    explicit BackwardSpace(const Call<In>& call)
+        : scores(KEYS<M> * QUERIES),
+          slopes(KEYS<M> * QUERIES),
+          sums(call.d * QUERIES),
+          scratch(call.d * QUERIES),
+          lines(std::max(call.d, call.dv) * std::max(QUERIES, KEYS<M>)),
+          weights(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
+          slope_rows(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
+          slope_pairs(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0),
+          q_columns(call.d * QUERIES),
+          q_rows(call.d * QUERIES),
+          dout_columns(call.dv * QUERIES),
+          dout_rows(call.dv * QUERIES) {}
+};
+
+// Who adds next to the gradients of each tile of keys.
+class Turns {
+    std::vector<std::atomic<int64_t>> next_;
+
+   public:
+    explicit Turns(int64_t count) : next_(count) {}
+    void reset(int64_t place) { next_[place].store(0, std::memory_order_relaxed); }
+    void wait(int64_t place, int64_t turn, const Guard& guard) const {
+        for (int64_t spins = 0; next_[place].load(std::memory_order_acquire) != turn && !guard.status(); ++spins) {
+            // Threads may be more than processors.
+            if (spins > 1000) std::this_thread::yield();
+        }
+    }
+    void end(int64_t place, int64_t turn) { next_[place].store(turn + 1, std::memory_order_release); }
 };
 
 // dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
-template <typename T>
-void backward(const Call<T>& call, const T* out, const float* lse, const T* dout, int64_t os, int64_t ob, int64_t on,
-              T* dq, T* dk, T* dv, int threads, Guard& guard) {
-    constexpr int64_t P = pairs<T>;
-    const int64_t per_group = call.n / call.g;
-    const int64_t tiles = (call.sq + QUERIES - 1) / QUERIES;
-    const int64_t width = up(call.sq, QUERIES);
-#pragma omp parallel num_threads(threads)
-    {
-        std::optional<BackwardSpace<T>> space;
-        guard([&] { space.emplace(call, width); });
-        const auto run = [&](int64_t pair) {
-            float *const scores = space->scores, *const slopes = space->slopes;
-            T *const weights = space->weights, *const rows = space->rows, *const columns = space->columns;
-            T *const keys_t = space->keys_t, *const key_rows = space->key_rows, *const value_rows = space->value_rows;
-            T *const q_t = space->q_t, *const q_r = space->q_r, *const dout_t = space->dout_t;
-            T *const dout_r = space->dout_r;
-            float *const logs = space->logs, *const sums = space->sums;
-            float *const to_q = space->to_q, *const to_k = space->to_k, *const to_v = space->to_v;
-            const int64_t batch = pair / call.g, group = pair % call.g;
-            std::fill(to_k, to_k + call.sk * call.d, 0.0f);
-            std::fill(to_v, to_v + call.sk * call.dv, 0.0f);
-            for (int64_t head = group * per_group; head < (group + 1) * per_group; ++head) {
-                const int64_t i = batch * call.n + head;
-                std::fill(to_q, to_q + width * call.d, 0.0f);
-                const T* q = call.q + batch * call.qb + head * call.qn;
-                const T* grad = dout + batch * ob + head * on;
-                for (int64_t tile = 0; tile < tiles; ++tile) {
-                    const int64_t q0 = tile * QUERIES, queries = std::min(QUERIES, call.sq - q0);
-                    pack_transposed(q + q0 * call.qs, call.qs, queries, call.d, queries, q_t + q0 * call.d);
-                    pack_rows(q + q0 * call.qs, call.qs, queries, call.d, q_r + q0 * call.d);
-                    pack_transposed(grad + q0 * os, os, queries, call.dv, queries, dout_t + q0 * call.dv);
-                    pack_rows(grad + q0 * os, os, queries, call.dv, dout_r + q0 * call.dv);
-                    for (int64_t row = q0; row < q0 + queries; ++row) {
-                        const T* o = out + (row * call.b * call.n + i) * call.dv;
-                        float sum = 0.0f;
+template <typename M, typename In>
+void backward(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t os, int64_t ob, int64_t on,
+              In* dq, In* dk, In* dv, int threads, Guard& guard) {
+    const Cut<M> cut(call, threads);
+    const int64_t height = cut.height, padded = cut.key_tiles * height, d = call.d, size = call.dv;
+    Buffer<M> all_keys(cut.together * padded * d), all_values(cut.together * padded * size);
+    Buffer<M> all_columns(cut.together * padded * d);  // K^T
+    Buffer<float> to_k(cut.together * padded * d), to_v(cut.together * padded * size);
+    Turns turns(cut.together * cut.key_tiles);
+    std::atomic<int64_t> next{0};
+    // The last tile of queries that sees some key of each tile: it goes first.
+    std::vector<int64_t> last(cut.key_tiles, -1);
+    for (int64_t tile = 0; tile < cut.tiles; ++tile) {
+        const int64_t q0 = tile * QUERIES, end = call.end_key(std::min(call.sq, q0 + QUERIES));
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) last[k0 / height] = tile;
+    }
+    const auto prepare = [&](int64_t pair, int64_t slot, int64_t tile) {
+        const int64_t k0 = tile * height, keys = std::min(height, call.sk - k0), place = slot * padded + k0;
+        const int64_t batch = pair / call.g, group = pair % call.g;
+        M* const to = all_keys + place * d;
+        rows(call.k + k0 * call.ks + batch * call.kb + group * call.kn, call.ks, keys, d, height, to);
+        rows(call.v + k0 * call.vs + batch * call.vb + group * call.vn, call.vs, keys, size, height,
+             all_values + place * size);
+        transpose(to, height, d, all_columns + place * d);
+        std::fill(to_k + place * d, to_k + (place + height) * d, 0.0f);
+        std::fill(to_v + place * size, to_v + (place + height) * size, 0.0f);
+        turns.reset(slot * cut.key_tiles + tile);
+    };
+    const auto finish = [&](int64_t pair, int64_t slot, int64_t tile) {
+        const int64_t k0 = tile * height, keys = std::min(height, call.sk - k0), place = slot * padded + k0;
+        float* const from = to_k + place * d;
+        for (int64_t x = 0; x < keys * d; ++x) from[x] *= call.scale;
+        for (int64_t row = 0; row < keys; ++row) {
+            const int64_t at = (k0 + row) * cut.pairs + pair;
+            round_row(from + row * d, d, dk + at * d);
+            round_row(to_v + (place + row) * size, size, dv + at * size);
+        }
+    };
+    const auto run = [&](BackwardSpace<M>& space, int64_t pair, int64_t slot, int64_t member, int64_t number) {
+        float *const scores = space.scores, *const slopes = space.slopes, *const sums = space.sums;
+        M* const lines = space.lines;
+        const int64_t batch = pair / call.g, head = pair % call.g * cut.per_group + member, i = batch * call.n + head;
+        const int64_t q0 = number * QUERIES, queries = std::min(QUERIES, call.sq - q0);
+        const int64_t width = rounded_up(queries, QUERIES);
+        const In* grad = dout + q0 * os + batch * ob + head * on;
+        rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, d, width, lines);
+        paired_columns(lines, width, d, space.q_columns);
+        paired_rows(lines, width, d, space.q_rows);
+        rows(grad, os, queries, size, width, lines);
+        paired_columns(lines, width, size, space.dout_columns);
+        paired_rows(lines, width, size, space.dout_rows);
+        alignas(64) float logs[QUERIES] = {}, dots[QUERIES] = {};
+        for (int64_t q = 0; q < queries; ++q) {
+            const In* o = out + ((q0 + q) * call.b * call.n + i) * size;
+            float sum = 0.0f;
 #pragma omp simd reduction(+ : sum)
-                        for (int64_t j = 0; j < call.dv; ++j) sum += load(o + j) * load(grad + row * os + j);
-                        sums[row] = sum;
-                        // Without a key every probability is zero.
-                        const float log = lse[i * call.sq + row];
-                        logs[row] = log == -INF ? INF : log;
-                    }
-                }
-                for (int64_t k0 = 0; k0 < call.sk; k0 += KEYS) {
-                    const int64_t keys = std::min(KEYS, call.sk - k0), even = up(keys, P);
-                    const T* k = call.k + k0 * call.ks + batch * call.kb + group * call.kn;
-                    const T* v = call.v + k0 * call.vs + batch * call.vb + group * call.vn;
-                    transpose(k, call.ks, keys, call.d, even, keys_t);
-                    gather(k, call.ks, keys, call.d, key_rows);
-                    gather(v, call.vs, keys, call.dv, value_rows);
-                    for (int64_t q0 = 0; q0 < call.sq; q0 += QUERIES) {
-                        const int64_t queries = std::min(QUERIES, call.sq - q0), filled = up(queries, P);
-                        if (call.end_key(q0 + queries) <= k0 || call.first_key(q0) >= k0 + keys) continue;
-                        multiply(keys, queries, call.d, key_rows, call.d, q_t + q0 * call.d, scores, queries, false);
-                        if (!call.all_visible(q0, queries, k0, keys)) {
-                            hide(call, batch, head, q0, queries, k0, keys, scores);
-                        }
-                        multiply(keys, queries, call.dv, value_rows, call.dv, dout_t + q0 * call.dv, slopes, queries, false);
-                        for (int64_t row = 0; row < keys; ++row) {
-                            float* s = scores + row * queries;
-                            float* ds = slopes + row * queries;
-                            const float *log = logs + q0, *sum = sums + q0;
-                            // The derivative of the softmax has the probability itself, dropped or not; the product
-                            // with v and its derivative have what is left of it.
-                            if (call.dropped) drop(call, i * call.sq + q0, queries, k0 + row, ds);
+            for (int64_t j = 0; j < size; ++j) sum += load(o + j) * load(grad + q * os + j);
+            dots[q] = sum;
+            // Without a key every probability is zero.
+            const float log = lse[i * call.sq + q0 + q];
+            logs[q] = log == -INF ? INF : log;
+        }
+        std::fill(sums, sums + d * width, 0.0f);
+        const int64_t end = call.end_key(q0 + queries);
+        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
+            const Tile tile = next_part<M>(call, k0, height, q0, queries, width);
+            const int64_t place = slot * padded + k0, from = tile.q0 - q0, columns = tile.columns;
+            multiply(tile.rows, columns, d, all_keys + place * d, d, space.q_columns + from, width, scores + from, width,
+                     false);
+            if (!all_visible(call, tile)) hide(call, batch, head, tile, scores + from);
+            multiply(tile.rows, columns, size, all_values + place * size, size, space.dout_columns + from, width,
+                     slopes + from, width, false);
+            const PowerBounds bounds;
+            for (int64_t row = 0; row < tile.rows; ++row) {
+                float *const s = scores + row * width + from, *const ds = slopes + row * width + from;
+                const float *const log = logs + from, *const dot = dots + from;
+                // The derivative of the softmax has the probability itself, dropped or not; the product with v and its
+                // derivative have what is left of it.
+                if (call.dropped) drop(call, i * call.sq + tile.q0, columns, k0 + row, ds);
 #pragma omp simd
-                            for (int64_t x = 0; x < queries; ++x) s[x] *= call.scale;
-#pragma omp simd
-                            for (int64_t x = 0; x < queries; ++x) {
-                                s[x] = exp_(s[x] - log[x]);
-                                ds[x] = s[x] * (ds[x] - sum[x]);
-                            }
-                            if (call.dropped) drop(call, i * call.sq + q0, queries, k0 + row, s);
-                            T* weight = weights + row * filled;
-                            T* line = rows + row * filled;
-#pragma omp simd
-                            for (int64_t x = 0; x < queries; ++x) {
-                                store(weight + x, s[x]);
-                                store(line + x, ds[x]);
-                            }
-                            for (int64_t x = queries; x < filled; ++x) weight[x] = line[x] = T{};
-                            if (row % P == P - 1 || row == keys - 1) {
-                                const float* first = slopes + row / P * P * queries;
-                                pair_up(first, row % P == P - 1 ? ds : nullptr, queries, columns + row / P * queries * P);
-                            }
-                        }
-                        multiply(keys, call.dv, filled, weights, filled, dout_r + q0 * call.dv, to_v + k0 * call.dv,
-                                 call.dv, true);
-                        multiply(keys, call.d, filled, rows, filled, q_r + q0 * call.d, to_k + k0 * call.d, call.d,
-                                 true);
-                        multiply(call.d, queries, even, keys_t, even, columns, to_q + q0 * call.d, queries, true);
-                    }
+                for (int64_t q = 0; q < columns; ++q) {
+                    // Rounded as the maximum was: as part of the difference it would not be, and for large scores that
+                    // difference would be noise.
+                    const float scaled = std::fma(s[q], call.scale, 0.0f);
+                    const float p = exp2_((scaled - log[q]) * LOG2E, bounds);
+                    s[q] = p;
+                    ds[q] = p * (ds[q] - dot[q]);
                 }
-                for (int64_t q0 = 0; q0 < call.sq; q0 += QUERIES) {
-                    const int64_t queries = std::min(QUERIES, call.sq - q0);
-                    for (int64_t x = 0; x < queries; ++x) {
-                        T* to = dq + ((q0 + x) * call.b * call.n + i) * call.d;
-                        const float* from = to_q + q0 * call.d + x;
-                        for (int64_t j = 0; j < call.d; ++j) store(to + j, from[j * queries] * call.scale);
-                    }
-                }
+                if (call.dropped) drop(call, i * call.sq + tile.q0, columns, k0 + row, s);
             }
-            for (int64_t row = 0; row < call.sk; ++row) {
-                T* to = dk + (row * call.b * call.g + pair) * call.d;
-                for (int64_t j = 0; j < call.d; ++j) store(to + j, to_k[row * call.d + j] * call.scale);
-                T* other = dv + (row * call.b * call.g + pair) * call.dv;
-                for (int64_t j = 0; j < call.dv; ++j) store(other + j, to_v[row * call.dv + j]);
+            const M *weights, *slope_rows, *slope_pairs;
+            if constexpr (PAIRS<M> == 2) {
+                for (int64_t row = 0; row < height; row += 2) {
+                    float *const s = scores + row * width, *const ds = slopes + row * width;
+                    round_row(s, 2 * width, space.weights + row * width);
+                    round_row(ds, 2 * width, space.slope_rows + row * width);
+                    round_pairs(ds, ds + width, width, space.slope_pairs + row * width);
+                }
+                weights = space.weights, slope_rows = space.slope_rows, slope_pairs = space.slope_pairs;
+            } else {
+                weights = scores + from, slope_rows = slope_pairs = slopes + from;
             }
-        };
-#pragma omp for schedule(dynamic)
-        for (int64_t pair = 0; pair < call.b * call.g; ++pair) guard([&] { run(pair); });
-        guard.always([] { done_multiplying<T>(); });
+            const M* const across = all_columns + (place - k0 % height) * d + k0 % height;
+            multiply(d, columns, tile.rows, across, height, slope_pairs, width, sums + from, width, true);
+            const int64_t number_of_keys = k0 / height, at = slot * cut.key_tiles + number_of_keys;
+            const int64_t turn = (last[number_of_keys] - number) * cut.per_group + member;
+            turns.wait(at, turn, guard);
+            multiply(tile.rows, size, columns, weights, width, space.dout_rows + from * size, to_v + place * size, size,
+                     true);
+            multiply(tile.rows, d, columns, slope_rows, width, space.q_rows + from * d, to_k + place * d, d, true);
+            k0 += tile.rows;
+            if (k0 >= end || k0 % height == 0) turns.end(at, turn);
+        }
+        std::fill(logs, logs + width, call.scale);
+        write_rows(sums, logs, queries, width, d, space.scratch, dq + (q0 * call.b * call.n + i) * d,
+                   call.b * call.n * d);
+    };
+#pragma omp parallel num_threads(cut.threads)
+    {
+        std::optional<BackwardSpace<M>> space;
+        guard([&] { space.emplace(call); });
+        for (int64_t first = 0; first < cut.pairs; first += cut.together) {
+            const int64_t count = std::min(cut.together, cut.pairs - first);
+#pragma omp single nowait
+            next = 0;
+#pragma omp for collapse(2)
+            for (int64_t slot = 0; slot < count; ++slot)
+                for (int64_t tile = 0; tile < cut.key_tiles; ++tile) guard([&] { prepare(first + slot, slot, tile); });
+            // In this order, which a schedule of OpenMP's does not promise: work waits for earlier work only.
+            const int64_t items = cut.tiles * cut.per_group * count;
+            for (int64_t item; (item = next++) < items;) {
+                guard([&] {
+                    const int64_t slot = item % count, rest = item / count;
+                    run(*space, first + slot, slot, rest % cut.per_group, cut.tiles - 1 - rest / cut.per_group);
+                });
+            }
+#pragma omp barrier
+#pragma omp for collapse(2)
+            for (int64_t slot = 0; slot < count; ++slot)
+                for (int64_t tile = 0; tile < cut.key_tiles; ++tile) guard([&] { finish(first + slot, slot, tile); });
+        }
+        guard.always([] { done_multiplying<M>(); });
     }
 }
 
 // The numbers of a call in the order of Call, from `sq` on.
-template <typename T>
-Call<T> describe(const T* q, const T* k, const T* v, const int64_t* n, const uint8_t* mask, float scale) {
+template <typename In>
+Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const uint8_t* mask, float scale) {
     return {q,     k,     v,     n[0],  n[1],  n[2],  n[3],  n[4],  n[5],  n[6],  n[7],
             n[8],  n[9],  n[10], n[11], n[12], n[13], n[14], n[15], n[16], n[17], mask,
             n[18], n[19], n[20], n[21], scale, static_cast<uint32_t>(n[22]), static_cast<uint64_t>(n[23])};
@@ -429,21 +382,22 @@ Call<T> describe(const T* q, const T* k, const T* v, const int64_t* n, const uin
 
 }  // namespace
 
-#define EXPORT(T)                                                                                                      \
-    extern "C" int32_t forward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,    \
-                                   float scale, T* out, float* lse, int32_t threads) {                                 \
+#define EXPORT(NAME, T, M)                                                                                             \
+    extern "C" int32_t forward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask, \
+                                      float scale, T* out, float* lse, int32_t threads) {                              \
         return guarded([&](Guard& guard) {                                                                             \
-            forward(describe(q, k, v, numbers, mask, scale), out, lse, threads, guard);                                \
+            forward<M>(describe(q, k, v, numbers, mask, scale), out, lse, threads, guard);                             \
         });                                                                                                            \
     }                                                                                                                  \
-    extern "C" int32_t backward_##T(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask,   \
-                                    float scale, const T* out, const float* lse, const T* dout, T* dq, T* dk, T* dv,   \
-                                    int32_t threads) {                                                                 \
+    extern "C" int32_t backward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers,                     \
+                                       const uint8_t* mask, float scale, const T* out, const float* lse,               \
+                                       const T* dout, T* dq, T* dk, T* dv, int32_t threads) {                          \
         return guarded([&](Guard& guard) {                                                                             \
-            backward(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25], numbers[26],   \
-                     dq, dk, dv, threads, guard);                                                                      \
+            backward<M>(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25],             \
+                        numbers[26], dq, dk, dv, threads, guard);                                                      \
         });                                                                                                            \
     }
 
-EXPORT(bf16)
-EXPORT(float)
+EXPORT(bf16, bf16, bf16)
+EXPORT(bf16_as_float, bf16, float)
+EXPORT(float, float, float)

@@ -1,4 +1,4 @@
-"""attention on CPU: our own kernel (`cpu_native`) on processors with AVX-512, else PyTorch's flash kernel.
+"""attention on CPU: our own kernel (`cpu_native`) for bf16 and fp32, else PyTorch's flash kernel.
 
 Neither writes the [sq, sk] scores to memory. What follows is about PyTorch's.
 
@@ -83,7 +83,7 @@ def _native(q: torch.Tensor, spec: AttentionSpec) -> bool:
     case, rng = spec.case, spec.rng
     if not cpu_native.takes(case) or isinstance(q, FakeTensor) or not (rng is None or isinstance(rng, int)):
         return False
-    reason = cpu_native.unusable(case.dtype)
+    reason = cpu_native.unusable()
     if reason is None:
         return True
     if rng is not None:

@@ -1,13 +1,15 @@
 """attention on CPU in C++ (`cpu.cpp`): nothing of size sq x sk, and every product in oneDNN's micro-kernels.
 
-It takes bf16 and fp32 on processors with AVX-512 (and uses AMX where there is one): PyTorch exports the micro-kernels,
-and has none for less. Dropout is drawn from a seed by position, so that the backward pass drops the same and nothing of
-it is stored; the seed comes from the default generator.
+It takes bf16 and fp32 on processors with AVX2: PyTorch exports the micro-kernels, and has none for less. Processors
+with AVX-512 or AMX multiply bf16 as it is; on others K, V and each tile of queries are widened to fp32 once.
+Dropout is drawn from a seed by position, so that the backward pass drops the same and nothing of it is stored; the seed
+comes from the default generator.
+
+Results do not depend on the number of threads: each sum is taken in an order that the shapes alone decide.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +27,10 @@ _library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
     {
         "forward_bf16": "pppppfppi",
+        "forward_bf16_as_float": "pppppfppi",
         "forward_float": "pppppfppi",
         "backward_bf16": "pppppfppppppi",
+        "backward_bf16_as_float": "pppppfppppppi",
         "backward_float": "pppppfppppppi",
         "probe": "ip",
     },
@@ -39,22 +43,14 @@ _library = native.Library(
 _DRAWS = 1 << 32
 
 
-def unusable(dtype: torch.dtype) -> str | None:
-    """Why a processor that has the instructions cannot run the kernel on numbers of `dtype`, or None."""
-    return native.without_micro_kernel(_library, dtype)
+def unusable() -> str | None:
+    """Why this machine cannot run the kernel now, or None."""
+    return native.without_micro_kernel(_library, torch.float32)
 
 
 def takes(case: Case) -> bool:
-    """Whether these are tensors, and this is a processor, for the kernel; for others PyTorch's own serves."""
-    if case.dtype == torch.bfloat16:
-        # Pairs of numbers along a head.
-        return case.head_size % 2 == 0 and case.value_size % 2 == 0 and _has_instructions()
-    return case.dtype == torch.float32 and _has_instructions()
-
-
-@functools.cache
-def _has_instructions() -> bool:
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    """Whether these are tensors for the kernel; for others PyTorch's own serves."""
+    return case.dtype in (torch.bfloat16, torch.float32)
 
 
 def drawn(spec: AttentionSpec) -> AttentionSpec:
@@ -68,8 +64,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
     out = torch.empty(sq, b, n, dv, dtype=q.dtype)
     lse = torch.empty(b, n, sq)
     numbers, hidden = _describe(q, k, v, spec, ())
-    run = _library.forward_bf16 if q.dtype == torch.bfloat16 else _library.forward_float
-    run(
+    getattr(_library, f"forward_{_numbers_of(q, dv)}")(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -96,8 +91,7 @@ def backward(
     out, lse = out.contiguous(), lse.contiguous()
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
     numbers, hidden = _describe(q, k, v, spec, dout.stride()[:3])
-    run = _library.backward_bf16 if q.dtype == torch.bfloat16 else _library.backward_float
-    run(
+    getattr(_library, f"backward_{_numbers_of(q, v.shape[3])}")(
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
@@ -118,6 +112,15 @@ def backward(
 def _rows(t: torch.Tensor) -> torch.Tensor:
     """The kernel reads a row of a head as one run of memory."""
     return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _numbers_of(q: torch.Tensor, dv: int) -> str:
+    """What is read, and what is multiplied where that differs: the end of a function's name."""
+    if q.dtype == torch.float32:
+        return "float"
+    # The bf16 micro-kernels take pairs of numbers along a head.
+    paired = q.shape[3] % 2 == 0 and dv % 2 == 0
+    return "bf16" if paired and native.without_micro_kernel(_library, torch.bfloat16) is None else "bf16_as_float"
 
 
 def _describe(

@@ -1,7 +1,7 @@
 """Small C++ kernels for the CPU: compiled for this machine at first use, kept for the next process, called by address.
 
-A kernel is one plain C++17 file beside the operator that it serves: no headers but `numbers.h` and the standard
-library's, OpenMP for threads, loops that a compiler vectorises, functions that take pointers and sizes. That
+A kernel is one plain C++17 file beside the operator that it serves: no headers but those here, those beside it and the
+standard library's, OpenMP for threads, loops that a compiler vectorises, functions that take pointers and sizes. That
 compiles in a second or two, where a PyTorch extension takes a minute, and asks nothing of the machine but a
 compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
 
@@ -167,7 +167,8 @@ def threads(work: int) -> int:
 def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path:
     """The compiled library of `source`, made if it is not there yet."""
     text = source.read_bytes()
-    parts = [text, *(header.read_bytes() for header in sorted(_HEADERS.glob("*.h"))), _processor().encode()]
+    headers = sorted({*_HEADERS.glob("*.h"), *source.parent.glob("*.h")})
+    parts = [text, *(header.read_bytes() for header in headers), _processor().encode()]
     compiler = _compiler()
     # It is loaded already, so that its name alone is looked up when ours is; also for nothing but weak symbols.
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []

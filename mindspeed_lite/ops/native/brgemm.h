@@ -25,15 +25,21 @@ constexpr int64_t TILE = 32;
 constexpr int64_t PANEL = 64;
 
 static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const bf16* a, int64_t ld_a, const bf16* b,
-                            float* c, int64_t ld_c, bool add) {
-    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, add,
-                                reinterpret_cast<const c10::BFloat16*>(a), reinterpret_cast<const c10::BFloat16*>(b), c,
-                                true);
+                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, reinterpret_cast<const c10::BFloat16*>(a),
+                                reinterpret_cast<const c10::BFloat16*>(b), c, true);
 }
 
 static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const float* b,
+                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, a, b, c, false);
+}
+
+// The same for a B whose rows lie one behind the other.
+template <typename T>
+static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t ld_a, const T* b,
                             float* c, int64_t ld_c, bool add) {
-    at::native::cpublas::brgemm(rows, columns, depth, ld_a, columns, ld_c, add, a, b, c, false);
+    multiply(rows, columns, depth, a, ld_a, b, columns, c, ld_c, add);
 }
 
 // Every thread that has multiplied says so before it goes.

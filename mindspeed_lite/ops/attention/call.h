@@ -1,0 +1,136 @@
+// What one call of the CPU's attention kernel asks for, and how it is cut into tiles.
+#pragma once
+
+#include "draws.h"
+#include "tiles.h"
+
+namespace {
+
+constexpr int64_t QUERIES = 128;
+// Scores of fp32 products and what goes with them stay within a first-level cache of 32 KiB or little more; AMX is done
+// with a smaller tile before its next one is set up.
+template <typename M>
+constexpr int64_t KEYS = PAIRS<M> == 2 ? 128 : 64;
+// Multiply-adds below which another thread is not worth waking.
+constexpr double SERIAL = 1 << 19;
+// Probabilities before they are divided by their sum are at most 2 to this power.
+constexpr float LARGEST_POWER = 8.0f;
+constexpr float INF = std::numeric_limits<float>::infinity(), LOG2E = 1.44269504088896341f;
+
+// What a call is about. Strides in elements, of the first three dimensions.
+template <typename In>
+struct Call {
+    const In *q, *k, *v;
+    int64_t sq, sk, b, n, g, d, dv;
+    int64_t qs, qb, qn, ks, kb, kn, vs, vb, vn;
+    // Key j is visible to query i if lowest <= j - i - (sk - sq) <= highest.
+    int64_t lowest, highest;
+    const uint8_t* mask;  // true hides; null or [b, n, sq, sk], with stride 0 where it is the same for all
+    int64_t mask_b, mask_n, mask_q, mask_k;
+    float scale;
+    uint32_t dropped;  // probabilities dropped, of 2^32
+    uint64_t seed;
+
+    int64_t offset() const { return sk - sq; }
+    // The keys that some query of [from, to) sees.
+    int64_t first_key(int64_t from) const {
+        return lowest == INT64_MIN ? 0 : std::max<int64_t>(0, from + offset() + lowest);
+    }
+    int64_t end_key(int64_t to) const {
+        return highest == INT64_MAX ? sk : std::min(sk, std::max<int64_t>(0, to - 1 + offset() + highest + 1));
+    }
+    // The queries that see some key of [from, to) by position.
+    int64_t first_query(int64_t from) const {
+        return highest == INT64_MAX ? 0 : std::max<int64_t>(0, from - offset() - highest);
+    }
+    int64_t end_query(int64_t to) const {
+        return lowest == INT64_MIN ? sq : std::min(sq, std::max<int64_t>(0, to - 1 - offset() - lowest + 1));
+    }
+};
+
+// A tile's length for `count` of them: few lengths, of which each needs micro-kernels of its own.
+constexpr int64_t PART = 32;
+int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : PART)); }
+
+// How a call is cut.
+template <typename M>
+struct Cut {
+    int64_t pairs, per_group;      // batch x key heads; query heads of each
+    int64_t tiles;                 // of queries
+    int64_t height, key_tiles;     // keys of a tile
+    int64_t together;              // pairs whose K and V lie ready at a time
+    int threads;
+
+    template <typename In>
+    Cut(const Call<In>& call, int most)
+        : pairs(call.b * call.g),
+          per_group(call.n / call.g),
+          tiles((call.sq + QUERIES - 1) / QUERIES),
+          height(rounded_up(call.sk, KEYS<M>)),
+          key_tiles((call.sk + height - 1) / height) {
+        const double work = 1.0 * call.b * call.n * call.sq * call.sk * (call.d + call.dv);
+        const double worth = std::min<double>(1.0 + work / SERIAL, pairs * per_group * tiles);
+        threads = static_cast<int>(std::max(1.0, std::min<double>(worth, most)));
+        together = std::min<int64_t>(pairs, threads);
+    }
+};
+
+// Part of a tile: the keys [k0, k0 + keys) by the queries [q0, q0 + queries), of which the products have
+// `rows` x `columns` with `ld` numbers from row to row.
+struct Tile {
+    int64_t k0, keys, rows, q0, queries, columns, ld;
+};
+
+// Of a tile of queries and one of keys what comes next: keys from k0 on, and the queries that see some of them. The
+// tile of keys comes as a whole where all queries see all of it by position, else in parts, which leave more out.
+template <typename M, typename In>
+Tile next_part(const Call<In>& call, int64_t k0, int64_t height, int64_t q0, int64_t queries, int64_t width) {
+    const int64_t first = k0 / height * height, end = std::min(first + height, call.sk);
+    // In pairs of rows the micro-kernels read B only whole.
+    const bool whole = PAIRS<M> == 2 || width % PART || height % PART ||
+                       (call.first_key(q0 + queries - 1) <= first && call.end_key(q0 + 1) >= end);
+    if (whole) return {k0, end - k0, height, q0, queries, width, width};
+    const int64_t keys = std::min(PART, call.sk - k0);
+    const int64_t from = std::min(std::max<int64_t>(0, call.first_query(k0) - q0), queries - 1) / PART * PART;
+    const int64_t to = up(std::max(from + 1, std::min(queries, call.end_query(k0 + keys) - q0)), PART);
+    return {k0, keys, PART, q0 + from, std::min(queries, to) - from, to - from, width};
+}
+
+template <typename In>
+bool all_visible(const Call<In>& call, const Tile& tile) {
+    return call.mask == nullptr && tile.keys == tile.rows && tile.queries == tile.columns &&
+           call.first_key(tile.q0 + tile.queries - 1) <= tile.k0 && call.end_key(tile.q0 + 1) >= tile.k0 + tile.keys;
+}
+
+// t[k][q] = -inf where key k0 + k is hidden from query q0 + q, and where there is no such key or query.
+template <typename In>
+void hide(const Call<In>& call, int64_t batch, int64_t head, const Tile& tile, float* t) {
+    const uint8_t* mask = call.mask;
+    if (mask) mask += batch * call.mask_b + head * call.mask_n + tile.q0 * call.mask_q + tile.k0 * call.mask_k;
+    for (int64_t i = 0; i < tile.rows; ++i, t += tile.ld) {
+        int64_t from = 0, to = 0;  // visible queries
+        if (i < tile.keys) {
+            const int64_t key = tile.k0 + i;
+            from = std::min(tile.queries, std::max<int64_t>(0, call.first_query(key) - tile.q0));
+            to = std::max(from, std::min(tile.queries, call.end_query(key + 1) - tile.q0));
+        }
+        std::fill(t, t + from, -INF);
+        std::fill(t + to, t + tile.columns, -INF);
+        if (mask == nullptr) continue;
+        const uint8_t* line = mask + i * call.mask_k;
+        for (int64_t q = from; q < to; ++q) t[q] = line[q * call.mask_q] ? -INF : t[q];
+    }
+}
+
+// Drops some of the probabilities of one key for the queries [place, place + count) of all heads, and scales the rest.
+template <typename In>
+void drop(const Call<In>& call, int64_t place, int64_t count, int64_t key, float* row) {
+    const float kept = static_cast<float>(0x1p32 / (0x1p32 - call.dropped));
+#pragma omp simd
+    for (int64_t q = 0; q < count; ++q) {
+        const uint32_t drawn = draw(call.seed, static_cast<uint32_t>(place + q), static_cast<uint32_t>(key));
+        row[q] = drawn < call.dropped ? 0.0f : row[q] * kept;
+    }
+}
+
+}  // namespace
