@@ -1,4 +1,4 @@
-"""`--use-fused-linear-cross-entropy`: GPT's output layer and loss in one, without the logits in memory.
+"""`--use-fused-linear-cross-entropy`: GPT's output layer and loss in one, with few of the logits in memory.
 
 Reaches `GPTModel._postprocess`, in which the output layer gives logits and `compute_language_model_loss` takes them,
 once for the model and once for each multi-token prediction. No release has a symbol for both: so within this call the
@@ -75,7 +75,7 @@ def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
     """Gradient accumulation fusion as Megatron's own linear layers do it: the gradient goes past autograd."""
 
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
-        main_grad[rows] += dlogits.t() @ hidden
+        wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
 
     return Accumulate(add, lambda: wgrad_accumulation.stand_in(weight))
 
@@ -218,12 +218,12 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name="use_fused_linear_cross_entropy",
-    summary="GPT's output layer and loss in one, without the logits in memory",
+    summary="GPT's output layer and loss in one, with few of the logits in memory",
     options=(
         Option(
             "--use-fused-linear-cross-entropy",
-            help="Compute GPT's output layer and loss together, a part of the vocabulary at a time: saves the logits' "
-            "memory and costs a fourth matrix product.",
+            help="Compute GPT's output layer and loss together, a part of the vocabulary at a time: keeps at most "
+            "64 MiB of logits and computes the others again, which costs up to a fourth matrix product.",
         ),
     ),
     numerics="ulp",

@@ -59,6 +59,18 @@ def embedding(training: TrainingConfig) -> list[MemoryEntry]:
     return [indices, *_dropout(training, "embedding")]
 
 
+# What the fused output layer and loss keeps of its logits, in whole tiles of columns, and the fewest columns it keeps.
+KEPT_LOGITS_BYTES, TILE, FEWEST_COLUMNS = 1 << 26, 64, 512
+
+
+def _kept(whole: int, column: int) -> int:
+    """Bytes of logits that are kept, of `whole` bytes with `column` in a column."""
+    if whole <= KEPT_LOGITS_BYTES:
+        return whole
+    columns = KEPT_LOGITS_BYTES // column
+    return columns // TILE * TILE * column if columns >= FEWEST_COLUMNS else 0
+
+
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
     """Of the final norm, the output layer and the cross-entropy."""
     rows, hidden = tokens(training), hidden_bytes(training)
@@ -68,7 +80,8 @@ def loss(training: TrainingConfig) -> list[MemoryEntry]:
         # Hidden states that are divided over ranks are gathered before it.
         hidden *= training.tp if training.sequence_parallel else 1
         statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
-        found += [MemoryEntry("output", "input of the output layer", hidden), statistics]
+        kept = MemoryEntry("output", "logits that are kept", _kept(logits * training.width, rows * training.width))
+        found += [MemoryEntry("output", "input of the output layer", hidden), kept, statistics]
     elif training.use_fused_cross_entropy:
         statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
         found += [MemoryEntry("output", "input of the output layer", hidden)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
@@ -36,8 +37,17 @@ def test_both_halves(name: str) -> None:
         assert error(ours, truth) < 2e-6, part
 
 
+@pytest.fixture(params=["its own", "none"])
+def argument(request: pytest.FixtureRequest, npu_twin: list[twin.Call], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the operator has an argument for the sink, as since torch_npu 2.13."""
+    backend = importlib.import_module("mindspeed_lite.ops.attention.npu")
+    assert backend._takes_sink()
+    monkeypatch.setattr(backend, "_takes_sink", lambda: request.param == "its own")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_sink(name: str) -> None:
+def test_sink(name: str, argument: str, npu_twin: list[twin.Call]) -> None:
     inputs, dout, options = call(name, torch.float32)
     inputs = (*inputs, torch.randn(4, generator=torch.Generator().manual_seed(3)))
 
@@ -47,8 +57,15 @@ def test_sink(name: str) -> None:
     exact = forward_backward(run(reference.attention), inputs, dout, torch.float64)
     with force("attention", "npu"):
         got = forward_backward(run(attention), inputs, dout)
+        calls = [(made.function, "sink" in made.kwargs) for made in npu_twin]
+        _, lse = attention(*inputs[:3], sink=inputs[3], return_lse=True, **options)
+    *qkv, sink = (t.double() for t in inputs)
+    _, exact_lse = reference.attention(*qkv, sink=sink, **options, return_lse=True)
+    forward, backward = "npu_fusion_attention", "npu_fusion_attention_grad"
+    assert calls == [(forward, True)] if argument == "its own" else [(forward, False), (backward, False)]
     for part, ours, truth in zip(NAMES, got, exact, strict=True):
         assert error(ours, truth) < 2e-6, part
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dv", [8, 5, 12])
@@ -85,8 +102,9 @@ def test_packs_that_it_does_not_document_go_one_by_one(options: dict[str, Any], 
         assert error(ours, truth) < 2e-6, part
 
 
-def test_dropout_with_a_sink_has_its_own_path(npu_twin: list[twin.Call]) -> None:
+def test_dropout_with_a_sink_is_the_operators_where_it_takes_one(argument: str, npu_twin: list[twin.Call]) -> None:
     (q, k, v), _ = make(12, 12, 1, 2, 2, 8, 8)
     with force("attention", "npu"):
         out = attention(q, k, v, dropout_p=0.5, sink=torch.zeros(2))
-    assert out.shape == q.shape and npu_twin == []
+    probabilities = [made.kwargs["keep_prob"] for made in npu_twin]
+    assert out.shape == q.shape and probabilities == ([0.5] if argument == "its own" else [])

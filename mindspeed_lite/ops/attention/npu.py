@@ -6,12 +6,15 @@ band measured from the lower right corner; 2 to 4 take one 2048 x 2048 triangle 
 the key, as in Megatron.
 
 It returns each row's maximum and sum instead of their log-sum-exp, on eight lanes. The backward operator takes the
-log-sum-exp as a maximum whose sum is 1. A sink is put to the result outside the operator; together with dropout it is
-computed by `blocked`.
+log-sum-exp as a maximum whose sum is 1. A sink is an argument of its own, in fp32, which maximum and sum then hold;
+where a torch_npu has no such argument it is put to the result outside the operator, and together with dropout computed
+by `blocked`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,7 +59,7 @@ def supported(case: Case) -> list[str]:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if spec.sink is None:
+    if spec.sink is None or _takes_sink():
         return _call(q, k, v, spec)
     if spec.dropout_p > 0.0:
         return blocked.attention(q, k, v, spec)
@@ -65,7 +68,7 @@ def attention(
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
     with torch.no_grad():
-        out, lse = _call(q, k, v, spec._replace(return_lse=True))
+        out, lse = _call(q, k, v, spec._replace(return_lse=True, sink=None))
     assert lse is not None
     return out, lse
 
@@ -73,7 +76,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
 def _call(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out, lse [b, n, sq] without gradient, or None unless wanted), differentiable in q, k and v."""
+    """(out, lse [b, n, sq] without gradient, or None unless wanted), differentiable in q, k, v and the sink."""
     (sq, b, n, d), dv = q.shape, v.shape[3]
     width = max(d, dv)
     masking, empty = _masking(q, k, spec)
@@ -87,7 +90,9 @@ def _call(
     lse = None
     if spec.return_lse:
         lse = _lse(most, total)
-        lse = lse if empty is None else lse.masked_fill(empty.squeeze(-1), float("-inf"))
+        if empty is not None:
+            nothing = lse.new_full((), float("-inf")) if spec.sink is None else spec.sink.detach().to(lse.dtype)
+            lse = torch.where(empty.squeeze(-1), nothing.unsqueeze(-1), lse)
     return out.contiguous(), lse
 
 
@@ -145,6 +150,7 @@ def _fused(
     ends_k: list[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(out, maxima, sums) of tensors in `layout`."""
+    sink = {} if spec.sink is None else {"sink": spec.sink.float()}
     out, most, total, *_ = torch_npu.npu_fusion_attention(
         q,
         k,
@@ -159,8 +165,18 @@ def _fused(
         next_tockens=masking.after,
         actual_seq_qlen=ends_q,
         actual_seq_kvlen=ends_k,
+        **sink,
     )
     return out, most, total
+
+
+@functools.cache
+def _takes_sink() -> bool:
+    """Whether this torch_npu's operator takes a sink: 2.13 does, and the post releases of its time."""
+    operator = torch_npu.npu_fusion_attention
+    schema = getattr(getattr(operator, "default", None), "_schema", None)
+    names = inspect.signature(operator).parameters if schema is None else [each.name for each in schema.arguments]
+    return "sink" in names
 
 
 def _masking(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> tuple[_Masking, torch.Tensor | None]:

@@ -1,4 +1,4 @@
-"""The output layer of a language model and its cross-entropy in one, without the logits in memory."""
+"""The output layer of a language model and its cross-entropy in one, with few of the logits in memory."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ def linear_cross_entropy(
     `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one shard, and
     the gradient of hidden is what this slice contributes to it.
 
-    Logits exist for one chunk of the vocabulary, in hidden's dtype as a linear layer would give them, and twice: the
-    backward pass computes them again, which is one matrix product more than a linear layer and a loss take. Kept for
-    it are hidden, weight, target and two fp32 numbers per row. The gradient of weight is one product per chunk; that of
-    hidden is summed over the chunks in fp32. Both are rounded once, as those of a linear layer are. (For 16-bit
-    products in fp32 a device other than CUDA takes one product more.)
+    Logits are in hidden's dtype, as a linear layer would give them. Those of the first columns are kept for the
+    backward pass, up to 64 MiB of them, and their gradient is written over them. The others exist for one chunk of the
+    vocabulary, and twice: the backward pass computes them again, which is one matrix product more than a linear layer
+    and a loss take. Kept besides are hidden, weight, target and two fp32 numbers per row. The gradient of weight is one
+    product per chunk; that of hidden is summed over the chunks in fp32. Both are rounded once, as those of a linear
+    layer are. (Where `accumulate_wgrad` has no product in fp32 for a dtype, that takes one product more.)
 
     accumulate: where weight's gradient is to go instead of to autograd.
     """

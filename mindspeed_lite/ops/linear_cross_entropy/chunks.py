@@ -3,6 +3,9 @@
 Chunks of the vocabulary and not of the tokens: the product that gives a chunk of weight's gradient then runs over all
 tokens, is complete, and needs no fp32 copy of weight's size to be summed in. What is summed over chunks is the
 gradient of hidden, which is small beside the logits.
+
+The logits of the first columns are kept for the backward pass as far as KEPT_BYTES go, which writes their gradient over
+them; those of the others are computed again. Kept columns are one chunk: a product of theirs is rounded once.
 """
 
 from __future__ import annotations
@@ -13,10 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from mindspeed_lite.ops import accumulate_wgrad
 from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, Weights, losses, merge
 
 # Fewest entries of the vocabulary in a chunk: a product over fewer columns does not fill a machine.
 _NARROWEST = 512
+
+# Logits that one loss keeps. A constant, so that memory does not grow with vocabulary or tokens.
+KEPT_BYTES = 1 << 26
 
 
 class Accumulate(NamedTuple):
@@ -44,10 +51,35 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """The operator on these kernels, with chunks of about so many elements."""
     weights = Weights.of(label_smoothing, vocab_size)
+    keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, kernels, elements, vocab_start, vocab_size, weights, gather, accumulate
+        hidden, weight, target, kernels, parts, vocab_start, vocab_size, weights, gather, accumulate
     )
     return loss
+
+
+class _Parts(NamedTuple):
+    """The vocabulary in parts: `kept` columns, whose logits stay for the backward pass, then `step` at a time."""
+
+    width: int
+    kept: int
+    step: int
+
+    def computed(self) -> list[slice]:
+        """The parts whose logits are computed in every pass."""
+        return [slice(first, min(first + self.step, self.width)) for first in range(self.kept, self.width, self.step)]
+
+
+def _parts(count: int, weight: torch.Tensor, elements: int, keeps: bool) -> _Parts:
+    width = weight.shape[0]
+    # Parts are multiples of what vectors and tiles like.
+    fit = KEPT_BYTES // (max(count, 1) * weight.itemsize) if keeps else 0
+    kept = width if fit >= width else fit // 64 * 64 if fit >= _NARROWEST else 0
+    rest = max(width - kept, 1)
+    most = min(rest, max(_NARROWEST, elements // max(count, 1)))
+    step = -(-rest // -(-rest // most))  # of equal size
+    return _Parts(width, kept, -(-step // 64) * 64)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -58,7 +90,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight: torch.Tensor,
         target: torch.Tensor,
         kernels: Kernels,
-        elements: int,
+        parts: _Parts,
         vocab_start: int,
         vocab_size: int,
         weights: Weights,
@@ -67,35 +99,47 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         flat = target.reshape(-1).to(torch.int64)  # [T]
-        parts = [
-            kernels.statistics(logits, flat, vocab_start + part.start, weights.smoothing != 0.0, False)
-            for part, logits in _logits(rows, weight, elements)
-        ]
-        statistics = merge(torch.stack(parts))  # [R, T]
+        kept = torch.mm(rows, weight[: parts.kept].t()) if parts.kept else None
+        statistics = merge(
+            torch.stack(
+                [
+                    kernels.statistics(logits, flat, vocab_start + part.start, weights.smoothing != 0.0, False)
+                    for part, logits in _logits(rows, weight, parts, kept)
+                ]
+            )
+        )  # [R, T]
         if gather is not None:
             statistics = merge(gather(statistics))
         loss = losses(statistics, flat, vocab_size, weights)
-        ctx.save_for_backward(hidden, weight, flat, statistics[:2])
-        ctx.kernels, ctx.elements, ctx.vocab_start = kernels, elements, vocab_start
+        ctx.save_for_backward(hidden, weight, flat, statistics[:2], kept)
+        ctx.kernels, ctx.parts, ctx.vocab_start = kernels, parts, vocab_start
         ctx.weights, ctx.accumulate = weights, accumulate
         return loss.view(target.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, target, (top, sums) = ctx.saved_tensors
+        hidden, weight, target, (top, sums), kept = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
         on, off, _ = ctx.weights
         accumulate = ctx.accumulate if wants_weight else None
-        dhidden = torch.zeros(rows.shape, dtype=top.dtype, device=rows.device) if wants_hidden else None
+        parts, kept = ctx.parts, kept if ctx.parts.kept else None
+        # Written over below: a second backward pass through the same graph computes all of them.
+        ctx.parts = parts._replace(kept=0)
+        alone = parts.kept == parts.width
+        dhidden = None
+        if wants_hidden and not alone:
+            dhidden = torch.zeros(rows.shape, dtype=top.dtype, device=rows.device)
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
-        for part, logits in _logits(rows, weight, ctx.elements):
+        for part, logits in _logits(rows, weight, parts, kept):
             start = ctx.vocab_start + part.start
             ctx.kernels.gradient(logits, target, start, top, sums, dloss, on, off, logits)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
+            elif wants_hidden:
+                dhidden = torch.mm(logits, weight)
             if dweight is not None:
                 torch.mm(logits.t(), rows, out=dweight[part])
             elif accumulate is not None:
@@ -109,10 +153,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """total += a @ b in total's dtype, which is wider than that of a and b or the same."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
-        total += torch.mm(a, b, out_dtype=total.dtype)
+    if not accumulate_wgrad.why_not(total, a.t(), b):
+        accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
     else:
         # A product in 16 bits is rounded to them, and one rounding per chunk would add up. What it lost is the same
         # product minus the rounded one, which is a single product too: the sum inside is in fp32.
@@ -121,17 +163,19 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += torch.addmm(rounded, a, b, beta=-1)
 
 
-def _logits(rows: torch.Tensor, weight: torch.Tensor, elements: int) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(part of the vocabulary, its logits [T, n]) for every part; all of them in the same memory, one at a time."""
-    count, width = rows.shape[0], weight.shape[0]
-    most = min(width, max(_NARROWEST, elements // max(count, 1)))
-    parts = -(-width // most)
-    step = -(-width // parts)  # of equal size, and a multiple of what vectors and tiles like
-    step = min(width, -(-step // 64) * 64)
-    memory = rows.new_empty(count * step)
-    for first in range(0, width, step):
-        part = slice(first, min(first + step, width))
-        logits = (
-            memory[: count * (part.stop - first)].view(count, -1) if count else rows.new_empty(0, part.stop - first)
-        )
+def _logits(
+    rows: torch.Tensor, weight: torch.Tensor, parts: _Parts, kept: torch.Tensor | None
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(part of the vocabulary, its logits [T, n]) for every part: those kept, then the others.
+
+    The others are in the same memory, one at a time.
+    """
+    if kept is not None:
+        yield slice(0, parts.kept), kept
+    computed = parts.computed()
+    count = rows.shape[0]
+    memory = rows.new_empty(count * parts.step if computed else 0)
+    for part in computed:
+        width = part.stop - part.start
+        logits = memory[: count * width].view(count, width) if count else rows.new_empty(0, width)
         yield part, torch.mm(rows, weight[part].t(), out=logits)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -184,17 +185,53 @@ class Attention(Case):
 
 
 @dataclass(frozen=True)
-class WithSink(Attention):
-    """With a logit per head besides the keys: the operator knows nothing of it, and our own call is its backward."""
+class Cut(Attention):
+    """With queries too far before the first key to see one: the operator gets the `rows` behind them."""
 
-    saved = {"attention_in": 0, "softmax_max": 1, "softmax_sum": 2}  # noqa: RUF012
+    rows: int = 16
+
+    def arguments(self) -> Mapping[str, Any]:
+        return self._behind().arguments()
+
+    def visible(self) -> torch.Tensor:
+        return self._behind().visible()
+
+    def _behind(self) -> Attention:
+        given = {each.name: getattr(self, each.name) for each in fields(Attention)}
+        return Attention(**{**given, "sq": self.rows})
+
+
+@dataclass(frozen=True)
+class WithSink(Attention):
+    """With a logit per head besides the keys, which the operator takes in fp32."""
 
     def leaves(self, device: str) -> Tensors:
         sink = torch.zeros(self.n, dtype=getattr(torch, self.dtype), device=device).requires_grad_()
         return {**super().leaves(device), "sink": sink}
 
+    def arguments(self) -> Mapping[str, Any]:
+        return {**super().arguments(), "sink": Tensor("float32", (self.n,), "")}
+
     def _options(self, leaves: Tensors) -> dict[str, Any]:
         return {**super()._options(leaves), "sink": leaves["sink"]}
+
+
+@dataclass(frozen=True)
+class SinkOutside(WithSink):
+    """The same on a torch_npu whose operator knows nothing of a sink: our own call is its backward."""
+
+    saved = {"attention_in": 0, "softmax_max": 1, "softmax_sum": 2}  # noqa: RUF012
+
+    def run(self, leaves: Tensors) -> torch.Tensor:
+        backend = importlib.import_module("mindspeed_lite.ops.attention.npu")
+        takes_sink, backend._takes_sink = backend._takes_sink, lambda: False
+        try:
+            return super().run(leaves)
+        finally:
+            backend._takes_sink = takes_sink
+
+    def arguments(self) -> Mapping[str, Any]:
+        return {**super().arguments(), "sink": None}
 
 
 @dataclass(frozen=True)
@@ -253,12 +290,32 @@ CASES = (
     Attention("causal", causal=True),
     Attention("causal, more keys than queries", causal=True, sk=40),
     Attention("causal, one query", causal=True, sq=1),
+    Attention("causal, one query and one key", causal=True, sq=1, sk=1),
+    Attention("causal, one key more than queries", causal=True, sk=25),
+    Cut("causal, more queries than keys", causal=True, sk=16),
+    Cut("causal, many queries and one key", causal=True, sk=1, rows=1),
+    Cut("causal, more queries than keys, groups", causal=True, sk=16, g=2, dv=32),
+    Attention(
+        "causal, more keys than queries, longer than the triangle",
+        causal=True,
+        sq=256,
+        sk=2304,
+        b=1,
+        n=1,
+        g=1,
+        d=16,
+        dv=16,
+    ),
+    Attention("causal, more keys than queries, dropout", causal=True, sk=40, dropout=0.1),
     Attention("more keys than queries", sk=40),
     Attention("more queries than keys", sk=16),
     Attention("window", window=(5, 0)),
     Attention("window, more keys than queries", window=(5, 0), sk=40),
     Attention("two-sided window", window=(3, 6)),
     Attention("two-sided window, more keys than queries", window=(3, 6), sk=40),
+    Cut("two-sided window, more queries than keys", window=(9, 6), sk=16, rows=22),
+    Attention("window open to the right, more queries than keys", window=(20, -1), sk=16),
+    Attention("causal and window, more keys than queries", causal=True, window=(4, 9), sk=40),
     Attention("window open to the left", window=(-1, 2)),
     Attention("window open to the right", window=(2, -1)),
     Attention("causal and window", causal=True, window=(4, 9)),
@@ -293,6 +350,11 @@ CASES = (
     WithSink("sink", causal=True, g=2),
     WithSink("sink and mask", mask=(2, 1, 24, 24), scale=0.3),
     WithSink("sink and window, smaller values", window=(5, 0), dv=32),
+    WithSink("sink and dropout", dropout=0.1, causal=True, sk=40),
+    WithSink("sink and log-sum-exp", lse=True, mask=(1, 1, 24, 24)),
+    SinkOutside("sink outside", causal=True, g=2),
+    SinkOutside("sink outside and mask", mask=(2, 1, 24, 24), scale=0.3),
+    SinkOutside("sink outside and window, smaller values", window=(5, 0), dv=32),
     Pack("pack", causal=True),
     Pack("pack, groups and smaller values", g=2, dv=32, causal=True),
     Pack("pack, keys of other lengths", keys=(12, 3, 15), sk=30, lse=True),
@@ -316,6 +378,10 @@ def fusion_attention(call: Call) -> Iterator[str]:
     yield from _sizes(sizes)
     yield from _mask(call, sizes)
     yield from _lengths(call)
+    if (sink := a.get("sink")) is not None:
+        yield from is_tensor("sink", sink, "float32", (sizes.n,))
+        if a["input_layout"] == "TND":
+            yield "a sink has no contract yet in layout TND"
     if call.results is not None:
         yield from is_tensor("result 0 (out)", call.results[0], a["query"].dtype, _output(call, sizes))
         for position, name in ((1, "softmax_max"), (2, "softmax_sum")):
@@ -518,6 +584,11 @@ MUTATIONS = {
     "no scale in the backward": Mutation("        scale_value=spec.scale,\n", "", "scale_value is 1.0 in the backward"),
     "gradient of another rank": Mutation("        grad,\n", "        grad.unsqueeze(0),\n", "dy is bfloat16[1, "),
     "key heads in the backward": Mutation("head_num=n,", "head_num=k.shape[2],", "head_num is 2 in the backward"),
+    # the sink
+    "sink left out": Mutation('else {"sink": spec.sink.float()}', "else {}", "sink is None"),
+    "sink in half precision": Mutation('"sink": spec.sink.float()', '"sink": spec.sink', "sink is bfloat16[4]"),
+    "sink inside and outside": Mutation("return_lse=True, sink=None", "return_lse=True", "sink is float32[4]"),
+    "sink without a gradient": Mutation("spec.sink.float()", "spec.sink.detach().float()", "gradient of sink"),
     # gradients
     "gradient cut": Mutation(
         "return t.reshape(t.shape[0], t.shape[1], -1)", "return t.detach().reshape(t.shape[0], t.shape[1], -1)",
@@ -574,6 +645,8 @@ PROBES: Mapping[str, Probe] = {
     "keep_prob above one": _probe("host", "want the probability to keep", keep_prob=1.5),
     "keep_prob of zero": _probe("host", "want the probability to keep", keep_prob=0.0),
     "scale left out": _probe("nobody", "scale not passed by name", scale=LEFT_OUT),
+    "sink of one head": _probe("nobody", "sink is float32[1]", sink=((1,), torch.float32)),
+    "sink in half precision": _probe("nobody", "sink is bfloat16[4]", sink=((N,), torch.bfloat16)),
     "leading zero": _probe(
         "nobody", "leading zero", **_PACKED, input_layout="TND", actual_seq_qlen=[0, 10, S], actual_seq_kvlen=[0, 10, S]
     ),

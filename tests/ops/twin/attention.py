@@ -35,8 +35,10 @@ def npu_fusion_attention(
     seed: int = 0,
     offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int, int]:
-    if any(argument is not None for argument in (pse, padding_mask, prefix, sink, dropout_mask)):
+    if any(argument is not None for argument in (pse, padding_mask, prefix, dropout_mask)):
         raise NotImplementedError("only what mindspeed_lite passes is emulated")
+    if sink is not None and (input_layout == "TND" or sink.dtype != torch.float32 or sink.shape != (head_num,)):
+        raise ValueError(f"sink {sink.dtype} {tuple(sink.shape)} in layout {input_layout} for {head_num} heads")
     if input_layout == "TND":
         parts = [
             npu_fusion_attention(
@@ -80,9 +82,11 @@ def npu_fusion_attention(
     if hidden is not None:
         # The softmax of a row without keys is NaN here: undocumented.
         scores = scores.masked_fill(hidden, float("-inf"))
-    top = scores.amax(-1, keepdim=True)
-    total = (scores - top).exp().sum(-1, keepdim=True)
-    probs = torch.nn.functional.dropout(scores.softmax(-1), 1 - keep_prob, training=keep_prob < 1)
+    # Documented: the sink is one of the numbers of maximum and sum.
+    logit = torch.full((n, 1, 1), float("-inf")) if sink is None else sink.view(n, 1, 1)
+    top = torch.maximum(scores.amax(-1, keepdim=True), logit)
+    total = (scores - top).exp().sum(-1, keepdim=True) + (logit - top).exp()
+    probs = torch.nn.functional.dropout((scores - top).exp() / total, 1 - keep_prob, training=keep_prob < 1)
     out = (probs @ v.float()).to(query.dtype)  # [b, n, sq, dv]
     lanes = (top.expand(-1, -1, -1, 8), total.expand(-1, -1, -1, 8))
     return _flat(out, input_layout), *lanes, query.new_empty(0), seed, offset, 0
