@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 
 if TYPE_CHECKING:
     from mindspeed_lite.engine import Feature, Option
+    from mindspeed_lite.migration import FlagRow
 
 THEMES = {
     "operators": "Fused operators",
@@ -87,6 +88,42 @@ def defaults() -> list[str]:
         beside = f"; not with [`--{stand_in.replace('_', '-')}`](features/{stand_in}.md)" if stand_in else ""
         rows[each.flag] = (f"`{each.flag}`", each.needs, each.when + beside)
     return table(("As if you had written", "Megatron's default needs", "Switched when"), rows.values())
+
+
+def mindspeed() -> list[str]:
+    """What becomes of each flag of MindSpeed's, class by class."""
+    from mindspeed_lite import runtime
+    from mindspeed_lite.migration.table import CLASSES, OUTCOMES, flags
+
+    ours = {option.flag for option in runtime.catalogue().options()}
+    done = {
+        "rename": "translated",
+        "write": "translated",
+        "drop": "left out",
+        "launcher": "torchrun's",
+        "skip": "skipped",
+        "refuse": "refused",
+        "rule": "depends",
+        "keep": "as it is",
+    }
+    lines = table(("Outcome", "Meaning"), [(done[name], text) for name, text in OUTCOMES.items() if name != "rename"])
+    found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
+    for row in flags().values():
+        found["same" if row.flag in ours else row.kind].append(row)
+    for kind, rows in found.items():
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
+        plain = [row for row in rows if row.outcome == "keep" and not row.words]
+        if plain:
+            lines += [f"As they are: {', '.join(f'`{row.flag}`' for row in plain)}.", ""]
+        rest = [row for row in rows if row not in plain]
+        cells = []
+        for row in rest:
+            refused = ", ".join(row.words).removeprefix("!").replace("|", ", ") if row.outcome == "keep" else ""
+            outcome = f"{done[row.outcome]}, except {refused}" if refused else done[row.outcome]
+            cells.append((f"`{row.flag}`", outcome, row.note, row.instead))
+        if cells:
+            lines += table(("Flag", "Outcome", "What it is", "Instead"), cells)
+    return lines
 
 
 def declaration(feature: Feature) -> list[str]:
@@ -194,11 +231,13 @@ def pages() -> dict[Path, str]:
     from mindspeed_lite import runtime
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
+    arriving = DOCS / "from-mindspeed.md"
     found = {
         DOCS / "support.md": support(),
         front: with_part(front, "flags", flags()),
         first: with_part(first, "features", index()),
         switched: with_part(switched, "defaults", defaults()),
+        arriving: with_part(arriving, "mindspeed", mindspeed()),
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"
