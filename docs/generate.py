@@ -9,6 +9,8 @@ A marked part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; a 
 from __future__ import annotations
 
 import argparse
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -126,6 +128,41 @@ def mindspeed() -> list[str]:
     return lines
 
 
+EXAMPLES = {
+    "llama3_8b.sh": "Llama-3-8B",
+    "qwen2_5_7b.sh": "Qwen2.5-7B",
+    "qwen3_30b_a3b.sh": "Qwen3-30B-A3B",
+    "mixtral_8x7b.sh": "Mixtral-8x7B",
+    "deepseek_v3.sh": "DeepSeek-V3",
+}
+
+
+def memory_of_examples() -> list[str]:
+    """What each launch script takes on the rank that takes most, as `mindspeed-lite memory` predicts it."""
+    from mindspeed_lite import planner
+    from mindspeed_lite.cli.memory_text import size
+
+    rows = []
+    for name, model in EXAMPLES.items():
+        printed = subprocess.run(
+            ["bash", str(ROOT / "examples" / name), "--print"], capture_output=True, text=True, check=True
+        )
+        words = shlex.split(printed.stdout)
+        devices = int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1])
+        first = (f"[{name}]({name})", model, str(devices))
+        try:
+            fullest = max(planner.ranks(planner.read(words, devices, "npu")), key=lambda rank: rank.total)
+        except planner.ArgumentError as error:
+            rows.append((*first, *[""] * 4, f"not predicted yet: {error}"))
+            continue
+        states = fullest.states
+        parts = (states.weights, states.gradients, states.optimizer, fullest.activations)
+        host = f" ({size(states.host)} in host memory)" if states.host else ""
+        rows.append((*first, *(size(part) for part in parts), size(fullest.total) + host))
+    headers = ("Script", "Model", "Devices", "Weights", "Gradients", "Optimizer", "Activations", "Total")
+    return table(headers, rows)
+
+
 def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
     from mindspeed_lite.engine import Provide
@@ -231,13 +268,14 @@ def pages() -> dict[Path, str]:
     from mindspeed_lite import runtime
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
-    arriving = DOCS / "from-mindspeed.md"
+    arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
     found = {
         DOCS / "support.md": support(),
         front: with_part(front, "flags", flags()),
         first: with_part(first, "features", index()),
         switched: with_part(switched, "defaults", defaults()),
         arriving: with_part(arriving, "mindspeed", mindspeed()),
+        launching: with_part(launching, "memory", memory_of_examples()),
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"

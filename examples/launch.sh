@@ -38,7 +38,12 @@ if (( NODES > 1 )); then
 else
     command+=(--standalone)
 fi
-command+=("${SCRIPT:-$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt.py}" "${LOCAL[@]}" "${MODEL[@]}" "${LAYOUT[@]}"
+if [[ -n ${SCRIPT:-} ]]; then
+    command+=(-m mindspeed_lite run "$SCRIPT")
+else
+    command+=("$(dirname "${BASH_SOURCE[0]}")/pretrain_gpt.py")
+fi
+command+=("${LOCAL[@]}" "${MODEL[@]}" "${LAYOUT[@]}"
           "${TRAINING[@]}" "${FEATURES[@]}" "${DATA[@]}" "${OUTPUT[@]}" ${TINY[@]+"${TINY[@]}"} ${own[@]+"${own[@]}"})
 
 if $print; then

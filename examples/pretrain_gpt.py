@@ -25,7 +25,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
-from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build, get_mtp_ranks
 from megatron.core.utils import get_attr_wrapped_model
 
 try:
@@ -70,6 +70,14 @@ def holds_tokens(vp_stage: int | None) -> bool:
     if not args.mtp_num_layers:
         return False
     return bool(get_mtp_num_layers_to_build(core_transformer_config_from_args(args), vp_stage=vp_stage))
+
+
+def embedding_ranks(stages: list[int]) -> list[int]:
+    """Of one pipeline's ranks those that hold word embeddings: multi-token prediction has them on its own stage."""
+    args = get_args()
+    has_output = not args.mtp_num_layers or not args.untie_embeddings_and_output_weights
+    predictors = get_mtp_ranks(stages, core_transformer_config_from_args(args)) if args.mtp_num_layers else []
+    return sorted({stages[0], *([stages[-1]] if has_output else []), *predictors})
 
 
 def model_provider(
@@ -185,6 +193,7 @@ def main() -> None:
         "model_provider": model_provider,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
+        "get_embedding_ranks": embedding_ranks,
     }
     try:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args

@@ -25,7 +25,8 @@ LAYOUT=(
 TRAINING=(
     --micro-batch-size 1 --global-batch-size 256 --train-iters 2000 --bf16
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-fraction 0.01 --weight-decay 0.1 --clip-grad 1.0
-    --adam-beta1 0.9 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0 --split 99,1,0 --eval-iters 0
+    --adam-beta1 0.9 --adam-beta2 0.95 --attention-dropout 0 --hidden-dropout 0
+    --split 99,1,0 --eval-interval 1000 --eval-iters 0
 )
 FEATURES=(
     --use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-adamw

@@ -6,6 +6,6 @@ Knows the standard library only: words in, words out. The table is `flags.tsv`.
 from .shell import Script, read_script
 from .suggest import unrecognized
 from .table import FlagRow, flags
-from .translate import Step, Translation, translate
+from .translate import TranslatedFlag, Translation, translate
 
-__all__ = ["FlagRow", "Script", "Step", "Translation", "flags", "read_script", "translate", "unrecognized"]
+__all__ = ["FlagRow", "Script", "TranslatedFlag", "Translation", "flags", "read_script", "translate", "unrecognized"]

@@ -13,14 +13,14 @@ from .command_line import CommandLine, FlagUse, Refusal
 
 
 class Found(NamedTuple):
-    """Outcome of a Step, words in the flag's place, and why."""
+    """Outcome of a TranslatedFlag, words in the flag's place, and why."""
 
     outcome: str
     words: tuple[str, ...]
     why: str
 
 
-class Context(NamedTuple):
+class CommandContext(NamedTuple):
     """The whole command; whether it has a flag that is MindSpeed's alone; the device; whether TE is there."""
 
     line: CommandLine
@@ -309,7 +309,7 @@ def by_value(table: dict[str, tuple[str, ...]], refused: str) -> Rule:
     return rule
 
 
-# Context parallel, tokenizer, the model's specification, checkpoints
+# CommandContext parallel, tokenizer, the model's specification, checkpoints
 
 
 def context_parallel_algo(use: FlagUse, line: CommandLine) -> Found:
@@ -341,7 +341,7 @@ def spec(use: FlagUse, line: CommandLine) -> Found | None:
     return _left_out("Megatron chooses the layers by the model's flags")
 
 
-def transformer_impl(use: FlagUse, context: Context) -> Found | None:
+def transformer_impl(use: FlagUse, context: CommandContext) -> Found | None:
     """In a MindSpeed command, where MindSpeed stands in for Transformer Engine."""
     if not context.foreign or context.transformer_engine or _value(use, context.line) != "transformer_engine":
         return None
@@ -351,7 +351,7 @@ def transformer_impl(use: FlagUse, context: Context) -> Found | None:
     return Found("translated", (use.flag, "local"), why)
 
 
-def coc_fused_kernel(use: FlagUse, context: Context) -> Found | None:
+def coc_fused_kernel(use: FlagUse, context: CommandContext) -> Found | None:
     """In a MindSpeed command, whose kernel is the NPU's."""
     if not context.foreign or context.device in ("", "cuda"):
         return None
@@ -376,7 +376,7 @@ def muon_nesterov(use: FlagUse, line: CommandLine) -> Found | None:
     return Found("translated", ("--muon-use-nesterov",), "its name before Megatron 0.18")
 
 
-BY_CONTEXT: dict[str, Callable[[FlagUse, Context], Found | None]] = {
+BY_CONTEXT: dict[str, Callable[[FlagUse, CommandContext], Found | None]] = {
     "--transformer-impl": transformer_impl,
     "--coc-fused-kernel": coc_fused_kernel,
 }

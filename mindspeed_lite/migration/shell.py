@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .translate import Step, Translation, translate
+from .translate import TranslatedFlag, Translation, translate
 
 _ASSIGNMENT = re.compile(r"^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=(\"[^\"$`\n]*\"|'[^'\n]*'|[^\s\"'();|&#]*)", re.M)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
@@ -146,7 +146,7 @@ def _after_substitution(text: str, at: int, stop: int) -> int:
     return stop
 
 
-def _edited(text: str, words: list[_Word], steps: tuple[Step, ...]) -> str:
+def _edited(text: str, words: list[_Word], steps: tuple[TranslatedFlag, ...]) -> str:
     """The script with what each step puts in a flag's place; from the end, so that positions hold."""
     for step in reversed(steps):
         use = step.use

@@ -22,7 +22,7 @@ _SAID = {
 
 
 @dataclass(frozen=True)
-class Step:
+class TranslatedFlag:
     """What became of one flag.
 
     Attributes:
@@ -47,7 +47,7 @@ class Translation:
     """
 
     words: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[TranslatedFlag, ...]
     accepted: tuple[str, ...] = ()
 
     @property
@@ -83,12 +83,12 @@ def translate(
     line = CommandLine(words, known, resolve, ends)
     strict = line.has("--mindspeed-lite-strict")
     foreign = any(_is_foreign(use.row, line) for use in line.uses)
-    context = rules.Context(line, foreign, device, transformer_engine)
+    context = rules.CommandContext(line, foreign, device, transformer_engine)
     steps = []
     for use in line.uses:
         step = _step(use, context)
         if strict and step.outcome == "skipped":
-            step = Step(use, "refused", _raw(use, line), f"{step.line} (--mindspeed-lite-strict)")
+            step = TranslatedFlag(use, "refused", _raw(use, line), f"{step.line} (--mindspeed-lite-strict)")
         steps.append(step)
     result: list[str] = []
     accepted: list[str] = []
@@ -111,10 +111,10 @@ def _raw(use: FlagUse, line: CommandLine) -> tuple[str, ...]:
     return tuple(line.words[use.start : use.stop])
 
 
-def _step(use: FlagUse, context: rules.Context) -> Step:
+def _step(use: FlagUse, context: rules.CommandContext) -> TranslatedFlag:
     line, foreign = context.line, context.foreign
     row, raw = use.row, _raw(use, line)
-    kept = Step(use, "kept", raw, "")
+    kept = TranslatedFlag(use, "kept", raw, "")
     try:
         if row.outcome == "keep" and (line.known is None or row.flag in line.known):
             _check_value(use, line, foreign)
@@ -130,16 +130,16 @@ def _step(use: FlagUse, context: rules.Context) -> Step:
                 return kept
             words = _existing(found.words, row, line)
             said = f"{' '.join(raw)} is read as {' '.join(words)}" if words else f"{' '.join(raw)} is left out"
-            return Step(use, found.outcome, words, f"{said}: {found.why}")
+            return TranslatedFlag(use, found.outcome, words, f"{said}: {found.why}")
         if row.outcome == "launcher" and line.known is None:
             return kept
         if row.outcome in ("drop", "launcher"):
-            return Step(use, "not needed", (), f"{row.flag} is left out: {row.note}")
+            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {row.note}")
         idle = _idle(use, line)
         if idle:
-            return Step(use, "not needed", (), f"{row.flag} is left out: {idle}")
+            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {idle}")
         if row.outcome == "skip":
-            return Step(use, "skipped", (), _text(row))
+            return TranslatedFlag(use, "skipped", (), _text(row))
         if row.outcome == "refuse":
             raise Refusal(_text(row))
         if row.outcome == "rename" and not use.values:
@@ -149,15 +149,15 @@ def _step(use: FlagUse, context: rules.Context) -> Step:
         if line.has(words[0]) and row.outcome == "rename":
             if [line.resolved(each) for each in line.raw(words[0])] != [line.resolved(each) for each in use.values]:
                 raise Refusal(f"{row.flag} and {words[0]} are one flag and have different values: give one of them")
-            return Step(use, "not needed", (), f"{row.flag} is left out: {words[0]} says the same")
-        return Step(use, "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {row.note}")
+            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {words[0]} says the same")
+        return TranslatedFlag(use, "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {row.note}")
     except Refusal as refusal:
-        return Step(use, "refused", raw, str(refusal))
+        return TranslatedFlag(use, "refused", raw, str(refusal))
     except UnknownValue as unknown:
         text = (
             f"{row.flag} stays as it is: only the shell knows {unknown.args[0]}; it is translated when the script runs"
         )
-        return Step(use, "unknown value", raw, text)
+        return TranslatedFlag(use, "unknown value", raw, text)
 
 
 def _check_value(use: FlagUse, line: CommandLine, foreign: bool) -> None:
