@@ -9,6 +9,8 @@ A marked part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; a 
 from __future__ import annotations
 
 import argparse
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,6 +21,7 @@ DOCS = ROOT / "docs"
 
 if TYPE_CHECKING:
     from mindspeed_lite.engine import Feature, Option
+    from mindspeed_lite.migration import FlagRow
 
 THEMES = {
     "operators": "Fused operators",
@@ -126,6 +129,77 @@ def defaults() -> list[str]:
         beside = f"; not with [`--{stand_in.replace('_', '-')}`](features/{stand_in}.md)" if stand_in else ""
         rows[each.flag] = (f"`{each.flag}`", each.needs, each.when + beside)
     return table(("As if you had written", "Megatron's default needs", "Switched when"), rows.values())
+
+
+def mindspeed() -> list[str]:
+    """What becomes of each flag of MindSpeed's, class by class."""
+    from mindspeed_lite import runtime
+    from mindspeed_lite.migration.table import CLASSES, OUTCOMES, flags
+
+    ours = {option.flag for option in runtime.catalogue().options()}
+    done = {
+        "rename": "translated",
+        "write": "translated",
+        "drop": "left out",
+        "launcher": "torchrun's",
+        "skip": "skipped",
+        "refuse": "refused",
+        "rule": "depends",
+        "keep": "as it is",
+    }
+    lines = table(("Outcome", "Meaning"), [(done[name], text) for name, text in OUTCOMES.items() if name != "rename"])
+    found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
+    for row in flags().values():
+        found["same" if row.flag in ours else row.kind].append(row)
+    for kind, rows in found.items():
+        lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
+        plain = [row for row in rows if row.outcome == "keep" and not row.words]
+        if plain:
+            lines += [f"As they are: {', '.join(f'`{row.flag}`' for row in plain)}.", ""]
+        rest = [row for row in rows if row not in plain]
+        cells = []
+        for row in rest:
+            refused = ", ".join(row.words).removeprefix("!").replace("|", ", ") if row.outcome == "keep" else ""
+            outcome = f"{done[row.outcome]}, except {refused}" if refused else done[row.outcome]
+            cells.append((f"`{row.flag}`", outcome, row.note, row.instead))
+        if cells:
+            lines += table(("Flag", "Outcome", "What it is", "Instead"), cells)
+    return lines
+
+
+EXAMPLES = {
+    "llama3_8b.sh": "Llama-3-8B",
+    "qwen2_5_7b.sh": "Qwen2.5-7B",
+    "qwen3_30b_a3b.sh": "Qwen3-30B-A3B",
+    "mixtral_8x7b.sh": "Mixtral-8x7B",
+    "deepseek_v3.sh": "DeepSeek-V3",
+}
+
+
+def memory_of_examples() -> list[str]:
+    """What each launch script takes on the rank that takes most, as `mindspeed-lite memory` predicts it."""
+    from mindspeed_lite import planner
+    from mindspeed_lite.cli.memory_text import size
+
+    rows = []
+    for name, model in EXAMPLES.items():
+        printed = subprocess.run(
+            ["bash", str(ROOT / "examples" / name), "--print"], capture_output=True, text=True, check=True
+        )
+        words = shlex.split(printed.stdout)
+        devices = int(words[words.index("--nnodes") + 1]) * int(words[words.index("--nproc-per-node") + 1])
+        first = (f"[{name}]({name})", model, str(devices))
+        try:
+            fullest = max(planner.ranks(planner.read(words, devices, "npu")), key=lambda rank: rank.total)
+        except planner.ArgumentError as error:
+            rows.append((*first, *[""] * 4, f"not predicted yet: {error}"))
+            continue
+        states = fullest.states
+        parts = (states.weights, states.gradients, states.optimizer, fullest.activations)
+        host = f" ({size(states.host)} in host memory)" if states.host else ""
+        rows.append((*first, *(size(part) for part in parts), size(fullest.total) + host))
+    headers = ("Script", "Model", "Devices", "Weights", "Gradients", "Optimizer", "Activations", "Total")
+    return table(headers, rows)
 
 
 def declaration(feature: Feature) -> list[str]:
@@ -247,12 +321,15 @@ def pages() -> dict[Path, str]:
     from mindspeed_lite import runtime
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
+    arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
     found = {
         DOCS / "support.md": support(),
         front: with_parts(front, {"results": results(), "groups": groups()}),
         DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),
         first: with_part(first, "features", index()),
         switched: with_part(switched, "defaults", defaults()),
+        arriving: with_part(arriving, "mindspeed", mindspeed()),
+        launching: with_part(launching, "memory", memory_of_examples()),
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"

@@ -24,7 +24,8 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build, get_mtp_ranks
 from megatron.core.utils import get_attr_wrapped_model
 
 try:
@@ -46,7 +47,6 @@ def refuse_what_is_not_here(args: Any) -> None:
     """This script leaves out what would double its length; say so instead of training something else."""
     absent = {
         "--context-parallel-size above 1": args.context_parallel_size > 1,
-        "--mtp-num-layers": bool(args.mtp_num_layers),
         "--fim-data": bool(args.fim_data),
         "--sft": bool(args.sft),
     }
@@ -62,9 +62,22 @@ def use_compiled_dataset_helpers() -> None:
 
 
 def holds_tokens(vp_stage: int | None) -> bool:
-    """Whether this pipeline stage embeds tokens or computes the loss; the others need no data."""
+    """Whether this pipeline stage embeds tokens, predicts several or computes the loss; the others need no data."""
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    return bool(mpu.is_pipeline_first_stage(**where) or mpu.is_pipeline_last_stage(**where))
+    if mpu.is_pipeline_first_stage(**where) or mpu.is_pipeline_last_stage(**where):
+        return True
+    args = get_args()
+    if not args.mtp_num_layers:
+        return False
+    return bool(get_mtp_num_layers_to_build(core_transformer_config_from_args(args), vp_stage=vp_stage))
+
+
+def embedding_ranks(stages: list[int]) -> list[int]:
+    """Of one pipeline's ranks those that hold word embeddings: multi-token prediction has them on its own stage."""
+    args = get_args()
+    has_output = not args.mtp_num_layers or not args.untie_embeddings_and_output_weights
+    predictors = get_mtp_ranks(stages, core_transformer_config_from_args(args)) if args.mtp_num_layers else []
+    return sorted({stages[0], *([stages[-1]] if has_output else []), *predictors})
 
 
 def model_provider(
@@ -85,6 +98,9 @@ def model_provider(
         qk_l2_norm=args.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, layers, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,
@@ -98,6 +114,7 @@ def model_provider(
         rotary_percent=args.rotary_percent,
         rotary_base=args.rotary_base,
         rope_scaling=args.use_rope_scaling,
+        mtp_block_spec=mtp,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
     )
@@ -176,6 +193,7 @@ def main() -> None:
         "model_provider": model_provider,
         "model_type": ModelType.encoder_or_decoder,
         "forward_step_func": forward_step,
+        "get_embedding_ranks": embedding_ranks,
     }
     try:
         from megatron.training.argument_utils import pretrain_cfg_container_from_args

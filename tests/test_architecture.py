@@ -132,6 +132,7 @@ MAY_IMPORT = {
     "parallel": ("tuning", "memory", "ops", "platform"),
     "pipeline": ("parallel", "memory"),
     "planner": ("pipeline",),
+    "migration": (),
 }
 
 

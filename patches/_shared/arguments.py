@@ -1,4 +1,4 @@
-"""Where flags come in: our groups in Megatron's parser, and the moment at which its arguments are final.
+"""Where flags come in: our groups in Megatron's parser, MindSpeed's flags, and when Megatron's arguments are final.
 
 Reaches four functions of `megatron.training`: `add_megatron_arguments` (our groups appear in `--help`),
 `parse_args` (flags given beside a YAML file survive it), `validate_args` and `validate_yaml` (before: defaults that
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_lite import platform, runtime
+from mindspeed_lite import migration, platform, runtime
 from mindspeed_lite.engine import (
     Around,
     Collision,
@@ -38,6 +38,12 @@ class _Parsed:
         self.collisions: list[Collision] = []
         self.namespace: argparse.Namespace | None = None
         self.explicit: frozenset[str] = frozenset()
+        self.translation = migration.Translation((), ())
+
+    def notices(self) -> list[str]:
+        """What became of MindSpeed's flags; refused ones get here where the script ignores unknown flags."""
+        ignored = [f"{line} (ignored: this script ignores unknown flags)" for line in self.translation.refusals]
+        return [*self.translation.notices, *ignored]
 
 
 def _mend_help(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +57,43 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _watch(parser: argparse.ArgumentParser, parsed: _Parsed) -> None:
-    """Let this one parser remember what it was given."""
+    """Let this one parser read MindSpeed's flags, remember what it was given, and end with one line for each error."""
     parse_known = parser.parse_known_args
 
-    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+    def translated(args: Any) -> list[str]:
         words = sys.argv[1:] if args is None else list(args)
-        result = parse_known(args, namespace)
-        parsed.namespace = result[0]
+        device = platform.activate().name
+        te = next(each.missing for each in megatron_defaults.DEFAULTS if each.dest == "transformer_impl")
+        parsed.translation = migration.translate(
+            words, parser._option_string_actions, device=device, transformer_engine=te(device) is None
+        )
+        return list(parsed.translation.accepted)
+
+    def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+        words = translated(args)
+        found, unknown = parse_known(words, namespace)
+        parsed.namespace = found
         parsed.explicit = given_options(parser, words)
-        return result
+        refused = [word for step in parsed.translation.steps if step.outcome == "refused" for word in step.words]
+        return found, [*unknown, *refused]
+
+    def parse_args(args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = parser.parse_known_args(args, namespace)
+        refusals = parsed.translation.refusals
+        if unknown:
+            refused = sum(len(step.words) for step in parsed.translation.steps if step.outcome == "refused")
+            left = unknown[: len(unknown) - refused]
+            parser.error("\n".join([*refusals, *migration.unrecognized(left, parser._option_string_actions)]))
+        return found
+
+    def error(message: str) -> None:
+        # Megatron's usage has 760 lines; --help shows it.
+        lines = list(dict.fromkeys([*parsed.translation.refusals, *message.splitlines()]))
+        parser.exit(2, "".join(f"{parser.prog}: error: {line}\n" for line in lines))
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_args = parse_args  # type: ignore[assignment]
+    parser.error = error  # type: ignore[assignment]
 
 
 def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
@@ -128,7 +160,7 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
     Megatron makes of them, they are put back and validated without it.
     """
     device = platform.activate().name
-    notices = megatron_defaults.switch(args, device, parsed.explicit)
+    notices = dict.fromkeys(parsed.notices(), "") | megatron_defaults.switch(args, device, parsed.explicit)
     restore_compile = megatron_defaults.disable_compile(args, device)
     if restore_compile is not None:
         _undo.append(restore_compile)

@@ -1,0 +1,116 @@
+"""The words of a command as flags and their values, by the arities of the table."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from .table import FlagRow, flags
+
+_FLAG = re.compile(r"--[A-Za-z]")
+
+
+class UnknownValue(Exception):
+    """A value that only the shell knows, as `$(nproc)`; `args[0]` is the word."""
+
+
+class Refusal(Exception):
+    """A flag or a value that is not served; `args[0]` says what and what to do instead."""
+
+
+@dataclass(frozen=True)
+class FlagUse:
+    """A flag of the table at `words[start:stop]`."""
+
+    row: FlagRow
+    values: tuple[str, ...]
+    start: int
+    stop: int
+
+    @property
+    def flag(self) -> str:
+        return self.row.flag
+
+
+class CommandLine:
+    """The words of a command.
+
+    Args:
+        words: as the shell gives them, or raw words of a script.
+        known: the flags of the parser that will read them; None where there is none.
+        resolve: what a raw word of a script stands for; may leave a `$` in it.
+        ends: places after which no value may follow a flag: the end of a quoted text or of a command.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        known: Container[str] | None = None,
+        resolve: Callable[[str], str] = str,
+        ends: Container[int] = (),
+    ) -> None:
+        self.words = list(words)
+        self.known = known
+        self._resolve = resolve
+        self._ends = ends
+        self._given: dict[str, tuple[str, ...]] = {}
+        self.uses = list(self._read())
+
+    def _read(self) -> Iterator[FlagUse]:
+        table = flags()
+        place = 0
+        while place < len(self.words) and self.words[place] != "--":
+            start, word = place, self.words[place]
+            place += 1
+            if not _FLAG.match(word):
+                continue
+            flag, has_value, value = word.partition("=")
+            row = table.get(flag)
+            values = [value] if has_value else []
+            most = 0 if has_value or (row and row.values == "0") else 1 if row and row.values == "1" else None
+            while most is None or len(values) < most:
+                if place >= len(self.words) or place - 1 in self._ends or self.words[place].startswith("--"):
+                    break
+                values.append(self.words[place])
+                place += 1
+            self._given[flag] = tuple(values)
+            if row:
+                yield FlagUse(row, tuple(values), start, place)
+
+    def has(self, flag: str) -> bool:
+        return flag in self._given
+
+    def is_foreign(self, flag: str) -> bool:
+        """Whether the flag is given and is not one of the parser's."""
+        return self.has(flag) and (flag not in self.known if self.known is not None else True)
+
+    def raw(self, flag: str) -> tuple[str, ...]:
+        """The values as they are written."""
+        return self._given.get(flag, ())
+
+    def value(self, flag: str, default: str = "") -> str:
+        """The last value given to a flag.
+
+        Raises:
+            UnknownValue: only the shell knows it.
+        """
+        return self.resolved(self._given[flag][0]) if self._given.get(flag) else default
+
+    def number(self, flag: str, default: int) -> int:
+        """The same as a whole number.
+
+        Raises:
+            Refusal: it is none.
+        """
+        text = self.value(flag, str(default))
+        try:
+            return int(text)
+        except ValueError:
+            raise Refusal(f"{flag} takes a whole number, not {text!r}") from None
+
+    def resolved(self, word: str) -> str:
+        text = self._resolve(word)
+        if "$" in text or "`" in text:
+            raise UnknownValue(word)
+        return text

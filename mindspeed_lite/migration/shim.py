@@ -1,0 +1,77 @@
+"""A package `mindspeed` that answers `import mindspeed.megatron_adaptor`, for scripts that may not be changed.
+
+It is two files in a folder of the user's choice, which he puts on PYTHONPATH. It never stands over a real MindSpeed:
+it is not written where one is, and importing it where one is installed is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from pathlib import Path
+
+_MARK = "mindspeed_lite's stand-in for MindSpeed"
+
+_PACKAGE = f'''"""{_MARK}: `mindspeed.megatron_adaptor` is mindspeed_lite's; there is nothing else in it.
+
+Written by `mindspeed-lite migrate --shim`. Remove this folder to be rid of it.
+"""
+
+from importlib.machinery import PathFinder
+from pathlib import Path
+import sys
+
+_here = Path(__file__).resolve().parents[1]
+_others = [each for each in sys.path if Path(each or ".").resolve() != _here]
+_real = PathFinder.find_spec("mindspeed", _others)
+if _real is not None and _real.origin is not None:
+    raise ImportError(
+        f"{{__file__}} is {_MARK}, and MindSpeed itself is installed ({{_real.origin}}): take {{_here}} off "
+        "PYTHONPATH, or uninstall one of the two."
+    )
+
+
+def __getattr__(name):
+    if name == "megatron_adaptor":
+        import mindspeed.megatron_adaptor
+
+        return mindspeed.megatron_adaptor
+    raise AttributeError(f"mindspeed.{{name}}: this is {_MARK}, which has megatron_adaptor and nothing else")
+'''
+
+_ADAPTOR = f'''"""{_MARK}: importing it imports mindspeed_lite.megatron_adaptor."""
+
+import logging
+
+import mindspeed_lite.megatron_adaptor
+
+logging.getLogger("mindspeed_lite").warning("mindspeed.megatron_adaptor is mindspeed_lite's: %s", __file__)
+'''
+
+
+class ShimError(Exception):
+    """A real MindSpeed is in the way."""
+
+
+def write_shim(folder: Path) -> Path:
+    """Write the stand-in into `folder`, which then belongs on PYTHONPATH; returns the package's folder.
+
+    Raises:
+        ShimError: a package `mindspeed` that is not ours stands there or is installed.
+        OSError: it cannot be written.
+    """
+    package = folder / "mindspeed"
+    found = importlib.machinery.PathFinder.find_spec("mindspeed", [str(folder), *sys.path])
+    origin = None if found is None else found.origin
+    if origin is None and package.exists() and any(package.iterdir()):
+        origin = str(package)
+    if origin is not None and not _is_ours(Path(origin)):
+        raise ShimError(f"MindSpeed itself is there ({origin}); the stand-in is never put over it")
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text(_PACKAGE, encoding="utf-8")
+    (package / "megatron_adaptor.py").write_text(_ADAPTOR, encoding="utf-8")
+    return package
+
+
+def _is_ours(path: Path) -> bool:
+    return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace").partition("\n")[0]

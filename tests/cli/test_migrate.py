@@ -1,0 +1,92 @@
+"""`mindspeed-lite migrate`: the report, the file it writes, and what it refuses to write over."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from mindspeed_lite.cli import main
+
+SCRIPT = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n    --norm-topk-prob \\\n    --use-mc2 --auto-settings --bf16\n"
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "pretrain.sh"
+    path.write_text(SCRIPT)
+    path.chmod(0o755)
+    return path
+
+
+def test_the_flags_by_what_becomes_of_them(script, capsys):
+    assert main(["migrate", str(script)]) == 1
+    text = capsys.readouterr().out
+    assert (
+        "5 flags of MindSpeed's table: 1 refused, 0 skipped, 0 unknown value, 1 translated, 1 not needed, 2 kept"
+        in (" ".join(text.split()))
+    )
+    assert "refused: take them out\n  --auto-settings (planned" in text
+    assert "translated\n  --use-mc2 is read as --use-ascend-mc2: " in text
+    assert "stay as they are\n  --nproc_per_node --bf16" in text
+    assert script.read_text() == SCRIPT
+
+
+def test_the_translated_script(script, tmp_path, capsys):
+    out = tmp_path / "out.sh"
+    assert main(["migrate", str(script), "-o", str(out)]) == 1
+    expected = "torchrun --nproc_per_node 8 pretrain_gpt.py \\\n    --use-ascend-mc2 --auto-settings --bf16\n"
+    assert out.read_text() == expected and out.stat().st_mode & stat.S_IXUSR
+    assert f"written: {out}" in capsys.readouterr().out
+    out.write_text(expected.replace("--auto-settings ", ""))
+    assert main(["migrate", str(out)]) == 0
+
+
+@pytest.mark.parametrize("over_itself", [True, False])
+def test_nothing_is_written_over_in_silence(script, tmp_path, capsys, over_itself):
+    out = script if over_itself else tmp_path / "out.sh"
+    before = out.write_text("mine") and "mine" if not over_itself else SCRIPT
+    assert main(["migrate", str(script), "-o", str(out)]) == 2
+    assert out.read_text() == before
+    error = capsys.readouterr().err
+    assert (
+        error == f"mindspeed-lite migrate: error: -o {out}: it exists; give another name, or --force to write over it\n"
+    )
+    assert main(["migrate", str(script), "-o", str(out), "--force"]) == 1
+    assert "--use-ascend-mc2" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "no script given (see mindspeed-lite migrate --help)"),
+        (["no_such.sh"], "no_such.sh cannot be read: No such file or directory"),
+        (["--shim", "DIR", "x.sh"], "--shim takes a folder and nothing else"),
+        (["--nonsense"], "unrecognized arguments: --nonsense (see mindspeed-lite migrate --help)"),
+        (["SCRIPT", "-o", "none/out.sh"], "-o none/out.sh cannot be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, line, script, monkeypatch, capsys):
+    monkeypatch.chdir(script.parent)
+    given = [str(script) if each == "SCRIPT" else each for each in arguments]
+    try:
+        code = main(["migrate", *given])
+    except SystemExit as ending:
+        code = ending.code
+    assert code == 2 and capsys.readouterr().err == f"mindspeed-lite migrate: error: {line}\n"
+
+
+def test_a_python_script_and_the_stand_in(tmp_path, capsys):
+    source = tmp_path / "pretrain_gpt.py"
+    source.write_text("from mindspeed import megatron_adaptor\n")
+    out = tmp_path / "out.py"
+    assert main(["migrate", str(source), "-o", str(out)]) == 0
+    assert out.read_text() == "from mindspeed_lite import megatron_adaptor\n"
+    assert "1 import line of mindspeed.megatron_adaptor changed" in capsys.readouterr().out
+    assert main(["migrate", "--shim", str(tmp_path / "shim")]) == 0
+    assert (tmp_path / "shim" / "mindspeed" / "megatron_adaptor.py").is_file()
+    (tmp_path / "shim" / "mindspeed" / "__init__.py").write_text("")
+    assert main(["migrate", "--shim", str(tmp_path / "shim")]) == 2
+    assert "MindSpeed itself is there" in capsys.readouterr().err

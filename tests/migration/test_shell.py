@@ -1,0 +1,131 @@
+"""Launch scripts: flags in commands, arrays and quoted texts, edited in place."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from mindspeed_lite.migration import read_script
+
+SCRIPT = r"""#!/bin/bash
+# --seq-aux in a comment stays
+NPUS=8
+CP=1
+CP_TYPE='ulysses_cp_algo'
+export NUM_LAYERS=64   # three are empty
+LAYERS=${NUM_LAYERS}
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS \
+    --nnodes 1
+"
+MOE_ARGS="
+    --first-k-dense-replace 3 \
+    --moe-layer-freq 1 \
+    --num-experts 256 \
+	--norm-topk-prob
+"
+ARGS=(
+    --multi-head-latent-attention   # latent attention
+    --rope-scaling-type yarn --rope-scaling-factor 40 --bf16
+    --context-parallel-size ${CP} --context-parallel-algo "${CP_TYPE}"
+    --pipeline-model-parallel-size 2
+    --num-layers $LAYERS --noop-layers 61,62,63
+    --qk-nope-head-dim $((64 * 2)) --tokenizer-name-or-path "a b/c" --save="${OUT}/x y"
+    --data-path ${DATA[@]}
+    --moe-zero-memory $(cat level)
+)
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
+    "${ARGS[@]}" \
+    $MOE_ARGS $OWN \
+    --own-flag 3 --no-shared-storage | tee log
+python other.py \
+    --bf16 \
+    --norm-topk-prob
+echo done; echo "it's" '--seq-aux'
+"""
+
+TRANSLATED = r"""#!/bin/bash
+# --seq-aux in a comment stays
+NPUS=8
+CP=1
+CP_TYPE='ulysses_cp_algo'
+export NUM_LAYERS=64   # three are empty
+LAYERS=${NUM_LAYERS}
+DISTRIBUTED_ARGS="
+    --nproc_per_node $NPUS \
+    --nnodes 1
+"
+MOE_ARGS="
+    --moe-layer-freq ([0]*3+[1]*58) \
+    --num-experts 256 \
+"
+ARGS=(
+    --multi-latent-attention   # latent attention
+    --rotary-scaling-factor 40 --bf16
+    --context-parallel-size ${CP}
+    --pipeline-model-parallel-size 2
+    --num-layers 61 --pipeline-model-parallel-layout "Et*32|t*29L"
+    --qk-head-dim $((64 * 2)) --tokenizer-model "a b/c" --save="${OUT}/x y"
+    --data-path ${DATA[@]}
+    --moe-zero-memory $(cat level)
+)
+torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
+    "${ARGS[@]}" \
+    $MOE_ARGS $OWN \
+    --own-flag 3 | tee log
+python other.py \
+    --bf16
+echo done; echo "it's" '--moe-router-load-balancing-type seq_aux_loss'
+"""
+
+
+def test_a_script_is_edited_in_place(tmp_path):
+    found = read_script(SCRIPT)
+    assert found.text == TRANSLATED
+    assert found.others == ("--own-flag",)
+    unknown = [step.line for step in found.translation.steps if step.outcome == "unknown value"]
+    assert unknown == ["--moe-zero-memory stays as it is: only the shell knows $(cat level); it is translated "
+                       "when the script runs"]  # fmt: skip
+    script = tmp_path / "script.sh"
+    script.write_text(found.text)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_the_shell_sees_the_translated_words(tmp_path):
+    """The words that the program gets, as bash makes them of arrays and of texts that it splits."""
+    script = (
+        'A=(\n  --noop-layers 3 --num-layers 4\n  --pipeline-model-parallel-size 2\n)\nB="\n  --norm-topk-prob \\\n"\n'
+    )
+    run = f'{read_script(script).text}printf "%s\\n" "${{A[@]}}" $B\n'
+    printed = subprocess.run(["bash", "-c", run], capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    assert printed.split("\n")[:-1] == [
+        "--pipeline-model-parallel-layout", "Et*2|t*1L", "--num-layers", "3", "--pipeline-model-parallel-size", "2"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "echo hi\n",
+        "torchrun x.py --bf16 \\\n  --num-layers 4\n",
+        "A=(\n--bf16 # --seq-aux\n)",
+        "a='unclosed --bf16",
+        "echo $(date",
+        'x="${y:-\'}"\n',
+    ],
+)
+def test_a_script_without_mindspeed_flags_stays_as_it_is(text):
+    assert read_script(text).text == text
+
+
+def test_the_import_line_of_a_python_script():
+    text = (
+        "import os\nimport mindspeed.megatron_adaptor\n  from mindspeed import megatron_adaptor as m  # first\n"
+        "import mindspeed.megatron_adaptors\nimport mindspeed_llm\n"
+    )
+    found = read_script(text, is_python=True)
+    assert found.imports == 2 and found.text == text.replace(
+        "import mindspeed.megatron_adaptor\n", "import mindspeed_lite.megatron_adaptor\n"
+    ).replace("from mindspeed import", "from mindspeed_lite import")

@@ -1,0 +1,145 @@
+"""What depends on other flags: traps, pairs, layers that are empty; and commands that are not MindSpeed's."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_lite.migration import translate
+from mindspeed_lite.migration.rules import SHARED_NAMES
+
+MEGATRON = frozenset(
+    "--rotary-scaling-factor --multi-latent-attention --use-rope-scaling --moe-ffn-hidden-size "
+    "--pipeline-model-parallel-layout --recompute-granularity --recompute-modules "
+    "--pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage --mtp-num-layers "
+    "--gradient-accumulation-fusion --cp-comm-type --window-size "
+    "--moe-shared-expert-intermediate-size --use-ascend-coc --use-ascend-mc2 --use-fused-adamw --num-experts "
+    "--use-fused-linear-cross-entropy --context-parallel-size --tokenizer-model --load --qk-head-dim".split()
+) | SHARED_NAMES  # fmt: skip
+
+
+def become(text, **more):
+    return " ".join(translate(text.split(), MEGATRON, **more).accepted)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Names that both have and that mean other things.
+        ("--multi-latent-attention --rope-scaling-type yarn --rope-scaling-factor 40",
+         "--multi-latent-attention --rotary-scaling-factor 40"),
+        ("--use-rope-scaling --rope-scaling-factor 40", "--use-rope-scaling --rope-scaling-factor 40"),
+        ("--multi-latent-attention --rope-scaling-factor 40", "--multi-latent-attention --rope-scaling-factor 40"),
+        ("--rope-scaling-type llama3 --rope-scaling-factor 8", "--use-rope-scaling --rope-scaling-factor 8"),
+        ("--no-gradient-accumulation-fusion --gemm-gradient-accumulation-fusion", "--gradient-accumulation-fusion"),
+        ("--no-gradient-accumulation-fusion", "--no-gradient-accumulation-fusion"),
+        ("--transformer-impl transformer_engine", "--transformer-impl transformer_engine"),
+        ("--transformer-impl transformer_engine --norm-topk-prob", "--transformer-impl local"),
+        ("--spec mindspeed_llm.x layer_spec --load x", "--load x"),
+        ("--spec local_module layer_spec", "--spec local_module layer_spec"),
+        # Context parallel.
+        ("--context-parallel-algo ulysses_cp_algo", ""),
+        ("--context-parallel-size 1 --context-parallel-algo hybrid_cp_algo", "--context-parallel-size 1"),
+        ("--context-parallel-size 2 --context-parallel-algo=ulysses_cp_algo",
+         "--context-parallel-size 2 --cp-comm-type a2a"),
+        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo",
+         "--context-parallel-size 2 --cp-comm-type p2p"),
+        # Layers.
+        ("--num-layers 8 --noop-layers 7 --pipeline-model-parallel-size 2",
+         "--num-layers 7 --pipeline-model-parallel-layout Et*4|t*3L --pipeline-model-parallel-size 2"),
+        ("--num-layers 8 --noop-layers 6,7 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 "
+         "--mtp-num-layers 1",
+         "--num-layers 6 --pipeline-model-parallel-layout Et*2|t*2|t*2|mL --pipeline-model-parallel-size 2 "
+         "--mtp-num-layers 1"),
+        ("--num-layers 8 --noop-layers 0,7", "--num-layers 6"),
+        ("--num-layers-per-virtual-pipeline-stag 2", "--num-layers-per-virtual-pipeline-stage 2"),
+        ("--num-layer-list 6,8,8,6 --pipeline-model-parallel-size 4",
+         "--pipeline-model-parallel-layout Et*6|t*8|t*8|t*6L --pipeline-model-parallel-size 4"),
+        ("--num-layers 64 --noop-layers 61,62,63 --num-experts 8 --first-k-dense-replace 3 --moe-layer-freq 1",
+         "--num-layers 61 --num-experts 8 --moe-layer-freq ([0]*3+[1]*58)"),
+        ("--num-layers 6 --num-experts 8 --first-k-dense-replace 1 --moe-layer-freq 2",
+         "--num-layers 6 --num-experts 8 --moe-layer-freq [0,0,1,0,1,0]"),
+        ("--num-experts 8 --moe-layer-freq -1 --first-k-dense-replace -1", "--num-experts 8"),
+        ("--moe-layer-freq 2", "--moe-layer-freq 2"),
+        # Experts.
+        ("--n-shared-experts 2 --moe-intermediate-size 64",
+         "--moe-shared-expert-intermediate-size 128 --moe-ffn-hidden-size 64"),
+        ("--moe-ffn-hidden-size 64 --moe-intermediate-size 64", "--moe-ffn-hidden-size 64"),
+        ("--seq-aux", "--moe-router-load-balancing-type seq_aux_loss"),
+        ("--moe-router-load-balancing-type none --seq-aux", "--moe-router-load-balancing-type seq_aux_loss"),
+        ("--moe-router-load-balancing-type noaux_tc", "--moe-router-load-balancing-type none"),
+        # Memory.
+        ("--recompute-mla-up-proj", "--recompute-granularity selective --recompute-modules mla_up_proj"),
+        ("--recompute-mla-up-proj --recompute-granularity full", "--recompute-granularity full"),
+        ("--mla-zero-memory --recompute-modules mla_up_proj", "--recompute-modules mla_up_proj"),
+        ("--comm-overlap-type default", ""),
+        # Values that belong to a flag go with it, and those of another stay.
+        ("--qk-nope-head-dim=128 x", "--qk-head-dim 128 x"),
+        ("--noop-layers 1 -- --noop-layers 1", "-- --noop-layers 1"),
+    ],
+)  # fmt: skip
+def test_it_becomes(given, expected):
+    assert become(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        ("--rope-scaling-type yarn", "--rope-scaling-type yarn: YaRN without latent attention"),
+        ("--multi-latent-attention --beta-fast 64", "--beta-fast 64: latent attention in Megatron has 32 built in"),
+        ("--multi-latent-attention --beta-fast x", "--beta-fast x: latent attention in Megatron has 32 built in"),
+        (
+            "--moe-ffn-hidden-size 32 --moe-intermediate-size 64",
+            "--moe-intermediate-size and --moe-ffn-hidden-size are",
+        ),
+        ("--n-shared-experts 1", "--n-shared-experts needs --moe-ffn-hidden-size beside it"),
+        ("--n-shared-experts x", "--n-shared-experts takes a whole number, not 'x'"),
+        ("--noop-layers 9 --num-layers 4", "--noop-layers 9: --num-layers 4 has layers 0 to 3"),
+        ("--noop-layers x --num-layers 4", "--noop-layers takes numbers of layers"),
+        ("--num-layers 8 --noop-layers 7 --num-virtual-stages-per-pipeline-rank 2", "--noop-layers beside"),
+        ("--num-layer-list 1,2", "--num-layer-list 1,2 has 2 entries for 1 pipeline stages"),
+        ("--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo", "--context-parallel-algo hybrid_cp_algo"),
+        ("--norm-topk-prob --moe-router-pre-softmax", "--norm-topk-prob beside --moe-router-pre-softmax"),
+        ("--recompute-mla-up-proj --recompute-modules moe", "--recompute-mla-up-proj beside --recompute-modules"),
+        ("--optimizer-selection fused_ema_adamw", "--optimizer-selection fused_ema_adamw: an averaged copy"),
+        ("--tokenizer-name-or-path", "--tokenizer-name-or-path needs a value"),
+        (
+            "--npu-deterministic",
+            "--npu-deterministic is --deterministic-mode, and this release of Megatron-core has no",
+        ),
+        ("--auto-settings", "--auto-settings (planned, not in this release): "),
+        ("--ttp-enabled", "--ttp-enabled (not a matter of mindspeed_lite): "),
+        ("--use-nd-matmul", "--use-nd-matmul (gone from MindSpeed itself): "),
+        (
+            "--moe-router-load-balancing-type sparsemixer_topk",
+            "--moe-router-load-balancing-type sparsemixer_topk: a type",
+        ),
+    ],
+)
+def test_it_is_one_line(given, line):
+    found = translate(given.split(), MEGATRON)
+    assert any(each.startswith(line) and "\n" not in each for each in found.refusals), found.steps
+
+
+def test_a_command_without_mindspeed_flags_stays_as_it_is():
+    words = "--num-layers 4 --spec x y --rope-scaling-factor 8 --transformer-impl transformer_engine --profile-ranks -1"
+    found = translate(words.split(), MEGATRON | {"--profile-ranks"})
+    assert found.accepted == tuple(words.split()) and not found.notices and not found.refusals
+
+
+def test_flags_of_the_script_win_over_the_table():
+    words = ["--first-k-dense-replace", "3", "--moe-layer-freq", "2", "--auto-settings"]
+    known = MEGATRON | {"--first-k-dense-replace", "--auto-settings"}
+    found = translate(words, known)
+    assert found.accepted == tuple(words) and not found.notices and not found.refusals
+
+
+def test_one_notice_for_a_flag_that_is_given_twice():
+    assert len(translate(["--norm-topk-prob", "--norm-topk-prob"], MEGATRON).notices) == 1
+
+
+def test_a_checkpoint_of_hugging_face_is_not_converted_at_the_start(tmp_path):
+    assert translate(["--enable-hf2mg-convert"], MEGATRON).accepted == ()
+    words = ["--enable-hf2mg-convert", "--load", str(tmp_path)]
+    assert "holds no checkpoint of Megatron" in translate(words, MEGATRON).refusals[0]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")
+    assert translate(words, MEGATRON).accepted == ("--load", str(tmp_path))

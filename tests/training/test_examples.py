@@ -1,0 +1,67 @@
+"""The launch scripts of `examples/`: one set of flags at both sizes, and what `--tiny` starts trains."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import matrix
+from tests.harness.checkouts import ROOT
+from tests.harness.script_trainings import SCRIPT, lm_losses
+from tests.harness.training import Trainer
+
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh") if path.name != "launch.sh")
+
+
+def printed(name: str, *arguments: str, **environment: str) -> list[str]:
+    command = ["bash", str(ROOT / "examples" / name), "--print", *arguments]
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin", **environment}
+    )
+    return shlex.split(ran.stdout)
+
+
+def flags(words: list[str]) -> set[str]:
+    return {word for word in words if word.startswith("--")}
+
+
+def test_there_are_five() -> None:
+    assert len(SCRIPTS) == 5
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_small_sizes_go_through_the_same_flags(name: str) -> None:
+    real, tiny = printed(name), printed(name, "--tiny")
+    launcher = {"--standalone", "--node-rank", "--master-addr", "--master-port"}
+    assert flags(tiny) - flags(real) - launcher == {"--mock-data", "--vocab-size"}
+    assert flags(real) - flags(tiny) - launcher == {
+        "--data-path", "--tokenizer-model", "--save", "--load", "--save-interval"
+    }  # fmt: skip
+    own = printed(name, "--lr", "7e-7", SCRIPT="/m/pretrain_gpt.py")
+    assert own[-2:] == ["--lr", "7e-7"] and own[own.index("-m") : own.index("-m") + 4] == [
+        "-m", "mindspeed_lite", "run", "/m/pretrain_gpt.py"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_without_its_paths_is_one_line(name: str) -> None:
+    ran = subprocess.run(
+        ["bash", str(ROOT / "examples" / name)], capture_output=True, text=True, env={"PATH": "/bin:/usr/bin"}
+    )
+    assert ran.returncode == 2 and ran.stdout == ""
+    assert re.fullmatch(r"\S+: set DATA_PATH .* or give --tiny\n", ran.stderr)
+
+
+@pytest.mark.parametrize("name", matrix.only(["deepseek_v3.sh"], SCRIPTS))
+def test_small_sizes_train(trainer: Callable[[str], Trainer], name: str, tmp_path: Path) -> None:
+    words = printed(name, "--tiny", "--train-iters", "4", "--mindspeed-lite-report", str(tmp_path / "report.json"))
+    nproc = int(words[words.index("--nproc-per-node") + 1])
+    place = next(place for place, word in enumerate(words) if word.endswith("pretrain_gpt.py"))
+    argv = [SCRIPT, *words[place + 1 :]]
+    losses = lm_losses(trainer("0.19.2").run(entry="script", arm="adaptor", nproc=nproc, argv=argv).check())
+    assert len(losses) == 4 and all(0 < loss < 8 for loss in losses)
