@@ -309,8 +309,8 @@ def _listen(after: InForce) -> None:
 
     def fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
         for feature in users.get(operator, ()):
-            text = f"{operator} runs on the reference, not on {backend}: {'; '.join(reasons)}"
-            after.session.fallback(feature, text)
+            # The operator has logged it.
+            after.session.fallback(feature, f"{operator} on {backend}: {'; '.join(reasons)}", is_logged=True)
 
     after.exits.append(dispatch.on_fallback(fallback))
 
