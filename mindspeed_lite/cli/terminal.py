@@ -83,6 +83,11 @@ def _pieces(word: str, columns: int) -> list[str]:
     return pieces
 
 
+def cut(text: str, columns: int) -> str:
+    """`text` in one line of at most `columns`, cut after a word where it is longer."""
+    return text if len(text) <= columns else text[: columns - 3].rsplit(" ", 1)[0].rstrip(",;:") + "..."
+
+
 def labelled(rows: Iterable[tuple[str, str]], columns: int, color: bool, indent: int = 2) -> list[str]:
     """Label and text, the texts aligned and wrapped; a row with an empty text is left out."""
     kept = [(label, text) for label, text in rows if text]
