@@ -194,7 +194,6 @@ def with_part(path: Path, name: str, lines: Sequence[str], append: bool = False)
 def pages() -> dict[Path, str]:
     """Every page that is generated, whole or in part."""
     from mindspeed_lite import runtime
-
     from mindspeed_lite.cli import features as listing
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"

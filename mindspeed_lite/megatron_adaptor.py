@@ -3,7 +3,8 @@
     import mindspeed_lite.megatron_adaptor
 
 The device layer is chosen and our flags wait for Megatron's argument parser. Nothing of Megatron is imported here,
-and without a flag none of it changes. An error of this package ends the script in one line (`error_exit`). The line may stand before or after torch's and Megatron's own imports.
+and without a flag none of it changes. An error of this package ends the script in one line (`error_exit`). The line
+may stand before or after torch's and Megatron's own imports.
 `MINDSPEED_LITE_DISABLE=1` makes it do nothing.
 """
 

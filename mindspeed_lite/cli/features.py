@@ -120,9 +120,7 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
         ],
         "verified": verified_releases(feature, fingerprints),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
-        "backends": {
-            name: [dispatch.REFERENCE, *dispatch.operator(name).backends] for name in feature.operators
-        },
+        "backends": {name: [dispatch.REFERENCE, *dispatch.operator(name).backends] for name in feature.operators},
         "requires": [{"feature": each.feature, "reason": each.reason} for each in feature.requires],
         "conflicts": [{"feature": each.feature, "reason": each.reason} for each in feature.conflicts],
         "conflicting_args": dict(feature.conflicting_args),

@@ -29,8 +29,7 @@ class PatchEntry:
 
 @dataclass
 class Entry:
-    """One feature: what the user asked for, what came of it, and why; `given`: the flags that are not at their default.
-    """
+    """One feature: what the user asked for, what came of it, and why; `given`: flags that are not at their default."""
 
     feature: str
     status: str
@@ -227,7 +226,9 @@ def _targets(entries: Iterable[Entry], width: int) -> list[str]:
     lines = []
     for entry in entries:
         details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
-        lines += _fit("  ".join(filter(None, (entry.feature, " ".join(entry.given), f"[{'; '.join(details)}]"))), 2, width)
+        lines += _fit(
+            "  ".join(filter(None, (entry.feature, " ".join(entry.given), f"[{'; '.join(details)}]"))), 2, width
+        )
         lines += [line for patch in entry.patches for line in _fit(_patch_text(patch), 4, width)]
         for name, value in entry.arguments.items():
             lines += _fit(f"sets {name} = {value}", 4, width)

@@ -1,4 +1,4 @@
-"""Checks arguments for what Megatron only finds out deep inside a run, where its answer is a traceback of every rank."""
+"""Checks arguments for what Megatron finds out deep inside a run, where its answer is a traceback of every rank."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _context_parallelism(args: Mapping[str, Any]) -> Iterator[str]:
     size = args.get("context_parallel_size") or 1
     if size > 1 and args.get("transformer_impl") == "local":
         yield (
-            f"--context-parallel-size {size}: attention over a sequence that is split between ranks is missing: Megatron "
-            "has it in Transformer Engine alone, and this training runs on the local implementation. Leave the flag "
-            "out, or train on CUDA with Transformer Engine installed."
+            f"--context-parallel-size {size}: attention over a sequence that is split between ranks is missing: "
+            "Megatron has it in Transformer Engine alone, and this training runs on the local implementation. Leave the "
+            "flag out, or train on CUDA with Transformer Engine installed."
         )
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from mindspeed_lite.bench import plot_theme, plots, render_html, render_markdown, render_text, wording
 from mindspeed_lite.bench.render_summary import findings, headline
+from mindspeed_lite.bench.statistics import paired_ratio
 from tests.harness import bench_reports, matrix
 
 pytest.importorskip("rich")

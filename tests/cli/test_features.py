@@ -10,7 +10,7 @@ from mindspeed_lite.cli import features
 from mindspeed_lite.engine import Provide
 from mindspeed_lite.engine.fingerprints import Table
 from mindspeed_lite.engine.source import Fingerprint
-from tests.harness.commands import ESCAPE, fails_in_one_line, python
+from tests.harness.commands import ESCAPE, python
 
 
 def say(capsys, *arguments):
@@ -133,7 +133,6 @@ def test_a_diff_shows_how_targets_differ_from_another_copy(capsys, tmp_path):
     assert code == 1 and "-def bias_swiglu_impl(other" in out
     for arguments, text in (
         (["--diff"], "name of a feature"),
-        (["--use-flash-attn", "--quick"], "one feature at a time"),
         (["use_flash_attn", "--diff", "--against", "/no"], "/no"),
     ):
         code, out, err = say(capsys, *arguments)

@@ -267,12 +267,13 @@ def test_a_report_survives_json(report):
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_every_line_fits_and_no_word_is_broken(report, width):
     known = set(report.to_text(width=10_000, verbose=True).split())
-    for verbose in (False, True):
-        text = report.to_text(width=width, verbose=verbose)
-        assert max(map(len, text.splitlines())) <= width
-        for word in text.split():
-            # A target longer than a line goes on after a dot or colon.
-            assert word in known or any(word in each and word[-1] in ".:" or each.endswith(word) for each in known), word
+    assert max(map(len, report.to_text(width=width).splitlines())) <= width
+    text = report.to_text(width=width, verbose=True)
+    assert max(map(len, text.splitlines())) <= width
+    # A target longer than a line goes on after a dot or colon.
+    for word in set(text.split()) - known:
+        is_head = word[-1] in ".:" and any(word in each for each in known)
+        assert is_head or any(each.endswith((f".{word}", f":{word}")) for each in known), word
 
 
 def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
