@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import io
 import os
 import sys
@@ -171,8 +172,7 @@ def _store(world: int) -> Any:
     if world < 2:
         return None
     try:
-        import torch.distributed as dist
-
+        dist: Any = importlib.import_module("torch.distributed")
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             found: Any = dist.TCPStore(
                 os.environ["MASTER_ADDR"],

@@ -30,8 +30,8 @@ def _context_parallelism(args: Mapping[str, Any]) -> Iterator[str]:
     if size > 1 and args.get("transformer_impl") == "local":
         yield (
             f"--context-parallel-size {size}: attention over a sequence that is split between ranks is missing: "
-            "Megatron has it in Transformer Engine alone, and this training runs on the local implementation. Leave the "
-            "flag out, or train on CUDA with Transformer Engine installed."
+            "Megatron has it in Transformer Engine alone, and this training runs on the local implementation. Leave "
+            "the flag out, or train on CUDA with Transformer Engine installed."
         )
 
 
