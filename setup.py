@@ -43,6 +43,7 @@ setup(
         "mindspeed_lite.migration": ["flags.tsv"],
         "mindspeed_lite.ops": ["*/cpu.cpp", "*/*.h"],
         "mindspeed_lite.platform": ["fingerprints.json"],
+        "mindspeed_lite.cli": ["features.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },
     install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],

@@ -1,6 +1,7 @@
 """Writes what the docs say of features, operators and defaults from their declarations.
 
-python docs/generate.py            writes docs/support.md and the marked parts of README.md and of the pages in docs/
+python docs/generate.py            writes docs/support.md, the list that `mindspeed-lite features` reads, and the marked
+                                   parts of README.md and of the pages in docs/
 python docs/generate.py --check    writes nothing; exits with 1 if one of them is out of date
 
 A marked part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; a feature's page gets one at its end.
@@ -9,6 +10,7 @@ A marked part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; a 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
@@ -284,7 +286,7 @@ def support() -> str:
         *table(("Backend", "Standing"), [(backend, STANDING[backend]) for backend in standing]),
         "",
         "The device of the tensors chooses the backend; what it cannot do runs on the reference, and the reason is",
-        "logged once. `mindspeed-lite features` shows which backends are usable on your machine.",
+        "logged once. `mindspeed-lite doctor` shows which backends are usable on your machine.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -319,10 +321,12 @@ def with_parts(path: Path, parts: dict[str, list[str]]) -> str:
 def pages() -> dict[Path, str]:
     """Every page that is generated, whole or in part."""
     from mindspeed_lite import runtime
+    from mindspeed_lite.cli import features as listing
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
     arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
     found = {
+        listing.INDEX: json.dumps(listing.describe_all(), indent=1) + "\n",
         DOCS / "support.md": support(),
         front: with_parts(front, {"results": results(), "groups": groups()}),
         DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),

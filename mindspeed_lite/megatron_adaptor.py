@@ -3,7 +3,8 @@
     import mindspeed_lite.megatron_adaptor
 
 The device layer is chosen and our flags wait for Megatron's argument parser. Nothing of Megatron is imported here,
-and without a flag none of it changes. The line may stand before or after torch's and Megatron's own imports.
+and without a flag none of it changes. An error of this package ends the script in one line (`error_exit`). The line
+may stand before or after torch's and Megatron's own imports.
 `MINDSPEED_LITE_DISABLE=1` makes it do nothing.
 """
 
@@ -20,6 +21,9 @@ def install() -> None:
     Raises:
         mindspeed_lite.platform.DeviceError: MINDSPEED_LITE_DEVICE names a device that cannot be used.
     """
+    from mindspeed_lite import error_exit
+
+    error_exit.install()
     from mindspeed_lite import platform
     from mindspeed_lite.patches._shared import arguments
 
@@ -29,9 +33,11 @@ def install() -> None:
 
 def remove() -> None:
     """Take the argument hooks back; `mindspeed_lite.disable()` takes back everything."""
+    from mindspeed_lite import error_exit
     from mindspeed_lite.patches._shared import arguments
 
     arguments.remove()
+    error_exit.remove()
 
 
 def disabled() -> bool:

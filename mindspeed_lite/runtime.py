@@ -48,8 +48,13 @@ AUTO = Option(
     help="Turn on every feature that applies to this model, device and layout; the report says which and why not.",
 )
 STRICT = Option("--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error.")
+VERBOSE = "verbose"
 REPORT = Option(
-    "--mindspeed-lite-report", help="Write what was swapped, as JSON, to FILE (rank 0).", default=None, metavar="FILE"
+    "--mindspeed-lite-report",
+    help="Write what was swapped and why the rest was not to FILE: as text where its name ends in .txt, else as JSON. "
+    f"The word {VERBOSE} prints it in place of the summary (rank 0).",
+    default=None,
+    metavar=f"FILE|{VERBOSE}",
 )
 ALLOW_UNVERIFIED = Option(
     "--mindspeed-lite-allow-unverified",
@@ -144,7 +149,7 @@ def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
     """
     flags = {name: value for each in asked for name, value in each.flags.items()}
     settings = Settings.of((*GENERAL, *catalogue().options()), flags)
-    _check_report_path(settings[REPORT.dest])
+    _check_report_path(_report_file(settings))
     if settings[VERIFY.dest] < 0:
         raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     device = platform.activate()
@@ -309,8 +314,8 @@ def _listen(after: InForce) -> None:
 
     def fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
         for feature in users.get(operator, ()):
-            text = f"{operator} runs on the reference, not on {backend}: {'; '.join(reasons)}"
-            after.session.fallback(feature, text)
+            # The operator has logged it.
+            after.session.fallback(feature, f"{operator} on {backend}: {'; '.join(reasons)}", is_logged=True)
 
     after.exits.append(dispatch.on_fallback(fallback))
 
@@ -334,7 +339,7 @@ def take_back() -> list[str]:
         if _now is None:
             return []
         ending = _now
-        path = ending.session.settings[REPORT.dest]
+        path = _report_file(ending.session.settings)
         left = change(remove=[swap for each in ending.swaps.values() for swap in each])
         _now = None
         left += _end(ending, list(ending.views.values()))
@@ -347,6 +352,12 @@ def take_back() -> list[str]:
 def applicable(found: InForce) -> dict[str, list[str]]:
     """Every feature with the reasons why it could not be turned on by its flag alone in this training; [] if it can."""
     return automatic_reasons(catalogue(), found.session.context)
+
+
+def _report_file(settings: Settings) -> str | None:
+    """Where the report goes besides the terminal."""
+    given: str | None = settings[REPORT.dest]
+    return None if given == VERBOSE else given
 
 
 def _check_report_path(path: str | None) -> None:
@@ -367,7 +378,7 @@ def show_report(found: InForce) -> None:
     if _rank() != 0:
         return
     print(report_text(found), end="", flush=True)
-    path = found.session.settings[REPORT.dest]
+    path = _report_file(found.session.settings)
     if path is not None:
         _write_report(found, path)
         # Fallbacks appear while training runs.
@@ -380,14 +391,17 @@ def show_report(found: InForce) -> None:
 
 def _write_report(found: InForce, path: str) -> None:
     try:
-        Path(path).write_text(full_report(found).to_json() + "\n")
+        report = full_report(found)
+        text = report.to_text(verbose=True) if path.endswith(".txt") else report.to_json() + "\n"
+        Path(path).write_text(text)
     except OSError as error:
         raise OptionError(f"{REPORT.flag} {path}: cannot be written ({error}).") from error
 
 
 def _write_last_report() -> None:
-    if _now is not None and _now.session.settings[REPORT.dest] is not None:
-        _write_report(_now, _now.session.settings[REPORT.dest])
+    path = None if _now is None else _report_file(_now.session.settings)
+    if _now is not None and path is not None:
+        _write_report(_now, path)
 
 
 def _rewrite_report(found: InForce, path: str, cause: Any = None) -> None:
@@ -408,8 +422,11 @@ def full_report(found: InForce) -> Report:
 def report_text(found: InForce) -> str:
     """The report for a terminal: framed, in colour where the output is one."""
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    verbose = found.session.settings[REPORT.dest] == VERBOSE
+    details = "" if verbose else _report_file(found.session.settings) or f"{REPORT.flag} {VERBOSE}"
+    text = full_report(found).to_text(color=color, verbose=verbose, details=details)
     rule = "-" * 40
-    return f"{rule} mindspeed_lite\n{full_report(found).to_text(color=color)}{rule}\n"
+    return f"{rule} mindspeed_lite\n{text}{rule}\n"
 
 
 def dest_of(keyword: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite import platform, runtime
+from mindspeed_lite import error_exit, platform, runtime
 from mindspeed_lite.cli import COMMANDS
 from mindspeed_lite.memory import host
 from mindspeed_lite.patches._shared.megatron_defaults import DEFAULTS
@@ -134,6 +134,7 @@ def test_variables_on_their_page_exist() -> None:
         CACHE_VARIABLE,
         cpu_matmul.CPU_MATMUL_VARIABLE,
         host.FOLDER_VARIABLE,
+        error_exit.TRACEBACK_VARIABLE,
     }
     assert 'DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"' in text(ROOT / "mindspeed_lite" / "megatron_adaptor.py")
     assert set(re.findall(r"\bMINDSPEED_LITE_\w+", text(FLAGS))) == known

@@ -78,6 +78,8 @@ def compare_losses(
     pairs = list(zip(off, on, strict=False))
     differences = [_differences(a, b) for a, b in pairs]
     iteration, largest = max((pair for each in differences for pair in each), key=lambda pair: pair[1])
+    # The curves are those of the repeat in which that was: what a plot shows is what the words say.
+    shown = next(pair for pair, each in zip(pairs, differences, strict=True) if (iteration, largest) in each)
     norms = [norm for a, b in pairs if (norm := _norm_difference(a, b)) is not None]
     rms = max(map(_root_mean_square, differences))
     found: dict[str, Any] = {
@@ -86,7 +88,7 @@ def compare_losses(
         "rms_difference": rms,
         "step": iteration,
         "grad_norm_difference": max(norms, default=None),
-        "series": _series(off[0], on[0], rounding_baseline[1] if rounding_baseline else None),
+        "series": _series(*shown, rounding_baseline[1] if rounding_baseline else None),
         "rounding_baseline": None,
         "times_rounding_baseline": None,
     }
@@ -110,9 +112,9 @@ def compare_losses(
 def _loss_verdict(found: dict[str, Any], identical: bool, own: float | None) -> tuple[str, str]:
     if identical:
         return "identical", "every loss and gradient norm has the same bits"
-    where = f"by {found['largest_difference']:.3g} at step {found['step']}"
+    where = f"by {found['largest_difference']:.3g} at iteration {found['step']}"
     if not math.isfinite(found["largest_difference"]):
-        return "differs", f"a loss is missing or not a number in one of the two, first at step {found['step']}"
+        return "differs", f"a loss is missing or not a number in one of the two, first at iteration {found['step']}"
     if found["class"] == "deviation":
         return "documented deviation", f"the losses differ {where}, as the feature's page says they may"
     if found["class"] == "bitwise":

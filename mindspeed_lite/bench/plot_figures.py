@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -18,7 +18,8 @@ from .wording import Json, dig, items, number, percent, plain, seconds, size
 
 _WIDTH = 9.0
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-_MOST_CASES = 80
+# Of a figure, so that it is no taller than a page.
+_CASES_OF_PAGE = 10
 
 
 def step_time(report: Json, look: Theme) -> Figure | None:
@@ -203,32 +204,43 @@ def breakdown(report: Json, look: Theme) -> Figure | None:
     return figure
 
 
-def operators(report: Json, look: Theme) -> Figure | None:
-    """For every case a bar per contender: the share it reaches of the nearer ceiling."""
-    rows = [row for row in items(report, "rows") if items(row, "contenders")]
-    if not any(_finite(dig(each, "of_ceiling")) is not None for row in rows for each in items(row, "contenders")):
-        return None
-    kept = rows[:_MOST_CASES]
-    names = list(dict.fromkeys(plain(dig(each, "name")) for row in kept for each in items(row, "contenders")))
-    title = "Share of the ceiling" + (f" (the first {len(kept)} of {len(rows)} cases)" if kept != rows else "")
-    labels = [
-        f"{plain(dig(row, 'operator'))}, {plain(dig(row, 'direction'))}\n{_label(plain(dig(row, 'case')), 40, 2)}"
-        for row in kept
+def operators(report: Json, look: Theme) -> Iterator[tuple[str, Figure]]:
+    """For every operator its cases, a bar per contender: the share it reaches of the nearer ceiling.
+
+    An operator with many cases has several figures, `NAME`, `NAME-2` and so on, none taller than a page.
+    """
+    rows = [
+        row
+        for row in items(report, "rows")
+        if any(_finite(dig(each, "of_ceiling")) is not None for each in items(row, "contenders"))
     ]
-    figure, axes = _rows(labels, 0.2 * len(names) + 0.3, title, legend=2, size=8)
+    names = list(dict.fromkeys(plain(dig(each, "name")) for row in rows for each in items(row, "contenders")))
+    for operator in dict.fromkeys(plain(dig(row, "operator")) or "?" for row in rows):
+        own = [row for row in rows if (plain(dig(row, "operator")) or "?") == operator]
+        for page, start in enumerate(range(0, len(own), _CASES_OF_PAGE)):
+            suffix = f"-{page + 1}" if page else ""
+            kept = own[start : start + _CASES_OF_PAGE]
+            yield re.sub(r"[^\w-]", "_", operator) + suffix, _operator(operator, kept, names, look)
+
+
+def _operator(operator: str, rows: Sequence[Json], every: list[str], look: Theme) -> Figure:
+    """One page of one operator; `every`: the contenders of the report, whose colours are the same on all pages."""
+    names = list(dict.fromkeys(plain(dig(each, "name")) for row in rows for each in items(row, "contenders")))
+    labels = [f"{_label(plain(dig(row, 'case')), 40, 2)}\n{plain(dig(row, 'direction'))}" for row in rows]
+    figure, axes = _rows(labels, 0.2 * len(names) + 0.3, f"{operator}: share of the ceiling", legend=2, size=8)
     height = 0.8 / len(names)
-    for place, row in enumerate(kept):
+    for place, row in enumerate(rows):
         for contender in items(row, "contenders"):
             name = plain(dig(contender, "name"))
             at = place - 0.4 + height * (names.index(name) + 0.5)
             share = _finite(dig(contender, "of_ceiling"))
             text = "did not run" if dig(contender, "error") else "not known" if share is None else percent(share)
-            axes.barh(at, share or 0.0, height=height * 0.9, color=look.contender(name, names))
+            axes.barh(at, share or 0.0, height=height * 0.9, color=look.contender(name, every))
             axes.annotate(text, (share or 0.0, at), (4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.axvline(1, color=look.rounding_baseline, linestyle="--", linewidth=1.2)
     axes.set_xlim(0, max(1.16, axes.get_xlim()[1] * 1.1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short(percent(round(value, 6)))))
-    handles: list[Any] = [Patch(facecolor=look.contender(name, names), label=name) for name in names]
+    handles: list[Any] = [Patch(facecolor=look.contender(name, every), label=name) for name in names]
     handles.append(Line2D([], [], color=look.rounding_baseline, linestyle="--", label="ceiling"))
     figure.legend(handles=handles, loc="outside lower left", ncols=4)
     return figure

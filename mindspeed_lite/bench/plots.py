@@ -20,8 +20,15 @@ CAPTIONS = {
     "loss.png": "Loss of every arm, and its difference from off",
     "memory.png": "Peak memory of every arm",
     "breakdown.png": "Where the time of a step goes",
-    "operators.png": "Share of the ceiling that every operator reaches",
 }
+_OPERATORS = "operators-"
+
+
+def caption(name: str) -> str:
+    """What the plot of this file name shows."""
+    if name.startswith(_OPERATORS):
+        return f"Share of the ceiling that {name.removeprefix(_OPERATORS).removesuffix('.png')} reaches"
+    return CAPTIONS.get(name, name)
 
 
 def draw(report: Json, folder: str | Path) -> list[str]:
@@ -44,7 +51,7 @@ def svg(report: Json) -> dict[str, tuple[str, str]]:
             stream = io.StringIO()
             figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
             prefix = f"{name.removesuffix('.png')}-{'dark' if look.dark else 'light'}-"
-            found[name] = _embeddable(stream.getvalue(), prefix, CAPTIONS[name])
+            found[name] = _embeddable(stream.getvalue(), prefix, caption(name))
         drawn.append(found)
     return {name: (drawn[0][name], drawn[1][name]) for name in drawn[0]}
 
@@ -58,12 +65,13 @@ def _figures(report: Json, look: Theme, form: str) -> Iterator[tuple[str, Figure
             "loss.png": plot_figures.loss,
             "memory.png": plot_figures.memory,
             "breakdown.png": plot_figures.breakdown,
-            "operators.png": plot_figures.operators,
         }
         for name, drawer in drawers.items():
             figure = drawer(report, look)
             if figure is not None:
                 yield name, figure
+        for operator, page in plot_figures.operators(report, look):
+            yield f"{_OPERATORS}{operator}.png", page
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from .plots import CAPTIONS
+from .plots import caption
 from .render_summary import details, failed_runs, findings, headline, run_words, skipped
 from .render_tables import (
     Table,
@@ -84,7 +84,7 @@ def _plots(report: Json) -> list[str]:
     names = texts(report, "files", "plots")
     lines = ["", "## Plots"] if names else []
     for name in names:
-        lines += ["", f"![{_inline(CAPTIONS.get(name, name))}]({quote(name, safe='/.-_')})"]
+        lines += ["", f"![{_inline(caption(name))}]({quote(name, safe='/.-_')})"]
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from .statistics import TOO_FEW
 from .wording import (
     INCOMPLETE,
     ONE_PAIR,
@@ -22,6 +23,7 @@ from .wording import (
     speed_words,
     texts,
     times,
+    too_few_words,
 )
 
 OURS = "mindspeed_lite"
@@ -68,6 +70,8 @@ def headline(report: Json) -> Headline:
         everyone = "No arm is faster" if len(sound) > 1 else f"{name} is slower"
         nearest = f"the nearest, {name}, is" if len(sound) > 1 else "it is"
         title, tone = f"{everyone} than {against}: {nearest} {ratio} as fast ({certain}).", "bad"
+    elif verdict == TOO_FEW:
+        title = f"Too few runs to tell whether {name} is faster than {against}: {too_few_words(speed)}."
     else:
         everyone = "No arm is faster than" if len(sound) > 1 else f"{name} does not differ in speed from"
         title = f"{everyone} {against} outside the noise: {name} is {ratio} as fast ({certain})."

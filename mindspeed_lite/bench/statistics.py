@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 CONFIDENCE = 0.95
+TOO_FEW = "too few runs to tell"
+# An interval with 1 in it that spans more than this factor says nothing, not even that two arms are alike.
+_WIDEST = 1.5
 
 # Student's t, 97.5 %, by degrees of freedom: what few pairs are worth. Beyond the table it is close to the normal's.
 _T = (
@@ -26,14 +29,14 @@ class Ratio:
     pairs: tuple[float, ...]
 
     def verdict(self, above: str, below: str) -> str:
-        """`above` or `below` where the interval leaves 1 out, else that it is noise."""
+        """`above` or `below` where the interval leaves 1 out, else that it is noise, or too wide to tell."""
         if self.low is None or self.high is None:
             return "one pair: no interval"
         if self.low > 1.0:
             return above
         if self.high < 1.0:
             return below
-        return "inside the noise"
+        return TOO_FEW if self.low <= 0 or self.high / self.low > _WIDEST else "inside the noise"
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio | None:

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .statistics import TOO_FEW
+
 Json = Mapping[str, Any]
 
 UNKNOWN = "-"
@@ -146,7 +148,9 @@ def times(measure: object) -> str:
 
 
 def spread(measure: object) -> str:
-    """The interval of a measure's ratio, to as many places as the ratio: `1.20 to 1.28`."""
+    """The interval of a measure's ratio, to as many places as the ratio: `1.20 to 1.28`; none that says nothing."""
+    if dig(measure, "verdict") == TOO_FEW:
+        return UNKNOWN
     _, low, high = factor(*(dig(measure, key) for key in ("ratio", "low", "high")))
     return UNKNOWN if UNKNOWN in (low, high) else f"{low} to {high}"
 
@@ -164,6 +168,8 @@ def verdict_cell(measure: object) -> str:
     """A ratio and its verdict for a table: `1.24x, faster`."""
     value = times(measure)
     verdict = plain(dig(measure, "verdict")).partition(":")[0]
+    if verdict == TOO_FEW:
+        return verdict
     return ", ".join(part for part in (value, verdict) if part and part != UNKNOWN) or UNKNOWN
 
 
@@ -178,12 +184,23 @@ def interval_words(measure: object, confidence: object) -> str:
     return "only one pair: no interval" if many <= 1 else f"no interval{counted}"
 
 
+def too_few_words(measure: object) -> str:
+    """What was seen all the same, and what to do: `0.91x to 5.20x in 2 pairs; raise --repeats`."""
+    pairs = sorted(found for each in dig(measure, "pairs") or () if (found := number(each)) is not None)
+    if not pairs:
+        return "raise --repeats"
+    low, high = factor(pairs[0], pairs[-1])
+    return f"{low}x to {high}x in {len(pairs)} pairs; raise --repeats"
+
+
 def _judged(measure: object, confidence: object, tail: str, marks: Mapping[str, str]) -> str:
     value = times(measure)
     if value == UNKNOWN:
         return "not known"
     verdict = plain(dig(measure, "verdict"))
     sentence = f"{value} {tail} ({interval_words(measure, confidence)})"
+    if verdict == TOO_FEW:
+        return f"{verdict}: {too_few_words(measure)}"
     if verdict == "inside the noise":
         return f"no difference outside the noise: {sentence}"
     if spread(measure) == UNKNOWN:

@@ -50,17 +50,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kind = "option" if command.startswith("-") else "command"
         print(f"{PROGRAM}: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
         return 2
+    if command == "run":
+        return _call(command, rest)
     try:
-        code = int(importlib.import_module(f"{__name__}.{command.replace('-', '_')}").main(rest))
-        if command != "run":
-            sys.stdout.flush()
+        code = _call(command, rest)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{PROGRAM} {command}: error: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:
-        if command == "run":  # the script's own affair
-            raise
         # The reader has left (`| head`); without this, flushing at exit would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
+
+
+def _call(command: str, arguments: Sequence[str]) -> int:
+    """A subcommand's exit code; an error of this package that it does not catch is one line."""
+    from mindspeed_lite import error_exit
+
+    try:
+        return int(importlib.import_module(f"{__name__}.{command.replace('-', '_')}").main(arguments))
+    except Exception as error:
+        text = error_exit.describe(error)
+        if text is None or error_exit.wants_traceback():
+            raise
+        error_exit.tell(" ".join(text.split()), f"{PROGRAM} {command}")
+        return error_exit.EXIT_CODE
 
 
 def _help() -> str:

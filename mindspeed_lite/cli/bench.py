@@ -61,6 +61,7 @@ def main(arguments: Sequence[str]) -> int:
 
     folder = Path(options.out or time.strftime("mindspeed-lite-bench-%Y%m%d-%H%M%S")).absolute()
     features, beside = _names(options.features), _names(options.beside)
+    is_new = not folder.exists()
     try:
         training.check_features([*features, *beside])
         training.prepare_folder(folder)
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
             title=options.title or _name(command),
         )
     )
-    return _measure(benchmark, folder, training.BenchError)
+    return _measure(benchmark, folder, is_new, training.BenchError)
 
 
 def _links(megabits: float | None) -> Links | None:
@@ -107,7 +108,7 @@ def _names(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
 
 
-def _measure(benchmark: Benchmark, folder: Path, error_type: type[Exception]) -> int:
+def _measure(benchmark: Benchmark, folder: Path, is_new: bool, error_type: type[Exception]) -> int:
     code = 0
     with _shown() as show:
         benchmark.show = show
@@ -118,9 +119,11 @@ def _measure(benchmark: Benchmark, folder: Path, error_type: type[Exception]) ->
         except error_type as error:
             code = 1
             message = str(error)
-    report = benchmark.report()
     if not benchmark.outcomes:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
         return fail(PROGRAM, "ended before the first run was finished; there is nothing to report", 130)
+    report = benchmark.report()
     _write(report, folder)
     if code == 1:
         return _failed(benchmark, message)

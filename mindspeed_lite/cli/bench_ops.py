@@ -33,7 +33,7 @@ class _UsageError(Exception):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure and print; 1 after a regression, 2 for bad input, 130 after Ctrl-C."""
+    """Measure and print; 1 after a regression or where an operator did not run, 2 for bad input, 130 after Ctrl-C."""
     options = _parser().parse_args(list(arguments))
     try:
         _check_operators(options)
@@ -54,9 +54,16 @@ def main(arguments: Sequence[str]) -> int:
     if options.out is not None:
         output.write(report, options.out)
         print(f"written: {options.out}/report.html, report.md, report.json", file=sys.stderr)
-    if any((row["earlier"] or {}).get("verdict") == "regression" for row in report["rows"]):
-        return 1
-    return 0 if report["complete"] else 130
+    if not report["complete"]:
+        return 130
+    if not any(contender["seconds"] for row in report["rows"] for contender in row["contenders"]):
+        return terminal.fail(PROGRAM, f"nothing was measured: {_first_problem(report)}", 1)
+    return 1 if any(finding["severity"] == "failure" for finding in report["findings"]) else 0
+
+
+def _first_problem(report: dict[str, Any]) -> str:
+    errors = (contender["error"] for row in report["rows"] for contender in row["contenders"] if contender["error"])
+    return next(errors, "no case was chosen")
 
 
 def _parser() -> terminal.Parser:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -158,12 +157,10 @@ def _device(npu: bool) -> str:
 
 def _out(name: str) -> Path:
     """The report's file, in a folder that can be written; asked before minutes of testing."""
-    path = Path(name)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise _CannotStart(f"--out: {name} is no file in a folder that exists")
-    if not os.access(path.absolute().parent, os.W_OK):
-        raise _CannotStart(f"--out: cannot write into {path.absolute().parent}; give a folder you may write")
-    return path
+    problem = terminal.why_not_writable(name)
+    if problem is not None:
+        raise _CannotStart(f"--out {name}: {problem}")
+    return Path(name)
 
 
 def _tell(done: int, total: int, what: str) -> None:

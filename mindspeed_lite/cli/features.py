@@ -1,21 +1,30 @@
-"""`mindspeed-lite features`: what there is to choose from, from the declarations; imports no Megatron."""
+"""`mindspeed-lite features`: what there is to choose from, one line each, or one feature in detail.
+
+Read from features.json beside this file, which `python docs/generate.py` writes from the declarations: reading them
+themselves takes importing torch.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import json
+import pkgutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import features_diff, terminal
+from . import terminal
 
 if TYPE_CHECKING:
     from mindspeed_lite.engine import Feature
     from mindspeed_lite.engine.fingerprints import Table
 
 PROGRAM = "mindspeed-lite features"
+INDEX = Path(__file__).with_name("features.json")
+SCHEMA_VERSION = 2
 
 NUMERICS = {
     "bitwise": "the same bits as without it",
@@ -26,49 +35,74 @@ NUMERICS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Print every feature, or one in detail; 2 for a name that does not exist."""
-    parser = terminal.Parser(prog=PROGRAM, description="Every feature, or one in detail.")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="one feature (or its flag), with all details")
+    parser = terminal.Parser(
+        prog=PROGRAM, description="Every feature, one line each, or one in detail.", allow_abbrev=False
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="one feature, or its flag, with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--diff", action="store_true", help="show how its targets differ from the verified releases")
     parser.add_argument("--against", metavar="DIR", help="with --diff: the folder that holds the other `megatron`")
-    options = parser.parse_args(list(arguments))
+    # A feature may be named by its flag, which a parser would take for one of its own.
+    options, flags = parser.parse_known_args(list(arguments))
+    names = [*([options.name] if options.name else []), *flags]
+    if len(names) > 1:
+        parser.error(f"one feature at a time, not {' '.join(names)}")
     try:
-        from mindspeed_lite import runtime
-
-        catalogue = runtime.catalogue()
-        fingerprints = runtime.fingerprints()
+        features = read_index()
     except Exception as error:  # what keeps a feature's module from loading is what the user has to be told
         return terminal.fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing", 1)
+    found = None
+    if names:
+        found = _find(names[0], features)
+        if found is None:
+            return terminal.fail(PROGRAM, _unknown(names[0], features))
     if options.diff or options.against:
-        if options.name is None:
-            return terminal.fail(PROGRAM, "--diff wants the name of a feature")
-        found = _find(options.name, catalogue)
-        if found is None:
-            return terminal.fail(PROGRAM, _unknown(options.name, catalogue))
-        return features_diff.show(PROGRAM, found, fingerprints, options.against)
-    if options.name is None:
-        described = [describe(feature, fingerprints) for feature in catalogue]
-        lines = _overview(described)
-        document: dict[str, Any] = {"schema_version": 1, "features": described}
-    else:
-        found = _find(options.name, catalogue)
-        if found is None:
-            return terminal.fail(PROGRAM, _unknown(options.name, catalogue))
-        one = describe(found, fingerprints)
-        lines = _details(one)
-        document = {"schema_version": 1, "features": [one]}
-    print(json.dumps(document, indent=2, default=str) if options.json else "\n".join(lines))
+        return _diff(found, options.against)
+    document = {"schema_version": SCHEMA_VERSION, "features": features if found is None else [found]}
+    lines = _overview(features) if found is None else _details(found)
+    print(json.dumps(document, indent=2) if options.json else "\n".join(lines))
     return 0
 
 
+def _diff(feature: dict[str, Any] | None, against: str | None) -> int:
+    if feature is None:
+        return terminal.fail(PROGRAM, "--diff wants the name of a feature")
+    from mindspeed_lite import runtime
+
+    from . import features_diff
+
+    return features_diff.show(PROGRAM, runtime.catalogue()[feature["name"]], runtime.fingerprints(), against)
+
+
+def read_index() -> list[dict[str, Any]]:
+    """Every feature as `describe` gives it; from the declarations where there are others than when it was written."""
+    features: list[dict[str, Any]] = json.loads(INDEX.read_text(encoding="utf-8")) if INDEX.is_file() else []
+    package = importlib.util.find_spec("mindspeed_lite.patches")
+    folders = [] if package is None else package.submodule_search_locations or []
+    present = {each.name for each in pkgutil.iter_modules(folders) if not each.name.startswith("_")}
+    return features if {each["name"] for each in features} == present else describe_all()
+
+
+def describe_all() -> list[dict[str, Any]]:
+    """Every feature, from its declaration."""
+    from mindspeed_lite import runtime
+
+    fingerprints = runtime.fingerprints()
+    found: list[dict[str, Any]] = json.loads(
+        json.dumps([describe(each, fingerprints) for each in runtime.catalogue()], default=str)
+    )
+    return found
+
+
 def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
-    """Everything the declaration says, as plain values, and what holds here."""
+    """Everything the declaration says, as plain values."""
     from mindspeed_lite.ops import dispatch
 
     module = sys.modules.get(f"mindspeed_lite.patches.{feature.name}")
     return {
         "name": feature.name,
         "summary": feature.summary,
+        "theme": feature.theme,
         "numerics": feature.numerics,
         "flags": [
             {
@@ -86,9 +120,11 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
         ],
         "verified": verified_releases(feature, fingerprints),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
-        "backends": {name: dispatch.backends(name) for name in feature.operators},
+        "backends": {name: [dispatch.REFERENCE, *dispatch.operator(name).backends] for name in feature.operators},
         "requires": [{"feature": each.feature, "reason": each.reason} for each in feature.requires],
         "conflicts": [{"feature": each.feature, "reason": each.reason} for each in feature.conflicts],
+        "conflicting_args": dict(feature.conflicting_args),
+        "not_auto": feature.not_auto,
         "doc": inspect.cleandoc(getattr(module, "__doc__", None) or ""),
         "page": f"docs/features/{feature.name}.md",
     }
@@ -110,17 +146,17 @@ def verified_releases(feature: Feature, fingerprints: Table) -> list[str]:
     return releases
 
 
-def _find(name: str, catalogue: Any) -> Feature | None:
-    dest = name.lstrip("-").replace("-", "_")
-    for feature in catalogue:
-        if dest == feature.name or dest in {option.dest for option in feature.options}:
-            found: Feature = feature
-            return found
+def _find(name: str, features: list[dict[str, Any]]) -> dict[str, Any] | None:
+    wanted = name.lstrip("-").replace("_", "-")
+    for each in features:
+        names = [each["name"], *(flag["flag"].lstrip("-") for flag in each["flags"])]
+        if wanted in [known.replace("_", "-") for known in names]:
+            return each
     return None
 
 
-def _unknown(name: str, catalogue: Any) -> str:
-    names = [feature.name for feature in catalogue]
+def _unknown(name: str, features: list[dict[str, Any]]) -> str:
+    names = [each["name"] for each in features]
     close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"`{PROGRAM}` lists them"
     return f"there is no feature {name!r}; {hint}"
@@ -139,61 +175,28 @@ def _targets(feature: dict[str, Any]) -> list[str]:
     ]
 
 
-def _usable(feature: dict[str, Any]) -> str:
-    texts = []
-    for operator, backends in feature["backends"].items():
-        here = ", ".join(name for name, reasons in backends.items() if not reasons)
-        absent = ", ".join(name for name, reasons in backends.items() if reasons)
-        texts.append(f"{operator}: {here}" + (f"; not {absent}" if absent else ""))
-    return "\n".join(texts)
-
-
 def _overview(features: list[dict[str, Any]]) -> list[str]:
-    """A table where it fits, else a paragraph each; then why backends are unusable."""
+    """A line each, theme by theme; a summary that is too long is cut after a word."""
     columns, color = terminal.width(), terminal.has_color()
-    rows = [
-        (
-            each["name"],
-            "\n".join(flag["flag"] for flag in each["flags"]),
-            "\n".join(_targets(each)),
-            _versions(each),
-            _usable(each),
-            each["numerics"],
-            each["summary"],
-        )
-        for each in features
-    ]
-    headers = ("feature", "flags", "swaps", "verified for Megatron", "backends here", "numerics", "summary")
-    lines = terminal.table(headers, rows, columns, color, minimum=(0, 0, 40, 14, 22, 0, 24))
-    if lines is None:
-        lines = []
-        for name, flags, swaps, verified, backends, numerics, summary in rows:
-            texts = (("summary", summary), ("flags", flags), ("swaps", swaps), ("verified", verified))
-            lines.append(terminal.paint(name, "bold", color))
-            lines += terminal.labelled([*texts, ("backends", backends), ("numerics", numerics)], columns, color)
-            lines.append("")
-    else:
+    left = max(len(each["name"]) for each in features) + 2
+    lines = []
+    for theme in dict.fromkeys(each["theme"] for each in features):
+        lines.append(terminal.paint(theme, "bold", color))
+        for each in features:
+            if each["theme"] == theme:
+                summary = terminal.cut(each["summary"], columns - left - 13)
+                lines.append(f"  {each['name']:{left}}{each['numerics']:11}{summary}")
         lines.append("")
-    reasons: dict[str, list[str]] = {}
-    for each in features:
-        for operator, backends_of in each["backends"].items():
-            for backend, why in backends_of.items():
-                if why:
-                    reasons.setdefault(f"{backend}: {'; '.join(why)}", []).append(operator)
-    if reasons:
-        operators = {name for each in features for name in each["backends"]}
-        lines.append(terminal.paint("backends not usable here", "bold", color))
-        for text, users in reasons.items():
-            of = "" if set(users) == operators else f" ({', '.join(dict.fromkeys(users))})"
-            lines += terminal.labelled([("-", text + of)], columns, color)
-        lines.append("")
-    lines += terminal.wrap(
-        f"{len(features)} features. `{PROGRAM} NAME` explains one; numerics: "
-        + "; ".join(f"{name}: {meaning}" for name, meaning in NUMERICS.items())
-        + ".",
+    return lines + terminal.wrap(
+        f"{len(features)} features. `{PROGRAM} NAME` explains one; its flag is its name with dashes unless it says "
+        "otherwise. Numerics: " + "; ".join(f"{name}: {meaning}" for name, meaning in NUMERICS.items()) + ".",
         columns,
     )
-    return lines
+
+
+def _written(argument: str) -> str:
+    """An argument of Megatron as its flag is written."""
+    return "--" + argument.replace("_", "-")
 
 
 def _details(feature: dict[str, Any]) -> list[str]:
@@ -207,13 +210,14 @@ def _details(feature: dict[str, Any]) -> list[str]:
     rows += [("swaps", text) for text in _targets(feature)]
     rows.append(("verified", _versions(feature)))
     rows.append(("numerics", f"{feature['numerics']}: {NUMERICS[feature['numerics']]}"))
-    for operator, backends in feature["backends"].items():
-        rows += [
-            ("backend", f"{operator} on {name}: {'; '.join(reasons) or 'usable here'}")
-            for name, reasons in backends.items()
-        ]
+    rows += [("backends", f"{operator}: {', '.join(names)}") for operator, names in feature["backends"].items()]
     rows += [("requires", f"{each['feature']}: {each['reason']}") for each in feature["requires"]]
     rows += [("conflicts", f"{each['feature']}: {each['reason']}") for each in feature["conflicts"]]
+    rows += [
+        ("not with", why if why.startswith(_written(name)) else f"{_written(name)}: {why}")
+        for name, why in feature["conflicting_args"].items()
+    ]
+    rows.append(("auto", f"leaves it off: {feature['not_auto']}" if feature["not_auto"] else ""))
     rows.append(("page", feature["page"]))
     lines = [terminal.paint(feature["name"], "bold", color)]
     lines += terminal.wrap(feature["summary"], columns)

@@ -52,8 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         )
     for word, meant in misspelt(command):
         print(f"{PROGRAM}: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
-    if options.json and not Path(options.json).absolute().parent.is_dir():
-        return fail(PROGRAM, f"--json {options.json}: there is no such folder")
+    if options.json and (problem := terminal.why_not_writable(options.json)):
+        return fail(PROGRAM, f"--json {options.json}: {problem}")
     try:
         world_size = _world_size(options, command)
         training = planner.read(command, world_size, options.device or _device(), options.vocabulary or 0)
@@ -94,7 +94,10 @@ def _show(options: argparse.Namespace, training: planner.TrainingConfig, measure
     print("\n".join(lines))
     if options.json:
         report = memory_text.report(training, ranks, changes, comparisons, measured)
-        Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:  # the disk has become full
+            return fail(PROGRAM, f"--json {options.json}: cannot be written: {error.strerror or error}")
     return 1 if any(each.is_off for each in comparisons) else 0
 
 

@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 
-from mindspeed_lite import platform
+from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator
-
-from .terminal import fail
 
 PROGRAM = "mindspeed-lite run"
 
@@ -44,8 +42,10 @@ environment:
   MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
   MINDSPEED_LITE_DEVICE     npu, cuda, cpu or auto
   MINDSPEED_LITE_DISABLE    1: run the script without mindspeed_lite
+  MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite
+  MASTER_ADDR, MASTER_PORT  set for a single process where no launcher has
 
-exit code: the script's; 2 if it could not be started."""
+exit code: the script's; 2 if it could not be started, or ended with an error of mindspeed_lite."""
 
 
 class _UsageError(Exception):
@@ -74,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
         _import_adaptor(request.allocator)
         code, module = _load(request)
     except _UsageError as error:
-        return fail(PROGRAM, error)
+        error_exit.tell(" ".join(str(error).split()), PROGRAM)
+        return error_exit.EXIT_CODE
     except SyntaxError as error:  # of the script: python shows it without any frame
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
@@ -131,6 +132,10 @@ def _prepare_process(request: _Request) -> None:
         sys.path[0] = folder
     elif _is_archive(request):
         sys.path.insert(0, os.path.join(os.getcwd(), request.what))
+    # Without a launcher one process is all there is, and torch.distributed asks where it meets itself.
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ):
+        # Any free port.
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))
     # A Megatron checkout builds its dataset helper with `make`, which calls python3 from PATH.
     binaries = os.path.dirname(sys.executable)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)

@@ -9,6 +9,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -26,6 +27,23 @@ def fail(program: str, message: object, code: int = 2) -> int:
     """Say on stderr, in one line, why the command stops; returns the exit code."""
     print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return code
+
+
+def why_not_writable(name: str) -> str | None:
+    """Why no file can be written there, or None; leaves what is there as it is, and nothing where nothing was."""
+    path = Path(name)
+    if path.is_dir():
+        return "it is a folder; give a file"
+    if not path.absolute().parent.is_dir():
+        return "there is no such folder"
+    is_new = not path.exists()
+    try:
+        path.open("a").close()
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        return f"it cannot be written: {error.strerror or error}"
+    return None
 
 
 def width() -> int:
@@ -63,6 +81,11 @@ def _pieces(word: str, columns: int) -> list[str]:
             pieces.append("")
         pieces[-1] += part
     return pieces
+
+
+def cut(text: str, columns: int) -> str:
+    """`text` in one line of at most `columns`, cut after a word where it is longer."""
+    return text if len(text) <= columns else text[: columns - 3].rsplit(" ", 1)[0].rstrip(",;:") + "..."
 
 
 def labelled(rows: Iterable[tuple[str, str]], columns: int, color: bool, indent: int = 2) -> list[str]:

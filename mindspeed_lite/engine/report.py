@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +29,7 @@ class PatchEntry:
 
 @dataclass
 class Entry:
-    """One feature: what the user asked for, what came of it, and why."""
+    """One feature: what the user asked for, what came of it, and why; `given`: flags that are not at their default."""
 
     feature: str
     status: str
@@ -38,6 +40,17 @@ class Entry:
     patches: list[PatchEntry] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
     backends: list[str] = field(default_factory=list)
+    given: list[str] = field(default_factory=list)
+
+    def backend(self) -> str:
+        """What serves its operators: one name where all agree."""
+        names = {each.rpartition(":")[2] for each in self.backends}
+        return names.pop() if len(names) == 1 else ", ".join(self.backends)
+
+    def standing(self) -> str:
+        """How well its targets are known: their number, and how many are not verified."""
+        unknown = sum(each.verified.startswith("unverified") for each in self.patches)
+        return f"{unknown} of {len(self.patches)} unverified" if unknown else f"{len(self.patches)} verified"
 
 
 @dataclass(frozen=True)
@@ -123,49 +136,107 @@ class Report:
         verifications = [Verification(**row) for row in data["verifications"]]
         return cls(dict(data["versions"]), data["device"], entries, fallbacks, list(data["notices"]), verifications)
 
-    def to_text(self, width: int = 100, color: bool = False) -> str:
-        """A screenful for a person: applied with targets, skipped with reasons, the rest by name."""
+    def to_text(self, width: int = 100, color: bool = False, verbose: bool = False, details: str = "") -> str:
+        """What is on, one line a feature, and what the user must know; with `verbose` targets and every reason.
 
-        def fit(text: str, indent: int) -> list[str]:
-            subsequent = " " * (indent + 2)
-            return textwrap.wrap(
-                text, width, initial_indent=" " * indent, subsequent_indent=subsequent, break_on_hyphens=False
-            )
-
-        def heading(name: str, rest: str = "") -> str:
-            return (f"\x1b[{_COLORS[name]}m{name}\x1b[0m" if color else name) + rest
-
-        versions = [f"{name} {version}" for name, version in self.versions.items()]
-        lines = fit(", ".join([*versions, f"device {self.device}"]), 0)
-        by_status = {each: [entry for entry in self.entries if entry.status == each] for each in _COLORS}
-        for status in ("applied", "skipped"):
-            if by_status[status]:
-                lines.append(heading(status, f" ({len(by_status[status])})"))
-            for entry in by_status[status]:
-                flags = " ".join(flag if value is True else f"{flag}={value}" for flag, value in entry.flags.items())
-                details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
-                lines += fit("  ".join(filter(None, (entry.feature, flags, f"[{'; '.join(details)}]"))), 2)
-                lines += [line for reason in entry.reasons for line in fit(f"- {reason}", 4)]
-                lines += [line for patch in entry.patches for line in fit(_patch_text(patch), 4)]
-                for name, value in entry.arguments.items():
-                    lines += fit(f"sets {name} = {value}", 4)
-        left_off = [entry for entry in by_status["off"] if entry.reasons]
-        if left_off:
-            lines.append(heading("off", f", left off by auto ({len(left_off)})"))
-            lines += [line for each in left_off for line in fit(f"{each.feature}: {'; '.join(each.reasons)}", 2)]
-        off = [entry.feature for entry in by_status["off"] if not entry.reasons]
-        if off:
-            # The length of the word is that of the text, not of its color codes.
-            text = fit("off: " + ", ".join(off), 0)
-            lines += [heading("off") + text[0][len("off") :], *text[1:]]
-        for name, texts in (
+        details: where the rest is, for the first line.
+        """
+        paint = functools.partial(_paint, color=color)
+        on, skipped, off = ([each for each in self.entries if each.status == status] for status in _STATUSES)
+        features = [each for each in on if each.flags]
+        counts = [f"{len(features)} feature{'' if len(features) == 1 else 's'} on"]
+        counts += [f"{len(skipped)} asked for and not applied"] if skipped else []
+        counts += [f"{len(off)} off"] if off else []
+        first = ", ".join(counts) + (f"; details: {details}" if details else "")
+        lines = [paint("applied", first), *_fit(", ".join(f"{a} {b}" for a, b in self.versions.items()), 0, width)]
+        lines += _fit(f"device {self.device}", 0, width)
+        lines += _targets(on, width) if verbose else _table(features, width, color)
+        if not verbose and len(on) > len(features):
+            names = ", ".join(each.feature for each in on if not each.flags)
+            lines += _fit(f"device layer: {names}", 0, width)
+        for title, entries in (("skipped", skipped), ("off", [each for each in off if each.reasons and verbose])):
+            if entries:
+                lines.append(paint(title, f"{title} ({len(entries)})"))
+                lines += [line for each in entries for line in _reasons(each, width)]
+        without = [each.feature for each in off if not each.reasons]
+        if without and verbose:
+            lines += _fit("off, not asked for: " + ", ".join(without), 0, width)
+        for title, texts in (
             ("fallbacks", [f"{each.feature}: {each.reason}" for each in self.fallbacks]),
             ("verification", [each.to_text() for each in self.verifications]),
             ("notices", self.notices),
         ):
             if texts:
-                lines += [heading(name), *(line for text in texts for line in fit(text, 2))]
+                lines += [paint(title, title), *(line for text in texts for line in _fit(text, 2, width))]
         return "\n".join(lines) + "\n"
+
+
+_STATUSES = ("applied", "skipped", "off")
+_COLUMNS = ("feature", "numerics", "backend", "targets", "flags")
+
+
+def _paint(style: str, text: str, color: bool) -> str:
+    return f"\x1b[{_COLORS[style]}m{text}\x1b[0m" if color else text
+
+
+def _fit(text: str, indent: int, width: int, hanging: int | None = None) -> list[str]:
+    """`text` wrapped between words; a symbol longer than a line is parted after a dot or colon."""
+    further = indent + 2 if hanging is None else hanging
+    words = [piece for word in text.split() for piece in _pieces(word, width - further)]
+    return textwrap.wrap(
+        " ".join(words),
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * further,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def _pieces(word: str, columns: int) -> list[str]:
+    pieces = [""]
+    for part in re.findall(r"[^.:]*[.:]*", word) if len(word) > columns else [word]:
+        if pieces[-1] and len(pieces[-1]) + len(part) > columns:
+            pieces.append("")
+        pieces[-1] += part
+    return pieces
+
+
+def _table(entries: Sequence[Entry], width: int, color: bool) -> list[str]:
+    """One line a feature; only flags that do not fit go on in a further one."""
+    if not entries:
+        return []
+    rows = [(each.feature, each.numerics, each.backend(), each.standing(), " ".join(each.given)) for each in entries]
+    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
+    # Where it leaves flags no room, they stand under the name.
+    left = sum(widths[:-1]) + 2 * len(widths)
+    hanging = left if width - left >= max(len(word) for row in rows for word in [*row[-1].split(), "flags"]) else 4
+    lines = []
+    for row in (_COLUMNS, *rows):
+        cells = "  ".join(cell.ljust(size) for cell, size in zip(row[:-1], widths[:-1], strict=True))
+        rest = _fit(row[-1], hanging, width, hanging)
+        if hanging == left and rest:
+            lines += [f"  {cells}  {rest[0].lstrip()}", *rest[1:]]
+        else:
+            lines += [f"  {cells}".rstrip(), *(rest if row is not _COLUMNS else [])]
+    return [_paint("off", lines[0], color), *lines[1:]]
+
+
+def _targets(entries: Iterable[Entry], width: int) -> list[str]:
+    lines = []
+    for entry in entries:
+        details = [entry.numerics, *([f"by {', '.join(entry.backends)}"] if entry.backends else [])]
+        lines += _fit(
+            "  ".join(filter(None, (entry.feature, " ".join(entry.given), f"[{'; '.join(details)}]"))), 2, width
+        )
+        lines += [line for patch in entry.patches for line in _fit(_patch_text(patch), 4, width)]
+        for name, value in entry.arguments.items():
+            lines += _fit(f"sets {name} = {value}", 4, width)
+    return lines
+
+
+def _reasons(entry: Entry, width: int) -> list[str]:
+    return _fit(f"{entry.feature}: {'; '.join(entry.reasons)}", 2, width)
 
 
 def _patch_text(patch: PatchEntry) -> str:
@@ -191,4 +262,17 @@ def _entry(outcome: Outcome, settings: Mapping[str, Any], swaps: Mapping[Any, Sw
         list(outcome.reasons),
         patches,
         dict(outcome.arguments),
+        given=[
+            option.flag if value is True else f"{option.flag} {_written(value)}"
+            for option in feature.options
+            if (value := settings.get(option.dest, option.default)) != option.default
+            and _written(value) != _written(option.default)
+        ],
     )
+
+
+def _written(value: Any) -> str:
+    """As a user writes it on the command line."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_written, value))
+    return str(getattr(value, "name", value))

@@ -134,11 +134,15 @@ class Session:
             self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
         return failed
 
-    def fallback(self, feature: str, reason: str) -> None:
-        """`feature` leaves this call to the host's own code; logged once per reason, forbidden if strict."""
+    def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:
+        """`feature` leaves this call to the host's own code; logged once per reason, forbidden if strict.
+
+        is_logged: what serves the call instead has logged the reason.
+        """
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
-            _log.warning("feature `%s` leaves a call to the host's own code: %s", feature, reason)
+            level = logging.DEBUG if is_logged else logging.WARNING
+            _log.log(level, "feature `%s` leaves a call to the host's own code: %s", feature, reason)
         if self.strict:
             raise FallbackError(f"feature `{feature}` fell back, which strict mode forbids: {reason}.")
 

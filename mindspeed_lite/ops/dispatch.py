@@ -233,7 +233,10 @@ def report_fallback(op: str, backend: str, reasons: tuple[str, ...], to: str = "
     with _lock:
         if said in _reported:
             return
-        _log.warning("%s: %s falls back to %s: %s", op, backend, to, "; ".join(reasons))
+        # One line for one cause: what keeps one operator's kernel from being compiled keeps every other one's.
+        is_known = any(reasons == known for _, _, known in _reported)
+        level = logging.INFO if is_known else logging.WARNING
+        _log.log(level, "%s: %s falls back to %s: %s", op, backend, to, "; ".join(reasons))
         for callback in tuple(_subscribers):
             callback(op, backend, reasons)
         _reported.add(said)

@@ -28,7 +28,7 @@ from mindspeed_lite.engine import (
 )
 from mindspeed_lite.platform import megatron
 
-from . import megatron_defaults
+from . import megatron_defaults, preflight
 
 
 class _Parsed:
@@ -166,6 +166,7 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
         _undo.append(restore_compile)
     holders = megatron.argument_holders(args)
     flat = _flat(holders)
+    preflight.check(flat)
     request = runtime.FeatureRequest(
         runtime.given_flags(flat), flat, parsed.explicit, parsed.collisions, arguments={}, notices=notices
     )

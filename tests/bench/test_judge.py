@@ -50,6 +50,14 @@ def test_bitwise_cannot_be_asked_of_an_off_that_differs_from_itself():
     assert found["verdict"] == "not judged" and "off differs from itself" in found["reason"]
 
 
+def test_the_curves_are_those_of_the_repeat_that_the_words_are_about():
+    longer = [*BASE, 3.0]
+    found = compare_losses([steps(BASE), steps(longer)], [moved(1e-5), steps([*BASE, 3.5])], "bitwise", None)
+    assert found["step"] == 5 and "at iteration 5" in found["reason"]
+    (row,) = [row for row in found["series"] if row["iteration"] == found["step"]]
+    assert row["on"] - row["off"] == found["largest_difference"] == 0.5
+
+
 @pytest.mark.parametrize(("by", "verdict"), [(1e-4, "agrees"), (1.9e-3, "agrees"), (2.1e-3, "differs")])
 def test_ulp_is_held_against_the_rounding_baseline(by, verdict):
     found = judge(moved(by), "ulp", ("itself in float32", moved(1e-3)))

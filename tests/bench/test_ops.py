@@ -422,3 +422,16 @@ def test_the_command_end_to_end(tmp_path):
         path.name for path in tmp_path.iterdir()
     }
     fails_in_one_line(command("bench-ops", "--dtype", "int3"), "--dtype")
+
+
+def test_nothing_measured_is_a_failure(monkeypatch, capsys):
+    from tests.harness import bench_reports
+
+    report = bench_reports.operators()
+    for row in report["rows"]:
+        row["earlier"] = None
+        for contender in row["contenders"]:
+            contender |= {"seconds": None, "of_ceiling": None, "ratio": None, "error": "out of memory"}
+    monkeypatch.setattr(bench_ops, "_measure", lambda options, command: {**report, "complete": True})
+    assert bench_ops.main(["--op", "rms_norm"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: nothing was measured: out of memory")

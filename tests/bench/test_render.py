@@ -17,6 +17,7 @@ import pytest
 
 from mindspeed_lite.bench import plot_theme, plots, render_html, render_markdown, render_text, wording
 from mindspeed_lite.bench.render_summary import findings, headline
+from mindspeed_lite.bench.statistics import paired_ratio
 from tests.harness import bench_reports, matrix
 
 pytest.importorskip("rich")
@@ -98,6 +99,20 @@ def test_one_pair_has_no_interval_and_no_praise() -> None:
         assert "1.22x as fast as off in its only pair: no interval, so this may be noise" in text
         assert "95 % interval 1." not in text
     assert headline(bench_reports.single()).tone == "neutral"
+
+
+def test_an_interval_that_says_nothing_is_not_shown() -> None:
+    report = bench_reports.full()
+    report["comparisons"] = report["comparisons"][:1]
+    speed = paired_ratio([1.0, 5.0], [1.1, 1.0])
+    assert speed is not None and speed.low is not None and speed.high is not None and speed.low < 0.01
+    report["comparisons"][0]["speed"] = {
+        "ratio": speed.ratio, "low": speed.low, "high": speed.high, "pairs": list(speed.pairs),
+        "verdict": speed.verdict("faster", "slower"),
+    }  # fmt: skip
+    for text in forms(report):
+        assert "Too few runs to tell whether" in text and "0.91x to 5.00x in 2 pairs; raise --repeats" in text
+        assert "does not differ" not in text and "2.13x" not in text and " to 2,1" not in text
 
 
 def test_noise_is_called_noise() -> None:
@@ -212,12 +227,21 @@ def test_png_files(name: str, tmp_path: Path) -> None:
     report = bench_reports.EVERY[name]()
     names = plots.draw(report, tmp_path / "plots")
     bench = ["step-time.png", "loss.png", "memory.png", "breakdown.png"]
-    assert names == (["operators.png"] if name == "operators" else bench)
+    assert names == (["operators-rms_norm.png", "operators-attention.png"] if name == "operators" else bench)
     for each in names:
         data = (tmp_path / "plots" / each).read_bytes()
         width, height = struct.unpack(">II", data[16:24])
         assert data.startswith(b"\x89PNG") and len(data) > 8000
         assert 1000 < width < 2000 and 200 < height < 3000
+
+
+def test_many_cases_of_an_operator_are_pages(tmp_path: Path) -> None:
+    report = bench_reports.operators()
+    report["rows"] = [{**report["rows"][0], "case": f"case {at}"} for at in range(23)]
+    names = plots.draw(report, tmp_path)
+    assert names == ["operators-rms_norm.png", "operators-rms_norm-2.png", "operators-rms_norm-3.png"]
+    for each in names:
+        assert struct.unpack(">II", (tmp_path / each).read_bytes()[16:24])[1] < 2000
 
 
 def test_nothing_is_drawn_from_nothing(tmp_path: Path) -> None:

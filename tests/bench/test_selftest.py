@@ -53,7 +53,7 @@ def test_it_passes_here(tmp_path):
 
 def test_a_report_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
     run = command("doctor", "--selftest", "--out", tmp_path / "none" / "x.json", MINDSPEED_LITE_DEVICE="cpu")
-    fails_in_one_line(run, "--out", "no file in a folder that exists")
+    fails_in_one_line(run, "--out", "there is no such folder")
 
 
 # Numbers

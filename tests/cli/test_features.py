@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 
 import pytest
 
@@ -11,7 +10,7 @@ from mindspeed_lite.cli import features
 from mindspeed_lite.engine import Provide
 from mindspeed_lite.engine.fingerprints import Table
 from mindspeed_lite.engine.source import Fingerprint
-from tests.harness.commands import ESCAPE, fails_in_one_line, python
+from tests.harness.commands import ESCAPE, python
 
 
 def say(capsys, *arguments):
@@ -20,32 +19,32 @@ def say(capsys, *arguments):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("columns", [40, 60, 79, 100, 120, 150, 200, 300])
-def test_every_feature_and_every_flag_is_there_at_every_width(capsys, monkeypatch, columns):
+@pytest.mark.parametrize("columns", [40, 60, 79, 100, 150, 300])
+def test_every_feature_is_one_line_at_every_width(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     code, out, _ = say(capsys)
     assert code == 0
-    words = set(out.split())
-    squeezed = "".join(out.split())
-    for feature in runtime.catalogue():
-        assert feature.name in words
-        assert {option.flag for option in feature.options} <= words
-        if columns < 150:  # in a table a wrapped cell's lines are apart
-            assert all(patch.target in squeezed for patch in feature.patches)
+    firsts = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert sorted(firsts) == sorted(feature.name for feature in runtime.catalogue())
     assert max(map(len, out.splitlines())) <= max(60, min(columns, 200))
     assert not ESCAPE.search(out)
 
 
-def test_a_wide_terminal_has_a_table(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "210")
-    _, out, _ = say(capsys)
-    assert out.splitlines()[0].split()[:2] == ["feature", "flags"]
+def test_the_index_is_what_the_declarations_say():
+    assert features.read_index() == features.describe_all()
+
+
+def test_features_that_the_index_does_not_know_are_read_from_their_declarations(capsys, monkeypatch, tmp_path):
+    index = json.loads(features.INDEX.read_text())
+    monkeypatch.setattr(features, "INDEX", tmp_path / "features.json")
+    features.INDEX.write_text(json.dumps(index[1:]))
+    assert features.read_index() == index
 
 
 def test_json_is_one_document_with_everything(capsys):
     code, out, _ = say(capsys, "--json")
     document = json.loads(out)
-    assert code == 0 and document["schema_version"] == 1
+    assert code == 0 and document["schema_version"] == features.SCHEMA_VERSION
     found = {row["name"]: row for row in document["features"]}
     assert set(found) == {feature.name for feature in runtime.catalogue()}
     for feature in runtime.catalogue():
@@ -73,11 +72,11 @@ def test_a_release_counts_only_if_every_target_is_known():
     assert features.verified_releases(feature, table) == ["0.16.0", "0.17.0"]
 
 
-@pytest.mark.parametrize("name", ["use_flash_attn", "use-flash-attn"])
+@pytest.mark.parametrize("name", ["use_flash_attn", "use-flash-attn", "--use-flash-attn", "--attention-backend"])
 def test_one_feature_has_all_its_details(capsys, name):
     code, out, _ = say(capsys, name)
     assert code == 0
-    for text in ("--use-flash-attn", "docs/features/use_flash_attn.md", "ulp", "attention on reference"):
+    for text in ("--use-flash-attn", "docs/features/use_flash_attn.md", "ulp", "attention: reference, cpu"):
         assert text in out
     for feature in runtime.catalogue():
         if feature.name != "use_flash_attn":
@@ -90,6 +89,9 @@ def test_every_feature_can_be_asked_for(capsys):
         assert code == 0 and feature.summary.split()[0] in out
         for relation in (*feature.requires, *feature.conflicts):
             assert relation.feature in out
+        squeezed = "".join(out.split())
+        for text in (*feature.conflicting_args.values(), feature.not_auto, *(each.target for each in feature.patches)):
+            assert "".join(text.split()) in squeezed
         document = json.loads(say(capsys, feature.name, "--json")[1])
         assert [row["name"] for row in document["features"]] == [feature.name]
 
@@ -101,26 +103,20 @@ def test_an_unknown_name_has_close_ones(capsys):
     assert code == 2 and err.count("\n") == 1
 
 
-def test_it_imports_no_megatron():
+@pytest.mark.parametrize("arguments", [[], ["--swap-attention"]])
+def test_it_imports_neither_megatron_nor_torch(arguments):
     program = (
-        "import sys; from mindspeed_lite.cli import main; main(['features']); "
-        "sys.exit(3 if any(name.startswith('megatron') for name in sys.modules) else 0)"
+        f"import sys; from mindspeed_lite.cli import main; code = main(['features', *{arguments}]); "
+        "sys.exit(3 if {'megatron', 'torch'} & set(sys.modules) else code)"
     )
     run = python("-c", program)
     assert run.returncode == 0, run.stderr
     assert not ESCAPE.search(run.stdout)
 
 
-def test_without_torch_it_says_so_in_one_line(tmp_path):
-    from tests.harness.commands import command, without
-
-    fails_in_one_line(command("features", **without(tmp_path, "torch")), "torch", "doctor", code=1)
-
-
-def test_indented_parts_of_a_docstring_keep_their_lines(capsys, monkeypatch):
-    module = sys.modules["mindspeed_lite.patches.use_flash_attn"]
-    monkeypatch.setattr(module, "__doc__", "One line.\n\nAn example:\n    a = 1\n    b = 2\n")
-    assert "    a = 1\n    b = 2\n" in say(capsys, "use_flash_attn")[1]
+def test_indented_parts_of_a_docstring_keep_their_lines():
+    described = {**features.read_index()[0], "doc": "One line.\n\nAn example:\n    a = 1\n    b = 2\n"}
+    assert "    a = 1\n    b = 2\n" in "\n".join(features._details(described))
 
 
 def test_a_diff_shows_how_targets_differ_from_another_copy(capsys, tmp_path):

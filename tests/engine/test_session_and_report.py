@@ -264,26 +264,48 @@ def test_a_report_survives_json(report):
             Report.from_dict({**data, "schema_version": schema})
 
 
-def test_the_text_fits_the_width_and_says_it_all(report):
-    text = report.to_text(width=80)
-    assert max(map(len, text.splitlines())) <= 80
-    unwrapped = " ".join(text.split())  # where a line breaks depends on the length of the host's name
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_every_line_fits_and_no_word_is_broken(report, width):
+    known = set(report.to_text(width=10_000, verbose=True).split())
+    assert max(map(len, report.to_text(width=width).splitlines())) <= width
+    text = report.to_text(width=width, verbose=True)
+    assert max(map(len, text.splitlines())) <= width
+    # A target longer than a line goes on after a dot or colon.
+    for word in set(text.split()) - known:
+        is_head = word[-1] in ".:" and any(word in each for each in known)
+        assert is_head or any(each.endswith((f".{word}", f":{word}")) for each in known), word
+
+
+def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
+    text = report.to_text(details="report.json")
+    lines = text.splitlines()
+    assert lines[0] == "1 feature on, 1 asked for and not applied, 2 off; details: report.json"
+    assert [line.split() for line in lines if line.startswith("  norm ")] == [
+        ["norm", "bitwise", "reference", "3", "of", "5", "unverified", "--norm"]
+    ]
+    unwrapped = " ".join(text.split())
     for part in (
-        "host 1.0, product 0.1, torch 2.11, device cpu",
-        "applied (1)",
-        "norm  --norm --norm-level=2  [bitwise; by reference]",
-        "1 more holder)",
-        "sets fusion = False",
-        "skipped (1)",
-        "- interleaved layout",
-        "- head size 96",
-        "off, left off by auto (1)",
-        "auto: it needs a value",
-        "off: adam",
-        "norm: odd size",
-        "something",
+        "host 1.0, product 0.1, torch 2.11 device cpu",
+        "skipped (1) rope: interleaved layout; head size 96",
+        "fallbacks norm: odd size",
         "norm, rms float32 x[3]: ok (2 calls beside host; apart by output 2.0e-07;",
         "norm, rms float32 x[4]: exceeds (1 call beside host; apart by output",
+        "notices something",
     ):
-        assert " ".join(part.split()) in unwrapped, text
-    assert "\x1b" not in text and "\x1b[32mapplied\x1b[0m" in report.to_text(color=True)
+        assert part in unwrapped, text
+    assert "it needs a value" not in text and "adam" not in text
+    assert "\x1b" not in text and "\x1b[32m1 feature on" in report.to_text(color=True)
+
+
+def test_verbose_adds_targets_arguments_and_every_reason(report):
+    unwrapped = " ".join(report.to_text(verbose=True).split())
+    for part in ("1 more holder)", "sets fusion = False", "off (1) auto: it needs a value", "off, not asked for: adam"):
+        assert part in unwrapped
+
+
+def test_flags_are_shown_as_the_user_writes_them(report):
+    norm = next(each for each in report.entries if each.feature == "norm")
+    assert norm.given == ["--norm"], "a flag at its default is not shown"
+    norm.given = [f"--a-rather-long-flag-{index} 4" for index in range(9)]
+    for width in (60, 100):
+        assert max(map(len, report.to_text(width=width).splitlines())) <= width
