@@ -35,8 +35,8 @@ compiled = pytest.mark.skipif(passes.library.unusable() is not None, reason=str(
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 entries of the vocabulary at a time."""
     monkeypatch.setattr(chunks, "_NARROWEST", 64)
-    for module in (cpu, cuda, reference):
-        monkeypatch.setattr(module, "CHUNK", 1)
+    for module, size in ((cpu, "CHUNK"), (cuda, "COLUMNS"), (reference, "CHUNK")):
+        monkeypatch.setattr(module, size, 1)
 
 
 def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:
