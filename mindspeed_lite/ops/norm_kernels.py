@@ -10,9 +10,9 @@ Traffic per element of 16 bits, residual aside: forward reads 2 bytes and writes
 weights' gradients are summed over rows in registers, a column for each lane, and would not fit them for rows of more
 than 8192. There a row has several programs (`SPLITS`): each sums its own columns and reads the others for the row's
 slope only. They read at about the same time, hence from the second-level cache: device memory still gives 4 bytes, the
-cache 8. A second kernel for these sums would take 4 bytes more of device memory. Parts of 4096 in place of 8192 are what
-registers hold of 32 bits in the backward pass, and of rows that vectors cannot load (a width or stride that is no
-multiple of 16), for which the model does not hold.
+cache 8. A second kernel for these sums would take 4 bytes more of device memory. Parts are of 4096 in place of 8192 for
+32 bits in the backward pass, and for rows that vectors cannot load (a width or stride that is no multiple of 16), for
+which the model does not hold.
 
 What programs have summed is added up in order by `row_kernels.add_up`; there are no atomics, so results repeat.
 """
