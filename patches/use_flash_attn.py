@@ -7,6 +7,8 @@ sizes that multi-latent attention names, and for which it has no parameters in a
 the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
 alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias.
 
+On CUDA the first call puts an installed FA3 or FA4 in the place of PyTorch's flash kernels, until the feature ends.
+
 A causal mask is not built: when the data has no document resets, the data loader is told not to make one
 (`--no-create-attention-mask-in-dataloader`), and the kernel masks by position.
 
@@ -22,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Session, Settings
-from mindspeed_lite.ops.attention import attend, fallback_reasons, packed, prepare
+from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.verify_attention import check
@@ -38,6 +40,7 @@ _READS = (
     "softmax_offset",
     "softmax_scale",
     f"{CONFIG}.sequence_parallel",
+    f"{CONFIG}.window_size",
     f"{_SOFTMAX}.scale",
     f"{_SOFTMAX}.window_size",
     f"{_PACK}.qkv_format",
@@ -62,6 +65,13 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     verifier = session.verifier
     positions = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
+    def choose_kernels(module: Any) -> Callable[[], None]:
+        windowed = module.config.window_size is not None
+        choice, undo = cuda_flash.activate(dropout=module.attention_dropout.p > 0.0, window=windowed)
+        session.on_end(undo)
+        session.log_decision(f"{FEATURE.name}: {choice}")
+        return undo
+
     def forward(
         self: Any,
         query: Any,
@@ -72,6 +82,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
+        if query.is_cuda:
+            session.state("flash_kernels", lambda: choose_kernels(self))
         softmax = self.scale_mask_softmax
         window = softmax.window_size
         dropout = self.attention_dropout.p if self.training else 0.0

@@ -20,17 +20,24 @@ import triton.language as tl
 WIDEST = 16384  # numbers of a row that one program can hold
 
 
+_PARTS, _COLUMNS = 128, 32
+
+
 @triton.jit
-def total_kernel(parts, out, count, width, BLOCK: tl.constexpr):
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    sum = tl.zeros([BLOCK], dtype=tl.float32)
-    start = 0
-    while start < count:
-        part = start + tl.arange(0, 16)
+def total_kernel(parts, out, count, width, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    sum = tl.zeros([COLUMNS], dtype=tl.float32)
+    for start in range(0, count, PARTS):
+        part = start + tl.arange(0, PARTS)
         inside = (part[:, None] < count) & (column[None, :] < width)
         sum += tl.sum(tl.load(parts + part[:, None] * width + column[None, :], mask=inside, other=0.0), axis=0)
-        start += 16
     tl.store(out + column, sum.to(out.dtype.element_ty), mask=column < width)
+
+
+def add_up(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """out [N] = the sum over P of parts [P, N], both contiguous, in out's dtype; in the same order at every call."""
+    count, width = parts.shape
+    total_kernel[(triton.cdiv(width, _COLUMNS),)](parts, out, count, width, _PARTS, _COLUMNS)
 
 
 class Launch(NamedTuple):
@@ -49,12 +56,16 @@ def launch(width: int) -> Launch:
     return Launch(rows, block, 4 if block <= 1024 else (8 if block <= 2048 else (16 if block <= 8192 else 32)))
 
 
-@functools.cache
-def programs(device: torch.device) -> int:
-    """How many programs share the rows in the backward pass."""
+def programs(device: torch.device, resident: int, tiles: int, splits: int = 1) -> int:
+    """How many programs share `tiles`, of which each takes `splits` programs, `resident` on a multiprocessor."""
     if device.type != "cuda":  # Triton's interpreter
-        return 3
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+        return min(3, tiles)
+    return min(max(1, resident * _multiprocessors(device) // splits), tiles)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def on(t: torch.Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -1,6 +1,6 @@
-"""Compiles Triton kernels for an H100 on a machine that has none, and says what they need of it.
+"""Compiles Triton kernels for an H100 or a B200 on a machine that has none, and says what they need of it.
 
-    compile_sm90("package.module:kernel", {"x": "*bf16", "eps": "fp32", "n": "i32"}, {"BLOCK": 1024}, num_warps=8)
+    compile_for(90, "package.module:kernel", {"x": "*bf16", "eps": "fp32", "n": "i32"}, {"BLOCK": 1024}, num_warps=8)
 
 A kernel is named, not passed: under Triton's interpreter, where tests run, it cannot be compiled, so another process
 imports it. That process is started once and compiles whatever is asked of it.
@@ -17,36 +17,58 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tests.harness.checkouts import ROOT
 
 
 class Resources(NamedTuple):
-    """What one thread (registers) and one program (shared) of a kernel take."""
+    """What one thread (registers) and one program (shared, warps) of a kernel take."""
 
     registers: int
     spills: int
     """Bytes of registers written to memory and read back."""
     shared: int
     """Bytes of shared memory."""
+    warps: int
+
+    @property
+    def programs(self) -> int:
+        """How many programs a multiprocessor holds at once: of compute capability 9.0 or 10.0."""
+        allocated = -(-self.registers // 8) * 8  # a warp takes registers in units of 256
+        by_registers = 65536 // (allocated * 32 * self.warps)
+        by_memory = 227 * 1024 // (self.shared + 1024)
+        return min(by_registers, by_memory, 64 // self.warps, 32)
 
 
 class CompileError(RuntimeError):
     """The kernel does not compile; the message is Triton's."""
 
 
-def compile_sm90(
-    kernel: str, signature: Mapping[str, str], constexprs: Mapping[str, Any] | None = None, **options: int
+def compile_for(
+    arch: int,
+    kernel: str,
+    signature: Mapping[str, str],
+    constexprs: Mapping[str, Any] | None = None,
+    divisible: Sequence[str] = (),
+    **options: int,
 ) -> Resources:
     """Compile the kernel named "module:attribute".
 
+    arch: 90 for Hopper, 100 for Blackwell.
     signature: Triton's type of each argument that is no constexpr ("*bf16", "*fp32", "i32", "i64", "fp32").
+    divisible: integers that are multiples of 16, as Triton sees at run time; addresses always are.
     options: num_warps, num_stages.
     """
-    asked = json.dumps([kernel, dict(signature), dict(constexprs or {}), options])
-    return _compiled(asked)
+    return _compiled(json.dumps([arch, kernel, dict(signature), dict(constexprs or {}), list(divisible), options]))
+
+
+def compile_sm90(
+    kernel: str, signature: Mapping[str, str], constexprs: Mapping[str, Any] | None = None, **options: int
+) -> Resources:
+    """`compile_for` Hopper, no integer known to be a multiple of anything."""
+    return compile_for(90, kernel, signature, constexprs, **options)
 
 
 @functools.cache
@@ -69,7 +91,7 @@ def _compiled(asked: str) -> Resources:
 def _server() -> subprocess.Popen[str]:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    cache = tempfile.TemporaryDirectory(prefix="triton-sm90-")  # what was compiled before tells no register count
+    cache = tempfile.TemporaryDirectory(prefix="triton-compile-")  # what was compiled before tells no register count
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.harness.triton_compile"],
         cwd=ROOT,
@@ -91,7 +113,14 @@ def _server() -> subprocess.Popen[str]:
 # ---- in the other process ----
 
 
-def _compile(name: str, signature: dict[str, str], constexprs: dict[str, Any], options: dict[str, int]) -> Resources:
+def _compile(
+    arch: int,
+    name: str,
+    signature: dict[str, str],
+    constexprs: dict[str, Any],
+    divisible: list[str],
+    options: dict[str, int],
+) -> Resources:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -109,23 +138,24 @@ def _compile(name: str, signature: dict[str, str], constexprs: dict[str, Any], o
     aligned = {
         (kernel.arg_names.index(argument),): [["tt.divisibility", 16]]
         for argument, kind in signature.items()
-        if kind.startswith("*")
+        if kind.startswith("*") or argument in divisible
     }
     compiled = triton.compile(
-        ASTSource(kernel, types, constexprs, aligned), target=GPUTarget("cuda", 90, 32), options=options
+        ASTSource(kernel, types, constexprs, aligned), target=GPUTarget("cuda", arch, 32), options=options
     )
-    registers, spills = _assembled(compiled.asm["ptx"])
-    return Resources(registers, spills, compiled.metadata.shared)
+    registers, spills = _assembled(compiled.asm["ptx"], arch)
+    return Resources(registers, spills, compiled.metadata.shared, compiled.metadata.num_warps)
 
 
-def _assembled(ptx: str) -> tuple[int, int]:
+def _assembled(ptx: str, arch: int) -> tuple[int, int]:
     """Registers and spilled bytes, by the assembler that Triton brings."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(ptx)
         source.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
+        assembler = knobs.nvidia.ptxas_blackwell if arch >= 100 else knobs.nvidia.ptxas
+        command = [assembler.path, "-v", f"--gpu-name=sm_{arch}a", source.name, "-o", os.devnull]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     registers = [int(number) for number in re.findall(r"Used (\d+) registers", said)]
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill", said)]

@@ -13,10 +13,8 @@ from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import backends, force, selected
 from mindspeed_lite.ops.layer_norm import OPERATOR, Case, cpu, cuda, layer_norm, reference, why_not
-from mindspeed_lite.ops.row_kernels import launch
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import assert_within, bound
-from tests.harness.triton_compile import compile_sm90
 
 NAMES = ("y", "dx", "dw", "db")
 PARTS = ("y", "sum", "dx", "dresidual", "dw", "db")
@@ -241,68 +239,6 @@ def test_wrong_arguments_are_refused() -> None:
     assert why_not(x.int(), w, w) == ["dtype torch.int32"]
     assert any("residual" in each for each in cuda.supported(Case("cuda", torch.float64, torch.float64, False, True)))
     assert cuda.supported(Case("cuda", torch.float16, torch.float32, True, True)) == []
-
-
-# Triton's interpreter cuts a float32 to bfloat16 where a GPU rounds.
-CUT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda runs the compiled kernels")
-@pytest.mark.parametrize(
-    ("shape", "dtype", "weight_dtype", "zero_centered"),
-    [
-        ((5, 33), torch.float32, torch.float32, False),
-        ((3, 23, 64), torch.bfloat16, torch.bfloat16, True),
-        ((2, 1100), torch.float16, torch.float32, True),
-    ],
-)
-def test_the_triton_kernels(
-    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, zero_centered: bool
-) -> None:
-    from mindspeed_lite.ops.layer_norm import kernels
-
-    def run(x, w, b, eps, residual=None):  # type: ignore[no-untyped-def]
-        return kernels.LayerNorm.apply(x, w, b, eps, zero_centered, residual)
-
-    x, w, b, dy = make(shape, dtype, weight_dtype)
-    residual, _, _, dsum = make(shape, dtype, seed=1)
-    wide = torch.cat([x, residual], -1)[..., : shape[-1]]  # rows twice as far apart
-    got = forward_backward(lambda x, w, b: run(x, w, b, EPS), (wide, w, b), dy)
-    exact = forward_backward(
-        lambda x, w, b: reference.layer_norm(x, w, b, EPS, zero_centered), (x, w, b), dy, torch.float64
-    )
-    for name, ours, truth in zip(NAMES, got, exact, strict=True):
-        assert error(ours, truth) <= CUT[ours.dtype], name
-    got = with_residual(run, x, residual, w, b, dy, dsum)
-    zero = torch.zeros_like(x, dtype=torch.float64)
-    exact = with_residual(
-        reference.layer_norm, zero, got[1].double(), w.double(), b.double(), dy, dsum, zero_centered=zero_centered
-    )
-    for name, ours, truth in zip(PARTS, got, exact, strict=True):
-        assert error(ours, truth) <= CUT[ours.dtype], name
-
-
-@pytest.mark.parametrize("width", [64, 4096])
-def test_the_triton_kernels_compile_for_an_h100(width: int) -> None:
-    tile = launch(width)
-    sizes = {"ROWS": tile.rows, "BLOCK": tile.block, "ZERO_CENTERED": True}
-    numbers = {"mean": "*fp32", "rstd": "*fp32", "rows": "i32", "width": "i32", "x_stride": "i32"}
-    package = "mindspeed_lite.ops.layer_norm.kernels"
-    forward = compile_sm90(
-        f"{package}:forward_kernel",
-        dict.fromkeys(("x", "residual", "weight", "bias", "y", "total"), "*bf16")
-        | {**numbers, "residual_stride": "i32", "eps": "fp32"},
-        {**sizes, "RESIDUAL": True},
-        num_warps=tile.warps,
-    )
-    backward = compile_sm90(
-        f"{package}:backward_kernel",
-        dict.fromkeys(("dy", "x", "weight", "dsum", "dx"), "*bf16")
-        | {"parts": "*fp32", **numbers, "dy_stride": "i32", "dsum_stride": "i32"},
-        {**sizes, "DSUM": True},
-        num_warps=tile.warps,
-    )
-    assert (forward.spills, backward.spills) == (0, 0) and backward.registers <= 168
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

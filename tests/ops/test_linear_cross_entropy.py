@@ -37,8 +37,8 @@ def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 entries of the vocabulary at a time, none of whose logits are kept."""
     monkeypatch.setattr(chunks, "_NARROWEST", 64)
     monkeypatch.setattr(chunks, "KEPT_BYTES", 0)
-    for module in (cpu, cuda, reference):
-        monkeypatch.setattr(module, "CHUNK", 1)
+    for module, size in ((cpu, "CHUNK"), (cuda, "COLUMNS"), (reference, "CHUNK")):
+        monkeypatch.setattr(module, size, 1)
 
 
 def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, ...]:

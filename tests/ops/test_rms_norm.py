@@ -13,11 +13,9 @@ from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.rms_norm import OPERATOR, Case, blocks, cpu, cuda, reference, rms_norm, why_not
-from mindspeed_lite.ops.row_kernels import launch
 from mindspeed_lite.ops.rows import as_rows
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import assert_within, bound
-from tests.harness.triton_compile import compile_sm90
 
 NAMES = ("y", "dx", "dw")
 EPS = 1e-5
@@ -368,68 +366,6 @@ def test_a_wrong_residual_is_refused() -> None:
     for residual in (torch.zeros(1, 8), torch.zeros(2, 8, dtype=torch.bfloat16)):
         with pytest.raises(ValueError, match="residual of one shape and dtype"):
             rms_norm(x, w, residual=residual)
-
-
-# Triton's interpreter cuts a float32 to bfloat16 where a GPU rounds.
-CUT = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 1e-6}
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="test_cuda runs the compiled kernels")
-@pytest.mark.parametrize("zero_centered", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "dtype", "weight_dtype"),
-    [
-        ((5, 33), torch.float32, torch.float32),
-        ((3, 23, 64), torch.bfloat16, torch.float32),
-        ((2, 1100), torch.bfloat16, torch.bfloat16),
-        ((1, 5000), torch.float16, torch.float32),
-    ],
-)
-def test_the_triton_kernels(
-    shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtype, zero_centered: bool
-) -> None:
-    from mindspeed_lite.ops.rms_norm import kernels
-
-    def run(x, w, eps, residual=None):  # type: ignore[no-untyped-def]
-        return kernels.RMSNorm.apply(x, w, eps, zero_centered, residual)
-
-    x, w, dy = make(shape, dtype, weight_dtype)
-    residual, _, dsum = make(shape, dtype, seed=1)
-    wide = torch.cat([x, residual], -1)[..., : shape[-1]]  # rows twice as far apart
-    got = forward_backward(lambda x, w: run(x, w, EPS), (wide, w), dy)
-    exact = forward_backward(lambda x, w: reference.rms_norm(x, w, EPS, zero_centered), (x, w), dy, torch.float64)
-    for name, ours, truth, into in zip(NAMES, got, exact, (dtype, dtype, weight_dtype), strict=True):
-        assert ours.dtype == into and error(ours, truth) <= CUT[into], name
-    got = with_residual(run, x, residual, w, dy, dsum)
-    zero = torch.zeros_like(x, dtype=torch.float64)
-    exact = with_residual(reference.rms_norm, zero, got[1].double(), w.double(), dy, dsum, zero_centered=zero_centered)
-    for name, ours, truth in zip(PARTS, got, exact, strict=True):
-        assert error(ours, truth) <= CUT[ours.dtype], name
-
-
-@pytest.mark.parametrize("width", [64, 1024, 4096, 16384])
-def test_the_triton_kernels_compile_for_an_h100(width: int) -> None:
-    tile = launch(width)
-    sizes = {"ROWS": tile.rows, "BLOCK": tile.block, "ZERO_CENTERED": True}
-    numbers = {"rows": "i32", "width": "i32", "x_stride": "i32"}
-    package = "mindspeed_lite.ops.rms_norm.kernels"
-    forward = compile_sm90(
-        f"{package}:forward_kernel",
-        dict.fromkeys(("x", "residual", "weight", "y", "total"), "*bf16")
-        | {"rstd": "*fp32", **numbers, "residual_stride": "i32", "eps": "fp32"},
-        {**sizes, "RESIDUAL": True},
-        num_warps=tile.warps,
-    )
-    backward = compile_sm90(
-        f"{package}:backward_kernel",
-        dict.fromkeys(("dy", "x", "weight", "dsum", "dx"), "*bf16")
-        | {"rstd": "*fp32", "parts": "*fp32", **numbers, "dy_stride": "i32", "dsum_stride": "i32"},
-        {**sizes, "DSUM": True},
-        num_warps=tile.warps,
-    )
-    assert forward.spills == 0
-    if width <= 4096:
-        assert backward.spills == 0 and backward.registers <= 128
 
 
 @pytest.mark.parametrize(

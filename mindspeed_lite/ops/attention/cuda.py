@@ -1,13 +1,14 @@
 """attention on CUDA through PyTorch's fused kernels.
 
-Where a call is what scaled_dot_product_attention takes, PyTorch chooses among flash, cuDNN and memory-efficient. What
-it does not say or take (log-sum-exp, sink, window, causal order with fewer queries than keys) calls the kernels
-themselves: flash for 16 bit and no mask, which masks a window by position, else memory-efficient. Where PyTorch's
-own choice would be the path that writes the scores out, key heads are repeated, or a mask is built: one [sq, sk] mask
-per window (fp32, or differing head sizes), and what a mask of the caller needs.
+Where a call is what scaled_dot_product_attention takes, PyTorch chooses among cuDNN, flash and memory-efficient, in the
+order of `cuda_flash`. What it does not say or take (log-sum-exp, sink, window, causal order with fewer queries than
+keys) calls the kernels themselves: flash for 16 bit and no mask, which masks a window by position, else
+memory-efficient. Where PyTorch's own choice would be the path that writes the scores out, key heads are repeated.
 
-Dropout beside a log-sum-exp or a sink is computed by `blocked`; a compiled graph has the definition for these two,
-since PyTorch 2.11's fake kernel of the memory-efficient backward refuses its own schema.
+A bias [sq, sk] of 16 bits is built from a mask of the caller. A window that flash does not serve (fp32, heads of more
+than 256, dropout) and a mask in fp32 go through `blocked`, whose memory grows with sq + sk, as does dropout beside a
+log-sum-exp or a sink. A compiled graph has PyTorch's operator with a bias, and the definition for a log-sum-exp or a
+sink, since PyTorch 2.11's fake kernel of the memory-efficient backward refuses its own schema.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_lite.ops.attention import autograd, blocked, layout, reference
+from mindspeed_lite.ops.attention import autograd, blocked, cuda_flash, layout, reference
 from mindspeed_lite.ops.attention import cuda_kernels as kernels
 
 if TYPE_CHECKING:
@@ -34,13 +35,22 @@ def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     by_itself = spec.sink is not None or spec.return_lse
-    compiling = torch.compiler.is_compiling()
-    if by_itself and (spec.dropout_p > 0.0 or compiling):
-        return reference.attention(q, k, v, spec) if compiling else blocked.attention(q, k, v, spec)
-    by_position = not compiling and (spec.window is not None or (spec.causal and q.shape[0] != k.shape[0]))
-    if by_itself or (by_position and spec.dropout_p == 0.0 and kernels.flash_serves(spec)):
+    if torch.compiler.is_compiling():
+        return reference.attention(q, k, v, spec) if by_itself else (_sdpa(q, k, v, spec), None)
+    positions = spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
+    if spec.dropout_p > 0.0:
+        if by_itself or positions or _is_wide(spec):
+            return blocked.attention(q, k, v, spec)
+    elif by_itself or positions or _is_wide(spec):
         return autograd.attention(_KERNELS, q, k, v, spec)
     return _sdpa(q, k, v, spec), None
+
+
+def _is_wide(spec: AttentionSpec) -> bool:
+    """Whether a bias [sq, sk] would be built in fp32, or for a window alone."""
+    if spec.mask is None:
+        return spec.window is not None
+    return spec.case.dtype == torch.float32
 
 
 def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -49,22 +59,24 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
     grouped = not masked and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)
     call = layout.call(q, k, v, spec, grouped=grouped, padded=False)
-    out = torch.nn.functional.scaled_dot_product_attention(
-        call.q,
-        call.k,
-        call.v,
-        attn_mask=call.mask,
-        dropout_p=spec.dropout_p,
-        is_causal=call.causal,
-        scale=spec.scale,
-        enable_gqa=call.q.shape[1] != call.k.shape[1],
-    )
+    with cuda_flash.order():
+        out = torch.nn.functional.scaled_dot_product_attention(
+            call.q,
+            call.k,
+            call.v,
+            attn_mask=call.mask,
+            dropout_p=spec.dropout_p,
+            is_causal=call.causal,
+            scale=spec.scale,
+            enable_gqa=call.q.shape[1] != call.k.shape[1],
+        )
     return call.out(out, q.shape[1], dv)
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
-    run = kernels.flash_forward if kernels.flash_serves(spec) else kernels.efficient_forward
-    return run(q, k, v, spec)
+    if kernels.flash_serves(spec):
+        return kernels.flash_forward(q, k, v, spec)
+    return (blocked.forward if _is_wide(spec) else kernels.efficient_forward)(q, k, v, spec)
 
 
 def backward(
@@ -76,8 +88,9 @@ def backward(
     lse: torch.Tensor,
     spec: AttentionSpec,
 ) -> autograd.Triple:
-    run = kernels.flash_backward if kernels.flash_serves(spec) else kernels.efficient_backward
-    return run(dout, q, k, v, out, lse, spec)
+    if kernels.flash_serves(spec):
+        return kernels.flash_backward(dout, q, k, v, out, lse, spec)
+    return (blocked.backward if _is_wide(spec) else kernels.efficient_backward)(dout, q, k, v, out, lse, spec)
 
 
 _KERNELS = autograd.Kernels(forward, backward)

@@ -227,21 +227,17 @@ def _bias(
     Rows without keys see every key here and are cleared by the caller.
     """
     mask, positions = spec.mask, spec.positions
-    if mask is None and spec.window is None:
+    if mask is None:
+        assert spec.window is None
         return None, None, _CAUSAL_TO_LAST_KEY if spec.causal else _FREE
     (sq, b, n, _), sk = q.shape, k.shape[0]
     whole = -(-sk // _BIAS_ALIGNMENT) * _BIAS_ALIGNMENT
-    if mask is None:
-        assert positions is not None
-        hidden, empty = band.hidden(sq, sk, positions, q.device), None
-    else:
-        hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-        if positions is not None:
-            hidden = hidden | band.hidden(sq, sk, positions, q.device)
-        empty = hidden.all(-1, keepdim=True)
-        hidden = hidden & ~empty
-        empty = empty.expand(-1, -1, sq, -1)
-    hidden = hidden.reshape((1,) * (4 - hidden.dim()) + tuple(hidden.shape))
+    hidden = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    if positions is not None:
+        hidden = hidden | band.hidden(sq, sk, positions, q.device)
+    empty = hidden.all(-1, keepdim=True)
+    hidden = hidden & ~empty
+    empty = empty.expand(-1, -1, sq, -1)
     bias = torch.zeros(*hidden.shape[:2], sq, whole, dtype=q.dtype, device=q.device)[..., :sk]
     bias = bias.masked_fill_(hidden, float("-inf"))
     return bias.expand(b, n, sq, sk), empty, _FREE

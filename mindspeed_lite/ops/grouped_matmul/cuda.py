@@ -1,10 +1,10 @@
 """grouped_matmul on CUDA: one Triton kernel for the products of all experts, one for their weight gradients.
 
-PyTorch's grouped product (torch.nn.functional.grouped_mm) wants all weights in one tensor, which separate parameters
-would have to be copied into at every call, in bf16, with rows of a multiple of 16 bytes; and it cannot add to a main
-gradient. Here the kernels find each expert's matrix in a table of addresses, and each program finds its expert from
-the counts where they are, on the device: the host reads nothing. A grid has room for the most blocks that counts can
-make of the rows; programs beyond the last block end at once.
+Kernels find each expert's matrix in a table of addresses, and each program finds its expert from the counts where they
+are, on the device: the host reads nothing. The product's programs stay: as many as the multiprocessors hold walk over
+all tiles, in an order that keeps `GROUP` blocks of rows and a block of columns in the second-level cache. A group reads
+GROUP * ROWS rows of x once and a weight's columns once for all of them: at 128 x 128 tiles a ninth of the reads of an
+order by columns. PyTorch's own product takes over where the weights form one tensor (`torch_grouped`).
 """
 
 # Triton's decorator and the arguments of its kernels have no types.
@@ -12,16 +12,16 @@ make of the rows; programs beyond the last block end at once.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference
+from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference, torch_grouped
+from mindspeed_lite.ops.row_kernels import on, programs
 from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
@@ -39,13 +39,25 @@ class Tiles(NamedTuple):
     warps: int
     stages: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """How to compile it. Told no limit, ptxas may spill to fit more programs than are wanted."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": 248}
 
+
+# For many rows: half the reads of an operand of LARGE.
+HUGE = Tiles(128, 256, 64, 8, 3)
 # For matrix units: 96 KiB of shared memory in three stages, and sums that fit the registers.
 LARGE = Tiles(128, 128, 64, 8, 3)
 # For experts with few rows.
 FLAT = Tiles(64, 128, 64, 4, 3)
+# For decoding, or many experts: little of a tile is padding.
+THIN = Tiles(32, 128, 64, 4, 4)
 # For fp32, which is multiplied outside the matrix units.
-WIDE = Tiles(64, 64, 32, 4, 3)
+WIDE = Tiles(64, 64, 32, 8, 3)
+
+# Blocks of rows that share a block of columns, one after the other.
+GROUP = 8
 
 
 def supported(case: Case) -> list[str]:
@@ -92,18 +104,21 @@ def _forward(
     x: torch.Tensor, weights: Tensors, counts: torch.Tensor, biases: Tensors | None, transposed: bool
 ) -> torch.Tensor:
     (rows, k), n = x.shape, weights[0].shape[0 if transposed else 1]
+    if torch_grouped.serves(x, weights, biases):
+        return torch_grouped.product(x, weights, counts, transposed)
     y = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    tiles = _tiles(x, len(weights))
+    tiles = _tiles(x, len(weights), n)
     weights = [each.contiguous() for each in weights]
     biases = None if biases is None else [each.contiguous() for each in biases]
     addresses, aligned = _addresses(weights)
-    grid = (triton.cdiv(n, tiles.width), triton.cdiv(rows, tiles.rows) + len(weights))
-    with _on(x):
-        product_kernel[grid](
+    # The most tiles that counts can make of the rows.
+    most = triton.cdiv(n, tiles.width) * (triton.cdiv(rows, tiles.rows) + len(weights))
+    with on(x):
+        product_kernel[(programs(x.device, 8 // tiles.warps, most),)](
             x.contiguous(), addresses, None if biases is None else _addresses(biases)[0], counts.contiguous(), y,
             N=n, K=k, EXPERTS=len(weights), PADDED=triton.next_power_of_2(len(weights)),
-            TRANSPOSED=transposed, BIASED=biases is not None, ALIGNED=aligned, PRECISION=_precision(),
-            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+            TRANSPOSED=transposed, BIASED=biases is not None, ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
+            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip
     return y
 
@@ -115,12 +130,12 @@ def _multiply_gradients(
     n, k, experts = dy.shape[1], x.shape[1], len(counts)
     tiles = WIDE if x.dtype == torch.float32 else LARGE
     addresses, aligned = (None, False) if main_grads is None else _addresses(main_grads)
-    with _on(x):
+    with on(x):
         gradient_kernel[(triton.cdiv(k, tiles.width), triton.cdiv(n, tiles.rows), experts)](
             dy.contiguous(), x.contiguous(), counts.contiguous(), out, addresses,
             N=n, K=k, EXPERTS=experts, PADDED=triton.next_power_of_2(experts), ADDS=main_grads is not None,
-            ALIGNED=aligned, PRECISION=_precision(),
-            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, num_warps=tiles.warps, num_stages=tiles.stages,
+            ALIGNED=aligned, PRECISION=_precision(), GROUP=GROUP,
+            ROWS=tiles.rows, WIDTH=tiles.width, DEPTH=tiles.depth, **tiles.options,
         )  # fmt: skip
 
 
@@ -132,44 +147,46 @@ def product_kernel(
     x_ptr, weights_ptr, biases_ptr, counts_ptr, y_ptr,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     TRANSPOSED: tl.constexpr, BIASED: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     numbers = tl.arange(0, PADDED)
     counts = tl.load(counts_ptr + numbers, mask=numbers < EXPERTS, other=0)
-    # Blocks of rows belong to the experts in order; ours is the first that ends behind this block.
+    # Blocks of rows belong to the experts in order; a block's is the first that ends behind it.
     blocks = (counts + ROWS - 1) // ROWS
-    block = tl.program_id(1)
-    expert = tl.sum((tl.cumsum(blocks, 0) <= block).to(tl.int32), axis=0)
-    if expert >= EXPERTS:
-        return
-    block -= tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
-    first = tl.sum(tl.where(numbers < expert, counts, 0), axis=0) + block * ROWS
-    left = (tl.sum(tl.where(numbers == expert, counts, 0), axis=0) - block * ROWS).to(tl.int32)
-
-    weight_ptr = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
-    if ALIGNED:
-        weight_ptr = tl.multiple_of(weight_ptr, 16)
+    ends = tl.cumsum(blocks, 0)
+    total_blocks = tl.sum(blocks, axis=0).to(tl.int32)
+    COLUMNS: tl.constexpr = (N + WIDTH - 1) // WIDTH
     row = tl.arange(0, ROWS)
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     depth = tl.arange(0, DEPTH)
-    x_ptrs = x_ptr + first * K + row[:, None] * K + depth[None, :]
-    if TRANSPOSED:
-        weight_ptrs = weight_ptr + column[None, :].to(tl.int64) * K + depth[:, None]
-    else:
-        weight_ptrs = weight_ptr + depth[:, None].to(tl.int64) * N + column[None, :]
-    total = tl.zeros((ROWS, WIDTH), tl.float32)
-    for start in range(0, K, DEPTH):
-        inside = depth < K - start
-        x = tl.load(x_ptrs, mask=(row < left)[:, None] & inside[None, :], other=0.0)
-        weight = tl.load(weight_ptrs, mask=inside[:, None] & (column < N)[None, :], other=0.0)
-        total = tl.dot(x, weight, total, input_precision=PRECISION)
-        x_ptrs += DEPTH
-        weight_ptrs += DEPTH if TRANSPOSED else DEPTH * N
-    if BIASED:
-        bias_ptr = tl.load(biases_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    y_ptrs = y_ptr + first * N + row[:, None] * N + column[None, :]
-    tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(row < left)[:, None] & (column < N)[None, :])
+    for tile in range(tl.program_id(0), total_blocks * COLUMNS, tl.num_programs(0)):
+        block, place = tl.swizzle2d(tile // COLUMNS, tile % COLUMNS, total_blocks, COLUMNS, GROUP)
+        expert = tl.sum((ends <= block).to(tl.int32), axis=0)
+        block -= tl.sum(tl.where(numbers < expert, blocks, 0), axis=0)
+        first = tl.sum(tl.where(numbers < expert, counts, 0), axis=0) + block * ROWS
+        left = (tl.sum(tl.where(numbers == expert, counts, 0), axis=0) - block * ROWS).to(tl.int32)
+
+        weight_ptr = tl.load(weights_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        if ALIGNED:
+            weight_ptr = tl.multiple_of(weight_ptr, 16)
+        column = place * WIDTH + tl.arange(0, WIDTH)
+        x_ptrs = x_ptr + first * K + row[:, None] * K + depth[None, :]
+        if TRANSPOSED:
+            weight_ptrs = weight_ptr + column[None, :].to(tl.int64) * K + depth[:, None]
+        else:
+            weight_ptrs = weight_ptr + depth[:, None].to(tl.int64) * N + column[None, :]
+        total = tl.zeros((ROWS, WIDTH), tl.float32)
+        for start in range(0, K, DEPTH):
+            inside = depth < K - start
+            x = tl.load(x_ptrs, mask=(row < left)[:, None] & inside[None, :], other=0.0)
+            weight = tl.load(weight_ptrs, mask=inside[:, None] & (column < N)[None, :], other=0.0)
+            total = tl.dot(x, weight, total, input_precision=PRECISION)
+            x_ptrs += DEPTH
+            weight_ptrs += DEPTH if TRANSPOSED else DEPTH * N
+        if BIASED:
+            bias_ptr = tl.load(biases_ptr + expert).to(tl.pointer_type(x_ptr.dtype.element_ty))
+            total += tl.load(bias_ptr + column, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        y_ptrs = y_ptr + first * N + row[:, None] * N + column[None, :]
+        tl.store(y_ptrs, total.to(y_ptr.dtype.element_ty), mask=(row < left)[:, None] & (column < N)[None, :])
 
 
 @triton.jit
@@ -177,7 +194,7 @@ def gradient_kernel(
     dy_ptr, x_ptr, counts_ptr, out_ptr, main_grads_ptr,
     N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
     ADDS: tl.constexpr, ALIGNED: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     expert = tl.program_id(2)
     numbers = tl.arange(0, PADDED)
@@ -188,8 +205,11 @@ def gradient_kernel(
         if count == 0:
             return
 
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    across, along = tl.swizzle2d(
+        tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP
+    )  # fmt: skip
+    row = across * ROWS + tl.arange(0, ROWS)
+    column = along * WIDTH + tl.arange(0, WIDTH)
     token = tl.arange(0, DEPTH)
     dy_ptrs = dy_ptr + first * N + token[None, :] * N + row[:, None]
     x_ptrs = x_ptr + first * K + token[:, None] * K + column[None, :]
@@ -214,10 +234,14 @@ def gradient_kernel(
         tl.store(out_ptr + expert.to(tl.int64) * N * K + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def _tiles(x: torch.Tensor, experts: int) -> Tiles:
+def _tiles(x: torch.Tensor, experts: int, n: int) -> Tiles:
+    """By rows of an average expert: the counts are on the device."""
     if x.dtype == torch.float32:
         return WIDE
-    return LARGE if x.shape[0] > FLAT.rows * experts else FLAT
+    rows = x.shape[0] / experts
+    if rows >= 4 * HUGE.rows and n >= 4 * HUGE.width:
+        return HUGE
+    return LARGE if rows > FLAT.rows else FLAT if rows > THIN.rows else THIN
 
 
 def _precision() -> str:
@@ -235,7 +259,3 @@ def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
 def _table(addresses: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Those of parameters stay the same, so that they are sent once."""
     return torch.tensor(addresses, dtype=torch.int64, device=device)
-
-
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

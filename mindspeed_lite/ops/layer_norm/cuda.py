@@ -1,8 +1,8 @@
 """layer_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
 
 PyTorch takes weights of x's dtype and gives each row a block of threads, so rows as short as a head are left to Triton
-(`kernels.py`), as are mixed dtypes, a residual, and zero-centred weights in 16 bit, where 1 + weight would be rounded
-before it is multiplied.
+(`ops.norm_kernels`), as are mixed dtypes, a residual, and zero-centred weights in 16 bit, where 1 + weight would be
+rounded before it is multiplied.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ def layer_norm(
     if torch.compiler.is_compiling() or x.numel() == 0:
         # A compiler fuses the plain formula itself.
         return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
-    from mindspeed_lite.ops import row_kernels
-    from mindspeed_lite.ops.layer_norm import kernels
+    from mindspeed_lite.ops import norm_kernels
 
-    if x.shape[-1] > row_kernels.WIDEST:
-        report_fallback("layer_norm", "cuda", (f"rows of more than {row_kernels.WIDEST}",))
+    if x.shape[-1] > norm_kernels.WIDEST:
+        report_fallback("layer_norm", "cuda", (f"rows of more than {norm_kernels.WIDEST}",))
         return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
-    return kernels.LayerNorm.apply(x, weight, bias, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
+    return norm_kernels.Norm.apply(x, weight, bias, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
 
 
 def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool, residual: torch.Tensor | None) -> bool:

@@ -1,8 +1,8 @@
 """rms_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
 
 PyTorch has one launch forward and two backward, for a weight of x's dtype. It gives each row a block of threads, so
-rows as short as a head are left to Triton (`kernels.py`), as are mixed dtypes, a residual, and zero-centred weights in
-16 bit, where 1 + weight would be rounded before it is multiplied.
+rows as short as a head are left to Triton (`ops.norm_kernels`), as are mixed dtypes, a residual, and zero-centred
+weights in 16 bit, where 1 + weight would be rounded before it is multiplied.
 """
 
 from __future__ import annotations
@@ -55,13 +55,12 @@ def rms_norm(
     if torch.compiler.is_compiling() or x.numel() == 0:
         # A compiler fuses the plain formula itself.
         return reference.rms_norm(x, weight, eps, zero_centered, residual)
-    from mindspeed_lite.ops import row_kernels
-    from mindspeed_lite.ops.rms_norm import kernels
+    from mindspeed_lite.ops import norm_kernels
 
-    if x.shape[-1] > row_kernels.WIDEST:
-        report_fallback("rms_norm", "cuda", (f"rows of more than {row_kernels.WIDEST}",))
+    if x.shape[-1] > norm_kernels.WIDEST:
+        report_fallback("rms_norm", "cuda", (f"rows of more than {norm_kernels.WIDEST}",))
         return reference.rms_norm(x, weight, eps, zero_centered, residual)
-    return kernels.RMSNorm.apply(x, weight, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
+    return norm_kernels.Norm.apply(x, weight, None, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
 
 
 def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool, residual: torch.Tensor | None) -> bool:

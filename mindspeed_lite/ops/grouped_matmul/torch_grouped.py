@@ -1,0 +1,79 @@
+"""PyTorch's grouped product (torch.nn.functional.grouped_mm) where it takes a call of grouped_matmul.
+
+It wants all weights in one tensor, as stacked parameters are and as separate ones may lie in a flat buffer; bf16; rows
+of a multiple of 16 bytes; no bias. Its kernels are for compute capability 9 and later; elsewhere it is a loop. Weight
+gradients stay with ours: it cannot add to a main gradient, and nothing promises zeros for an expert without rows.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Tensors = Sequence[torch.Tensor]
+
+_ALIGNMENT = 16
+
+_log = logging.getLogger("mindspeed_lite")
+
+
+def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
+    """Whether it takes the product; why not is logged where the weights form one tensor."""
+    if not is_one(weights):
+        return False
+    reasons = list(_missing())
+    if x.dtype != torch.bfloat16:
+        reasons.append(f"grouped_mm takes bfloat16, not {x.dtype}")
+    if biases is not None:
+        reasons.append("grouped_mm takes no bias")
+    if any(size * x.element_size() % _ALIGNMENT for size in weights[0].shape):
+        reasons.append(f"grouped_mm wants rows of a multiple of {_ALIGNMENT} bytes, not {list(weights[0].shape)}")
+    elif weights[0].data_ptr() % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
+        reasons.append(f"grouped_mm wants tensors that begin at a multiple of {_ALIGNMENT} bytes")
+    if reasons:
+        _log_once("; ".join(reasons))
+    return not reasons
+
+
+def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """y [T, N] of x [T, K] and E weights that are one tensor, [N, K] each or [K, N]; counts [E] on the device."""
+    first = weights[0]
+    together = first.detach().as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
+    grouped: Any = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+    ends = counts.cumsum(0, dtype=torch.int32)
+    y: torch.Tensor = grouped(x.contiguous(), together.transpose(1, 2) if transposed else together, offs=ends)
+    return y
+
+
+def is_one(weights: Tensors) -> bool:
+    """Whether contiguous matrices lie one behind the other in one storage."""
+    first = weights[0]
+    if len(weights) < 2 or not all(each.is_contiguous() for each in weights):
+        return False
+    storage = first.untyped_storage().data_ptr()
+    return all(
+        each.storage_offset() == first.storage_offset() + number * first.numel()
+        and each.untyped_storage().data_ptr() == storage
+        for number, each in enumerate(weights)
+    )
+
+
+@functools.cache
+def _log_once(reasons: str) -> None:
+    """No fallback: ours serves as well."""
+    _log.info("grouped_matmul: the Triton kernel serves, not torch's grouped_mm: %s", reasons)
+
+
+@functools.cache
+def _missing() -> tuple[str, ...]:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        return (f"torch {torch.__version__} has no grouped_mm",)
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return ("grouped_mm's kernels are for CUDA",)
+    if torch.cuda.get_device_capability() < (9, 0):
+        return ("grouped_mm's kernels are for compute capability 9.0 and later",)
+    return ()

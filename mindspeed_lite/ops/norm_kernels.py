@@ -1,0 +1,308 @@
+"""rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, a residual, rows of any width up to 16384.
+
+Both are bound by memory, so the figure to keep is how much of it is under way. An H100 moves 3.35 TB/s and answers
+after about 0.8 us: each of 132 multiprocessors must have 20 KiB of reads under way; of a B200 (8 TB/s, 148) 43 KiB.
+Programs therefore stay, each with a fixed set of rows, and fetch the next rows into shared memory (`STAGES` tiles, of
+which all but one are under way) while they compute on these. `plan` chooses tiles by that model; the tests compile them
+and hold it against registers, shared memory and programs of a multiprocessor.
+
+Traffic per element of 16 bits, residual aside: forward reads 2 bytes and writes 2; backward reads 4 and writes 2. The
+weights' gradients are summed over rows in registers, a column for each lane, and would not fit them for rows of more
+than 8192. There a row has several programs (`SPLITS`): each sums its own columns and reads the others for the row's
+slope only. They read at about the same time, hence from the second-level cache: device memory still gives 4 bytes, the
+cache 8. A second kernel for these sums would take 4 bytes more of device memory. Parts are of 4096 in place of 8192 for
+32 bits in the backward pass, and for rows that vectors cannot load (a width or stride that is no multiple of 16), for
+which the model does not hold.
+
+What programs have summed is added up in order by `row_kernels.add_up`; there are no atomics, so results repeat.
+"""
+
+# A kernel's parameters have no types in Python.
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops.row_kernels import add_up, on, programs
+from mindspeed_lite.ops.rows import as_rows
+
+WIDEST = 16384
+
+# Bytes of a multiprocessor, for the faster one of the two.
+_UNDER_WAY = 43 * 1024
+
+
+class Plan(NamedTuple):
+    """Shape of a program.
+
+    rows, block: its tile. splits: programs that share a row. warps: threads / 32. stages: tiles in shared memory.
+    resident: programs that a multiprocessor holds at once.
+    """
+
+    rows: int
+    block: int
+    splits: int
+    warps: int
+    stages: int
+    resident: int
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How to compile it. Told no limit, ptxas may spill to fit more programs than are wanted."""
+        return {"num_warps": self.warps, "maxnreg": 65536 // (32 * self.warps * self.resident)}
+
+
+@functools.cache
+def plan(width: int, itemsize: int, aligned: bool, sums: bool) -> Plan:
+    """`sums`: the backward pass, which holds sums of columns beside its tile."""
+    block: int = triton.next_power_of_2(width)
+    lanes = 16 if block > 1024 else 8  # elements of a thread
+    if not aligned:
+        lanes //= 2
+    if (not aligned and block > 4096) or (sums and itemsize == 4 and block > 2048):
+        block, lanes = 4096, 8
+    block = min(block, 8192)
+    rows = max(1, min(16, 128 * lanes // block))
+    warps = max(4, min(32, rows * block // (32 * lanes)))
+    resident = max(1, (32 if aligned and block <= 1024 and not sums else 16) // warps)
+    read = rows * width * itemsize * (2 if sums else 1)  # by a program for a tile
+    ahead = -(-_UNDER_WAY // (resident * read)) if aligned else 0
+    return Plan(rows, block, -(-width // block), warps, 1 + ahead, resident)
+
+
+@triton.jit
+def _load_factor(weight, lane, width, always, ZERO_CENTERED: tl.constexpr):
+    """fp32 factors of columns, 0 outside; under a condition, lest every row fetch them into shared memory again."""
+    factor = tl.zeros(lane.shape, dtype=tl.float32)
+    if always:
+        factor = tl.load(weight + lane, mask=lane < width, other=0.0).to(tl.float32)
+        if ZERO_CENTERED:
+            factor += 1.0
+    return factor
+
+
+@triton.jit
+def _load_sum(x, residual, total, rest, width, x_stride, residual_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+              RESIDUAL: tl.constexpr):  # fmt: skip
+    """What is normalised, 0 outside of `rest` rows and `width` columns: x, or its sum with residual as handed on."""
+    line = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = (line < rest) & (lane < width)
+    value = tl.load(x + line * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        value += tl.load(residual + line * residual_stride + lane, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(total.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _merge(count, middle, squares, value, width, BLOCK: tl.constexpr, CENTERED: tl.constexpr):
+    """Count, mean and sum of squared distances from it (from 0 unless CENTERED), with `width` more columns.
+
+    T. Chan, G. Golub, R. LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
+    """
+    number = tl.minimum(width, BLOCK).to(tl.float32)
+    whole = count + number
+    if CENTERED:
+        its = tl.sum(value, axis=1) / number
+        value = tl.where(tl.arange(0, BLOCK)[None, :] < width, value - its[:, None], 0.0)
+        apart = its - middle
+        middle += apart * (number / whole)
+        squares += apart * apart * (count * number / whole)
+    return whole, middle, squares + tl.sum(value * value, axis=1)
+
+
+@triton.jit
+def forward_kernel(
+    x, residual, weight, bias, y, total, mean, rstd, rows, width, x_stride, residual_stride, eps,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    line = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    begin = tl.program_id(1) * BLOCK  # of the columns that are this program's own
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        xs, others = x + first * x_stride, residual + first * residual_stride
+        count, middle, squares = 0.0, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            there = begin + split * BLOCK
+            there = tl.where(there < SPLITS * BLOCK, there, there - SPLITS * BLOCK)
+            value = _load_sum(
+                xs + there, others + there, total, rows - first, width - there, x_stride, residual_stride,
+                ROWS, BLOCK, RESIDUAL,
+            )  # fmt: skip
+            count, middle, squares = _merge(count, middle, squares, value, width - there, BLOCK, CENTERED)
+        value = _load_sum(
+            xs + begin, others + begin, total, rows - first, width - begin, x_stride, residual_stride,
+            ROWS, BLOCK, RESIDUAL,
+        )  # fmt: skip
+        count, middle, squares = _merge(count, middle, squares, value, width - begin, BLOCK, CENTERED)
+        inside = (line < rows - first) & (lane < width - begin)
+        if RESIDUAL:
+            sums = total + first * width + begin + line * width + lane
+            tl.store(sums, value.to(total.dtype.element_ty), mask=inside)
+        inverse = 1.0 / tl.sqrt(squares / width + eps)
+        row = first + tl.arange(0, ROWS)
+        alone = (row < rows) & (begin == 0)
+        tl.store(rstd + row, inverse, mask=alone)
+        if CENTERED:
+            tl.store(mean + row, middle, mask=alone)
+            value -= middle[:, None]
+        out = value * inverse[:, None] * _load_factor(weight + begin, lane, width - begin, rows > 0, ZERO_CENTERED)
+        if CENTERED:
+            out += _load_factor(bias + begin, lane, width - begin, width > 0, False)
+        tl.store(y + first * width + begin + line * width + lane, out.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _load(
+    dy, x, weight, rest, width, dy_stride, x_stride, middle, inverse, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+):  # fmt: skip
+    """Of `rest` rows and `width` columns: dy, x normalised, and its factor. dy and the factor are 0 elsewhere."""
+    line = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    inside = (line < rest) & (lane < width)
+    grad = tl.load(dy + line * dy_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + line * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
+    scale = _load_factor(weight, lane, width, rest > 0, ZERO_CENTERED)
+    return grad, (value - middle[:, None]) * inverse[:, None], scale
+
+
+@triton.jit
+def backward_kernel(
+    dy, x, weight, mean, rstd, dsum, dx, parts, rows, width, dy_stride, x_stride, dsum_stride,
+    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, DSUM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    line = tl.arange(0, ROWS).to(tl.int64)[:, None]
+    lane = tl.arange(0, BLOCK)[None, :]
+    begin = tl.program_id(1) * BLOCK  # of the columns that are this program's own
+    share = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # of the weight's gradient
+    plain = tl.zeros([ROWS, BLOCK], dtype=tl.float32)  # of the bias's
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        first = tl.cast(tile, tl.int64) * ROWS
+        row = first + tl.arange(0, ROWS)
+        inverse = tl.load(rstd + row, mask=row < rows, other=0.0)
+        middle = tl.zeros([ROWS], dtype=tl.float32)
+        if CENTERED:
+            middle = tl.load(mean + row, mask=row < rows, other=0.0)
+        dys, xs = dy + first * dy_stride, x + first * x_stride
+        slope = tl.zeros([ROWS], dtype=tl.float32)
+        offset = tl.zeros([ROWS], dtype=tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            there = begin + split * BLOCK
+            there = tl.where(there < SPLITS * BLOCK, there, there - SPLITS * BLOCK)
+            grad, normal, scale = _load(
+                dys + there, xs + there, weight + there, rows - first, width - there, dy_stride, x_stride,
+                middle, inverse, ROWS, BLOCK, ZERO_CENTERED,
+            )  # fmt: skip
+            slope += tl.sum(grad * scale * normal, axis=1)
+            if CENTERED:
+                offset += tl.sum(grad * scale, axis=1)
+        grad, normal, scale = _load(
+            dys + begin, xs + begin, weight + begin, rows - first, width - begin, dy_stride, x_stride,
+            middle, inverse, ROWS, BLOCK, ZERO_CENTERED,
+        )  # fmt: skip
+        share += grad * normal
+        if CENTERED:
+            plain += grad
+        grad *= scale
+        slope = (slope + tl.sum(grad * normal, axis=1)) / width
+        out = grad - normal * slope[:, None]
+        if CENTERED:
+            out -= ((offset + tl.sum(grad, axis=1)) / width)[:, None]
+        out *= inverse[:, None]
+        inside = (line < rows - first) & (lane < width - begin)
+        if DSUM:
+            joined = dsum + first * dsum_stride + begin + line * dsum_stride + lane
+            out += tl.load(joined, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx + first * width + begin + line * width + lane, out.to(dx.dtype.element_ty), mask=inside)
+    lanes = tl.arange(0, BLOCK)
+    part = parts + tl.program_id(0) * (2 if CENTERED else 1) * width + begin + lanes
+    tl.store(part, tl.sum(share, axis=0), mask=lanes < width - begin)
+    if CENTERED:
+        tl.store(part + width, tl.sum(plain, axis=0), mask=lanes < width - begin)
+
+
+class Norm(torch.autograd.Function):
+    """(x, weight, bias, eps, zero_centered, residual) -> y, or (y, x + residual); rms_norm where bias is None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
+        zero_centered: bool,
+        residual: torch.Tensor | None,
+    ) -> Any:
+        width = weight.shape[0]
+        count = x.numel() // width
+        rows, stride = as_rows(x)
+        others, other_stride = (rows, 0) if residual is None else as_rows(residual)
+        weight = weight.contiguous()
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        total = x if residual is None else torch.empty_like(y)
+        rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+        mean = None if bias is None else torch.empty_like(rstd)
+        shape = plan(width, x.element_size(), _is_aligned(width, stride, other_stride), False)
+        with on(x):
+            size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
+            forward_kernel[(size, shape.splits)](
+                rows, others, weight, None if bias is None else bias.contiguous(), y, y if residual is None else total,
+                mean, rstd, count, width, stride, other_stride, eps, bias is not None, zero_centered,
+                residual is not None, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
+            )  # fmt: skip
+        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.zero_centered = zero_centered
+        ctx.set_materialize_grads(False)
+        return y if residual is None else (y, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None = None) -> Any:
+        if dy is None:
+            return dsum, None, None, None, None, dsum
+        total, weight, mean, rstd = ctx.saved_tensors
+        width, count = weight.shape[0], rstd.shape[0]
+        rows, stride = as_rows(total)
+        grads, grad_stride = as_rows(dy)
+        others, other_stride = (grads, 0) if dsum is None else as_rows(dsum)
+        aligned = _is_aligned(width, stride, grad_stride, other_stride)
+        shape = plan(width, total.element_size(), aligned, True)
+        size = programs(total.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
+        dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+        sums = width if mean is None else 2 * width
+        parts = torch.empty(size, sums, dtype=torch.float32, device=total.device)
+        both = weight.new_empty(sums)
+        with on(total):
+            backward_kernel[(size, shape.splits)](
+                grads, rows, weight, mean, rstd, others, dx, parts, count, width, grad_stride, stride, other_stride,
+                mean is not None, ctx.zero_centered, dsum is not None, shape.rows, shape.block, shape.splits,
+                shape.stages, **shape.options,
+            )  # fmt: skip
+            add_up(parts, both)
+        wants = ctx.needs_input_grad
+        return (
+            dx if wants[0] else None,
+            both[:width] if wants[1] else None,
+            both[width:] if wants[2] else None,
+            None,
+            None,
+            dx if wants[5] else None,
+        )
+
+
+def _is_aligned(*numbers: int) -> bool:
+    """Whether Triton knows that vectors of 16 bytes may be loaded."""
+    return all(number % 16 == 0 for number in numbers)

@@ -1,0 +1,147 @@
+"""The Triton kernels of rms_norm and layer_norm: against float64, and compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mindspeed_lite.ops.layer_norm import reference as layer_norm
+from mindspeed_lite.ops.rms_norm import reference as rms_norm
+from tests.harness import errors
+from tests.harness.triton_compile import compile_for
+
+norm_kernels = pytest.importorskip("mindspeed_lite.ops.norm_kernels")
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+NAMES = ("y", "sum", "dx", "dweight", "dbias")
+EPS = 1e-5
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def results(function: Any, tensors: list[torch.Tensor | None], zero_centered: bool) -> list[torch.Tensor]:
+    """[y, sum or none, gradients] of function(x, weight, bias, eps, zero_centered, residual)."""
+    x, weight, bias, residual, dy, dsum = tensors
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+    given = leaves if bias is not None else [*leaves, None]
+    out = function(*given, EPS, zero_centered, residual)
+    outputs = list(out) if residual is not None else [out]
+    gradients = torch.autograd.grad(outputs, leaves, [dy, dsum][: len(outputs)])
+    return [each.detach() for each in (*outputs, *gradients)]
+
+
+def definition(x: Any, weight: Any, bias: Any, eps: float, zero_centered: bool, residual: Any) -> Any:
+    if bias is None:
+        return rms_norm.rms_norm(x, weight, eps, zero_centered, residual)
+    return layer_norm.layer_norm(x, weight, bias, eps, zero_centered, residual)
+
+
+@pytest.mark.usefixtures("triton_runs")
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "weight_dtype", "residual", "zero_centered"),
+    [
+        ((5, 33), FP32, FP32, False, False),
+        ((3, 7, 64), BF16, FP32, True, True),
+        ((2, 1100), FP16, FP16, True, False),
+        ((2, 4112), FP32, FP32, True, True),  # two programs for a row
+        ((2, 8193), BF16, BF16, False, True),  # three, the last with a column
+    ],
+)
+def test_against_float64(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    residual: bool,
+    zero_centered: bool,
+    centered: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(len(shape) + shape[-1])
+
+    def normal(*size: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, generator=generator).to(dtype)
+
+    width = shape[-1]
+    wide = normal(*shape[:-1], 2 * width) + 1  # rows twice as far apart
+    weight, bias = normal(width, dtype=weight_dtype), normal(width, dtype=weight_dtype) if centered else None
+    # A sum that is exact makes results comparable.
+    other = torch.zeros(shape, dtype=dtype) if residual else None
+    tensors = [wide[..., :width], weight, bias, other, normal(*shape), normal(*shape)]
+    exact = results(definition, [None if t is None else t.double() for t in tensors], zero_centered)
+    got = results(norm_kernels.Norm.apply, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
+    names = [name for name in NAMES if name != "sum" or residual]
+    rows = wide.numel() // (2 * width)
+    for name, ours, truth in zip(names, got, exact, strict=False):
+        ours = ours.cpu()
+        # The interpreter cuts a float32 to bfloat16 where a GPU rounds: twice as far off.
+        cut = not HAS_GPU and ours.dtype == BF16
+        allowed = errors.bound(ours.dtype, max(rows, width), roundings=4 if cut else 1)
+        errors.assert_within(ours, truth, allowed, name=name)
+        wrong_ones = errors.mutations(truth.to(ours.dtype), generator)
+        accepted = [wrong_name for wrong_name, wrong in wrong_ones if errors.is_within(wrong, truth, allowed)]
+        assert not accepted, (name, accepted)
+
+
+@pytest.mark.usefixtures("triton_runs")
+def test_a_residual_is_rounded_as_it_is_handed_on() -> None:
+    x, residual = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(i)).half().to(DEVICE) for i in (0, 1))
+    weight = torch.ones(5000, dtype=FP16, device=DEVICE)
+    y, total = norm_kernels.Norm.apply(x, weight, None, EPS, False, residual)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(y, norm_kernels.Norm.apply(total, weight, None, EPS, False, None))
+
+
+# Bytes that a multiprocessor must have under way: bandwidth times 0.8 us, of an H100 (132) and of a B200 (148).
+UNDER_WAY = {90: 3.35e12 * 0.8e-6 / 132, 100: 8e12 * 0.8e-6 / 148}
+TRITON_TYPE = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32"}
+
+
+def compiled(arch: int, width: int, dtype: torch.dtype, weight: torch.dtype, centered: bool, back: bool) -> Any:
+    """The kernel as it would be launched for rows of this width, and its plan."""
+    aligned = width % 16 == 0
+    plan = norm_kernels.plan(width, dtype.itemsize, aligned, back)
+    rows, factors = ("dy", "x", "dsum", "dx") if back else ("x", "residual", "y", "total"), TRITON_TYPE[weight]
+    strides = ("dy_stride", "x_stride", "dsum_stride") if back else ("x_stride", "residual_stride")
+    signature = dict.fromkeys(rows, TRITON_TYPE[dtype]) | dict.fromkeys(("rows", "width", *strides), "i32")
+    signature |= {"weight": factors, "mean": "*fp32", "rstd": "*fp32"}
+    signature |= {"parts": "*fp32"} if back else {"bias": factors, "eps": "fp32"}
+    constants = {"ROWS": plan.rows, "BLOCK": plan.block, "SPLITS": plan.splits, "STAGES": plan.stages}
+    constants |= {"CENTERED": centered, "ZERO_CENTERED": True, "DSUM" if back else "RESIDUAL": True}
+    kernel = f"mindspeed_lite.ops.norm_kernels:{'backward' if back else 'forward'}_kernel"
+    divisible = ("width", *strides) if aligned else ()
+    return compile_for(arch, kernel, signature, constants, divisible, **plan.options), plan
+
+
+WIDTHS = [(64, BF16, FP32), (1024, BF16, BF16), (4096, FP32, FP32), (5120, BF16, BF16), (8192, FP32, FP32),
+          (8192, BF16, FP32), (12288, FP16, FP32), (16384, BF16, BF16), (16384, FP32, FP32), (5121, BF16, FP32),
+          (16383, FP32, FP32)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "dtype", "weight"), WIDTHS)
+def test_no_width_spills_and_enough_is_under_way(width: int, dtype: torch.dtype, weight: torch.dtype) -> None:
+    for arch, wanted in UNDER_WAY.items():
+        for back in (False, True):
+            # layer_norm's kernel does what rms_norm's does, and more.
+            found, plan = compiled(arch, width, dtype, weight, True, back)
+            assert found.spills == 0 and found.programs >= plan.resident, (arch, back, found, plan)
+            if width % 16 == 0:
+                tile = plan.rows * min(plan.block * plan.splits, width) * dtype.itemsize * (2 if back else 1)
+                assert plan.resident * (plan.stages - 1) * tile >= wanted, (arch, back, found, plan)
+
+
+@pytest.mark.parametrize(("arch", "back"), [(90, True), (100, True), (90, False), (100, False)])
+def test_rms_norm_does_not_spill_either(arch: int, back: bool) -> None:
+    for width, dtype in ((16384, BF16), (8192, FP32)):
+        found, plan = compiled(arch, width, dtype, dtype, False, back)
+        assert found.spills == 0 and found.programs >= plan.resident, (found, plan)
+
+
+def test_every_width_has_a_plan_that_covers_it() -> None:
+    for width in range(1, norm_kernels.WIDEST + 1, 7):
+        for itemsize in (2, 4):
+            for sums in (False, True):
+                plan = norm_kernels.plan(width, itemsize, width % 16 == 0, sums)
+                assert plan.block * plan.splits >= width > plan.block * (plan.splits - 1)
+                assert 4 <= plan.warps <= 16 and plan.rows * plan.block <= 16 * 32 * plan.warps
