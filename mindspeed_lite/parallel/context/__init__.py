@@ -26,7 +26,7 @@ from mindspeed_lite.parallel.context.partial import Blocks, Dropout
 from mindspeed_lite.parallel.context.pieces import Band
 from mindspeed_lite.parallel.context.ring import Ring
 
-__all__ = ["Algorithm", "Layout", "Ring", "attend", "packed_zigzag", "zigzag"]
+__all__ = ["Algorithm", "Layout", "Ring", "attend", "attend_masked", "packed_zigzag", "zigzag"]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,31 @@ def attend(
         return out
     assert order is not None and split is not None
     return ulysses.to_rows(out, exchange, order, split.q)
+
+
+def attend_masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    mask: torch.Tensor,
+    *,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `attend`, under any mask: keys and values are gathered, and the mask is that of this rank's queries.
+
+    mask: bool, True hides the key, [b or 1, n or 1, s or 1, keys of the whole sequence], its queries in the order of
+        this rank's rows and its keys in that of the sequence.
+
+    Raises:
+        ValueError: the mask does not fit.
+    """
+    keys, values = gathered_keys.gather_keys(k, v, layout, group)
+    spec = op.prepare(q, keys, values, mask=mask, scale=scale, dropout_p=dropout_p, sink=sink)
+    return op.attend(q, keys, values, spec)[0]
 
 
 def _outer_rank(algorithm: Algorithm) -> int:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops.attention.autograd import sink_gradient
-from mindspeed_lite.parallel.context.layout import Spans, gathered
+from mindspeed_lite.parallel.context.layout import Layout, Spans, gathered
 from mindspeed_lite.parallel.context.messages import Pair
 from mindspeed_lite.parallel.context.partial import Blocks, Partial, Sums, zero_sum
 from mindspeed_lite.parallel.context.ring import finish
@@ -34,6 +34,31 @@ def attend(
     blocks = dataclasses.replace(blocks, keys=whole.layout)
     out: torch.Tensor = _Gathered.apply(q, k, v, sink, blocks, group, whole.order[0])  # type: ignore[no-untyped-call]
     return out
+
+
+def gather_keys(
+    k: torch.Tensor, v: torch.Tensor, layout: Layout, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole sequence's keys and values in its order, differentiable."""
+    order = gathered(layout, layout.ranks).order[0]
+    pair: tuple[torch.Tensor, torch.Tensor] = _Keys.apply(k, v, group, order)  # type: ignore[no-untyped-call]
+    return pair
+
+
+class _Keys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: torch.Tensor, v: torch.Tensor, group: dist.ProcessGroup, order: Spans
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.pair, ctx.group, ctx.order = Pair.of(k, v), group, order
+        return gather(k, v, group, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dk: torch.Tensor, dv: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        exact = torch.float64 if dk.dtype == torch.float64 else torch.float32
+        keys, values = _scatter(dk.to(exact), dv.to(exact), ctx.pair, ctx.group, ctx.order)
+        return keys.to(dk.dtype), values.to(dv.dtype), None, None
 
 
 class _Gathered(torch.autograd.Function):

@@ -37,7 +37,7 @@ PROBLEMS = {
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-@forked("torch")
+@forked("features")
 def test_every_algorithm_agrees_with_the_definition(ranks):
     folder = Path(tempfile.mkdtemp())
     exact = {name: definition(problem, ranks) for name, problem in PROBLEMS.items()}
@@ -59,7 +59,7 @@ def test_every_algorithm_agrees_with_the_definition(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-@forked("torch")
+@forked("features")
 def test_bf16_is_about_as_exact_on_many_ranks_as_on_one(ranks):
     """Partial results in fp32: what is rounded is the result, not each block."""
     problem = Problem(dtype=torch.bfloat16, chunk=64 // ranks, size=32, value_size=32, groups=2, heads=8, batch=1)
@@ -80,7 +80,7 @@ def test_bf16_is_about_as_exact_on_many_ranks_as_on_one(ranks):
     on_ranks(ranks, body)
 
 
-@forked("torch")
+@forked("features")
 def test_the_bound_notices_what_is_wrong():
     """One merge left out, a log-sum-exp of the block before, a gradient dropped on its way."""
     ranks, problem = 3, Problem()
@@ -171,7 +171,7 @@ def test_heads_fewer_than_ranks_are_refused():
         split_heads(2, 1, 4)
 
 
-@forked("torch")
+@forked("features")
 def test_what_does_not_fit_is_refused():
     group = joined(0, 1, Path(tempfile.mkdtemp()))
     q = torch.zeros(8, 1, 2, 4)
