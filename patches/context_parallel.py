@@ -14,6 +14,7 @@ context parallelism: what it cannot do is an error.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from mindspeed_lite.parallel.context.ulysses import split_heads
 
 from ._shared.attention_core import (
     CORE,
+    HEAD_SIZES,
     READS,
     dropout_generator,
     packing_of,
@@ -37,7 +39,7 @@ from ._shared.context_groups import ALGORITHMS, COMM_TYPES, Options, algorithm_o
 NAME = "context_parallel"
 _UTILS = "megatron.core.utils"
 _CAUSAL, _FREE = (-1, 0), (-1, -1)
-_KIND, _LAYER = "cp_comm_type", "layer_number"
+_KIND = "cp_comm_type"
 _RING_FLAGS = {
     "cp_window_size": 1,
     "use_cp_send_recv_overlap": False,
@@ -46,15 +48,18 @@ _RING_FLAGS = {
 
 
 def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    build = without_head_sizes(wrapped, session)
+    build, signature = without_head_sizes(wrapped, session), inspect.signature(wrapped)
 
-    def __init__(self: Any, config: Any, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
+        sizes = {size: keywords.pop(size) for size in HEAD_SIZES if size in keywords}
+        given = signature.bind(self, *arguments, **keywords).arguments
         # Megatron asserts that there is no context parallelism, and reads the size for nothing else.
-        alone = copy.copy(config)
-        alone.context_parallel_size = 1
-        build(self, alone, *arguments, **keywords)
+        config = given["config"]
+        given["config"] = copy.copy(config)
+        given["config"].context_parallel_size = 1
+        build(**given, **sizes)
         self.config = config
-        session.mark(self, _KIND, keywords.get(_KIND))
+        session.mark(self, _KIND, given.get(_KIND))
 
     return __init__
 

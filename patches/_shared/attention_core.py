@@ -28,6 +28,9 @@ READS = (
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
 )
 
+# What multi-latent attention tells a core attention's constructor besides.
+HEAD_SIZES = ("k_channels", "v_channels")
+
 
 class CoreCall(NamedTuple):
     """What is asked of one attention besides its tensors, in the words of `ops.attention`; mask: where one is read."""
@@ -115,7 +118,7 @@ def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callabl
     """The constructor without the head sizes that multi-latent attention names; the operator reads them off tensors."""
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
-        for size in ("k_channels", "v_channels"):
+        for size in HEAD_SIZES:
             keywords.pop(size, None)
         wrapped(self, *arguments, **keywords)
 

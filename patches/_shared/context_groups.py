@@ -81,13 +81,15 @@ def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, se
     batch = query.shape[1] if query.dim() == 4 else 1
     sizes = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
     work = Work(query.shape[0], batch, *sizes, query.element_size(), group.size(), causal)
-    name, found = choose(work, FLOPS_PER_BYTE.get(query.device.type, FLOPS_PER_BYTE["cuda"]))
-    exposed = ", ".join(f"{each} {prediction.exposed / 2**20:.3g}" for each, prediction in found.items())
-    session.log_decision(
-        f"context_parallel: {name} for {work.rows} rows on each of {work.ranks} ranks, with the least predicted exposed "
-        f"communication (MiB a layer: {exposed}); --context-parallel-algo chooses another"
-    )
-    return name
+    chosen: dict[Work, str] = session.state("chosen", dict)
+    if work not in chosen:
+        chosen[work], found = choose(work, FLOPS_PER_BYTE.get(query.device.type, FLOPS_PER_BYTE["cuda"]))
+        exposed = ", ".join(f"{name} {prediction.exposed / 2**20:.3g}" for name, prediction in found.items())
+        session.log_decision(
+            f"context_parallel: {chosen[work]} for {work.rows} rows on each of {work.ranks} ranks, with the least "
+            f"predicted exposed communication (MiB a layer: {exposed}); --context-parallel-algo chooses another"
+        )
+    return chosen[work]
 
 
 def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
