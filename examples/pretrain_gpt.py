@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2 --use-flash-attn ...
 
-All of Megatron's flags work that concern a GPT under data, tensor, sequence, context, pipeline and expert parallelism. A
-Megatron-LM checkout brings a script of its own: `mindspeed-lite run /path/to/pretrain_gpt.py ...` runs that one as
-it is.
+All of Megatron's flags work that concern a GPT under data, tensor, sequence, context, pipeline and expert
+parallelism. A Megatron-LM checkout brings a script of its own: `mindspeed-lite run /path/to/pretrain_gpt.py ...` runs
+that one as it is.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
             keys = [name for name, its_dtype in names.items() if its_dtype == dtype]
             batch |= tensor_parallel.broadcast_data(keys, data, dtype)
     # From 0.18 on it also knows contexts of changing size, and asks whether this is one.
-    hybrid = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
+    hybrid = (
+        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
+    )
     own: Batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **hybrid)
     return own
 

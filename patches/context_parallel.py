@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -124,7 +125,7 @@ def _pack_layout(params: Any, group: Any) -> layouts.Layout:
     documents = packing_of(params).q
     starts = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
     ends = starts.tolist()
-    return layouts.packed_zigzag(documents, tuple(zip(ends, ends[1:], strict=False)), group.size())
+    return layouts.packed_zigzag(documents, tuple(itertools.pairwise(ends)), group.size())
 
 
 def _kind(module: Any, session: Session) -> str | None:
@@ -185,11 +186,11 @@ def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
 
 
 def thd_partition(cu_seqlens: Any, total: int, size: int, rank: int) -> Any:
-    """The rows [total / size] int64 of a pack that a rank holds, as Transformer Engine's thd_get_partitioned_indices."""
+    """The rows [total / size] int64 of a pack that a rank holds: Transformer Engine's thd_get_partitioned_indices."""
     import torch
 
     ends = cu_seqlens.tolist()
-    spans = tuple(zip(ends, ends[1:], strict=False))
+    spans = tuple(itertools.pairwise(ends))
     if ends[-1] < total:
         spans += ((ends[-1], total),)
     rows = layouts.stream_rows(layouts.packed_zigzag(spans, spans, size), rank)
@@ -250,13 +251,15 @@ def _check(context: Context) -> None:
         )
     if settings["context_parallel_cache_interval"] and settings["context_parallel_kv_cache_policy"] is None:
         raise OptionError(
-            f"{NAME}: --context-parallel-cache-interval says in which layers --context-parallel-kv-cache-policy full or "
-            "half holds: give that too."
+            f"{NAME}: --context-parallel-cache-interval says in which layers --context-parallel-kv-cache-policy holds: "
+            "give that too."
         )
     if kind == "hybrid":
         sizes = context.arg("hierarchical_context_parallel_sizes", None)
         if degree is None and context.host_args is not None and not sizes:
-            raise OptionError(f"{NAME}: hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads.")
+            raise OptionError(
+                f"{NAME}: hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads."
+            )
         if degree is not None and (degree < 2 or size % degree or degree == size):
             raise OptionError(
                 f"{NAME}: --ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 "

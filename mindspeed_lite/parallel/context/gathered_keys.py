@@ -103,7 +103,9 @@ def _scatter(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The inverse: each rank's rows of the sums over all ranks."""
     ranks = group.size()
-    messages = [pair.message(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)]
+    messages = [
+        pair.message(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)
+    ]
     own = torch.empty_like(messages[0])
     dist.reduce_scatter_tensor(own, torch.cat(messages), group=group)
     return pair.of_message(own)

@@ -75,9 +75,7 @@ class Blocks:
             if self.is_pack:
                 spec = self._spec(q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), piece)
                 dropout = self._dropped(owner, q.device)
-                parts = packed.backward(
-                    dout, q, k, v, out, lse, _packing(piece), spec, wide=True, dropout=dropout
-                )
+                parts = packed.backward(dout, q, k, v, out, lse, _packing(piece), spec, wide=True, dropout=dropout)
                 rows, keys = slice(None), slice(None)
             else:
                 (rows, keys), *_ = _slices(piece)
@@ -119,9 +117,7 @@ class Partial:
         """For q [s, b, n, d] and values of v's size."""
         s, b, n, _ = q.shape
         exact = _exact(q.dtype)
-        return cls(
-            q.new_zeros(s, b, n, v.shape[-1], dtype=exact), q.new_full((b, n, s), float("-inf"), dtype=exact)
-        )
+        return cls(q.new_zeros(s, b, n, v.shape[-1], dtype=exact), q.new_full((b, n, s), float("-inf"), dtype=exact))
 
     def merge(self, out: torch.Tensor, lse: torch.Tensor, rows: slice) -> None:
         """Take in the result over further keys for some rows."""

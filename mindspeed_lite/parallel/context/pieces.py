@@ -90,11 +90,11 @@ def _products(queries: list[Run], keys: list[Run], band: Band) -> list[_Product]
             else:
                 row.append(product)
         last = products[-1] if products else None
-        if len(row) == 1 and last and last.band == row[0].band == FREE and last.k == row[0].k:
-            if last.q[1] == row[0].q[0]:
-                products[-1] = last._replace(q=(last.q[0], row[0].q[1]))
-                continue
-        products += row
+        one = row[0] if len(row) == 1 else None
+        if one and last and last.band == one.band == FREE and last.k == one.k and last.q[1] == one.q[0]:
+            products[-1] = last._replace(q=(last.q[0], one.q[1]))
+        else:
+            products += row
     return products
 
 

@@ -5,9 +5,9 @@ the block before is computed. In the backward pass they travel again, and behind
 owner's keys and values: each rank adds what its block contributes and passes the sum on; the last sends it home. What
 an owner's own queries contribute stays at home, so that this sum makes one hop less.
 
-A double ring cuts the ranks into windows of `window` adjacent ones. The inner ring turns within a window; the outer hop,
-from window to window, starts when a window's turn begins and is needed only at its end, so that a slow link between
-hosts has the time of `window` blocks.
+A double ring cuts the ranks into windows of `window` adjacent ones. The inner ring turns within a window; the outer
+hop, from window to window, starts when a window's turn begins and is needed only at its end, so that a slow link
+between hosts has the time of `window` blocks.
 """
 
 from __future__ import annotations
@@ -166,9 +166,7 @@ def _sum_moves(ranks: int, window: int, needs: Needs) -> _Moves:
     return moves
 
 
-def _put(
-    moves: _Moves, step: int, owner: int, hop: tuple[int, int], what: Literal["kv", "sum"], lane: int
-) -> None:
+def _put(moves: _Moves, step: int, owner: int, hop: tuple[int, int], what: Literal["kv", "sum"], lane: int) -> None:
     source, target = hop
     moves[step, source] = (*moves.get((step, source), ()), Move(what, "send", owner, target, lane))
     moves[step, target] = (*moves.get((step, target), ()), Move(what, "receive", owner, source, lane))

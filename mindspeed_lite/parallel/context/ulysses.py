@@ -8,6 +8,7 @@ of the ranks are put into the order of the sequence on the way, so that a zigzag
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,7 +54,7 @@ def _evenly(items: int, parts: int) -> Spans:
     """Spans of nearly one size; the first ones are the larger ones."""
     size, more = divmod(items, parts)
     ends = [size * i + min(i, more) for i in range(parts + 1)]
-    return tuple(zip(ends, ends[1:], strict=False))
+    return tuple(itertools.pairwise(ends))
 
 
 def to_heads(
@@ -171,9 +172,7 @@ def _joined(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _exchange(outgoing: Sequence[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Flat messages to every rank, and those of every rank, of these sizes."""
     received = outgoing[0].new_empty(sum(sizes))
-    dist.all_to_all_single(
-        received, torch.cat(list(outgoing)), sizes, [each.numel() for each in outgoing], group=group
-    )
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, [each.numel() for each in outgoing], group=group)
     return list(received.split(sizes))
 
 

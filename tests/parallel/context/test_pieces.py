@@ -92,7 +92,9 @@ def test_joining_adjacent_ranks_gives_the_zigzag_of_fewer(size):
     if size < 8:
         assert joined.layout == zigzag(64, 8 // size)
     for group, order in enumerate(joined.order):
-        behind_one_another = [row for rank in range(group * size, group * size + size) for row in stream_rows(layout, rank)]
+        behind_one_another = [
+            row for rank in range(group * size, group * size + size) for row in stream_rows(layout, rank)
+        ]
         moved = [behind_one_another[first + i] for first, length in order for i in range(length)]
         assert moved == stream_rows(joined.layout, group) == sorted(moved)
 

@@ -131,7 +131,9 @@ def test_any_set_of_needed_blocks(ranks):
             continue
         wanted = {pair for pair, take in zip(others, choice, strict=True) if take} | {(a, a) for a in range(ranks)}
         for window in (w for w in range(1, ranks + 1) if ranks % w == 0):
-            check(schedule.programs(ranks, window, lambda a, b, w=wanted: (a, b) in w), lambda a, b, w=wanted: (a, b) in w)
+            check(
+                schedule.programs(ranks, window, lambda a, b, w=wanted: (a, b) in w), lambda a, b, w=wanted: (a, b) in w
+            )
 
 
 def test_the_number_of_messages_is_the_least():
