@@ -6,7 +6,7 @@ softmax offset) stays Megatron's. Serves packed sequences, which the original re
 sizes that multi-latent attention names, and for which it has no parameters in any release; the operator reads them off
 the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
 alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias. With context
-parallelism `context_parallel` computes attention, with the same operator, and no call comes here.
+parallelism `context_parallel_algo` computes attention, with the same operator, and no call comes here.
 
 A causal mask is not built: when the data has no document resets, the data loader is told not to make one
 (`--no-create-attention-mask-in-dataloader`), and the kernel masks by position.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.parallel.context import Algorithm, Ring
-from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, Work, choose
+from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
 
 # MindSpeed's names and Megatron's, each with what it means here.
 ALGORITHMS = {
@@ -79,14 +80,15 @@ def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: S
 def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, session: Session) -> str:
     """The algorithm with the least predicted exposed communication for these tensors."""
     batch = query.shape[1] if query.dim() == 4 else 1
-    sizes = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
-    work = Work(query.shape[0], batch, *sizes, query.element_size(), group.size(), causal)
-    chosen: dict[Work, str] = session.state("chosen", dict)
+    heads, groups, size, value_size = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
+    itemsize, ranks = query.element_size(), group.size()
+    work = AttentionWork(query.shape[0], batch, heads, groups, size, value_size, itemsize, ranks, causal)
+    chosen: dict[AttentionWork, str] = session.state("chosen", dict)
     if work not in chosen:
         chosen[work], found = choose(work, FLOPS_PER_BYTE.get(query.device.type, FLOPS_PER_BYTE["cuda"]))
         exposed = ", ".join(f"{name} {prediction.exposed / 2**20:.3g}" for name, prediction in found.items())
         session.log_decision(
-            f"context_parallel: {chosen[work]} for {work.rows} rows on each of {work.ranks} ranks, with the least "
+            f"context_parallel_algo: {chosen[work]} for {work.rows} rows on each of {work.ranks} ranks, with the least "
             f"predicted exposed communication (MiB a layer: {exposed}); --context-parallel-algo chooses another"
         )
     return chosen[work]
@@ -113,9 +115,10 @@ def _hierarchical(group: Any) -> Sequence[Any]:
     from megatron.core import parallel_state
 
     groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
-    if len(groups) != 2 or groups[0].size() * groups[1].size() != group.size():
+    sizes = [each.size() for each in groups]
+    if len(sizes) != 2 or math.prod(sizes) != group.size():
         raise OptionError(
-            "context_parallel: a hybrid of Ulysses and ring needs two hierarchical groups over the "
+            "context_parallel_algo: a hybrid of Ulysses and ring needs two hierarchical groups over the "
             f"{group.size()} context-parallel ranks: give --ulysses-degree-in-cp, or "
             "--hierarchical-context-parallel-sizes with two sizes."
         )

@@ -147,16 +147,18 @@ class _Sequences(NamedTuple):
     first_k: int
     sq: int
     sk: int
-    count: int
+    batches: int
     dropout: PositionalDropout | None
 
     def of_queries(self, t: torch.Tensor) -> torch.Tensor:
-        """A view [sq, count, ...] of [t, ...]."""
-        return t[self.first_q : self.first_q + self.sq * self.count].unflatten(0, (self.count, self.sq)).transpose(0, 1)  # type: ignore[no-untyped-call, no-any-return]
+        """A view [sq, batches, ...] of [t, ...]."""
+        rows = t[self.first_q : self.first_q + self.sq * self.batches]
+        return rows.view(self.batches, self.sq, *t.shape[1:]).transpose(0, 1)
 
     def of_keys(self, t: torch.Tensor) -> torch.Tensor:
-        """A view [sk, count, ...] of [u, ...]."""
-        return t[self.first_k : self.first_k + self.sk * self.count].unflatten(0, (self.count, self.sk)).transpose(0, 1)  # type: ignore[no-untyped-call, no-any-return]
+        """A view [sk, batches, ...] of [u, ...]."""
+        rows = t[self.first_k : self.first_k + self.sk * self.batches]
+        return rows.view(self.batches, self.sk, *t.shape[1:]).transpose(0, 1)
 
 
 def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[_Sequences]:

@@ -75,7 +75,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
         scores = _scores(queries, keys, spec, rows, sk)
         its = scores.logsumexp(-1)
         lse[..., rows] = its.flatten(1, 2)
-        weights = _weights(scores, its) * dropout.of_rows(rows).scale_of(b, n).unflatten(1, (g, n // g))
+        weights = _weights(scores, its) * dropout.of_rows(rows).scale_of(b, n).view(b, g, n // g, -1, sk)
         out[..., rows, :] = (weights @ values).flatten(1, 2)
     return out.permute(2, 0, 1, 3).contiguous(), lse
 
@@ -94,11 +94,11 @@ def backward(
     (sq, b, n, _), (sk, _, g, _) = q.shape, v.shape
     queries, keys, values, douts = (_heads_first(t, g) for t in (q, k, v, dout))
     delta = (douts * _heads_first(out, g)).sum(-1, keepdim=True)
-    lse = lse.to(queries.dtype).unflatten(1, (g, n // g))
+    lse = lse.to(queries.dtype).reshape(b, g, n // g, sq)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
     for rows in _rows(b * n, sq, sk):
         weights = _weights(_scores(queries, keys, spec, rows, sk), lse[..., rows])
-        kept = dropout.of_rows(rows).scale_of(b, n).unflatten(1, (g, n // g))
+        kept = dropout.of_rows(rows).scale_of(b, n).view(b, g, n // g, -1, sk)
         grad = douts[..., rows, :]
         dv += ((weights * kept).transpose(-1, -2) @ grad).sum(2, keepdim=True)
         dscores = (grad @ values.transpose(-1, -2)) * kept

@@ -22,7 +22,7 @@ from mindspeed_lite.ops import attention as op
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.context import gathered_keys, ring, ulysses
 from mindspeed_lite.parallel.context.layout import Layout, gathered, packed_zigzag, zigzag
-from mindspeed_lite.parallel.context.partial import Blocks, Dropout
+from mindspeed_lite.parallel.context.partial import Dropout, RankBlocks
 from mindspeed_lite.parallel.context.pieces import Band
 from mindspeed_lite.parallel.context.ring import Ring
 
@@ -100,7 +100,7 @@ def attend(
         out = _alone(q, k, v, layout, band, scale, sink)
     else:
         dropout = None if seed is None else Dropout(dropout_p, seed, first_head, heads)
-        blocks = Blocks(layout, _outer_rank(algorithm), band, scale, is_pack, dropout)
+        blocks = RankBlocks(layout, _outer_rank(algorithm), band, scale, is_pack, dropout)
         if algorithm.gathered is not None:
             out = gathered_keys.attend(q, k, v, sink, blocks, algorithm.gathered)
         else:

@@ -17,7 +17,7 @@ FLOPS_PER_BYTE = {"cuda": 1000.0, "npu": 750.0, "cpu": 50.0}
 _SUM_BYTES = 4
 
 
-class Work(NamedTuple):
+class AttentionWork(NamedTuple):
     """One attention: rows of a rank, batch, heads, key heads, their sizes, bytes of a number, ranks, causal order."""
 
     rows: int
@@ -38,7 +38,7 @@ class Exposed(NamedTuple):
     exposed: float
 
 
-def predict(work: Work, flops_per_byte: float) -> dict[str, Exposed]:
+def predict(work: AttentionWork, flops_per_byte: float) -> dict[str, Exposed]:
     """{"ring", "ulysses", "gathered": bytes}; Ulysses only where each rank gets a head."""
     others, numbers = work.ranks - 1, work.rows * work.batch * work.groups * (work.size + work.value_size)
     keys, sums = numbers * work.itemsize, numbers * _SUM_BYTES
@@ -60,7 +60,7 @@ def predict(work: Work, flops_per_byte: float) -> dict[str, Exposed]:
     return {**found, "ulysses": Exposed(sent, sent)}
 
 
-def choose(work: Work, flops_per_byte: float) -> tuple[str, dict[str, Exposed]]:
+def choose(work: AttentionWork, flops_per_byte: float) -> tuple[str, dict[str, Exposed]]:
     """The name with the least exposed bytes, and all predictions; of equals the first of the ring's order."""
     found = predict(work, flops_per_byte)
     return min(found, key=lambda name: (found[name].exposed, found[name].sent)), found

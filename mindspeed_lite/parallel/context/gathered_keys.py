@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_lite.ops.attention.autograd import sink_gradient
 from mindspeed_lite.parallel.context.layout import Layout, Spans, gathered
 from mindspeed_lite.parallel.context.messages import Pair
-from mindspeed_lite.parallel.context.partial import Blocks, Partial, Sums, zero_sum
+from mindspeed_lite.parallel.context.partial import Partial, RankBlocks, Sums, zero_sum
 from mindspeed_lite.parallel.context.ring import finish
 from mindspeed_lite.parallel.context.rows import by_rank, gather
 
@@ -26,7 +26,7 @@ def attend(
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None,
-    blocks: Blocks,
+    blocks: RankBlocks,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """As `ring.attend`."""
@@ -69,7 +69,7 @@ class _Gathered(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        blocks: Blocks,
+        blocks: RankBlocks,
         group: dist.ProcessGroup,
         order: Spans,
     ) -> torch.Tensor:
@@ -86,7 +86,7 @@ class _Gathered(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sink, out, lse = ctx.saved_tensors
-        blocks: Blocks = ctx.blocks
+        blocks: RankBlocks = ctx.blocks
         keys, values = gather(k, v, ctx.group, ctx.order)
         sums = Sums(zero_sum(q), zero_sum(keys), zero_sum(values))
         blocks.backward(dout, q, keys, values, out, lse, 0, sums)

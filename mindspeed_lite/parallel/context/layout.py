@@ -15,7 +15,7 @@ from typing import NamedTuple
 Spans = tuple[tuple[int, int], ...]
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows `row` to `row + length` of a rank, which are the stream's from `start` on."""
 
     row: int
@@ -23,7 +23,7 @@ class Run(NamedTuple):
     length: int
 
 
-Share = tuple[Run, ...]
+Share = tuple[RowRun, ...]
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,18 @@ def _zigzag_share(padded: Spans, rank: int, ranks: int) -> Share:
         chunk = (stop - start) // (2 * ranks)
         for index in (rank, 2 * ranks - 1 - rank):
             if chunk:
-                runs.append(Run(row, start + index * chunk, chunk))
+                runs.append(RowRun(row, start + index * chunk, chunk))
                 row += chunk
     return _joined(runs)
 
 
-def _joined(runs: Sequence[Run]) -> Share:
+def _joined(runs: Sequence[RowRun]) -> Share:
     """Adjacent runs as one."""
-    joined: list[Run] = []
+    joined: list[RowRun] = []
     for run in runs:
         last = joined[-1] if joined else None
         if last and last.row + last.length == run.row and last.start + last.length == run.start:
-            joined[-1] = Run(last.row, last.start, last.length + run.length)
+            joined[-1] = RowRun(last.row, last.start, last.length + run.length)
         else:
             joined.append(run)
     return tuple(joined)
@@ -125,7 +125,7 @@ def gathered(layout: Layout, size: int) -> Gathered:
             offset += layout.rows(rank)
         row, share = 0, []
         for start, _, length in sorted(runs):
-            share.append(Run(row, start, length))
+            share.append(RowRun(row, start, length))
             row += length
         shares.append(_joined(share))
         orders.append(tuple((where, length) for _, where, length in sorted(runs)))

@@ -27,7 +27,7 @@ class Pair(NamedTuple):
 
     def of_message(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of both."""
-        keys, values = message.split([self.keys.numel(), self.values.numel()])
+        keys, values = torch.split_with_sizes(message, [self.keys.numel(), self.values.numel()])
         return keys.view(self.keys), values.view(self.values)
 
     def zero_sums(self, like: torch.Tensor) -> torch.Tensor:
@@ -57,13 +57,11 @@ class Mail:
                 continue
             operations, tensors = [], []
             for move in chosen:
-                if move.direction == "send":
-                    tensor, operation = held[move.what, move.owner], dist.isend
-                else:
-                    tensor, operation = torch.empty_like(self._likes[move.what]), dist.irecv
+                sends = move.direction == "send"
+                tensor = held[move.what, move.owner] if sends else torch.empty_like(self._likes[move.what])
                 tensors.append(tensor)
                 peer = dist.get_global_rank(group, move.peer)
-                operations.append(dist.P2POp(operation, tensor, peer, group))
+                operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, group))
             works = dist.batch_isend_irecv(operations)
             # NCCL and HCCL give one handle for all.
             works = works if len(works) == len(chosen) else works * len(chosen)

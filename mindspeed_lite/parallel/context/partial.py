@@ -27,7 +27,7 @@ class Dropout(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Blocks:
+class RankBlocks:
     """The products of one rank's queries and any rank's keys.
 
     layout: who holds which rows; rank: whose queries.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from mindspeed_lite.parallel.context.layout import Layout, Run, Share, Spans
+from mindspeed_lite.parallel.context.layout import Layout, RowRun, Share, Spans
 
 # (left, right) as in `ops.attention.band`: the last query stands at the last key, -1 is no limit.
 Band = tuple[int, int]
@@ -58,17 +58,17 @@ def needs(layout: Layout, reader: int, owner: int, band: Band) -> bool:
     return bool(pieces(layout.shares[reader], layout.shares[owner], layout.documents, band))
 
 
-def _within(share: Share, document: tuple[int, int]) -> list[Run]:
+def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
     """A share's runs, cut to a document."""
     found = []
     for run in share:
         start, stop = max(run.start, document[0]), min(run.start + run.length, document[1])
         if stop > start:
-            found.append(Run(run.row + start - run.start, start, stop - start))
+            found.append(RowRun(run.row + start - run.start, start, stop - start))
     return found
 
 
-def _products(queries: list[Run], keys: list[Run], band: Band) -> list[_Product]:
+def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Product]:
     """The products of one sequence, as few as possible."""
     if not queries or not keys:
         return []
@@ -98,7 +98,7 @@ def _products(queries: list[Run], keys: list[Run], band: Band) -> list[_Product]
     return products
 
 
-def _product(query: Run, key: Run, band: Band) -> _Product | None:
+def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
     """What a run of queries sees of a run of keys, or None; rows and keys that see nothing are cut off."""
     left, right = band
     # Positions, each from the first to behind the last.

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_lite.ops.attention.autograd import sink_gradient, with_sink
 from mindspeed_lite.parallel.context import schedule
 from mindspeed_lite.parallel.context.messages import Mail, Pair
-from mindspeed_lite.parallel.context.partial import Blocks, Partial, Sums, zero_sum
+from mindspeed_lite.parallel.context.partial import Partial, RankBlocks, Sums, zero_sum
 from mindspeed_lite.parallel.context.pieces import needs
 
 Cache = Literal["none", "half", "full"]
@@ -40,7 +40,7 @@ class Ring:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, blocks: Blocks, ring: Ring
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, blocks: RankBlocks, ring: Ring
 ) -> torch.Tensor:
     """Attention over the whole sequence of a ring; `blocks.layout` has one share for each of its ranks.
 
@@ -67,7 +67,7 @@ class _Ring(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sink: torch.Tensor | None,
-        blocks: Blocks,
+        blocks: RankBlocks,
         ring: Ring,
     ) -> torch.Tensor:
         rank, pair = blocks.rank, Pair.of(k, v)
@@ -132,7 +132,7 @@ class _Ring(torch.autograd.Function):
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
 
 
-def _arrive(mail: Mail, held: dict[tuple[str, int], torch.Tensor], step: schedule.Step) -> torch.Tensor:
+def _arrive(mail: Mail, held: dict[tuple[str, int], torch.Tensor], step: schedule.RingStep) -> torch.Tensor:
     """The keys and values of a step, once they have come; its messages are on their way then."""
     if mail.expects("kv", step.owner):
         held["kv", step.owner] = mail.take("kv", step.owner)
@@ -143,7 +143,7 @@ def _arrive(mail: Mail, held: dict[tuple[str, int], torch.Tensor], step: schedul
     return held.get(("kv", step.owner))  # type: ignore[return-value]  # of a block that no query sees: None
 
 
-def _program(blocks: Blocks, ring: Ring) -> schedule.Program:
+def _program(blocks: RankBlocks, ring: Ring) -> schedule.Program:
     layout = blocks.layout
     ranks = range(layout.ranks)
     needed = tuple(tuple(needs(layout, reader, owner, blocks.band) for owner in ranks) for reader in ranks)

@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class RingStep:
     """What a rank does between two meetings with its neighbours.
 
     moves: messages that start here, before the block is computed, in the order in which both sides post them.
@@ -62,8 +62,8 @@ class Program:
     """The steps of one rank in both passes; `last` are the moves behind the last block of the backward pass."""
 
     rank: int
-    forward: tuple[Step, ...]
-    backward: tuple[Step, ...]
+    forward: tuple[RingStep, ...]
+    backward: tuple[RingStep, ...]
     last: tuple[Move, ...]
 
     def __str__(self) -> str:
@@ -104,14 +104,14 @@ def programs(ranks: int, window: int = 1, needs: Needs = everything, *, kv_again
         forward, backward = [], []
         for number, owner in enumerate(order):
             computes, moves = needs(rank, owner), kv.get((number, rank), ())
-            forward.append(Step(moves, owner, computes))
+            forward.append(RingStep(moves, owner, computes))
             again = moves if kv_again else ()
             comes = any(
                 move.direction == "receive" and move.owner == owner != rank
                 for step in range(number + 1)
                 for move in sums.get((step, rank), ())
             )
-            backward.append(Step((*sums.get((number, rank), ()), *again), owner, computes, comes and computes))
+            backward.append(RingStep((*sums.get((number, rank), ()), *again), owner, computes, comes and computes))
         made.append(Program(rank, tuple(forward), tuple(backward), sums.get((ranks, rank), ())))
     return tuple(made)
 

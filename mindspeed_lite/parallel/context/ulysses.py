@@ -173,11 +173,11 @@ def _exchange(outgoing: Sequence[torch.Tensor], sizes: list[int], group: dist.Pr
     """Flat messages to every rank, and those of every rank, of these sizes."""
     received = outgoing[0].new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, [each.numel() for each in outgoing], group=group)
-    return list(received.split(sizes))
+    return list(torch.split_with_sizes(received, sizes))
 
 
 def _cut(message: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    pieces = message.split([_numel(shape) for shape in shapes])
+    pieces = torch.split_with_sizes(message, [_numel(shape) for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""`--context-parallel-size` above 1 on the local implementation: ring, Ulysses, both, or gathered keys.
+"""`--context-parallel-algo`: context parallelism on the local implementation, by ring, Ulysses, both or gathered keys.
 
 Reaches the core attention of the local implementation, whose constructor refuses context parallelism and is the only
 place that does; its `forward` then computes this rank's rows of the whole sequence's attention. Every algorithm takes
@@ -37,7 +37,7 @@ from ._shared.attention_core import (
 )
 from ._shared.context_groups import ALGORITHMS, COMM_TYPES, Options, algorithm_of, group_of, least_exposed
 
-NAME = "context_parallel"
+NAME = "context_parallel_algo"
 _UTILS = "megatron.core.utils"
 _CAUSAL, _FREE = (-1, 0), (-1, -1)
 _KIND = "cp_comm_type"

@@ -10,7 +10,7 @@ import torch
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel.context import zigzag
 from mindspeed_lite.parallel.context.layout import stream_rows
-from mindspeed_lite.patches.context_parallel import FEATURE, thd_partition
+from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
 from tests.harness.attention_modules import HEADS, SIZE, module_of, pack_of
 from tests.harness.compare import error
 from tests.harness.processes import forked, on_ranks
