@@ -12,34 +12,26 @@ from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
 from tests.harness.training import Trainer
 
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
-# What trains, the ranks, its flags, and those of the run on one context-parallel rank that it is held against.
-RUNS: dict[str, tuple[int, str, str]] = {
-    "ring": (2, "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo --use-distributed-optimizer", ""),
-    "ulysses": (2, "--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo --use-flash-attn", ""),
-    "types of layers": (2, "--context-parallel-size 2 --cp-comm-type all_gather p2p", ""),
-    "hybrid": (4, "--context-parallel-size 4 --ulysses-degree-in-cp 2", ""),
-    "double ring": (4, "--context-parallel-size 4 --cp-window-size 2 --use-cp-send-recv-overlap", ""),
-    "tp2_sp": (4, "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel", ""),
-    "pp2": (4, "--context-parallel-size 2 --pipeline-model-parallel-size 2 --recompute-granularity selective", ""),
-    "pp2_vpp2": (
-        4,
-        "--context-parallel-size 2 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--num-layers 4",
-        "--num-layers 4",
-    ),
-    "ep2": (2, f"--context-parallel-size 2 --expert-model-parallel-size 2 {EXPERTS}", EXPERTS),
-    "latent": (
-        2,
-        "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo --multi-latent-attention --use-flash-attn",
-        "--multi-latent-attention --use-flash-attn",
-    ),
-    "recomputed": (
-        2,
-        "--context-parallel-size 2 --context-parallel-kv-cache-policy half --recompute-granularity full "
-        "--recompute-method uniform --recompute-num-layers 1",
-        "",
-    ),
-    "dp2": (4, "--context-parallel-size 2 --use-distributed-optimizer --overlap-grad-reduce", ""),
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2 --recompute-granularity selective"
+VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
+LATENT = "--multi-latent-attention --use-flash-attn"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RING, ULYSSES = "--context-parallel-algo megatron_cp_algo", "--context-parallel-algo ulysses_cp_algo"
+# Context-parallel ranks and their flags; ranks besides, and flags of both runs: Megatron initialises weights by layout.
+RUNS: dict[str, tuple[int, str, int, str]] = {
+    "ring": (2, f"{RING} --use-distributed-optimizer", 1, ""),
+    "ulysses": (2, f"{ULYSSES} --use-flash-attn", 1, ""),
+    "types of layers": (2, "--cp-comm-type all_gather p2p", 1, ""),
+    "hybrid": (4, "--ulysses-degree-in-cp 2", 1, ""),
+    "double ring": (4, "--cp-window-size 2 --use-cp-send-recv-overlap", 1, ""),
+    "tp2_sp": (2, RING, 2, TP2),
+    "pp2": (2, RING, 2, PP2),
+    "pp2_vpp2": (2, ULYSSES, 2, VPP2),
+    "ep2": (2, f"--expert-model-parallel-size 2 {RING}", 1, EXPERTS),
+    "latent": (2, RING, 1, LATENT),
+    "recomputed": (2, "--context-parallel-kv-cache-policy half", 1, RECOMPUTED),
+    "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce", 2, ""),
 }
 # bf16 weights: two orders of summation of the same products.
 CLOSE = 2**-10
@@ -53,9 +45,11 @@ CLOSE = 2**-10
     ),
 )
 def test_losses_are_those_of_one_rank(trainer: Callable[[str], Trainer], release: str, name: str) -> None:
-    ranks, flags, alone = RUNS[name]
-    one = train(trainer(release), "adaptor", 1, [*NO_DROPOUT, *alone.split()]).check()
-    many = train(trainer(release), "adaptor", ranks, [*NO_DROPOUT, *flags.split()]).check()
+    ranks, flags, others, both = RUNS[name]
+    arguments = [*NO_DROPOUT, *both.split()]
+    split = [*arguments, "--context-parallel-size", str(ranks), *flags.split()]
+    one = train(trainer(release), "adaptor", others, arguments).check()
+    many = train(trainer(release), "adaptor", ranks * others, split).check()
     assert len(lm_losses(many)) == len(lm_losses(one)) == 4
     assert lm_losses(many) == pytest.approx(lm_losses(one), rel=CLOSE)
     assert many.history() != one.history(), "another order of summation differs in the last digits"
