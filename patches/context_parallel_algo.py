@@ -351,7 +351,6 @@ FEATURE = Feature(
     enabled=_enabled,
     arguments=_arguments,
     operators=("attention",),
-    memory="not predicted: activations of a rank shrink with its rows; a ring holds a block or two besides",
     patches=(
         Override(f"{CORE}.__init__", _init, order=1),
         Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number")),
