@@ -2,15 +2,16 @@
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --tensor-model-parallel-size 2 --use-flash-attn ...
 
-All of Megatron's flags work that concern a GPT under data, tensor, sequence, pipeline and expert parallelism. A
-Megatron-LM checkout brings a script of its own: `mindspeed-lite run /path/to/pretrain_gpt.py ...` runs that one as
-it is.
+All of Megatron's flags work that concern a GPT under data, tensor, sequence, context, pipeline and expert
+parallelism. A Megatron-LM checkout brings a script of its own: `mindspeed-lite run /path/to/pretrain_gpt.py ...` runs
+that one as it is.
 """
 
 from __future__ import annotations
 
 import mindspeed_lite.megatron_adaptor  # noqa: F401  # isort: skip
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build, get_mtp_ranks
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 try:
     from megatron.training import get_args, get_timers, get_tokenizer, pretrain
@@ -46,7 +47,6 @@ Batch = dict[str, torch.Tensor | None]
 def refuse_what_is_not_here(args: Any) -> None:
     """This script leaves out what would double its length; say so instead of training something else."""
     absent = {
-        "--context-parallel-size above 1": args.context_parallel_size > 1,
         "--fim-data": bool(args.fim_data),
         "--sft": bool(args.sft),
     }
@@ -165,7 +165,12 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
         for dtype in dict.fromkeys(names.values()):
             keys = [name for name, its_dtype in names.items() if its_dtype == dtype]
             batch |= tensor_parallel.broadcast_data(keys, data, dtype)
-    return batch
+    # From 0.18 on it also knows contexts of changing size, and asks whether this is one.
+    hybrid = (
+        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
+    )
+    own: Batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **hybrid)
+    return own
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

@@ -5,7 +5,8 @@ signature and body are the same in every supported release, and the module aroun
 softmax offset) stays Megatron's. Serves packed sequences, which the original refuses. Its constructor takes the head
 sizes that multi-latent attention names, and for which it has no parameters in any release; the operator reads them off
 the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
-alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias.
+alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias. With context
+parallelism `context_parallel_algo` computes attention, with the same operator, and no call comes here.
 
 On CUDA the first call puts an installed FA3 or FA4 in the place of PyTorch's flash kernels, until the feature ends.
 
@@ -19,7 +20,6 @@ What Megatron does besides on those words (environment variables for Transformer
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,43 +27,22 @@ from mindspeed_lite.engine import Context, Feature, Option, OptionError, Overrid
 from mindspeed_lite.ops.attention import attend, cuda_flash, fallback_reasons, packed, prepare
 from mindspeed_lite.platform.megatron import CONFIG
 
+from ._shared.attention_core import (
+    CORE,
+    READS,
+    dropout_generator,
+    packing_of,
+    read_call,
+    why_not_packed,
+    without_head_sizes,
+)
 from ._shared.verify_attention import check
 
-_SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
-_PACK = "megatron.core.packed_seq_params:PackedSeqParams"
-_READS = (
-    "attention_dropout",
-    "attn_mask_type",
-    "config",
-    "hidden_size_per_attention_head",
-    "scale_mask_softmax",
-    "softmax_offset",
-    "softmax_scale",
-    f"{CONFIG}.sequence_parallel",
-    f"{CONFIG}.window_size",
-    f"{_SOFTMAX}.scale",
-    f"{_SOFTMAX}.window_size",
-    f"{_PACK}.qkv_format",
-    *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
-)
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
-        for size in ("k_channels", "v_channels"):
-            keywords.pop(size, None)
-        wrapped(self, *arguments, **keywords)
-
-    return __init__
-
-
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    from megatron.core import tensor_parallel
-    from megatron.core.transformer.enums import AttnMaskType
-
     verifier = session.verifier
-    positions = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
     def choose_kernels(module: Any) -> Callable[[], None]:
         windowed = module.config.window_size is not None
@@ -84,37 +63,18 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     ) -> Any:
         if query.is_cuda:
             session.state("flash_kernels", lambda: choose_kernels(self))
-        softmax = self.scale_mask_softmax
-        window = softmax.window_size
-        dropout = self.attention_dropout.p if self.training else 0.0
-        sink = self.softmax_offset
-        options: dict[str, Any] = {
-            # Layer-wise query-key scaling divides here and multiplies before the softmax.
-            "scale": self.softmax_scale * (softmax.scale or 1.0),
-            "window": window,
-            "dropout_p": dropout,
-            "sink": None if sink is None else sink.to(query.device),
-        }
+        call = read_call(self, query, attention_mask, packed_seq_params is not None)
         spec = packing = None
+        reasons = [] if attention_bias is None else ["an attention bias needs another kernel"]
         if packed_seq_params is None:
-            # Megatron's local path looks at the module's own mask type and ignores the argument.
-            causal = (
-                self.attn_mask_type == AttnMaskType.causal
-                and attention_mask is None
-                and window is None
-                and query.size(0) > 1
-            )
-            reasons = _why_not_bias(attention_bias)
             if not reasons:
-                mask = attention_mask if window is None else None
-                spec = prepare(query, key, value, causal=causal, mask=mask, **options)
+                spec = prepare(query, key, value, mask=call.mask, **call.options)
                 reasons = fallback_reasons(spec)
         else:
-            reasons = _why_not_packed(self, query, attention_bias, packed_seq_params, AttnMaskType)
+            reasons += why_not_packed(self, query, packed_seq_params)
             if not reasons:
-                packing = _packing(packed_seq_params)
-                # As Transformer Engine: a pack's masks are its lengths and the module's kind.
-                spec = packed.prepare(query, key, value, packing, causal=self.attn_mask_type in positions, **options)
+                packing = packing_of(packed_seq_params)
+                spec = packed.prepare(query, key, value, packing, **call.options)
         if reasons or spec is None:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
@@ -134,37 +94,10 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 packing,
                 same_size=value.size(-1) == self.hidden_size_per_attention_head,
             )
-        # Under sequence parallelism Megatron has forked the generator already.
-        fork = (
-            tensor_parallel.get_cuda_rng_tracker().fork()
-            if dropout > 0.0 and not self.config.sequence_parallel
-            else contextlib.nullcontext()
-        )
-        with fork:
+        with dropout_generator(self, call.dropout_p):
             return compute(query, key, value).flatten(-2)
 
     return forward
-
-
-def _why_not_bias(bias: Any) -> list[str]:
-    return [] if bias is None else ["an attention bias needs another kernel"]
-
-
-def _why_not_packed(module: Any, query: Any, bias: Any, params: Any, kinds: Any) -> list[str]:
-    reasons = _why_not_bias(bias)
-    if params.qkv_format != "thd" or query.dim() != 3:
-        reasons.append(f"a packed sequence in format {params.qkv_format}, {query.dim()} dimensions, is none of thd")
-    elif params.cu_seqlens_q is None or params.cu_seqlens_kv is None:
-        reasons.append("a packed sequence without cu_seqlens_q and cu_seqlens_kv")
-    if module.attn_mask_type == kinds.arbitrary:
-        reasons.append("an arbitrary mask over a packed sequence")
-    return reasons
-
-
-def _packing(params: Any) -> packed.Packing:
-    return packed.Packing.of(
-        params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
-    )
 
 
 def _backend(text: str) -> str:
@@ -193,8 +126,6 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--attention-backend unfused asks for Megatron's own attention")
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own attention")
-    if context.arg("context_parallel_size", 1) > 1:
-        reasons.append("--context-parallel-size is above 1, which Megatron's local attention does not support")
     return reasons
 
 
@@ -228,7 +159,7 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("attention",),
     patches=(
-        Override("megatron.core.transformer.dot_product_attention:DotProductAttention.__init__", _init),
-        Override("megatron.core.transformer.dot_product_attention:DotProductAttention.forward", _forward, reads=_READS),
+        Override(f"{CORE}.__init__", without_head_sizes),
+        Override(f"{CORE}.forward", _forward, reads=(*READS, f"{CONFIG}.window_size")),
     ),
 )

@@ -309,20 +309,7 @@ def by_value(table: dict[str, tuple[str, ...]], refused: str) -> Rule:
     return rule
 
 
-# CommandContext parallel, tokenizer, the model's specification, checkpoints
-
-
-def context_parallel_algo(use: FlagUse, line: CommandLine) -> Found:
-    value = _value(use, line)
-    if line.number("--context-parallel-size", 1) == 1:
-        return _left_out("there is nothing to choose with --context-parallel-size 1")
-    kinds = {"megatron_cp_algo": "p2p", "ulysses_cp_algo": "a2a", "kvallgather_cp_algo": "allgather"}
-    if value not in kinds:
-        raise Refusal(
-            f"--context-parallel-algo {value} (planned, not in this release). Instead: --cp-comm-type "
-            "p2p, a2a or allgather, with Transformer Engine"
-        )
-    return Found("translated", ("--cp-comm-type", kinds[value]), "Megatron's name for it, with Transformer Engine")
+# Windows, tokenizer, the model's specification, checkpoints
 
 
 def sliding_window(use: FlagUse, line: CommandLine) -> Found:
@@ -416,7 +403,6 @@ RULES: dict[str, Rule] = {
     "--loss-compute-mode": by_value(
         {"default": (), "chunk": ("--use-fused-linear-cross-entropy",)}, "is neither default nor chunk"
     ),
-    "--context-parallel-algo": context_parallel_algo,
     "--sliding-window": sliding_window,
     "--tokenizer-type": tokenizer_type,
     "--spec": spec,

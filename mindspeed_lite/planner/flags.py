@@ -125,7 +125,7 @@ REFUSED = {
     "--yaml-cfg": "the arguments in a file are not read: give them as flags",
     "--multi-latent-attention": "multi-latent attention is not predicted",
     "--mtp-num-layers": "multi-token prediction is not predicted",
-    "--context-parallel-size": "context parallelism is not predicted: the local implementation has none",
+    "--context-parallel-size": "context parallelism is not predicted",
     "--pipeline-model-parallel-layout": "a layout by hand is not predicted: give the number of layers of a stage",
     "--hybrid-layer-pattern": "hybrid models are not predicted",
     "--fp8-format": "training in fp8 is not predicted",

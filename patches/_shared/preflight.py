@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mindspeed_lite.engine import OptionError
 
+_LAYOUT = ("tensor_model", "pipeline_model", "context")
 # Lists of prefixes, which may have weights between them, and files that hold such lists.
 _PREFIXES = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 _FILES = ("data_args_path", "per_split_data_args_path")
@@ -19,19 +21,20 @@ def check(args: Mapping[str, Any]) -> None:
     Raises:
         OptionError: training cannot work with them; the text names the flag, the reason and what to do.
     """
-    problem = next(iter((*_context_parallelism(args), *_data(args))), None)
+    problem = next(iter((*_processes(args), *_data(args))), None)
     if problem is not None:
         raise OptionError(problem)
 
 
-def _context_parallelism(args: Mapping[str, Any]) -> Iterator[str]:
-    """What `DotProductAttention.__init__` asserts of the local implementation, in every supported release."""
-    size = args.get("context_parallel_size") or 1
-    if size > 1 and args.get("transformer_impl") == "local":
+def _processes(args: Mapping[str, Any]) -> Iterator[str]:
+    """What `validate_args` asserts of the number of processes, in every supported release."""
+    sizes = {name: args.get(f"{name}_parallel_size") or 1 for name in _LAYOUT}
+    wanted, world = math.prod(sizes.values()), args.get("world_size")
+    if world and world % wanted:
+        flags = " ".join(f"{_flag(name)}-parallel-size {size}" for name, size in sizes.items() if size > 1)
         yield (
-            f"--context-parallel-size {size}: attention over a sequence that is split between ranks is missing: "
-            "Megatron has it in Transformer Engine alone, and this training runs on the local implementation. Leave "
-            "the flag out, or train on CUDA with Transformer Engine installed."
+            f"{flags}: needs {wanted} processes, or a multiple of them, and this training has {world}. Start it with "
+            f"torchrun --nproc-per-node {wanted}, or choose smaller sizes."
         )
 
 

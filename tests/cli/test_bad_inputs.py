@@ -91,7 +91,7 @@ MODEL = (
 ).split()
 MOCK = ["--mock-data"]
 TRAININGS: list[tuple[str, list[str], list[str]]] = [
-    ("context parallelism", [*MOCK, "--context-parallel-size", "2"], ["--context-parallel-size 2: attention"]),
+    ("too few processes", [*MOCK, "--context-parallel-size", "2"], ["--context-parallel-size 2: needs 2 processes"]),
     ("data that is not there", ["--data-path", "none/text"], ["--data-path none/text", "no none/text.idx"]),
     ("the second of a blend", ["--data-path", "0.5", "data", "0.5", "none"], ["--data-path none", "none.idx"]),
     ("half a data set", ["--data-path", "half"], ["no half.bin"]),

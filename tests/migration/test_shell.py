@@ -63,7 +63,7 @@ MOE_ARGS="
 ARGS=(
     --multi-latent-attention   # latent attention
     --rotary-scaling-factor 40 --bf16
-    --context-parallel-size ${CP}
+    --context-parallel-size ${CP} --context-parallel-algo "${CP_TYPE}"
     --pipeline-model-parallel-size 2
     --num-layers 61 --pipeline-model-parallel-layout "Et*32|t*29L"
     --qk-head-dim $((64 * 2)) --tokenizer-model "a b/c" --save="${OUT}/x y"

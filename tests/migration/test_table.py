@@ -41,7 +41,6 @@ BESIDE = {
     "--optimizer-selection": ("fused_adamw", ""),
     "--loss-compute-mode": ("chunk", ""),
     "--sliding-window": ("128", ""),
-    "--context-parallel-algo": ("ulysses_cp_algo", ""),
 }
 # A command in which no condition says that a flag asks for nothing.
 BUSY = (

@@ -37,12 +37,8 @@ def become(text, **more):
         ("--spec mindspeed_llm.x layer_spec --load x", "--load x"),
         ("--spec local_module layer_spec", "--spec local_module layer_spec"),
         # Context parallel.
-        ("--context-parallel-algo ulysses_cp_algo", ""),
-        ("--context-parallel-size 1 --context-parallel-algo hybrid_cp_algo", "--context-parallel-size 1"),
-        ("--context-parallel-size 2 --context-parallel-algo=ulysses_cp_algo",
-         "--context-parallel-size 2 --cp-comm-type a2a"),
-        ("--context-parallel-size 2 --context-parallel-algo megatron_cp_algo",
-         "--context-parallel-size 2 --cp-comm-type p2p"),
+        ("--context-parallel-size 2 --context-parallel-algo=ulysses_cp_algo --cp-window-size 1",
+         "--context-parallel-size 2 --context-parallel-algo=ulysses_cp_algo --cp-window-size 1"),
         # Layers.
         ("--num-layers 8 --noop-layers 7 --pipeline-model-parallel-size 2",
          "--num-layers 7 --pipeline-model-parallel-layout Et*4|t*3L --pipeline-model-parallel-size 2"),
@@ -97,7 +93,7 @@ def test_it_becomes(given, expected):
         ("--noop-layers x --num-layers 4", "--noop-layers takes numbers of layers"),
         ("--num-layers 8 --noop-layers 7 --num-virtual-stages-per-pipeline-rank 2", "--noop-layers beside"),
         ("--num-layer-list 1,2", "--num-layer-list 1,2 has 2 entries for 1 pipeline stages"),
-        ("--context-parallel-size 2 --context-parallel-algo hybrid_cp_algo", "--context-parallel-algo hybrid_cp_algo"),
+        ("--context-parallel-size 2 --adaptive-cp-without-coarse", "--adaptive-cp-without-coarse"),
         ("--norm-topk-prob --moe-router-pre-softmax", "--norm-topk-prob beside --moe-router-pre-softmax"),
         ("--recompute-mla-up-proj --recompute-modules moe", "--recompute-mla-up-proj beside --recompute-modules"),
         ("--optimizer-selection fused_ema_adamw", "--optimizer-selection fused_ema_adamw: an averaged copy"),

@@ -16,14 +16,16 @@ from typing import Any, Literal, overload
 
 import torch
 
-from mindspeed_lite.ops.attention import band, reference
+from mindspeed_lite.ops.attention import band, positional_dropout, reference
 from mindspeed_lite.ops.attention.backends import OPERATOR, fallback_reasons, module
+from mindspeed_lite.ops.attention.positional_dropout import PositionalDropout
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case, prepare
 
 __all__ = [
     "OPERATOR",
     "AttentionSpec",
     "Case",
+    "PositionalDropout",
     "attend",
     "attention",
     "backward",
@@ -144,19 +146,45 @@ def attend(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    wide: bool = False,
+    dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout.
+    """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout of its own.
 
     Two results over disjoint sets of keys make one: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
     out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
+
+    wide: `out` in fp32 (float64 for float64), for a sum over several results: rounded to q's dtype, each would add an
+        error of its own. A backend with `forward_wide` and `backward_wide` hands over its accumulators. Without them
+        a CPU computes with inputs widened to fp32; elsewhere the kernel's rounded result is widened.
+    dropout: which weights are dropped, by position; in plain PyTorch on every device.
     """
     _check_half(spec)
     if spec.rows_without_keys:
-        rest = forward(q[spec.rows_without_keys :], k, v, _below(spec, q, k))
-        return _behind(rest, spec.rows_without_keys, None)
-    pair: tuple[torch.Tensor, torch.Tensor] = module(spec).forward(q, k, v, spec)
-    return pair
+        cut = spec.rows_without_keys
+        below = dropout and dropout.of_rows(slice(cut, None))
+        rest = forward(q[cut:], k, v, _below(spec, q, k), wide=wide, dropout=below)
+        return _behind(rest, cut, None)
+    if dropout is not None:
+        out, lse = positional_dropout.forward(q, k, v, spec, dropout)
+        return (out if wide else out.to(q.dtype)), lse
+    backend = module(spec)
+    pair: tuple[torch.Tensor, torch.Tensor]
+    if not wide or not _is_narrow(q.dtype):
+        pair = backend.forward(q, k, v, spec)
+        return pair
+    if hasattr(backend, "forward_wide"):
+        pair = backend.forward_wide(q, k, v, spec)
+        return pair
+    if _widens_inputs(q, backend):
+        return forward(q.float(), k.float(), v.float(), _widened(spec))
+    out, lse = backend.forward(q, k, v, spec)
+    return out.float(), lse
 
 
 def backward(
@@ -167,22 +195,51 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     spec: AttentionSpec,
+    *,
+    wide: bool = False,
+    dropout: PositionalDropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients (dq, dk, dv) that these keys contribute, without autograd, in the dtypes of q, k and v.
 
     dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, that
     is, of `forward` or of several results put together (a sink included); p = exp(score - lse). With lse -inf a
-    row gives no gradient. `spec` is that of `forward`.
+    row gives no gradient. `spec`, `wide` (for all three gradients) and `dropout` are those of `forward`.
     """
     _check_half(spec)
     empty = spec.rows_without_keys
     if empty:
         rows = (dout[empty:], q[empty:], k, v, out[empty:], lse[..., empty:])
-        dq, dk, dv = backward(*rows, _below(spec, q, k))
+        below = dropout and dropout.of_rows(slice(empty, None))
+        dq, dk, dv = backward(*rows, _below(spec, q, k), wide=wide, dropout=below)
         return torch.nn.functional.pad(dq, (0, 0) * 3 + (empty, 0)), dk, dv
     gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    gradients = module(spec).backward(dout, q, k, v, out, lse, spec)
-    return gradients
+    if dropout is not None:
+        dq, dk, dv = positional_dropout.backward(dout, q, k, v, out, lse, spec, dropout)
+        return (dq, dk, dv) if wide else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    backend = module(spec)
+    if not wide or not _is_narrow(q.dtype):
+        gradients = backend.backward(dout, q, k, v, out, lse, spec)
+        return gradients
+    if hasattr(backend, "backward_wide"):
+        gradients = backend.backward_wide(dout, q, k, v, out, lse, spec)
+        return gradients
+    if _widens_inputs(q, backend):
+        return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, _widened(spec))
+    dq, dk, dv = backend.backward(dout, q, k, v, out, lse, spec)
+    return dq.float(), dk.float(), dv.float()
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype in (torch.bfloat16, torch.float16)
+
+
+def _widens_inputs(q: torch.Tensor, backend: Any) -> bool:
+    """Whether fp32 inputs cost a backend about as much as 16-bit ones."""
+    return q.device.type == "cpu" or backend is reference
+
+
+def _widened(spec: AttentionSpec) -> AttentionSpec:
+    return spec._replace(case=spec.case._replace(dtype=torch.float32))
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[str]:

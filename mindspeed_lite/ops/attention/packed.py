@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
+from mindspeed_lite.ops.attention import PositionalDropout, band
 from mindspeed_lite.ops.attention import attend as attend_dense
-from mindspeed_lite.ops.attention import band
+from mindspeed_lite.ops.attention import backward as backward_dense
+from mindspeed_lite.ops.attention import forward as forward_dense
 from mindspeed_lite.ops.attention import prepare as prepare_dense
 from mindspeed_lite.ops.attention.backends import module
 from mindspeed_lite.ops.attention.packing import Packing, Spans
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
-__all__ = ["Packing", "attend", "attention", "prepare"]
+__all__ = ["Packing", "attend", "attention", "backward", "forward", "prepare"]
 
 
 def attention(
@@ -86,6 +88,97 @@ def attend(
     if lse is None or not spec.return_lse:
         return out, None
     return out, _spread(lse, packing.q, q.shape[0], float("-inf"), 1)
+
+
+def forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    spec: AttentionSpec,
+    *,
+    wide: bool = False,
+    dropout: PositionalDropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The package's `forward` within each sequence: (out [t, n, dv], lse [n, t]); 0 and -inf in other rows."""
+    (rows, n, _), dv = q.shape, v.shape[2]
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_zeros(rows, n, dv, dtype=exact if wide else q.dtype)
+    lse = q.new_full((n, rows), float("-inf"), dtype=exact)
+    for each in _sequences(packing, dropout):
+        its = (each.of_queries(q), each.of_keys(k), each.of_keys(v))
+        part, logs = forward_dense(*its, spec.for_lengths(each.sq, each.sk), wide=wide, dropout=each.dropout)
+        each.of_queries(out).copy_(part)
+        each.of_queries(lse.transpose(0, 1)).copy_(logs.permute(2, 0, 1))
+    return out, lse
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    packing: Packing,
+    spec: AttentionSpec,
+    *,
+    wide: bool = False,
+    dropout: PositionalDropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The package's `backward` within each sequence; dout, out: [t, n, dv], lse: [n, t]. Other rows get zeros."""
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dq, dk, dv = (torch.zeros_like(t, dtype=exact if wide else t.dtype) for t in (q, k, v))
+    for each in _sequences(packing, dropout):
+        inputs = each.of_queries(dout), each.of_queries(q), each.of_keys(k), each.of_keys(v), each.of_queries(out)
+        logs = each.of_queries(lse.transpose(0, 1)).permute(1, 2, 0)
+        spec_ = spec.for_lengths(each.sq, each.sk)
+        parts = backward_dense(*inputs, logs, spec_, wide=wide, dropout=each.dropout)
+        each.of_queries(dq).copy_(parts[0])
+        each.of_keys(dk).copy_(parts[1])
+        each.of_keys(dv).copy_(parts[2])
+    return dq, dk, dv
+
+
+class _Sequences(NamedTuple):
+    """One sequence of a pack, or several of one length that stand behind one another: a batch."""
+
+    first_q: int
+    first_k: int
+    sq: int
+    sk: int
+    batches: int
+    dropout: PositionalDropout | None
+
+    def of_queries(self, t: torch.Tensor) -> torch.Tensor:
+        """A view [sq, batches, ...] of [t, ...]."""
+        rows = t[self.first_q : self.first_q + self.sq * self.batches]
+        return rows.view(self.batches, self.sq, *t.shape[1:]).transpose(0, 1)
+
+    def of_keys(self, t: torch.Tensor) -> torch.Tensor:
+        """A view [sk, batches, ...] of [u, ...]."""
+        rows = t[self.first_k : self.first_k + self.sk * self.batches]
+        return rows.view(self.batches, self.sk, *t.shape[1:]).transpose(0, 1)
+
+
+def _sequences(packing: Packing, dropout: PositionalDropout | None) -> Iterator[_Sequences]:
+    """The sequences with queries and keys; those of one length, without padding between them, together.
+
+    Dropout is drawn by position, which differs within a batch: it keeps them apart.
+    """
+    pairs = [(q, k) for q, k in zip(packing.q, packing.k, strict=True) if q[1] > q[0] and k[1] > k[0]]
+    first = 0
+    while first < len(pairs):
+        (q0, q1), (k0, k1) = pairs[first]
+        sq, sk, last = q1 - q0, k1 - k0, first + 1
+        while dropout is None and last < len(pairs):
+            ahead = last - first
+            if pairs[last] != ((q0 + ahead * sq, q1 + ahead * sq), (k0 + ahead * sk, k1 + ahead * sk)):
+                break
+            last += 1
+        part = dropout and dropout.of_rows(slice(q0, q1), slice(k0, k1))
+        yield _Sequences(q0, k0, sq, sk, last - first, part)
+        first = last
 
 
 def _contiguous(

@@ -18,13 +18,14 @@ def data(tmp_path):
     "arguments",
     [
         {},
-        {"data_path": None, "context_parallel_size": 1, "transformer_impl": "local"},
+        {"data_path": None, "context_parallel_size": 1, "world_size": 1},
         {"data_path": ["text"]},
         {"data_path": ["0.3", "text", "7e-1", "text"]},
         {"data_path": ["energon"]},
         {"data_path": ["s3://bucket/text"], "data_args_path": "msc://bucket/list"},
         {"data_path": ["none"], "mock_data": True},
-        {"context_parallel_size": 2, "transformer_impl": "transformer_engine"},
+        {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "world_size": 8},
+        {"pipeline_model_parallel_size": 2},
     ],
 )
 def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
@@ -39,7 +40,10 @@ def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
         ({"data_path": ["0.5", "text", "0.5", "half"]}, r"--data-path half: there is no half.bin"),
         ({"valid_data_path": ["none"]}, r"--valid-data-path none"),
         ({"per_split_data_args_path": "none"}, r"--per-split-data-args-path none: there is no such file"),
-        ({"context_parallel_size": 4, "transformer_impl": "local"}, r"--context-parallel-size 4: .*Transformer Engine"),
+        (
+            {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "world_size": 12},
+            r"--tensor-model-parallel-size 2 --context-parallel-size 4: needs 8 processes, .* has 12\. .*per-node 8",
+        ),
     ],
 )
 def test_what_it_would_end_in_a_traceback_with(data, monkeypatch, arguments, text):

@@ -1,0 +1,197 @@
+"""Attention over gloo ranks in every way, against float64 on one: processes start once for each number of ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from mindspeed_lite.parallel import context
+from mindspeed_lite.parallel.context.partial import Partial
+from mindspeed_lite.parallel.context.ring import Ring
+from mindspeed_lite.parallel.context.ulysses import split_heads
+from tests.harness import matrix
+from tests.harness.compare import error
+from tests.harness.context_parallel import FREE, NAMES, Problem, algorithms, definition, rows_of, split
+from tests.harness.process_groups import joined
+from tests.harness.processes import forked, on_ranks
+
+PACK = ((7, 1), (0, 0), (1, 1), (0, 1), (12, 2), (16, 2))
+PROBLEMS = {
+    "causal": Problem(),
+    "grouped keys, latent values": Problem(heads=8, groups=2, size=6, value_size=4),
+    "one key head": Problem(heads=8, groups=1, batch=1),
+    "every key": Problem(band=FREE),
+    "window": Problem(band=(7, 0), chunk=4),
+    "window of two sides": Problem(band=(3, 2)),
+    "sink": Problem(sink=True),
+    "dropout": Problem(dropout=0.3),
+    "pack": Problem(lengths=PACK),
+    "pack, every key": Problem(lengths=PACK, band=FREE, sink=True),
+    "pack, window": Problem(lengths=PACK, band=(2, 0)),
+    "pack, dropout": Problem(lengths=PACK, dropout=0.2, groups=2),
+    "odd heads": Problem(heads=15, groups=5, batch=1),
+    "odd heads of one key": Problem(heads=13, groups=1, batch=1),
+}
+
+
+# What `make test` runs of each number of ranks; two processors compute for all of them.
+FEW = ("grouped keys, latent values", "window", "sink", "pack, dropout", "odd heads")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "names"),
+    [
+        (2, tuple(PROBLEMS)),
+        (3, FEW),
+        (4, FEW),
+        (8, FEW[:2]),
+        *(pytest.param(ranks, tuple(PROBLEMS), marks=matrix.whole) for ranks in (3, 4, 8)),
+    ],
+)
+@forked("features")
+def test_every_algorithm_agrees_with_the_definition(ranks, names):
+    folder = Path(tempfile.mkdtemp())
+    problems = {name: PROBLEMS[name] for name in names}
+    exact = {name: definition(problem, ranks) for name, problem in problems.items()}
+
+    def body(rank):
+        for algorithm_name, algorithm in algorithms(joined(rank, ranks, folder)).items():
+            for name, problem in problems.items():
+                if algorithm.ulysses is not None:
+                    try:
+                        split_heads(problem.heads, problem.groups, algorithm.ulysses.size())
+                    except ValueError:
+                        assert problem.heads < ranks, name
+                        continue
+                got = split(problem, ranks, rank, algorithm)
+                for part, ours, truth in zip(NAMES, got, rows_of(exact[name], problem, ranks, rank), strict=False):
+                    assert error(ours, truth) < 1e-12, f"{algorithm_name}, {name}, {part}: {error(ours, truth):.2g}"
+
+    on_ranks(ranks, body)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@forked("features")
+def test_bf16_is_about_as_exact_on_many_ranks_as_on_one(ranks):
+    """Partial results in fp32: what is rounded is the result, not each block."""
+    problem = Problem(dtype=torch.bfloat16, chunk=64 // ranks, size=32, value_size=32, groups=2, heads=8, batch=1)
+    folder = Path(tempfile.mkdtemp())
+    exact = definition(problem, ranks)
+
+    def body(rank):
+        group = joined(rank, ranks, folder)
+        wanted = rows_of(exact, problem, ranks, rank)
+        for name, algorithm in (("ring", {"ring": Ring(group)}), ("gathered", {"gathered": group})):
+            got = split(problem, ranks, rank, context.Algorithm(**algorithm))
+            for part, ours, truth in zip(NAMES, got, wanted, strict=False):
+                assert ours.dtype == torch.bfloat16
+                rounded = error(truth.bfloat16(), truth)
+                bound = 1.05 * rounded if part == "out" else 1.6 * rounded
+                assert error(ours, truth) < bound, f"{name} {part}: {error(ours, truth):.3g}, rounded {rounded:.3g}"
+
+    on_ranks(ranks, body)
+
+
+@forked("features")
+def test_the_bound_notices_what_is_wrong():
+    """One merge left out, a log-sum-exp of the block before, a gradient dropped on its way."""
+    ranks, problem = 3, Problem()
+    folder = Path(tempfile.mkdtemp())
+    exact = definition(problem, ranks)
+
+    def body(rank):
+        from mindspeed_lite.parallel.context import partial, ring
+
+        group = joined(rank, ranks, folder)
+        wanted = rows_of(exact, problem, ranks, rank)
+
+        def worst():
+            got = split(problem, ranks, rank, context.Algorithm(ring=Ring(group)))
+            return max(error(ours, truth) for ours, truth in zip(got, wanted, strict=True))
+
+        assert worst() < 1e-12
+        merge, backward, count = Partial.merge, partial.RankBlocks.backward, [0]
+
+        def skips(self, out, lse, rows):
+            count[0] += 1
+            if count[0] != 2:
+                merge(self, out, lse, rows)
+
+        def late(self, out, lse, rows):
+            before, self.last = getattr(self, "last", lse), lse
+            merge(self, out, before[..., : lse.shape[-1]] if before.shape[-1] >= lse.shape[-1] else lse, rows)
+
+        def drops(self, *args):
+            count[0] += 1
+            if count[0] != 2:
+                backward(self, *args)
+
+        for owner, name, wrong in (
+            (Partial, "merge", skips), (Partial, "merge", late), (partial.RankBlocks, "backward", drops),
+        ):  # fmt: skip
+            count[0] = 0
+            right = getattr(owner, name)
+            setattr(owner, name, wrong)
+            try:
+                assert worst() > 1e-6, wrong.__name__
+            finally:
+                setattr(owner, name, right)
+        program = ring._program
+
+        def short(*args):
+            """The sums one hop short: what should go on to the next reader is taken for one's own."""
+            its = program(*args)
+            import dataclasses
+
+            steps = tuple(dataclasses.replace(step, receives_sum=False) for step in its.backward)
+            return dataclasses.replace(its, backward=steps)
+
+        ring._program = short
+        assert worst() > 1e-6
+        ring._program = program
+        assert worst() < 1e-12
+
+    on_ranks(ranks, body)
+
+
+def test_rows_that_have_seen_no_key_take_no_part_and_nan_stays():
+    q, v = torch.zeros(3, 1, 1, 2), torch.zeros(3, 1, 1, 2)
+    partial = Partial.of(q, v)
+    logs = torch.tensor([[[float("-inf"), 0.0, float("nan")]]])
+    partial.merge(torch.tensor([0.0, 5.0, float("nan")]).reshape(3, 1, 1, 1).expand(3, 1, 1, 2), logs, slice(0, 3))
+    partial.merge(torch.full((3, 1, 1, 2), 7.0), torch.full((1, 1, 3), float("-inf")), slice(0, 3))
+    assert partial.out[:2, 0, 0, 0].tolist() == [0.0, 5.0] and partial.out[2].isnan().all()
+    assert partial.lse[0, 0, :2].tolist() == [float("-inf"), 0.0] and partial.lse[0, 0, 2].isnan()
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "ranks", "queries", "keys"),
+    [
+        (8, 8, 4, ((0, 2), (2, 4), (4, 6), (6, 8)), ((0, 2), (2, 4), (4, 6), (6, 8))),
+        (8, 2, 4, ((0, 2), (2, 4), (4, 6), (6, 8)), ((0, 1), (0, 1), (1, 2), (1, 2))),
+        (5, 5, 2, ((0, 3), (3, 5)), ((0, 3), (3, 5))),
+        (6, 3, 4, ((0, 1), (1, 2), (2, 4), (4, 6)), ((0, 1), (0, 1), (1, 2), (2, 3))),
+        (7, 1, 2, ((0, 4), (4, 7)), ((0, 1), (0, 1))),
+    ],
+)
+def test_heads_are_spread_evenly(heads, groups, ranks, queries, keys):
+    assert split_heads(heads, groups, ranks) == (queries, keys)
+
+
+def test_heads_fewer_than_ranks_are_refused():
+    with pytest.raises(ValueError, match="2 query heads in 1 groups of 2 are fewer than the ranks"):
+        split_heads(2, 1, 4)
+
+
+@forked("features")
+def test_what_does_not_fit_is_refused():
+    group = joined(0, 1, Path(tempfile.mkdtemp()))
+    q = torch.zeros(8, 1, 2, 4)
+    one = context.Algorithm(ring=Ring(group))
+    with pytest.raises(ValueError, match="a layout of 2 ranks over groups of 1"):
+        context.attend(q, q, q, context.zigzag(16, 2), one)
+    with pytest.raises(ValueError, match="8 queries, 8 keys and 8 values on a rank that has 4 rows"):
+        context.attend(q, q, q, context.zigzag(4, 1), one)

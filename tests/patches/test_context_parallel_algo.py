@@ -1,0 +1,232 @@
+"""Megatron's core attention over context-parallel ranks against the same on one, its flags, and the split of packs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.parallel.context import zigzag
+from mindspeed_lite.parallel.context.layout import stream_rows
+from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
+from tests.harness.attention_modules import HEADS, SIZE, module_of, pack_of
+from tests.harness.compare import error
+from tests.harness.processes import forked, on_ranks
+
+RANKS, ROWS, BATCH = 2, 24, 2
+PACK, PADDED = (5, 1, 0, 8), (8, 4, 0, 12)
+
+# module fields, shapes, what `enable` is given, mask
+CASES = {
+    "chosen": ({}, {}, {}, False),
+    "ring": ({}, {}, {"context_parallel_algo": "megatron_cp_algo"}, False),
+    "ring that keeps keys": (
+        {},
+        {},
+        {"context_parallel_kv_cache_policy": "half", "use_cp_send_recv_overlap": True, "cp_window_size": 2},
+        False,
+    ),
+    "ulysses, keys gathered": ({"num_query_groups": 1}, {"groups": 1}, {"use_ulysses_allgather_kv": True}, False),
+    "latent": ({"softmax_scale": 24**-0.5}, {"size": 24}, {"context_parallel_algo": "kvallgather_cp_algo"}, False),
+    "window": ({"window_size": (5, 0)}, {}, {"context_parallel_algo": "megatron_cp_algo"}, False),
+    "offset": ({"softmax_type": "learnable"}, {}, {"context_parallel_algo": "ulysses_cp_algo"}, False),
+    "offset in a ring": ({"softmax_type": "learnable"}, {}, {"context_parallel_algo": "megatron_cp_algo"}, False),
+    "a mask of documents": ({}, {}, {}, True),
+}
+
+
+def draw(rows, batch=BATCH, groups=HEADS, size=SIZE, value=SIZE):
+    generator = torch.Generator().manual_seed(7)
+    shapes = [(rows, batch, HEADS, size), (rows, batch, groups, size), (rows, batch, groups, value)]
+    if batch == 0:
+        shapes = [(rows, *shape[2:]) for shape in shapes]
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return tensors, torch.randn(*shapes[0][:-2], HEADS * value, generator=generator)
+
+
+def document_mask():
+    """[b, 1, s, s], True hides: causal, and a document begins at row 9 of the second sequence."""
+    hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
+    hidden[1, :, 9:, :9] = True
+    return hidden
+
+
+def run(module, tensors, dout, mask, params=None):
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    if isinstance(module.softmax_offset, torch.nn.Parameter):
+        torch.nn.init.constant_(module.softmax_offset, 0.5)
+    out = module(*leaves, mask, packed_seq_params=params)
+    out.backward(dout)
+    offset = [module.softmax_offset.grad] if isinstance(module.softmax_offset, torch.nn.Parameter) else []
+    return [out.detach(), *(leaf.grad for leaf in leaves), *offset]
+
+
+def start(rank, store):
+    """Megatron's groups with context parallelism; returns them for modules."""
+    from megatron.core import parallel_state
+
+    from mindspeed_lite import platform
+
+    platform.activate()
+    # `module_of` has made one for the modules of one rank.
+    parallel_state._GLOBAL_MEMORY_BUFFER = None
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    parallel_state.initialize_model_parallel(context_parallel_size=RANKS)
+
+
+def store_of(tmp_path):
+    return torch.distributed.FileStore(str(tmp_path / "store"), RANKS)
+
+
+@forked("megatron")
+def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
+    import mindspeed_lite
+
+    pack, padded = pack_of(*PACK, padded=PADDED), sum(PADDED)
+    mindspeed_lite.enable(use_flash_attn=True)
+    exact = {}
+    for name, (fields, shapes, _, masked) in CASES.items():
+        module = module_of(scale=fields.get("softmax_scale"), **without_scale(fields))
+        tensors, dout = draw(ROWS, **shapes)
+        exact[name] = run(module, tensors, dout, document_mask() if masked else None)
+    packs = draw(padded, batch=0)
+    exact["pack"] = run(module_of(), *packs, None, pack)
+    mindspeed_lite.disable()
+
+    def body(rank):
+        start(rank, store_of(tmp_path))
+        layout = zigzag(ROWS, RANKS)
+        own = torch.tensor(stream_rows(layout, rank))
+        for name, (fields, shapes, flags, masked) in CASES.items():
+            with mindspeed_lite.enabled(context_parallel_size=RANKS, **flags):
+                module = module_of(
+                    scale=fields.get("softmax_scale"), context_parallel_size=RANKS, **without_scale(fields)
+                )
+                assert module.config.context_parallel_size == RANKS
+                tensors, dout = draw(ROWS, **shapes)
+                mask = document_mask()[:, :, own] if masked else None
+                got = run(module, [t[own] for t in tensors], dout[own], mask)
+            if len(got) > 4:
+                torch.distributed.all_reduce(got[4])
+            compare(name, got, [t[own] if t.dim() > 1 else t for t in exact[name]])
+        own = thd_partition(pack.cu_seqlens_q_padded, padded, RANKS, rank)
+        for algorithm in ("megatron_cp_algo", "ulysses_cp_algo", "kvallgather_cp_algo"):
+            with mindspeed_lite.enabled(
+                context_parallel_size=RANKS, context_parallel_algo=algorithm, use_flash_attn=True
+            ):
+                tensors, dout = packs
+                got = run(module_of(context_parallel_size=RANKS), [t[own] for t in tensors], dout[own], None, pack)
+            compare(f"pack, {algorithm}", got, [t[own] for t in exact["pack"]])
+        assert refusal(module_of, rank)
+
+    on_ranks(RANKS, body)
+
+
+def without_scale(fields):
+    return {name: value for name, value in fields.items() if name != "softmax_scale"}
+
+
+def compare(name, got, exact):
+    assert len(got) == len(exact)
+    for ours, truth in zip(got, exact, strict=True):
+        assert error(ours, truth) < 3e-6, f"{name}: {error(ours, truth):.2g}"
+
+
+def refusal(module_of, rank):
+    """What a layer cannot do is an error that names the flag."""
+    import mindspeed_lite
+
+    with mindspeed_lite.enabled(context_parallel_size=RANKS):
+        module = module_of(context_parallel_size=RANKS)
+        q = torch.zeros(8, 1, HEADS, SIZE)
+        with pytest.raises(RuntimeError, match="layer 1 asks for an attention bias, which --context-parallel-size"):
+            module(q, q, q, None, attention_bias=torch.zeros(1))
+        with pytest.raises(RuntimeError, match="8 queries and 12 keys on a rank"):
+            module(q, torch.zeros(12, 1, HEADS, SIZE), torch.zeros(12, 1, HEADS, SIZE), None)
+        with pytest.raises(RuntimeError, match=r"a rank has 7 rows.*divisible by 4"):
+            module(q[:7], q[:7], q[:7], None)
+    return True
+
+
+@forked("megatron")
+def test_megatrons_batches_of_packs_are_split_without_transformer_engine(tmp_path):
+    """By the names under which releases have it: each rank gets two chunks of every sequence."""
+    import mindspeed_lite
+
+    def body(rank):
+        start(rank, store_of(tmp_path))
+        from megatron.core import parallel_state, utils
+
+        ends = torch.tensor([[0, 8, 12, 12, 24]], dtype=torch.int32)
+        batch = {
+            "tokens": torch.arange(24).unsqueeze(0), "labels": torch.arange(24).unsqueeze(0), "loss_mask": None,
+            "position_ids": None, "attention_mask": None, "cu_seqlens": ends, "cu_seqlens_padded": ends,
+            "max_seqlen": torch.tensor([12]), "local_cp_size": None, "hybrid_cp_group": None,
+        }  # fmt: skip
+        with mindspeed_lite.enabled(context_parallel_size=RANKS):
+            got = utils.get_batch_on_this_cp_rank(batch, False, cp_group=parallel_state.get_context_parallel_group())
+        wanted = [[0, 1, 6, 7, 8, 11, 12, 13, 14, 21, 22, 23], [2, 3, 4, 5, 9, 10, 15, 16, 17, 18, 19, 20]]
+        assert got["tokens"].tolist() == [wanted[rank]] and got["labels"].tolist() == [wanted[rank]]
+        assert got["cu_seqlens"] is ends
+
+    on_ranks(RANKS, body)
+
+
+def test_the_partition_is_that_of_transformer_engine():
+    """Chunks r and 2P - 1 - r of each sequence, for every rank; together they are all rows."""
+    ends = torch.tensor([0, 12, 12, 36, 48])
+    parts = [thd_partition(ends, 54, 3, rank).tolist() for rank in range(3)]
+    assert parts[0] == [0, 1, 10, 11, 12, 13, 14, 15, 32, 33, 34, 35, 36, 37, 46, 47, 48, 53]
+    assert sorted(itertools.chain(*parts)) == list(range(54))
+
+
+def context(explicit=(), host=None, **settings):
+    settings.setdefault("context_parallel_size", 4)
+    return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host, frozenset(explicit))
+
+
+def test_it_is_on_above_one_rank_and_leaves_transformer_engine_alone():
+    assert FEATURE.is_enabled(context().settings)
+    assert not FEATURE.is_enabled(context(context_parallel_size=1).settings)
+    assert FEATURE.condition(context()) == []
+    (reason,) = FEATURE.condition(context(host={"transformer_impl": "transformer_engine"}))
+    assert "--transformer-impl transformer_engine" in reason
+
+
+def test_it_asks_for_no_mask_and_for_hierarchical_groups():
+    assert FEATURE.arguments(context()) == {}
+    assert FEATURE.arguments(context(host={"a": 1})) == {"create_attention_mask_in_dataloader": False}
+    asked = FEATURE.arguments(
+        context(host={"reset_attention_mask": True}, ulysses_degree_in_cp=2, context_parallel_size=8)
+    )
+    assert asked == {"hierarchical_context_parallel_sizes": [2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "host"),
+    [
+        ("contradict each other", {"context_parallel_algo": "ulysses_cp_algo"}, {"cp_comm_type": ["p2p"]}),
+        ("--cp-window-size is about a ring", {"context_parallel_algo": "ulysses_cp_algo", "cp_window_size": 2}, {}),
+        ("is about Ulysses", {"context_parallel_algo": "megatron_cp_algo", "use_ulysses_allgather_kv": True}, {}),
+        ("give that too", {"context_parallel_cache_interval": 1}, {}),
+        ("needs --ulysses-degree-in-cp", {"context_parallel_algo": "hybrid_cp_algo"}, {"num_layers": 2}),
+        ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 3}, {}),
+        ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 4}, {}),
+        ("is about hybrid_cp_algo", {"context_parallel_algo": "megatron_cp_algo", "ulysses_degree_in_cp": 2}, {}),
+        ("--cp-window-size 3 must divide the ring's 4 ranks", {"cp_window_size": 3}, {}),
+        ("--cp-window-size 4 must divide the ring's 2 ranks", {"cp_window_size": 4, "ulysses_degree_in_cp": 2}, {}),
+        ("2 query heads in 2 groups", {"context_parallel_algo": "ulysses_cp_algo"}, {"num_attention_heads": 2}),
+    ],
+)
+def test_flags_that_contradict_each_other_or_the_layout_are_refused(words, settings, host):
+    explicit = {"cp_comm_type"} & host.keys()
+    with pytest.raises(OptionError, match=words):
+        FEATURE.condition(context(explicit, host or None, **settings))
+
+
+@pytest.mark.parametrize("name", ["adaptive_cp_algo", "hybrid_adaptive_cp_algo", "none_such"])
+def test_algorithms_that_are_not_offered_are_refused(name):
+    with pytest.raises(OptionError):
+        context(context_parallel_algo=name)

@@ -1,0 +1,76 @@
+"""Real training with a sequence split over ranks against one rank, with the same global batch; and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness import checkouts, matrix
+from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
+from tests.harness.training import Trainer
+
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+PP2 = "--pipeline-model-parallel-size 2 --recompute-granularity selective"
+VPP2 = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
+LATENT = "--multi-latent-attention --use-flash-attn"
+RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+RING, ULYSSES = "--context-parallel-algo megatron_cp_algo", "--context-parallel-algo ulysses_cp_algo"
+# Context-parallel ranks and their flags; ranks besides, and flags of both runs: Megatron initialises weights by layout.
+RUNS: dict[str, tuple[int, str, int, str]] = {
+    "ring": (2, f"{RING} --use-distributed-optimizer", 1, ""),
+    "ulysses": (2, f"{ULYSSES} --use-flash-attn", 1, ""),
+    "types of layers": (2, "--cp-comm-type all_gather p2p", 1, ""),
+    "hybrid": (4, "--ulysses-degree-in-cp 2", 1, ""),
+    "double ring": (4, "--cp-window-size 2 --use-cp-send-recv-overlap", 1, ""),
+    "tp2_sp": (2, RING, 2, TP2),
+    "pp2": (2, RING, 2, PP2),
+    "pp2_vpp2": (2, ULYSSES, 2, VPP2),
+    "ep2": (2, f"--expert-model-parallel-size 2 {RING}", 1, EXPERTS),
+    "latent": (2, RING, 1, LATENT),
+    "recomputed": (2, "--context-parallel-kv-cache-policy half", 1, RECOMPUTED),
+    "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce", 2, ""),
+}
+# bf16 weights: two orders of summation of the same products.
+CLOSE = 2**-10
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    matrix.only(
+        [("0.19.2", "ring"), ("0.19.2", "ulysses"), ("0.17.1", "ring")],
+        [(release, name) for release in checkouts.WITH_TRAINING for name in RUNS],
+    ),
+)
+def test_losses_are_those_of_one_rank(trainer: Callable[[str], Trainer], release: str, name: str) -> None:
+    ranks, flags, others, both = RUNS[name]
+    arguments = [*NO_DROPOUT, *both.split()]
+    split = [*arguments, "--context-parallel-size", str(ranks), *flags.split()]
+    one = train(trainer(release), "adaptor", others, arguments).check()
+    many = train(trainer(release), "adaptor", ranks * others, split).check()
+    assert len(lm_losses(many)) == len(lm_losses(one)) == 4
+    assert lm_losses(many) == pytest.approx(lm_losses(one), rel=CLOSE)
+    assert many.history() != one.history(), "another order of summation differs in the last digits"
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    matrix.only([(2, 1)], [(2, 1), (1, 2)]),
+)
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    trainer: Callable[[str], Trainer], tmp_path: Path, writer: int, reader: int
+) -> None:
+    """Four steps at once, or two, saved, and two more by the other number of ranks."""
+    its = trainer(checkouts.ALL[-1])
+
+    def flags(ranks: int) -> list[str]:
+        return [*NO_DROPOUT, "--context-parallel-size", str(ranks), "--use-distributed-optimizer"]
+
+    at_once = train(its, "adaptor", writer, flags(writer)).check()
+    folder = ["--ckpt-format", "torch_dist", "--save", str(tmp_path), "--save-interval", "2"]
+    train(its, "adaptor", writer, [*flags(writer), *folder, "--exit-interval", "2"]).check()
+    resumed = train(its, "adaptor", reader, [*flags(reader), "--load", str(tmp_path)]).check()
+    assert len(lm_losses(resumed)) == 2
+    assert lm_losses(resumed) == pytest.approx(lm_losses(at_once)[2:], rel=CLOSE)
