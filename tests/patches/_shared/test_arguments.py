@@ -223,7 +223,7 @@ def test_features_come_into_force_with_validation_and_not_before(tmp_path):
     args, printed = validated(*flags)
     assert norm_is_fused() and is_swapped(original) and DotProductAttention.forward is original
     assert args.create_attention_mask_in_dataloader is False, "set by the feature"
-    assert "applied (" in printed and "use_fused_rmsnorm" in printed and "\x1b" not in printed
+    assert "2 features on" in printed and "use_fused_rmsnorm" in printed and "\x1b" not in printed
     read = Report.from_dict(json.loads(file.read_text()))
     applied = {each.feature: each for each in read.entries if each.status == "applied"}
     assert {"use_fused_rmsnorm", "use_flash_attn"} <= set(applied)
@@ -292,7 +292,8 @@ def test_auto_turns_on_what_applies_and_says_why_not_the_rest():
     args, _ = validated("--mindspeed-lite-auto")
     assert entry("use_fused_rmsnorm").status == entry("use_flash_attn").status == "applied"
     assert args.create_attention_mask_in_dataloader is False
-    _, printed = validated("--mindspeed-lite-auto", "--normalization", "LayerNorm")
+    verbose = ("--mindspeed-lite-report", "verbose")
+    _, printed = validated("--mindspeed-lite-auto", "--normalization", "LayerNorm", *verbose)
     assert entry("use_flash_attn").status == "applied" and entry("use_fused_rmsnorm").status == "off"
     assert entry("use_fused_rmsnorm").reasons == ["the model has --normalization LayerNorm, not RMSNorm"]
     assert "use_fused_rmsnorm: the model has --normalization LayerNorm" in " ".join(printed.split())
