@@ -61,7 +61,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        if query.is_cuda:
+        if query.device.type == "cuda":  # `is_cuda` is True on an NPU that torch_npu lets pass for CUDA
             session.state("flash_kernels", lambda: choose_kernels(self))
         call = read_call(self, query, attention_mask, packed_seq_params is not None)
         spec = packing = None

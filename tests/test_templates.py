@@ -33,7 +33,7 @@ for line in map(worker.run, checks):
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the repository with the template's operator in it."""
     root = tmp_path_factory.mktemp("checkout")
-    for name in ("mindspeed_lite", "patches", "tests", "docs", "tools"):
+    for name in ("mindspeed_lite", "patches", "tests", "docs", "tools", "examples"):
         shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "setup.py"):
         shutil.copy(ROOT / name, root / name)

@@ -29,7 +29,7 @@ def test_no_command_prints_help_and_is_an_error():
         (("xyz",), "choose one of"),
         (("--xyz",), "no option"),
         (("features", "--xyz"), "--xyz"),
-        (("features", "a", "b"), "unrecognized"),
+        (("features", "a", "b"), "one feature at a time"),
         (("doctor", "now"), "unrecognized"),
     ],
 )

@@ -19,7 +19,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # Every way that reaches a micro-kernel; prints the largest error against the definition.
 _CHILD = """
 import logging, sys, torch
-logging.basicConfig()
+logging.basicConfig(level=logging.INFO)
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul

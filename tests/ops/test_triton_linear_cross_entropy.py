@@ -37,13 +37,22 @@ def moved(tokens: int, width: int, vocabulary: int, columns: int, dtype: torch.d
     kernels = Kernels(lambda rows, *_: rows.new_empty(3, rows.shape[0], dtype=torch.float32), lambda *_: None)
     ctx: Any = types.SimpleNamespace(needs_input_grad=(True, True))
     ctx.save_for_backward = lambda *saved: setattr(ctx, "saved_tensors", saved)
-    with FakeTensorMode(), Traffic() as traffic:
+    with FakeTensorMode(), Traffic() as traffic, pytest.MonkeyPatch.context() as patch:
+
+        def add(total: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            """What the operator moves on CUDA; PyTorch cannot fake its product into fp32."""
+            traffic.bytes += 2 * total.nbytes + dy.nbytes + x.nbytes
+            return total
+
+        patch.setattr(chunks.accumulate_wgrad, "why_not", lambda *given: [])
+        patch.setattr(chunks.accumulate_wgrad, "accumulate_wgrad", add)
         hidden = torch.empty(tokens, width, dtype=dtype, device="cuda")
         weight = torch.empty(vocabulary, width, dtype=dtype, device="cuda")
         target = torch.empty(tokens, dtype=torch.int64, device="cuda")
         given = (0, vocabulary, Weights.of(0.0, vocabulary), None, None)
         forward, backward = chunks._LinearCrossEntropy.forward, chunks._LinearCrossEntropy.backward
-        loss = forward(ctx, hidden, weight, target, kernels, columns * tokens, *given)
+        parts = chunks._parts(tokens, weight, columns * tokens, keeps=False)
+        loss = forward(ctx, hidden, weight, target, kernels, parts, *given)
         backward(ctx, loss)
     return traffic.bytes
 
@@ -71,4 +80,4 @@ def test_chunks_move_what_the_model_says(tokens: int, width: int, vocabulary: in
 
 def test_the_figure_that_small_chunks_cost() -> None:
     old, new = (cuda.accumulation(8192, 4096, 131072, columns, 2) for columns in (512, cuda.COLUMNS))
-    assert (round(old / 1e9), round(new / 1e9, 1)) == (189, 11.8)  # of which 137 and 8.6 GB are the fp32 sums
+    assert (round(old / 1e9), round(new / 1e9, 1)) == (120, 7.5)  # of which 69 and 4.3 GB are the fp32 sums

@@ -3,8 +3,8 @@
 Each chunk of the vocabulary reads hidden three times and adds a product to its fp32 gradient (`accumulation`): traffic
 that grows with the number of chunks, where all the rest stays the same. The chunk's four matrix products take
 8 T n H operations, so what share of their time it costs depends on the chunk's n columns alone. At 3.35 TB/s and
-600 TFLOP/s of bf16 (an H100) it is 0.96 for 512 columns and 0.06 for 8192; at 8 TB/s and 1600 TFLOP/s (a B200) 1.07
-and 0.07. For 8192 columns the logits in memory are half of what the fp32 gradient and its next summand take at H 4096.
+600 TFLOP/s of bf16 (an H100) it is 0.61 for 512 columns and 0.04 for 8192; at 8 TB/s and 1600 TFLOP/s (a B200) 0.68
+and 0.04. For 8192 columns the logits in memory are as large as the fp32 gradient at H 4096.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ COLUMNS = 8192
 def accumulation(tokens: int, width: int, vocabulary: int, columns: int, itemsize: int) -> int:
     """Bytes that chunks of `columns` move because they are chunks, for hidden [tokens, width].
 
-    Each reads hidden for the logits, forward and backward, and for weight's gradient, and adds to an fp32 gradient:
-    a product of 16 bits is written in fp32, then read with the sum, which is written; one in fp32 is added in place.
+    Each reads hidden for the logits, forward and backward, and for weight's gradient, and adds to an fp32 gradient in
+    the product itself, which reads and writes it.
     """
-    added = 8 if itemsize >= 4 else 16
-    return -(-vocabulary // columns) * tokens * width * (3 * itemsize + added)
+    return -(-vocabulary // columns) * tokens * width * (3 * itemsize + 8)
 
 
 def supported(case: Case) -> list[str]:
