@@ -40,7 +40,7 @@ CLOSE = 2**-10
 @pytest.mark.parametrize(
     ("release", "name"),
     matrix.only(
-        [("0.19.2", "ring"), ("0.19.2", "ulysses"), ("0.17.1", "ring")],
+        [("0.19.2", "tp2_sp"), ("0.19.2", "ulysses"), ("0.17.1", "ring")],
         [(release, name) for release in checkouts.WITH_TRAINING for name in RUNS],
     ),
 )
