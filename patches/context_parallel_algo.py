@@ -349,6 +349,7 @@ FEATURE = Feature(
     theme="communication",
     condition=_why_not,
     enabled=_enabled,
+    not_auto="--context-parallel-size above 1 turns it on",
     arguments=_arguments,
     operators=("attention",),
     patches=(

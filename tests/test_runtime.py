@@ -387,10 +387,10 @@ def test_auto_takes_what_applies_and_notes_the_rest():
         assert entry.status in ("applied", "off") and bool(entry.reasons) == (entry.status == "off"), entry
     assert {entries[name].status for name in by_name} == {"off"}
     mindspeed_lite.disable()
-    report = mindspeed_lite.enable(auto=True, host_args={"context_parallel_size": 2}, strict=True)
-    assert status("use_fused_rmsnorm", report) == "applied" and status("use_flash_attn", report) == "off"
-    (entry,) = (each for each in report.entries if each.feature == "use_flash_attn")
-    assert entry.reasons[0].startswith("--context-parallel-size is above 1")
+    report = mindspeed_lite.enable(auto=True, host_args={"normalization": "LayerNorm"}, strict=True)
+    assert status("use_flash_attn", report) == "applied" and status("use_fused_rmsnorm", report) == "off"
+    (entry,) = (each for each in report.entries if each.feature == "use_fused_rmsnorm")
+    assert entry.reasons[0].startswith("the model has --normalization LayerNorm")
 
 
 @forked("megatron")

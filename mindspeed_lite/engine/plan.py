@@ -247,10 +247,10 @@ class _FeaturePlanner:
     def why_not_auto(self, feature: Feature, enabled: Mapping[str, Feature]) -> list[str]:
         """Reasons why auto leaves a feature off that could be known without looking at the host's code."""
         reasons = [self.without[feature.name]] if feature.name in self.without else []
-        if not feature.options or not feature.options[0].is_switch:
-            reasons.append("it needs a value that only the user can choose")
         if feature.not_auto:
             reasons.append(feature.not_auto)
+        elif not feature.options or not feature.options[0].is_switch:
+            reasons.append("it needs a value that only the user can choose")
         reasons += [
             f"{each.flag} means something else in this host" for each in self.collisions if each.feature == feature.name
         ]
