@@ -353,7 +353,7 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("attention",),
     patches=(
-        Override(f"{CORE}.__init__", _init, order=1),
+        Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
         Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number")),
         Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18", variant_of=f"{_UTILS}:get_thd_batch_on_this_cp_rank"),

@@ -90,6 +90,8 @@ def flags_of(feature: Feature) -> dict[str, Any]:
             value = option.choices[-1]
         elif option.nargs is not None:
             value = ["all"]
+        elif isinstance(option.default, int) and not option.is_switch:
+            value = option.default + 1
         found[option.dest] = value
     return found
 

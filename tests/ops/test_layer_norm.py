@@ -114,11 +114,15 @@ def test_the_kernel_agrees_with_the_reference(
     # dx is a difference of terms of the size of dy * w * rstd.
     rstd = (x.double().var(-1, unbiased=False, keepdim=True) + EPS).rsqrt()
     size = (dy.double() * (w.double() + (1 if zero_centered else 0)) * rstd).norm().item()
+    rows = x.numel() // shape[-1]
     for name, ours, truth, into in zip(NAMES, got, exact, (dtype, dtype, weight_dtype, weight_dtype), strict=True):
         assert ours.dtype == into, name
-        # fp16 is PyTorch's kernel, which adds its gradients in fp16.
-        rounded_to = max((dtype, into), key=lambda each: torch.finfo(each).eps) if dtype == torch.float16 else into
-        allowed = bound(rounded_to, 70 + 216, roundings=4 if dtype == torch.float16 else 1)
+        rounded_to, roundings = into, 1
+        if dtype == torch.float16:
+            # PyTorch's kernel adds the parameters' gradients in fp16: a rounding a row, of a sum that grows.
+            rounded_to = max((dtype, into), key=lambda each: torch.finfo(each).eps)
+            roundings = 4 + (rows // 2 if name in ("dw", "db") else 0)
+        allowed = bound(rounded_to, 70 + 216, roundings=roundings)
         assert_within(ours, truth, allowed, size if name == "dx" else None, name)
 
 
