@@ -38,8 +38,9 @@ class States:
 
 def states(training: TrainingConfig, parameters: Parameters, stage: int) -> States:
     """For the parameters of a rank of this pipeline stage."""
-    dense, experts = _share(training, parameters.dense, training.dp * training.cp), _share(
-        training, parameters.experts, training.edp
+    dense, experts = (
+        _share(training, parameters.dense, training.dp * training.cp),
+        _share(training, parameters.experts, training.edp),
     )
     main, moments = int((dense + experts) * _main_width(training)), int((dense + experts) * _moment_width(training))
     if moves(training):
