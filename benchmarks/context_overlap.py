@@ -38,7 +38,7 @@ from mindspeed_lite.parallel.context.partial import RankBlocks
 from mindspeed_lite.parallel.context.pieces import CAUSAL
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.context.schedule import Move, programs
-from mindspeed_lite.parallel.context.simulation import Timing, simulate
+from mindspeed_lite.parallel.context.simulation import RingTiming, simulate
 from mindspeed_lite.platform import cpu
 
 PASSES = ("forward", "backward")
@@ -285,14 +285,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _foreseen(row: dict[str, Any], arm: str, size: float) -> Timing:
+def _foreseen(row: dict[str, Any], arm: str, size: float) -> RingTiming:
     """What two lanes make of a row of two ranks."""
     seconds = 0.0 if row["rate"] is None else 8e-6 * size / row["rate"]
     its = programs(2)
     return simulate(its, row["block"], lambda *_: seconds, backward=row["pass"] == "backward", at_once=arm == "off")
 
 
-def _foreseen_on_hosts(row: dict[str, Any], arm: str, size: float, within: float, shared: bool) -> Timing:
+def _foreseen_on_hosts(row: dict[str, Any], arm: str, size: float, within: float, shared: bool) -> RingTiming:
     """As `_foreseen`, of four ranks on two hosts."""
 
     def is_near(source: int, target: int) -> bool:
@@ -332,7 +332,8 @@ def _page(
         "## A ring of two ranks",
         "",
         f"2 processes, a core each; {kind}. {options.rows} rows of a rank, {options.heads} heads of {options.size}, "
-        f"fp32, causal; a message is {two['bytes'] / 2**20:.1f} MiB. Pairs of the same pass without overlap and with it, "
+        f"fp32, causal; a message is {two['bytes'] / 2**20:.1f} MiB. Pairs of the same pass without overlap "
+        f"and with it, "
         f"A B A B, at least {options.repeats}; medians of the slowest rank, the ratio with its 95 % interval.",
         "",
         "| pass | block | message | link | off | on | off / on | foreseen | waits off | waits on | "
@@ -362,8 +363,9 @@ def _page(
         "## A double ring on two hosts",
         "",
         f"4 processes, two to a host, a message of {WITHIN:g} blocks within a host. Two cores do not hold four "
-        f"processes that compute: a block sleeps, {1e3 * options.block:.0f} ms forward and {2.5e3 * options.block:.0f} ms "
-        "backward, and what is measured is the order of the messages, not attention. Messages are real, and as long as "
+        f"processes that compute: a block sleeps, {1e3 * options.block:.0f} ms forward and "
+        f"{2.5e3 * options.block:.0f} ms backward, and what is measured is the order of the messages, not "
+        "attention. Messages are real, and as long as "
         "above. Links between hosts are one for each host, which its ranks share (network namespaces), or one for each "
         "rank (in the clock alone), as where every device has a network card of its own.",
         "",

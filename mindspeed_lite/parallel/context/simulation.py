@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mindspeed_lite.parallel.context.schedule import Move, Program
 
 
-class Timing(NamedTuple):
+class RingTiming(NamedTuple):
     """seconds: until the slowest rank is ready; waited: those of them that it did not compute."""
 
     seconds: float
@@ -39,7 +39,7 @@ def simulate(
     backward: bool = False,
     at_once: bool = False,
     link: Callable[[int, int], Hashable] = lambda source, target: source,
-) -> Timing:
+) -> RingTiming:
     """One pass of all ranks.
 
     Args:
@@ -74,7 +74,7 @@ def simulate(
             now[rank] += block
             computed[rank] += block
     slowest = max(range(len(now)), key=lambda each: now[each])
-    return Timing(now[slowest], now[slowest] - computed[slowest])
+    return RingTiming(now[slowest], now[slowest] - computed[slowest])
 
 
 def _actions(program: Program, backward: bool, at_once: bool) -> Iterator[_Action]:

@@ -102,7 +102,7 @@ def test_the_user_sees_one_line():
             for _ in range(10):
                 split(problem, ranks, rank, algorithm)
         except LostRankError as lost:
-            with (folder / f"{rank}.txt").open("w") as sys.stderr, pytest.raises(SystemExit, match="2"):
+            with (folder / f"{rank}.txt").open("w") as sys.__stderr__, pytest.raises(SystemExit, match="2"):
                 sys.excepthook(type(lost), lost, lost.__traceback__)
 
     with pytest.raises(AssertionError, match=r"^rank 1: the process ended without an answer: 9$"):
