@@ -229,7 +229,7 @@ def _on_ranks(options: argparse.Namespace, ranks: int, network: Network, body: B
                 cores = sorted(os.sched_getaffinity(0))
                 if ranks <= len(cores):
                     os.sched_setaffinity(0, {cores[rank]})
-                ring.Mail = WatchedMail  # type: ignore[misc]
+                ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
                 dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks)
                 found = body(options, network, theirs)
                 if rank == 0:
@@ -250,8 +250,8 @@ def _on_ranks(options: argparse.Namespace, ranks: int, network: Network, body: B
             codes.append(os.waitstatus_to_exitcode(status))
     if any(codes):
         raise SystemExit("a rank failed")
-    found: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -200,7 +200,7 @@ class Delays:
     def _around_isend(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> Any:
-            peer = dist.get_global_rank(group or dist.group.WORLD, kwargs["group_dst"]) if dst is None else dst
+            peer = dist.get_process_group_ranks(group)[kwargs["group_dst"]] if dst is None else dst
             run = functools.partial(original, tensor, dst, group, *args, **kwargs)
             return self._link(peer).deliver(run, _bytes(tensor))
 
