@@ -77,6 +77,27 @@ EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "experts shared": (2, {"experts": 4, "ep": 2, "moe": {"moe_shared_expert_intermediate_size": 64}}),
 }
+RING, ULYSSES = {"context_parallel_algo": "megatron_cp_algo"}, {"context_parallel_algo": "ulysses_cp_algo"}
+GATHERED, HYBRID = {"context_parallel_algo": "kvallgather_cp_algo"}, {"ulysses_degree_in_cp": 2}
+DOUBLE = {**RING, "cp_window_size": 2, "use_cp_send_recv_overlap": True}
+VPP = {"pp": 2, "vpp": 2, "layers": 4}
+# Of the model that is trained.
+HEADS = 4
+# A sequence over several ranks beside the same batch on one.
+CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "cp2": (2, {"cp": 2}),
+    "cp4": (4, {"cp": 4}),
+    "cp2 distributed optimizer": (2, {"cp": 2, "distributed_optimizer": True}),
+    "cp4 distributed optimizer": (4, {"cp": 4, "distributed_optimizer": True}),
+    "cp2 tp2 sp": (4, {"cp": 2, "tp": 2, "sp": True}),
+    "cp4 tp2 sp": (8, {"cp": 4, "tp": 2, "sp": True}),
+    "cp2 pp2": (4, {"cp": 2, "pp": 2}),
+    "cp4 pp2": (8, {"cp": 4, "pp": 2}),
+    "cp2 pp2 vpp2": (4, {"cp": 2, **VPP}),
+    "cp4 pp2 vpp2": (8, {"cp": 4, **VPP}),
+    "cp2 ep2": (2, {"cp": 2, "experts": 4, "ep": 2}),
+    "cp4 ep2": (4, {"cp": 4, "experts": 4, "ep": 2}),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=checkouts.ALL)
-    every = {**LAYOUTS, **EXPERT_LAYOUTS}
+    every = {**LAYOUTS, **EXPERT_LAYOUTS, **CONTEXT_LAYOUTS}
     parser.add_argument(
         "--layouts",
         nargs="+",
-        default=[*every],
+        default=[*LAYOUTS, *EXPERT_LAYOUTS],
         choices=[*every],
         metavar="LAYOUT",
         help=f"of {', '.join(every)}; single and experts, which have the yardsticks, come with the others",
@@ -100,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     for release in options.releases:
-        rows += _measure(release, options.steps, _chosen(options.layouts), options.features)
+        for row in _measure(release, options.steps, _chosen(options.layouts), options.features):
+            print(_line(row), flush=True)
+            rows.append(row)
         Path(options.page).write_text(_page(rows, options.steps, options.layouts, options.features))
         print(f"wrote {options.page}")
     return int(any(row["share"] > ALLOWED for row in rows))
@@ -108,8 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layouts of these names, behind those of their yardsticks."""
-    wanted = {"experts" if name in EXPERT_LAYOUTS else "single" for name in names} | set(names)
-    return {name: layout for name, layout in {**LAYOUTS, **EXPERT_LAYOUTS}.items() if name in wanted}
+    every = {**LAYOUTS, **EXPERT_LAYOUTS, **CONTEXT_LAYOUTS}
+    yardsticks = {
+        "experts" if "experts" in every[name][1] else "single" for name in names if "cp" not in every[name][1]
+    }
+    return {name: layout for name, layout in every.items() if name in yardsticks | set(names)}
 
 
 def _measure(
@@ -126,6 +152,10 @@ def _measure(
                 # soon as far apart as any two, and nothing is compared any more.
                 options["lr"] = 3e-4
                 options["moe"] = {"moe_router_dtype": "fp32", **options.get("moe", {})}
+            if layout in CONTEXT_LAYOUTS:
+                for row in _split(trainer, nproc, options):
+                    yield {"release": release, "layout": layout, **row}
+                continue
             off = _losses(trainer.core("device", nproc, options, timeout=900))
             own = layout in ("single", "experts")
             if own:
@@ -138,9 +168,29 @@ def _measure(
                 if not own and _compared(off, on, marks)["share"] > ALLOWED:
                     own, marks = True, _yardstick(trainer, nproc, options, off)
                 row = {"release": release, "layout": layout, "features": name, **_compared(off, on, marks)}
-                print(_line(row), flush=True)
                 yield row
         trainer.close()
+
+
+def _split(trainer: Trainer, nproc: int, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Trainings with a sequence over several ranks beside the one with whole sequences, which has all experts."""
+    options = {**options, "by_name": True}
+    ranks = options.pop("cp")
+    whole = {**options, "ep": 1}
+    off = _losses(trainer.core("device", nproc // ranks, whole, timeout=900))
+    marks = _yardstick(trainer, nproc // ranks, whole, off)
+    algorithms: dict[str, dict[str, Any]] = {"ring": RING}
+    if options.get("tp", 1) * ranks <= HEADS:
+        algorithms["ulysses"] = ULYSSES
+    if ranks == 4:
+        algorithms |= {"hybrid": HYBRID, "double ring": DOUBLE}
+        options["cp_hierarchy"] = [2, 2]
+    elif nproc == 2:
+        algorithms["gathered keys"] = GATHERED
+    for name, flags in algorithms.items():
+        given = {**flags, "context_parallel_size": ranks, "strict": True}
+        on = _losses(trainer.core("features", nproc, {**options, "cp": ranks}, flags=given, timeout=900))
+        yield {"features": name, **_compared(off, on, marks)}
 
 
 def _yardstick(trainer: Trainer, nproc: int, options: dict[str, Any], off: list[float]) -> list[float]:

@@ -120,6 +120,7 @@ def _hierarchical(group: Any) -> Sequence[Any]:
         raise OptionError(
             "context_parallel_algo: a hybrid of Ulysses and ring needs two hierarchical groups over the "
             f"{group.size()} context-parallel ranks: give --ulysses-degree-in-cp, or "
-            "--hierarchical-context-parallel-sizes with two sizes."
+            "--hierarchical-context-parallel-sizes with two sizes; without Megatron's arguments, "
+            "initialize_model_parallel(hierarchical_context_parallel_sizes=[...])."
         )
     return groups

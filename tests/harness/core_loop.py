@@ -6,6 +6,7 @@ as exact hexadecimal floats.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,8 @@ def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str,
 
 
 def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Model chunks and configuration for `options`: tp, pp, vpp, ep, sp, experts, layers, config and MoE fields, and
-    `unchecked` ones, which are set past the configuration's checks."""
+    """Model chunks and configuration for `options`: tp, pp, vpp, cp, ep, sp, experts, layers, config and MoE fields,
+    and `unchecked` ones, which are set past the configuration's checks."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
@@ -44,6 +45,8 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             tp,
             pp,
             virtual_pipeline_model_parallel_size=vpp,
+            context_parallel_size=options.get("cp", 1),
+            hierarchical_context_parallel_sizes=options.get("cp_hierarchy"),
             expert_model_parallel_size=options.get("ep", 1),
             expert_tensor_parallel_size=options.get("etp"),
         )
@@ -78,6 +81,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         pipeline_dtype=torch.bfloat16,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        context_parallel_size=options.get("cp", 1),
         virtual_pipeline_model_parallel_size=vpp,
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
@@ -129,6 +133,37 @@ def _nudge(chunks: list[Any], seed: int) -> None:
             parameter.data.copy_(parameter.data.double() * (1 + sign * 2.0**-8))
 
 
+def _weigh_by_name(chunks: list[Any], local_experts: int) -> None:
+    """Give every matrix weights that follow from its name, an expert's from its number among all: alike in any layout
+    of experts and of the sequence."""
+    from megatron.core import parallel_state as ps
+
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            before, _, number_and_rest = name.partition("local_experts.")
+            if number_and_rest:
+                number, _, rest = number_and_rest.partition(".")
+                first = ps.get_expert_model_parallel_rank() * local_experts
+                name = f"{before}{first + int(number)}.{rest}"
+            if parameter.dim() > 1:
+                seed = zlib.crc32(name.encode()) + ps.get_tensor_model_parallel_rank()
+                generator = torch.Generator().manual_seed(seed)
+                parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.02)
+
+
+def _part_of_context(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """This rank's columns: two chunks of the sequence, one from either end, as Megatron splits it."""
+    from megatron.core import parallel_state as ps
+
+    ranks, rank = ps.get_context_parallel_world_size(), ps.get_context_parallel_rank()
+    if ranks == 1:
+        return batch
+    return {
+        name: torch.cat([each.chunk(2 * ranks, 1)[place] for place in (rank, 2 * ranks - 1 - rank)], 1)
+        for name, each in batch.items()
+    }
+
+
 class Training:
     """A model, its configuration and its optimizer, trained a step at a time; needs torchrun's variables."""
 
@@ -146,6 +181,8 @@ class Training:
             dist.init_process_group("nccl")
         self.options = options
         chunks, self.config = build(options)
+        if options.get("by_name"):
+            _weigh_by_name(chunks, (options.get("experts") or 0) // options.get("ep", 1))
         if options.get("nudge"):
             _nudge(chunks, options["nudge"])
         distributed_optimizer = options.get("distributed_optimizer", False)
@@ -180,7 +217,9 @@ class Training:
 
     def forward_step(self, iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
         """What Megatron's schedules call for each micro-batch."""
-        batch = next(iterator)
+        from megatron.core import parallel_state as ps
+
+        batch = _part_of_context(next(iterator))
         mask = None
         if self.options.get("mask_tensor"):
             mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), diagonal=1).bool()
@@ -191,7 +230,8 @@ class Training:
         def loss_of(losses: torch.Tensor) -> Any:
             loss = losses.float().mean()
             self.losses.append(loss.detach().clone())
-            return loss, {}
+            # Megatron's schedules take a share of the loss of the whole sequence, and divide by nothing else.
+            return loss / ps.get_context_parallel_world_size(), {}
 
         return output, loss_of
 
@@ -221,10 +261,18 @@ class Training:
 
     def step(self) -> list[tuple[str, str]]:
         """One step; its loss and gradient norm as exact hexadecimal floats where there is a loss."""
+        from megatron.core import parallel_state as ps
+
         self.zero()
         self.forward_backward()
         _, grad_norm, _ = self.optimizer.step()
-        return [(torch.stack(self.losses).mean().item().hex(), float(grad_norm).hex())] if self.losses else []
+        if not self.losses:
+            return []
+        loss = torch.stack(self.losses).mean()
+        if ps.get_context_parallel_world_size() > 1:
+            dist.all_reduce(loss, group=ps.get_context_parallel_group())
+            loss /= ps.get_context_parallel_world_size()
+        return [(loss.item().hex(), float(grad_norm).hex())]
 
 
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:

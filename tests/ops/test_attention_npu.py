@@ -16,6 +16,7 @@ from tests.harness.attention import CALLS, NAMES, call, make
 from tests.harness.attention_reference import backward_half as backward
 from tests.harness.attention_reference import forward_half as forward
 from tests.harness.compare import error, forward_backward
+from tests.npu_contract.operators.attention import Blocks
 
 from . import twin
 
@@ -35,6 +36,25 @@ def test_both_halves(name: str) -> None:
     torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
     for part, ours, truth in zip(NAMES, (out, *grads), exact, strict=False):
         assert error(ours, truth) < 2e-6, part
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
+def test_partial_results_of_two_ranks_make_the_whole(dtype: torch.dtype, allowed: float) -> None:
+    generator = torch.Generator().manual_seed(5)
+    q, k, v = (torch.randn(24, 2, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    dout = torch.randn(24, 2, 4, 16, generator=generator).to(dtype)
+    # The rank's own rows in causal order, and the first chunk of another rank's keys, which all of them see.
+    hidden = torch.cat([torch.zeros(24, 12).bool(), torch.ones(24, 24).bool().triu(1)], 1)
+
+    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (torch.cat([t[:12], t]) for t in (k, v))
+        return reference.attention(q, keys, values, mask=hidden)  # type: ignore[return-value]
+
+    exact = forward_backward(whole, (q, k, v), dout, torch.float64)
+    with force("attention", "npu"):
+        got = forward_backward(lambda *qkv: Blocks.apply(*qkv, None), (q, k, v), dout)
+    for part, ours, truth in zip(NAMES, got, exact, strict=False):
+        assert ours.dtype == dtype and error(ours, truth) < allowed, part
 
 
 @pytest.fixture(params=["its own", "none"])

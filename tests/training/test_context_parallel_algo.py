@@ -31,6 +31,12 @@ RUNS: dict[str, tuple[int, str, int, str]] = {
     "ep2": (2, f"--expert-model-parallel-size 2 {RING}", 1, EXPERTS),
     "latent": (2, RING, 1, LATENT),
     "recomputed": (2, "--context-parallel-kv-cache-policy half", 1, RECOMPUTED),
+    "mtp": (2, RING, 1, "--mtp-num-layers 1"),
+    "window": (2, RING, 1, "--window-size 5,0 --qk-layernorm"),
+    "sink": (2, ULYSSES, 1, "--softmax-type learnable"),
+    "reset mask": (2, "", 1, "--reset-attention-mask --reset-position-ids --eod-mask-loss"),
+    "swapped": (2, RING, 1, "--swap-attention"),
+    "fused": (2, RING, 1, "--use-flash-attn --gradient-accumulation-fusion --use-fused-rotary-pos-emb"),
     "dp2": (2, "--use-distributed-optimizer --overlap-grad-reduce", 2, ""),
 }
 # bf16 weights: two orders of summation of the same products.

@@ -235,6 +235,56 @@ class SinkOutside(WithSink):
 
 
 @dataclass(frozen=True)
+class Partial(Attention):
+    """One rank's rows of a causal sequence on two ranks: its own block, and keys that all its queries see.
+
+    Forward and backward are calls of their own, whose results context parallelism puts together; the backward is
+    handed the output and the log-sum-exp over all keys.
+    """
+
+    causal: bool = True
+
+    calls = 2
+    saved = {"attention_in": 0, "softmax_max": 1, "softmax_sum": 2}  # noqa: RUF012
+
+    def run(self, leaves: Tensors) -> torch.Tensor:
+        out: torch.Tensor = Blocks.apply(*self._inputs(leaves), self.scale)  # type: ignore[no-untyped-call]
+        return out
+
+    def effect(self, call: Call) -> list[str]:
+        if call.arguments["key"].shape[0] == self.sk:
+            return super().effect(call)
+        seen = visible_to(call)
+        return [] if seen is not None and seen.all() else ["keys of an earlier chunk are hidden"]
+
+
+class Blocks(torch.autograd.Function):
+    """What a ring does on rank 1 of 2 (`mindspeed_lite.parallel.context`), with one rank's keys for both."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        from mindspeed_lite.parallel.context import partial, ring, zigzag
+
+        ctx.blocks = partial.RankBlocks(zigzag(2 * len(q), 2), 1, (-1, 0), scale, False)
+        sum_of_blocks = partial.Partial.of(q, v)
+        for owner in (1, 0):
+            ctx.blocks.forward(q, k, v, owner, sum_of_blocks)
+        out, lse = ring.finish(sum_of_blocks, None, q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor) -> Any:
+        from mindspeed_lite.parallel.context import partial
+
+        q, k, v, out, lse = ctx.saved_tensors
+        sums = partial.Sums(*map(partial.zero_sum, (q, k, v)))
+        for owner in (0, 1):
+            ctx.blocks.backward(dout, q, k, v, out, lse, owner, sums)
+        return *(total.to(t.dtype) for total, t in zip(sums, (q, k, v), strict=True)), None
+
+
+@dataclass(frozen=True)
 class Pack(Attention):
     """`mindspeed_lite.ops.attention.packed.attention`; lengths of the sequences among queries and keys."""
 
@@ -355,6 +405,9 @@ CASES = (
     SinkOutside("sink outside", causal=True, g=2),
     SinkOutside("sink outside and mask", mask=(2, 1, 24, 24), scale=0.3),
     SinkOutside("sink outside and window, smaller values", window=(5, 0), dv=32),
+    Partial("partial"),
+    Partial("partial, groups and smaller values", g=2, dv=32, scale=0.3),
+    Partial("partial, float32", dtype="float32"),
     Pack("pack", causal=True),
     Pack("pack, groups and smaller values", g=2, dv=32, causal=True),
     Pack("pack, keys of other lengths", keys=(12, 3, 15), sk=30, lse=True),
