@@ -101,22 +101,3 @@ def test_after_removal_megatron_parses_alone():
     with contextlib.redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit):
         arguments.parse_args()
     assert "usage: pretrain.py" in errors.getvalue()
-
-
-@forked("megatron", COLUMNS="200")
-def test_keys_of_mindspeed_in_a_yaml_file_are_one_line_or_a_notice():
-    import tempfile
-
-    from mindspeed_lite.engine import OptionError
-
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write("language_model: {num_layers: 2}\nmodel_parallel: {norm_topk_prob: true, use_mc2: false}\n")
-        file.flush()
-        parsed("--yaml-cfg", file.name)
-        file.write("use_mc2: true\nauto_settings: true\n")
-        file.flush()
-        with pytest.raises(OptionError) as refused:
-            parsed("--yaml-cfg", file.name)
-    text = str(refused.value)
-    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (planned" in text
-    assert "norm-topk" not in text and "\n" not in text
