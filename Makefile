@@ -65,7 +65,7 @@ lint: .releases/.prepared
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 test: PART = -m "not whole"
 test test-whole: install lint .releases/.prepared
-	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile $(PART)
+	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PART)
 
 # torch_npu and stubs for CANN live in .npu, apart from the environment; made once.
 test-npu: install

@@ -204,6 +204,55 @@ def memory_of_examples() -> list[str]:
     return table(headers, rows)
 
 
+def memory_of_contexts() -> list[str]:
+    """What the launch script of Llama-3-8B takes with long sequences over more and more ranks, as predicted."""
+    from mindspeed_lite import planner
+    from mindspeed_lite.cli.memory_text import size
+
+    script = ["bash", str(ROOT / "examples" / "llama3_8b.sh"), "--print"]
+    words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    words += "--micro-batch-size 1 --context-parallel-algo megatron_cp_algo".split()
+    whole = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1".split()
+    rows = []
+    for length, name in ((1 << 17, "128k"), (1 << 20, "1M")):
+        for ranks in (1, 4, 8, 16, 32):
+            own = [*words, "--seq-length", str(length), "--context-parallel-size", str(ranks)]
+            kept, again = (
+                planner.ranks(planner.read([*own, *more], 8 * ranks, "npu"))[0] for more in ((), tuple(whole))
+            )
+            states = kept.total - kept.activations
+            activations = (size(kept.activations), size(again.activations))
+            rows.append((name, str(ranks), str(8 * ranks), size(states), *activations, size(kept.total)))
+            rows[-1] += (size(again.total),)
+    headers = ("Tokens", "CP", "Devices", "States", "Activations", "recomputed", "Total", "recomputed")
+    return table(headers, rows)
+
+
+def choices() -> list[str]:
+    """What `parallel/context/cost.py` chooses over 8 ranks, with what each algorithm exposes."""
+    from mindspeed_lite.cli.memory_text import size
+    from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
+
+    links = {"within a host": FLOPS_PER_BYTE["cuda"], "between hosts": 20 * FLOPS_PER_BYTE["cuda"]}
+    links["NPUs"] = FLOPS_PER_BYTE["npu"]
+    rows = []
+    for length, name in ((1 << 13, "8k"), (1 << 15, "32k"), (1 << 17, "128k"), (1 << 20, "1M")):
+        for heads, groups in ((32, 32), (32, 8), (4, 1)):
+            cells = []
+            for flops in links.values():
+                work = AttentionWork(length // 8, 1, heads, groups, 128, 128, 2, 8, causal=True)
+                chosen, found = choose(work, flops)
+                others = sorted(found.keys() - {chosen}, key=lambda each: found[each].exposed)
+                exposed = [f"{each} {size(found[each].exposed)}" for each in (chosen, *others)]
+                cells.append(f"**{exposed[0]}**, {', '.join(exposed[1:])}")
+            rows.append((name, f"{heads} / {groups}", *cells))
+    return table(("Tokens", "Query / key heads", *links), rows)
+
+
+# Generated parts of features' pages besides the declaration.
+PARTS = {"context_parallel_algo": {"memory": memory_of_contexts, "choice": choices}}
+
+
 def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
     from mindspeed_lite.engine import Provide
@@ -339,6 +388,8 @@ def pages() -> dict[Path, str]:
         page = DOCS / "features" / f"{feature.name}.md"
         if page.is_file():
             found[page] = with_part(page, "declaration", declaration(feature), append=True)
+            for name, lines in PARTS.get(feature.name, {}).items():
+                found[page] = renewed(found[page], page, name, lines())
     return found
 
 

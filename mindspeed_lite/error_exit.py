@@ -33,7 +33,13 @@ _DEPENDENCIES = {
     "packaging": "packaging is not installed: pip install packaging",
 }
 # What a collective says on the ranks whose peer has ended.
-_LOST_PEER = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection was likely closed")
+_LOST_PEER = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "broken pipe",
+    "connection was likely closed",
+    "another rank has ended",
+)
 
 _before: Any = None
 _is_on = False
@@ -74,9 +80,9 @@ def remove() -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     before = _before or sys.__excepthook__
     text = describe(error) if _is_on else None
+    if _is_on and _follows_from_another(error):
+        raise SystemExit(EXIT_CODE)
     if text is None:
-        if _is_on and _follows_from_another(error):
-            raise SystemExit(EXIT_CODE)
         before(kind, error, trace)
         return
     if wants_traceback():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,24 +27,40 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="write the golden files in tests/golden/ anew")
 
 
+# Folders whose files take longest: a file that begins last leaves the other workers idle.
+LONG = ("training", "bench", "npu_contract", "cli", "tests", "ops", "patches")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long first; of a folder, all in the order that they have."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = (here.name, *item.path.relative_to(here).parts[:-1])[:2][-1]
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
+
+
 @pytest.fixture(scope="session")
 def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Trainer]]:
-    """`trainer(release)`; the last one used stays, the one before it is closed (each holds half a gigabyte)."""
-    open_one: dict[str, Trainer] = {}
+    """`trainer(release)`; the installed release's stays, and of the others the last (each holds half a gigabyte)."""
+    open_ones: dict[str, Trainer] = {}
 
     def of(release: str) -> Trainer:
-        if release not in open_one:
-            for other in list(open_one):
-                open_one.pop(other).close()
+        if release not in open_ones:
+            for other in {*open_ones} - {checkouts.installed()} if release != checkouts.installed() else ():
+                open_ones.pop(other).close()
             target = checkouts.folder(release)
             if target is not None and not target.is_dir():
                 pytest.fail(f"megatron-core {release} is not prepared: run `python -m tests.harness.checkouts`")
             scratch = tmp_path_factory.mktemp(f"megatron-{release}")
-            open_one[release] = Trainer(target, scratch, training=release in checkouts.WITH_TRAINING)
+            open_ones[release] = Trainer(target, scratch, training=release in checkouts.WITH_TRAINING)
             # Some wheels name the commit they were built from.
-            assert open_one[release].version.partition("+")[0] == release
-        return open_one[release]
+            assert open_ones[release].version.partition("+")[0] == release
+        return open_ones[release]
 
     yield of
-    for each in open_one.values():
+    for each in open_ones.values():
         each.close()

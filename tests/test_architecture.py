@@ -131,7 +131,7 @@ MAY_IMPORT = {
     "tuning": ("ops", "platform"),
     "parallel": ("tuning", "memory", "ops", "platform"),
     "pipeline": ("parallel", "memory"),
-    "planner": ("pipeline",),
+    "planner": ("parallel", "pipeline"),
     "migration": (),
 }
 

@@ -12,7 +12,6 @@ import gc
 import random
 import sys
 import threading
-import types
 
 import pytest
 
@@ -22,6 +21,7 @@ from mindspeed_lite.engine import EngineError, Option, Session, hooks, swaps
 from mindspeed_lite.engine.report import Report
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import megatron
+from tests.harness import places
 from tests.harness.matrix import whole
 from tests.harness.processes import forked
 
@@ -73,33 +73,12 @@ class Faults:
 
 
 def everything():
-    """Each attribute of each loaded Megatron module and class, and what its functions consist of, by place."""
-    found = {}
-    modules = {name: each for name, each in list(sys.modules.items()) if name.partition(".")[0] == "megatron"}
-    modules |= {name: sys.modules[name] for name in ("torch", "torch.cuda", "torch.distributed")}
-    for name, module in modules.items():
-        for key, value in list(vars(module).items()) if isinstance(module, types.ModuleType) else ():
-            if key not in ("__warningregistry__", "__builtins__"):
-                look_at(f"{name}:{key}", value, found)
-            if isinstance(value, type) and value.__module__ == name:
-                for each, raw in list(vars(value).items()):
-                    if not each.startswith("_abc"):
-                        look_at(f"{name}:{value.__qualname__}.{each}", raw, found)
-    return found
-
-
-def look_at(place, value, found):
-    found[place] = value
-    inner = getattr(value, "__func__", getattr(value, "fget", value))
-    if isinstance(inner, types.FunctionType) and inner.__module__.startswith("megatron"):
-        found[f"{place} code"] = inner.__code__
-        found[f"{place} defaults"] = inner.__defaults__
-        for part in ("__kwdefaults__", "__dict__"):
-            found |= {f"{place} {part} {name}": each for name, each in (getattr(inner, part) or {}).items()}
+    """What Megatron and torch are, by place."""
+    return places.snapshot(("torch", "torch.cuda", "torch.distributed"))
 
 
 def different(before, after):
-    return sorted(each for each in before.keys() | after.keys() if before.get(each) is not after.get(each))
+    return sorted(places.changed(before, after))
 
 
 def left_over():

@@ -8,7 +8,6 @@ import gc
 import io
 import itertools
 import json
-import operator
 import os
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import ApplyError, ConflictError, OptionError, PlanError, RequirementError
 from mindspeed_lite.engine import swaps as engine_swaps
 from mindspeed_lite.engine.swaps import in_force
-from tests.harness import matrix
+from tests.harness import matrix, places
 from tests.harness.checkouts import ROOT
 from tests.harness.processes import clean_environment, forked
 
@@ -40,39 +39,43 @@ def status(feature, report=None):
     return next(entry.status for entry in report.entries if entry.feature == feature)
 
 
-def places():
-    """Every attribute of every loaded Megatron module and of the classes defined there."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "megatron" or not isinstance(module, types.ModuleType):
-            continue
-        for key, value in list(vars(module).items()):
-            if key == "__warningregistry__":
-                continue
-            found[f"{name}:{key}"] = seen(value)
-            if isinstance(value, type) and value.__module__ == name:
-                found |= {f"{name}:{value.__qualname__}.{each}": seen(raw) for each, raw in list(vars(value).items())}
-    return found
-
-
-def seen(raw):
-    """A thing and, of a function, what may change in it; held, so that no other takes its place in memory."""
-    inner = getattr(raw, "fget", None) if isinstance(raw, property) else getattr(raw, "__func__", raw)
-    if not isinstance(inner, types.FunctionType):
-        return (raw,)
-    keywords = {**(inner.__kwdefaults__ or {})}
-    if "_mindspeed_lite" in keywords:
-        keywords["_mindspeed_lite"] = None  # the wrapper is made anew for each set of patches
-    kept = [sorted(each.items()) for each in (keywords, inner.__dict__)]
-    return (raw, inner.__code__, *itertools.chain(*kept[0], *kept[1]))
-
-
 def changed(before, after):
-    def differ(place):
-        one, other = before.get(place, ()), after.get(place, ())
-        return len(one) != len(other) or any(map(operator.is_not, one, other))
+    """Where something differs; the wrapper in a function is made anew for each set of patches."""
+    found = places.changed(before, after)
+    return {each.partition(" ")[0] for each in found if not each.endswith(engine_swaps._SLOT)}
 
-    return {place for place in before.keys() | after.keys() if differ(place)}
+
+@forked("megatron")
+def test_every_kind_of_change_is_seen():
+    def function(self, *, word=1):
+        return word
+
+    class Planted:
+        method, static, own = function, staticmethod(lambda: 1), classmethod(lambda cls: 2)
+        read = property(lambda self: 3)
+
+    Planted.__module__, Planted.__qualname__ = "megatron.planted", "Planted"
+    module = sys.modules["megatron.planted"] = types.ModuleType("megatron.planted")
+    module.Planted, module.value, module.function, module.gone = Planted, [1], lambda x=(1,): x, 1
+    before = places.snapshot()
+    assert places.changed(before, places.snapshot()) == set()
+    module.value = [1]
+    module.function.__defaults__ = ((2,),)
+    module.function.mark = object()
+    module.new = 1
+    del module.gone
+    function.__kwdefaults__ = {"word": object()}
+    Planted.read.fget.__code__ = (lambda self: 4).__code__
+    vars(Planted)["own"].__func__.__code__ = (lambda cls: 5).__code__
+    Planted.static = staticmethod(lambda: 1)
+    planted, after = "megatron.planted:", places.snapshot()
+    assert places.changed(before, after) == {
+        *(f"{planted}{each}" for each in ("value", "new", "gone", "Planted.static", "Planted.static __code__")),
+        *(f"{planted}{each}" for each in ("function __defaults__", "function __dict__ mark")),
+        *(f"{planted}Planted.{each}" for each in ("method __kwdefaults__ word", "read __code__", "own __code__")),
+    }
+    assert places.held(after, f"{planted}Planted.read __code__") is vars(Planted)["read"]
+    assert places.held(before, f"{planted}new") is None and places.held(after, f"{planted}new") == 1
 
 
 @forked("megatron")
@@ -100,16 +103,18 @@ def test_calls_add_up_and_a_block_restores_what_was_before():
 
 @forked("megatron")
 def test_a_block_that_raises_takes_its_features_back():
-    before = places()
+    before = places.snapshot()
     with pytest.raises(KeyError, match="inside"), mindspeed_lite.enabled(**BOTH):
         assert on() == set(BOTH)
         raise KeyError("inside")
-    assert changed(before, places()) == set() and platform.current() is None and mindspeed_lite.report() is None
+    assert (
+        changed(before, places.snapshot()) == set() and platform.current() is None and mindspeed_lite.report() is None
+    )
 
 
 @forked("megatron")
 def test_an_outer_block_that_is_left_first_takes_the_inner_ones_with_it():
-    before = places()
+    before = places.snapshot()
     mindspeed_lite.enable(use_fused_swiglu=True)
     blocks = [mindspeed_lite.enabled(**{name: True}) for name in ("use_fused_rmsnorm", "use_flash_attn")]
     for block in blocks:
@@ -123,16 +128,16 @@ def test_an_outer_block_that_is_left_first_takes_the_inner_ones_with_it():
     block.__enter__()
     assert mindspeed_lite.disable() == []
     block.__exit__(None, None, None)
-    assert not changed(before, places()), changed(before, places())
+    assert not changed(before, places.snapshot()), changed(before, places.snapshot())
     assert mindspeed_lite.report() is None
 
 
 @forked("megatron")
 def test_requirements_and_conflicts_hold_across_calls():
-    before = places()
+    before = places.snapshot()
     with pytest.raises(RequirementError, match="moe_grouped_gemm"):
         mindspeed_lite.enable(moe_wgrad_side_stream="always")
-    assert not changed(before, places()), changed(before, places())
+    assert not changed(before, places.snapshot()), changed(before, places.snapshot())
     assert mindspeed_lite.report() is None
     mindspeed_lite.enable(moe_grouped_gemm=True)
     with pytest.raises(RequirementError, match="requires feature `gradient_accumulation_fusion`, which is off"):
@@ -169,7 +174,7 @@ def test_a_feature_goes_on_unless_its_flags_change():
 
 @forked("megatron")
 def test_the_same_feature_with_other_flags_is_made_anew():
-    before = places()
+    before = places.snapshot()
     mindspeed_lite.enable(recompute_norm_num_layers=1)
     view, standing = runtime.current().views["recompute_norm"], len(in_force())
     kept = view.state("kept", object)
@@ -181,7 +186,7 @@ def test_the_same_feature_with_other_flags_is_made_anew():
     flags = next(each.flags for each in report.entries if each.feature == "recompute_norm")
     assert flags["--recompute-norm-num-layers"] == 2
     mindspeed_lite.disable()
-    assert changed(before, places()) == set()
+    assert changed(before, places.snapshot()) == set()
 
 
 class Injected(Exception):
@@ -209,7 +214,7 @@ def test_a_failure_at_any_step_leaves_the_earlier_features_as_they_were(what):
     from mindspeed_lite.ops import dispatch
 
     platform.activate()
-    places_of = {
+    steps = {
         "put": (engine_swaps._Function, "put"),
         "write": (engine_swaps, "write"),
         "record": (Report, "record"),
@@ -217,12 +222,12 @@ def test_a_failure_at_any_step_leaves_the_earlier_features_as_they_were(what):
         "on_fallback": (dispatch, "on_fallback"),
         "make": (engine_swaps.Swap, "compose"),
     }
-    owner, name = places_of[what]
+    owner, name = steps[what]
     function = getattr(owner, name)
     for earlier in ({}, {"use_fused_rmsnorm": True, "use_fused_adamw": True, "recompute_norm_num_layers": 1}):
         if earlier:
             mindspeed_lite.enable(**earlier)
-        before, standing, report = places(), in_force(), mindspeed_lite.report()
+        before, standing, report = places.snapshot(), in_force(), mindspeed_lite.report()
         for count in itertools.count():
             armed = failing_at(count, function)
             setattr(owner, name, lambda *args, armed=armed, **kwargs: armed(*args, **kwargs))
@@ -241,7 +246,7 @@ def test_a_failure_at_any_step_leaves_the_earlier_features_as_they_were(what):
                 break
             finally:
                 setattr(owner, name, function)
-            assert changed(before, places()) == set() and in_force() == standing, (what, count)
+            assert changed(before, places.snapshot()) == set() and in_force() == standing, (what, count)
             assert mindspeed_lite.report() == report
             if earlier:
                 view = runtime.current().views["recompute_norm"]
@@ -281,7 +286,7 @@ def test_what_a_failed_feature_kept_and_marked_is_gone():
 
 @forked("megatron")
 def test_a_callback_that_fails_is_named_and_the_rest_is_taken_back():
-    before = places()
+    before = places.snapshot()
     mindspeed_lite.enable(**BOTH)
     ended = []
     for name in BOTH:
@@ -291,14 +296,14 @@ def test_a_callback_that_fails_is_named_and_the_rest_is_taken_back():
     assert ended == ["use_flash_attn"] and "ZeroDivisionError" in " ".join(mindspeed_lite.report().notices)
     (failed,) = mindspeed_lite.disable()
     assert "feature `use_fused_rmsnorm` could not be ended whole: ZeroDivisionError" in failed
-    assert ended == ["use_flash_attn", "use_fused_rmsnorm"] and changed(before, places()) == set()
+    assert ended == ["use_flash_attn", "use_fused_rmsnorm"] and changed(before, places.snapshot()) == set()
 
 
 @forked("megatron")
 def test_when_a_symbol_cannot_be_put_back_all_stay_in_force():
     platform.activate()
     mindspeed_lite.enable(**BOTH, use_gradient_accumulation_fusion=True)
-    before, report, ended = places(), mindspeed_lite.report(), []
+    before, report, ended = places.snapshot(), mindspeed_lite.report(), []
     runtime.current().views["use_flash_attn"].on_end(lambda: ended.append(1))
     function = engine_swaps._Function.put
     armed = failing_at(1, function)
@@ -306,7 +311,7 @@ def test_when_a_symbol_cannot_be_put_back_all_stay_in_force():
     with pytest.raises(ApplyError, match="could not be changed"):
         mindspeed_lite.disable()
     engine_swaps._Function.put = function
-    assert changed(before, places()) == set() and mindspeed_lite.report() == report and not ended
+    assert changed(before, places.snapshot()) == set() and mindspeed_lite.report() == report and not ended
     assert mindspeed_lite.disable() == [] and ended == [1]
 
 
@@ -409,13 +414,13 @@ def resident_kilobytes():
 @forked("megatron")
 def test_many_times_on_and_off_leave_megatron_and_the_memory_as_they_were(rounds):
     """A round takes 50 ms: each searches every loaded module, twice, for holders of the swapped."""
-    everything = places()
+    everything = places.snapshot()
     mindspeed_lite.enable(**BOTH)
     mindspeed_lite.disable()
-    assert changed(everything, places()) == set()
+    assert changed(everything, places.snapshot()) == set()
     # The device layer stays for the many rounds, so that they are rounds of the features.
     platform.activate()
-    with_device, blocks, resident = places(), 0, 0
+    with_device, blocks, resident = places.snapshot(), 0, 0
     for index in range(rounds):
         if index == 50:
             gc.collect()
@@ -424,7 +429,7 @@ def test_many_times_on_and_off_leave_megatron_and_the_memory_as_they_were(rounds
         with contextlib.nullcontext() if report else mindspeed_lite.enabled(**BOTH):
             if index % 100 == 0:
                 assert on() == set(BOTH), "of which the norm's function is swapped by the device layer already"
-                assert changed(with_device, places()) == {
+                assert changed(with_device, places.snapshot()) == {
                     "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
                     "megatron.core.transformer.dot_product_attention:DotProductAttention.forward",
                 }
@@ -434,9 +439,9 @@ def test_many_times_on_and_off_leave_megatron_and_the_memory_as_they_were(rounds
     gc.collect()
     assert sys.getallocatedblocks() - blocks < 1000, "a round makes thousands; one object kept by each is 950"
     assert resident_kilobytes() - resident < 2048
-    assert changed(with_device, places()) == set()
+    assert changed(with_device, places.snapshot()) == set()
     assert mindspeed_lite.disable() == []
-    assert changed(everything, places()) == set()
+    assert changed(everything, places.snapshot()) == set()
 
 
 PLAIN = (
@@ -463,7 +468,7 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
         for patch in feature.patches
         if megatron.version() in SpecifierSet(patch.versions)
     }
-    before, of_torch = places(), [dict(vars(each)) for each in (torch, torch.cuda, torch.distributed)]
+    before, of_torch = places.snapshot(), [dict(vars(each)) for each in (torch, torch.cuda, torch.distributed)]
     from megatron.training import arguments
 
     import mindspeed_lite.megatron_adaptor
@@ -471,7 +476,7 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
     sys.argv = ["pretrain.py", *PLAIN.split()]
     with contextlib.redirect_stdout(io.StringIO()):
         arguments.validate_args(arguments.parse_args())
-    after = places()
+    after = places.snapshot()
     differing = changed(before, after)
     loaded = {target for target in of_device if target.partition(":")[0] in sys.modules}
     assert hooks | loaded <= differing
@@ -482,11 +487,11 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
         for name, value in names.items()
         if vars(owner).get(name) is not value
     }
-    followed = {id(before[place][0]) for place in hooks | loaded} | redirected
-    unexpected = {place for place in differing if id(before.get(place, (None,))[0]) not in followed}
+    followed = {id(places.held(before, place)) for place in hooks | loaded} | redirected
+    unexpected = {place for place in differing if id(places.held(before, place)) not in followed}
     assert unexpected == set()
     assert mindspeed_lite.disable() == []
-    assert changed(before, places()) == set()
+    assert changed(before, places.snapshot()) == set()
 
 
 USER_MODULE = """

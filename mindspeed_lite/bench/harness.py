@@ -95,6 +95,8 @@ def run(
             trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
             package_root=str(_ROOT), memory=job.memory,
             link_rate=job.links.megabits if job.links else 0.0, link_name=name,
+            link_rate_within=job.links.within if job.links else None,
+            ranks_per_host=job.links.ranks_per_host if job.links else 1,
         )  # fmt: skip
         plan.write(folder / "plan.json")
         try:

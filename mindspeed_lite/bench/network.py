@@ -1,10 +1,13 @@
 """A network laboratory: processes of one machine joined by links of chosen bandwidth, to see communication hide.
 
-`Namespaces` puts each process into a network namespace of its own, all joined by a bridge; a token bucket at each
-process's end lets that many bytes a second leave (Linux, root, `ip` and `tc` of iproute2). Bytes then take their time
+`Namespaces` puts each host's processes into a network namespace of its own, all joined by a bridge; a token bucket at
+each host's end lets that many bytes a second leave (Linux, root, `ip` and `tc` of iproute2). Bytes then take their time
 in the kernel, beside whatever the processor computes, and gloo's threads share the cores as they do in earnest.
-`Delays` needs nothing: collectives are the real ones, and their results count as arrived when a link of that
-bandwidth and latency would have brought them. `laboratory` takes the first that works here.
+`Delays` needs nothing: messages are the real ones, and count as arrived when a link of that bandwidth and latency
+would have brought them. `laboratory` takes the first that works here.
+
+Links have two tiers where hosts have several ranks: adjacent ranks share a host, and within it another rate holds. In
+the kernel the ranks of a host share its link to the others; in the clock each rank has a link of its own.
 
 `Links` is the same for a training that others start: its processes join one by one, when they meet (`join`).
 """
@@ -19,7 +22,8 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -48,8 +52,8 @@ class Network(Protocol):
         """Called in the process of `rank` before it joins a process group."""
         ...
 
-    def set_rate(self, megabits: float | None) -> None:
-        """Megabits a second that leave each process from now on; None is as fast as it goes."""
+    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
+        """Megabits a second that leave each host, and those within it, from now on; None is as fast as it goes."""
         ...
 
 
@@ -69,7 +73,7 @@ def why_no_namespaces() -> str | None:
 
 
 class Namespaces:
-    """`ranks` hosts on one bridge; a context manager, made and changed by the process that starts the others.
+    """Hosts of `ranks_per_host` ranks on one bridge; made and changed by the process that starts the others.
 
     `set_rate` may be called at any time by the process that made it, and holds for all hosts. A process that knows its
     `name` may `add` a host of its own to a bridge that another one made, which takes it away with the rest.
@@ -78,8 +82,9 @@ class Namespaces:
 
     kind = "namespaces"
 
-    def __init__(self, ranks: int, name: str = "") -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, name: str = "", ranks_per_host: int = 1) -> None:
+        self.hosts = -(-ranks // ranks_per_host)
+        self.ranks_per_host = ranks_per_host
         self.name = name or f"mslite-{uuid.uuid4().hex[:6]}"
 
     def __enter__(self) -> Namespaces:
@@ -95,18 +100,18 @@ class Namespaces:
         _run("ip", "netns", "add", bridge)
         _run("ip", "-n", bridge, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", bridge, "link", "set", "br0", "up")
-        for rank in range(self.ranks):
-            self.add(rank)
+        for number in range(self.hosts):
+            self.add(number)
 
-    def add(self, rank: int) -> None:
+    def add(self, number: int) -> None:
         """One more host, as fast as it goes."""
-        bridge, host, port = self._host("b"), self._host(rank), f"port{rank}"
+        bridge, host, port = self._host("b"), self._host(number), f"port{number}"
         _run("ip", "netns", "add", host)
         _run("ip", "link", "add", port, "netns", bridge, "type", "veth", "peer", "name", _INTERFACE, "netns", host)
         _run("ip", "-n", bridge, "link", "set", port, "mtu", str(_FRAME))
         _run("ip", "-n", host, "link", "set", _INTERFACE, "mtu", str(_FRAME))
         _run("ip", "-n", bridge, "link", "set", port, "master", "br0", "up")
-        _run("ip", "-n", host, "addr", "add", f"10.77.{rank // 250}.{rank % 250 + 1}/16", "dev", _INTERFACE)
+        _run("ip", "-n", host, "addr", "add", f"10.77.{number // 250}.{number % 250 + 1}/16", "dev", _INTERFACE)
         _run("ip", "-n", host, "link", "set", _INTERFACE, "up")
         _run("ip", "-n", host, "link", "set", "lo", "up")
 
@@ -115,56 +120,75 @@ class Namespaces:
             with contextlib.suppress(OSError):
                 _run("ip", "netns", "del", path.name)
 
-    def _host(self, rank: int | str) -> str:
-        return f"{self.name}-{rank}"
+    def _host(self, number: int | str) -> str:
+        return f"{self.name}-{number}"
 
     def enter(self, rank: int) -> None:
-        with (_NAMES / self._host(rank)).open() as namespace:
+        with (_NAMES / self._host(rank // self.ranks_per_host)).open() as namespace:
             os.setns(namespace.fileno(), os.CLONE_NEWNET)
         os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
-    def set_rate(self, megabits: float | None) -> None:
-        for rank in range(self.ranks):
-            self.set_rate_of(rank, megabits)
+    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
+        for number in range(self.hosts):
+            self.set_rate_of(number, megabits, within)
 
-    def set_rate_of(self, rank: int, megabits: float | None) -> None:
+    def set_rate_of(self, number: int, megabits: float | None, within: float | None = None) -> None:
         """As `set_rate`, for one host."""
-        place = ("-n", self._host(rank), "qdisc")
-        if megabits is None:
-            with contextlib.suppress(OSError):  # there may be none
-                _run("tc", *place, "del", "dev", _INTERFACE, "root")
-            return
-        burst = max(_BURST, round(megabits * 1e6 / 8 * _REFILL))
-        bucket = ("burst", str(burst), "limit", str(_QUEUE))
-        _run("tc", *place, "replace", "dev", _INTERFACE, "root", "tbf", "rate", f"{megabits}mbit", *bucket)
+        # What a host's ranks send each other goes over its loopback, whatever address they use.
+        for interface, rate in ((_INTERFACE, megabits), ("lo", within)):
+            place = ("-n", self._host(number), "qdisc")
+            if rate is None:
+                with contextlib.suppress(OSError):  # there may be none
+                    _run("tc", *place, "del", "dev", interface, "root")
+                continue
+            burst = max(_BURST, round(rate * 1e6 / 8 * _REFILL))
+            bucket = ("burst", str(burst), "limit", str(_QUEUE))
+            _run("tc", *place, "replace", "dev", interface, "root", "tbf", "rate", f"{rate}mbit", *bucket)
 
 
 class Delays:
-    """Links that exist in the clock alone: each process has one, over which its messages leave in turn.
+    """Links that exist in the clock alone: each process has two, over which its messages leave in turn.
 
-    Reaches `torch.distributed`'s collectives over tensors when `enter` is called, for the whole process.
+    One leads to the other ranks of its host, one to other hosts. Reaches `torch.distributed`'s collectives over
+    tensors and its point-to-point messages when `enter` is called, for the whole process.
     """
 
     kind = "delays"
 
-    def __init__(self, megabits: float | None = None, latency: float = 0.0) -> None:
-        self._megabits = megabits
-        self._latency = latency
-        self._free = 0.0
+    def __init__(self, megabits: float | None = None, latency: float = 0.0, ranks_per_host: int = 1) -> None:
+        self._between, self._within = _ClockLink(megabits, latency), _ClockLink(None, latency)
+        self._ranks_per_host = ranks_per_host
 
-    def set_rate(self, megabits: float | None) -> None:
-        self._megabits = megabits
+    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
+        self._between.megabits, self._within.megabits = megabits, within
 
     def enter(self, rank: int) -> None:
         for name, leaving in _LEAVING.items():
             setattr(dist, name, self._around(getattr(dist, name), leaving))
+        exchange = dist.all_to_all_single
+        dist.all_to_all_single = self._around(exchange, None)
+        isend = self._around_isend(dist.isend)
+        # batch_isend_irecv compares by identity with the names of the module that defines it.
+        dist.isend = dist.distributed_c10d.isend = isend
+        dist.send = functools.wraps(dist.send)(lambda *args, **kwargs: isend(*args, **kwargs).wait())
 
-    def _around(self, original: Callable[..., Any], leaving: Callable[[Any, Any, int], int]) -> Callable[..., Any]:
+    def _around(
+        self, original: Callable[..., Any], leaving: Callable[[Any, Any, int], int] | None
+    ) -> Callable[..., Any]:
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             nonblocking = kwargs.pop("async_op", False)
-            size = dist.get_world_size(kwargs.get("group"))
-            arrives = self._send(leaving(args[0], args[1] if len(args) > 1 else None, size))
+            group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
+            ranks = dist.get_process_group_ranks(group)
+            if leaving is None:
+                splits = kwargs.get("input_split_sizes", args[3] if len(args) > 3 else None)
+                sent = _sent_to_each(args[1], splits, len(ranks))
+                others = [(peer, size) for peer, size in zip(ranks, sent, strict=True) if peer != dist.get_rank()]
+                arrives = max((self._link(peer).send(size) for peer, size in others), default=0.0)
+            else:
+                # Around a ring of these ranks all bytes cross every link, the slowest one too.
+                slowest = max(map(self._link, ranks), key=lambda link: link is self._between)
+                arrives = slowest.send(leaving(args[0], args[1] if len(args) > 1 else None, len(ranks)))
             handle = _Delayed(original(*args, **kwargs, async_op=True), arrives)
             if nonblocking:
                 return handle
@@ -173,12 +197,46 @@ class Delays:
 
         return collective
 
-    def _send(self, size: int) -> float:
+    def _around_isend(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def isend(tensor: torch.Tensor, dst: int | None = None, group: Any = None, *args: Any, **kwargs: Any) -> Any:
+            peer = dist.get_process_group_ranks(group)[kwargs["group_dst"]] if dst is None else dst
+            run = functools.partial(original, tensor, dst, group, *args, **kwargs)
+            return self._link(peer).deliver(run, _bytes(tensor))
+
+        return isend
+
+    def _link(self, peer: int) -> _ClockLink:
+        is_near = peer // self._ranks_per_host == dist.get_rank() // self._ranks_per_host
+        return self._within if is_near else self._between
+
+
+class _ClockLink:
+    """One link that one process sends over."""
+
+    def __init__(self, megabits: float | None, latency: float) -> None:
+        self.megabits, self._latency, self._free = megabits, latency, 0.0
+        self._turns: ThreadPoolExecutor | None = None
+
+    def send(self, size: int) -> float:
         """When a message of `size` bytes that is sent now has arrived."""
-        if self._megabits is None:
+        if self.megabits is None or not size:
             return 0.0
-        self._free = max(self._free, time.perf_counter()) + size * 8 / (self._megabits * 1e6)
+        self._free = max(self._free, time.perf_counter()) + size * 8 / (self.megabits * 1e6)
         return self._free + self._latency
+
+    def deliver(self, run: Callable[[], Any], size: int) -> Any:
+        """Send a message at the time of its arrival: its receiver, another process, waits for it itself."""
+        if self.megabits is None:
+            return run()
+        if self._turns is None:
+            self._turns = ThreadPoolExecutor(1)
+
+        def send(arrives: float) -> Any:
+            time.sleep(max(0.0, arrives - time.perf_counter()))
+            return run()
+
+        return _Queued(self._turns.submit(send, self.send(size)))
 
 
 class _Delayed:
@@ -191,8 +249,25 @@ class _Delayed:
         return result
 
 
+class _Queued:
+    def __init__(self, handle: Future[Any]) -> None:
+        self._handle = handle
+
+    def wait(self, *args: Any) -> Any:
+        return self._handle.result().wait(*args)
+
+    def is_completed(self) -> bool:
+        return self._handle.done() and self._handle.result().is_completed()
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _sent_to_each(x: torch.Tensor, splits: Sequence[int] | None, ranks: int) -> list[int]:
+    """Bytes of an all-to-all for each rank, this one's own among them."""
+    row = _bytes(x) // max(1, len(x))
+    return [row * rows for rows in splits or [len(x) // ranks] * ranks]
 
 
 # Bytes that leave each of p ranks where nothing is sent twice.
@@ -204,13 +279,13 @@ _LEAVING: dict[str, Callable[[Any, Any, int], int]] = {
 
 
 @contextlib.contextmanager
-def laboratory(ranks: int) -> Iterator[tuple[Network, str | None]]:
+def laboratory(ranks: int, ranks_per_host: int = 1) -> Iterator[tuple[Network, str | None]]:
     """Links between `ranks` processes, and why they are only modelled, if they are."""
     reason = why_no_namespaces()
     if reason is not None:
-        yield Delays(), reason
+        yield Delays(ranks_per_host=ranks_per_host), reason
         return
-    with Namespaces(ranks) as made:
+    with Namespaces(ranks, ranks_per_host=ranks_per_host) as made:
         yield made, None
 
 
@@ -219,17 +294,28 @@ class Links:
     """Links between the processes of a training.
 
     Attributes:
-        megabits: a second, that leave each process.
+        megabits: a second, that leave each host.
         modelled: why they exist in the clock alone; None where they are in the kernel.
+        within: megabits a second within a host; None is as fast as it goes.
+        ranks_per_host: adjacent ranks that share a host.
     """
 
     megabits: float
     modelled: str | None
+    within: float | None = None
+    ranks_per_host: int = 1
 
     @classmethod
-    def of(cls, megabits: float) -> Links:
+    def of(cls, megabits: float, within: float | None = None, ranks_per_host: int = 1) -> Links:
         """In the kernel if it can be."""
-        return cls(megabits, why_no_namespaces())
+        return cls(megabits, why_no_namespaces(), within, ranks_per_host)
+
+    def __str__(self) -> str:
+        how = "network namespaces" if self.modelled is None else f"modelled ({self.modelled})"
+        if self.ranks_per_host == 1:
+            return how
+        speed = "" if self.within is None else f", {self.within:g} Mbit/s within it"
+        return f"{how}; {self.ranks_per_host} ranks to a host{speed}"
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[str]:
@@ -241,7 +327,7 @@ class Links:
             yield bridge.name
 
 
-def join(megabits: float, name: str) -> None:
+def join(megabits: float, name: str, within: float | None = None, ranks_per_host: int = 1) -> None:
     """In a process of a training, before anyone takes collectives by value: join when its ranks meet.
 
     They meet where they would have met, outside: a namespace has no way to a store. What is connected stays so, and
@@ -249,7 +335,9 @@ def join(megabits: float, name: str) -> None:
     """
     original = dist.init_process_group
     if not name:
-        Delays(megabits).enter(0)
+        delays = Delays(ranks_per_host=ranks_per_host)
+        delays.set_rate(megabits, within)
+        delays.enter(0)
 
     @functools.wraps(original)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -264,9 +352,14 @@ def join(megabits: float, name: str) -> None:
         if found["world_size"] < 2:
             raise SystemExit("mindspeed-lite bench: --link-rate joins processes, and this training has one.")
         if name:
-            hosts = Namespaces(0, name)
-            hosts.add(found["rank"])
-            hosts.set_rate_of(found["rank"], megabits)
+            hosts = Namespaces(0, name, ranks_per_host)
+            number, place = divmod(found["rank"], ranks_per_host)
+            ready = f"mindspeed_lite/host/{number}"
+            if place == 0:
+                hosts.add(number)
+                hosts.set_rate_of(number, megabits, within)
+                found["store"].set(ready, "1")
+            found["store"].wait([ready])
             hosts.enter(found["rank"])
         original(*given.args, **given.kwargs)
 

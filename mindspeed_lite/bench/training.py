@@ -198,11 +198,7 @@ class Benchmark:
 def _links(job: Job) -> dict[str, Any]:
     if job.links is None:
         return {"link_rate": None, "links": None}
-    modelled = job.links.modelled
-    return {
-        "link_rate": job.links.megabits,
-        "links": "network namespaces" if modelled is None else f"modelled ({modelled})",
-    }
+    return {"link_rate": job.links.megabits, "links": str(job.links)}
 
 
 def check_features(names: Sequence[str]) -> None:

@@ -53,7 +53,7 @@ def _join(plan: Plan, device: Any) -> None:
         name = "none" if device is None else device.name
         raise SystemExit(f"mindspeed-lite bench: --link-rate joins processes on CPU, and the device is {name}.")
     # As the recording of lanes, before Megatron takes collectives by value.
-    network.join(plan.link_rate, plan.link_name)
+    network.join(plan.link_rate, plan.link_name, plan.link_rate_within, plan.ranks_per_host)
 
 
 def _prepare(args: Any, plan: Plan) -> None:

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
                 steps=options.steps,
                 timeout=options.timeout,
                 allocator=options.allocator or "",
-                links=_links(options.link_rate),
+                links=_links(options),
             ),
             mode=options.mode or "features",
             features=features,
@@ -91,17 +91,38 @@ def main(arguments: Sequence[str]) -> int:
     return _measure(benchmark, folder, is_new, training.BenchError)
 
 
-def _links(megabits: float | None) -> Links | None:
-    if megabits is None:
+def _links(options: argparse.Namespace) -> Links | None:
+    if options.link_rate is None:
         return None
     from mindspeed_lite.bench import network
 
-    found = network.Links.of(megabits)
+    between, *within = options.link_rate
+    found = network.Links.of(between, within[0] if within else None, options.ranks_per_host)
     if found.modelled is not None:
-        print(
-            f"links are modelled: {found.modelled}; messages from one stage to the next take no time", file=sys.stderr
-        )
+        print(f"links are modelled: {found.modelled}", file=sys.stderr)
     return found
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """One rate or two; anything else is an argument error."""
+    rates = tuple(float(each) for each in text.split(","))
+    if len(rates) > 2:
+        raise ValueError(text)
+    return rates
+
+
+def _why_no_links(options: argparse.Namespace) -> str | None:
+    """What is wrong with the request's links, or None."""
+    if options.ranks_per_host < 1:
+        return f"--ranks-per-host is at least 1, not {options.ranks_per_host}"
+    if options.link_rate is None:
+        return None if options.ranks_per_host == 1 else "--ranks-per-host is about --link-rate: give that too"
+    for rate in options.link_rate:
+        if not rate > 0:
+            return f"--link-rate is a number of megabits a second above 0, not {rate:g}"
+    if len(options.link_rate) == 2 and options.ranks_per_host == 1:
+        return "--link-rate has a second rate, within hosts, and each rank has a host of its own: give --ranks-per-host"
+    return None
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -228,8 +249,8 @@ def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     for name, least in (("repeats", 1), ("warmup", 0), ("steps", 2)):
         if getattr(options, name) < least:
             return f"--{name} is at least {least}, not {getattr(options, name)}"
-    if options.link_rate is not None and not options.link_rate > 0:
-        return f"--link-rate is a number of megabits a second above 0, not {options.link_rate:g}"
+    if reason := _why_no_links(options):
+        return reason
     if options.timeout <= 0:
         return f"--timeout is a number of seconds above 0, not {options.timeout:g}"
     if options.trace and options.no_profile and (device := _device()) != "cpu":
@@ -289,9 +310,13 @@ def _parser() -> argparse.ArgumentParser:
         help="on the CPU, for all arms: keep freed memory or give it back (default: as the command has it)",
     )  # fmt: skip
     parser.add_argument(
-        "--link-rate", type=float, metavar="MBIT",
+        "--link-rate", type=_rates, metavar="MBIT[,MBIT]",
         help="on the CPU, for all arms: ranks as if on hosts of their own, joined by links of so many megabits a "
-        "second (Linux and root; elsewhere links are modelled)",
+        "second; a second rate holds within hosts (Linux and root; elsewhere links are modelled)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ranks-per-host", type=int, default=1, metavar="N",
+        help="with --link-rate: adjacent ranks that share a host and its link (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--trace",

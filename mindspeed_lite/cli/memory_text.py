@@ -153,7 +153,7 @@ def _about(training: TrainingConfig, ranks: Sequence[Rank], width: int) -> list[
     experts = sum(rank.parameters.experts for rank in ranks) * t.ep * t.etp
     kind = f"{t.num_experts} experts, " if t.num_experts else ""
     dtype = "bf16" if t.bf16 else "fp16" if t.fp16 else "fp32"
-    layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
+    layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
     split = " x ".join(f"{name} {number}" for name, number in layout.items() if number > 1) or "not split"
     text = (
         f"{t.num_layers} layers of {t.hidden_size}, {kind}about {(dense + experts) / 1e9:.3g} billion parameters in "

@@ -7,6 +7,7 @@ layers       which layers a pipeline stage holds
 parameters   how many parameters those are on a rank
 optimizer    bytes of weights, gradients and optimizer states for them
 activations  what one micro-batch keeps for the backward pass, entry by entry
+context      what a sequence that is split over ranks keeps in attention
 pieces       what its layers have in common
 experts      the same for a layer of experts
 schedule     how many micro-batches a stage keeps at once, and what it keeps then

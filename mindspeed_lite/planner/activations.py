@@ -7,6 +7,7 @@ parallelism tokens between the pairs of linear layers are divided by TP.
 
 from __future__ import annotations
 
+from . import context
 from .experts import experts
 from .pieces import (
     MemoryEntry,
@@ -24,8 +25,9 @@ from .pieces import (
 from .training import TrainingConfig
 
 
-def layer(training: TrainingConfig, has_experts: bool, place: int, chunk: int) -> list[MemoryEntry]:
-    """Of the transformer layer at a place (from 0) of a model chunk."""
+def layer(training: TrainingConfig, number: int, place: int, chunk: int) -> list[MemoryEntry]:
+    """Of the transformer layer with this number in the whole model, at a place of a model chunk; all from 0."""
+    has_experts = training.is_moe(number)
     gives_up, hidden = norm_is_recomputed(training, place, chunk), hidden_bytes(training)
     part = "experts" if has_experts else "mlp"
     name = "input of the router" if has_experts else "input of the first linear layer"
@@ -42,7 +44,7 @@ def layer(training: TrainingConfig, has_experts: bool, place: int, chunk: int) -
     return [
         _norm(training, "attention", gives_up),
         given_up("attention", "input of the qkv layer", hidden, gives_up),
-        *_attention(training),
+        *_attention(training, number),
         *_dropout(training, "attention"),
         _norm(training, part, gives_up),
         given_up(part, name, hidden, gives_up),
@@ -54,9 +56,16 @@ def layer(training: TrainingConfig, has_experts: bool, place: int, chunk: int) -
 def embedding(training: TrainingConfig) -> list[MemoryEntry]:
     """Of the embedding, whose lookup keeps its indices."""
     words = 8 * tokens(training)
-    # A batch arrives as one storage with labels and positions; a slice of the vocabulary makes indices of its own.
-    indices = MemoryEntry("embedding", "word indices", 3 * words if training.tp == 1 else words + tokens(training))
-    return [indices, *_dropout(training, "embedding")]
+    learned = training.position_embedding_type == "learned_absolute" and training.add_position_embedding
+    # A slice of the vocabulary makes indices of its own.
+    size = words if training.tp == 1 else words + tokens(training)
+    if training.cp > 1:
+        # Its part of a sequence is copied out of the batch, positions apart.
+        size += words * learned
+    elif training.tp == 1:
+        # A batch arrives as one storage with labels and positions.
+        size *= 3
+    return [MemoryEntry("embedding", "word indices", size), *_dropout(training, "embedding")]
 
 
 # What the fused output layer and loss keeps of its logits, in whole tiles of columns, and the fewest columns it keeps.
@@ -97,7 +106,7 @@ def loss(training: TrainingConfig) -> list[MemoryEntry]:
 def once(training: TrainingConfig, has_mask: bool) -> list[MemoryEntry]:
     """Kept once by all layers of a model chunk, however many micro-batches there are."""
     found = []
-    angles = 8 * training.seq_length * training.kv_channels
+    angles = 8 * training.seq_length // training.cp * training.kv_channels
     if training.position_embedding_type == "rope":
         if training.use_fused_rotary_pos_emb:
             found.append(MemoryEntry("attention", "rotary angles", angles))
@@ -136,23 +145,31 @@ def _dropout(training: TrainingConfig, part: str) -> list[MemoryEntry]:
     return [MemoryEntry(part, "mask of the hidden dropout", norm_tokens(training) * training.hidden_size * width)]
 
 
-def _attention(training: TrainingConfig) -> list[MemoryEntry]:
+def _attention(training: TrainingConfig, number: int) -> list[MemoryEntry]:
     rows, size = tokens(training), training.kv_channels
-    heads = training.num_attention_heads // training.tp
-    groups = max(1, training.groups // training.tp)
+    heads, groups = training.num_attention_heads // training.tp, training.local_groups
     query, key = rows * heads * size * training.width, rows * groups * size * training.width
     is_recomputed = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
     found = []
     rotates = training.position_embedding_type == "rope"
     if rotates and not training.use_fused_rotary_pos_emb:
         # Cosines and sines in the model's dtype, for queries and for keys.
-        found.append(MemoryEntry("attention", "rotary angles", 4 * training.seq_length * size * training.width))
+        found.append(
+            MemoryEntry("attention", "rotary angles", 4 * training.seq_length // training.cp * size * training.width)
+        )
     is_seen = training.qk_layernorm and keeps_norm_input(training)
     if training.qk_layernorm:
         both = norm_bytes(training, rows * heads, size) + norm_bytes(training, rows * groups, size)
         # Their inputs are views of the projection, but for a query that is put together from several groups.
         both -= (key if heads > groups > 1 else query + key) if is_seen else 0
         found.append(MemoryEntry("attention", "norms of query and key", both))
+    scores = _scores(training, heads, number)
+    output = MemoryEntry("attention", "output of attention", query)
+    if training.cp > 1 and context.sharing(training, number) > 1 and not is_recomputed:
+        # What was exchanged replaces what was computed, but for what a norm has seen.
+        if is_seen:
+            found.append(MemoryEntry("attention", "output of the qkv layer", query + 2 * key))
+        return [*found, *context.exchanged(training, number), *scores, output]
     # What is neither rotated nor normalized is a view of the projection; Megatron repeats heads for its own products.
     is_apart, repeats = rotates or training.qk_layernorm, heads > groups and not training.flash
     if is_apart or repeats or heads > groups > 1:
@@ -163,17 +180,19 @@ def _attention(training: TrainingConfig) -> list[MemoryEntry]:
         found.append(MemoryEntry("attention", "key", key))
     if not repeats or is_recomputed or is_seen:
         found.append(MemoryEntry("attention", "output of the qkv layer, of which value is a part", query + 2 * key))
-    scores = _scores(training, heads)
     if is_recomputed:
         again = sum(each.bytes for each in scores) + (2 * query if repeats else 0)
+        if training.cp > 1 and context.sharing(training, number) > 1:
+            again += sum(each.bytes for each in context.exchanged(training, number))
         scores = [MemoryEntry("attention", "scores, recomputed", 0, again)]
-    return [*found, *scores, MemoryEntry("attention", "output of attention", query)]
+    return [*found, *scores, output]
 
 
-def _scores(training: TrainingConfig, heads: int) -> list[MemoryEntry]:
-    rows = training.micro_batch_size * heads * training.seq_length
+def _scores(training: TrainingConfig, heads: int, number: int) -> list[MemoryEntry]:
+    rows = tokens(training) * heads
     if training.flash:
-        return [MemoryEntry("attention", "statistics of the softmax", 4 * rows)]
+        statistics = MemoryEntry("attention", "statistics of the softmax", 4 * rows)
+        return [statistics, *(context.received(training, number) if training.cp > 1 else ())]
     count = rows * training.seq_length
     found = [MemoryEntry("attention", "softmax of the scores", count * training.width)]
     if training.fuses_softmax:

@@ -11,7 +11,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from . import flags
+from . import context, flags
 from .training import ArgumentError, TrainingConfig, pattern
 
 # Vocabularies that come with a tokenizer's type.
@@ -78,12 +78,13 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
 
 
 def _checked(training: TrainingConfig) -> TrainingConfig:
-    model_ranks = training.tp * training.pp
+    model_ranks = training.tp * training.pp * training.cp
     if training.world_size % model_ranks:
         raise ArgumentError(
             f"{training.world_size} ranks cannot be divided by --tensor-model-parallel-size {training.tp} times "
-            f"--pipeline-model-parallel-size {training.pp}: start as many ranks as a multiple of {model_ranks}, or say "
-            "how many with --world-size"
+            f"--pipeline-model-parallel-size {training.pp}"
+            f"{f' times --context-parallel-size {training.cp}' if training.cp > 1 else ''}: start as many ranks as a "
+            f"multiple of {model_ranks}, or say how many with --world-size"
         )
     if training.num_experts and training.world_size % (training.ep * training.etp * training.pp):
         raise ArgumentError(
@@ -111,6 +112,7 @@ def _checked(training: TrainingConfig) -> TrainingConfig:
         )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as Megatron does
+    context.check(training)
     if training.optimizer != "adam":
         raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")
     if training.quant_states not in ("", "bf16", "fp8"):
@@ -169,7 +171,9 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         elif flag in flags.OFF:
             found[flags.OFF[flag]] = False
         elif flag in flags.LISTS:
-            found[flags.LISTS[flag]] = tuple(values)
+            # Sizes are the one list of numbers.
+            is_sizes = flag == "--hierarchical-context-parallel-sizes"
+            found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
         elif flag in flags.TEXTS:
             found[flags.TEXTS[flag]] = _one(flag, values)
         elif flag in flags.INTEGERS or flag in flags.NUMBERS:
@@ -189,7 +193,7 @@ def _number(flag: str, text: str, kind: type[int] | type[float]) -> int | float:
         number = kind(text)
     except ValueError:
         raise ArgumentError(f"{flag} is a number, not {text!r}") from None
-    least = 0 if kind is float or flag.startswith("--decoder-") else 1
+    least = 0 if kind is float or flag in flags.FROM_ZERO else 1
     if number < least:
         raise ArgumentError(f"{flag} is at least {least}, not {text}")
     return number

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import context
 from .estimate import CATEGORIES, Rank, ranks
 from .training import TrainingConfig
 
@@ -91,6 +92,38 @@ def _states(form: str) -> _Toggle:
     )
 
 
+# Without any word about an algorithm, and a ring.
+_NO_CHOICE: Mapping[str, object] = {
+    "cp_comm_type": (),
+    "ulysses_degree_in_cp": 0,
+    "cp_window_size": 1,
+    "use_cp_send_recv_overlap": False,
+    "context_parallel_kv_cache_policy": "",
+    "use_ulysses_allgather_kv": False,
+}
+_RING: Mapping[str, object] = {**_NO_CHOICE, "context_parallel_algo": "megatron_cp_algo"}
+
+
+def _algorithms(training: TrainingConfig) -> set[str]:
+    if training.cp == 1:
+        return set()
+    return {context.algorithm(training, layer) for layer in range(training.num_layers)}
+
+
+def _cache(policy: str) -> _Toggle:
+    return _Toggle(
+        f"--context-parallel-kv-cache-policy {policy}",
+        lambda training: training.context_parallel_kv_cache_policy == policy,
+        {"context_parallel_kv_cache_policy": policy},
+        {"context_parallel_kv_cache_policy": "", "context_parallel_cache_interval": 0},
+        lambda training: (
+            training.context_parallel_kv_cache_policy in ("", policy)
+            and bool(_algorithms(training))
+            and _algorithms(training) <= {"ring", "hybrid"}
+        ),
+    )
+
+
 def _is_rms(training: TrainingConfig) -> bool:
     return training.normalization == "RMSNorm"
 
@@ -101,7 +134,19 @@ _TOGGLES = (
         lambda training: training.flash,
         {"use_flash_attn": True, "create_attention_mask_in_dataloader": False},
         {"use_flash_attn": False, "attention_backend": "auto", "create_attention_mask_in_dataloader": True},
+        # With it attention keeps no scores in any case.
+        lambda training: training.cp == 1,
     ),
+    _Toggle(
+        "--context-parallel-algo ulysses_cp_algo",
+        lambda training: _algorithms(training) == {"ulysses"},
+        {**_NO_CHOICE, "context_parallel_algo": "ulysses_cp_algo"},
+        _RING,
+        lambda training: training.cp > 1 and context.divides_heads(training, training.cp),
+    ),
+    _switch("--use-ulysses-allgather-kv", lambda training: "ulysses" in _algorithms(training)),
+    _cache("full"),
+    _cache("half"),
     _switch(
         "--masked-softmax-fusion",
         lambda training: training.has_softmax_to_fuse,

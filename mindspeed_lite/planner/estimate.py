@@ -124,9 +124,7 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
 
 def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
     """The entries of a chunk's layers in groups of what comes back together in the backward pass."""
-    own = [
-        activations.layer(training, training.is_moe(layer), place, number) for place, layer in enumerate(chunk.layers)
-    ]
+    own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
         whole = count if training.recompute_granularity == "full" else 0

@@ -47,6 +47,10 @@ ON = {
     "--swap-optimizer": "swap_optimizer",
     "--recompute-activation-function": "recompute_activation_function",
     "--recompute-norm": "recompute_norm",
+    "--use-cp-send-recv-overlap": "use_cp_send_recv_overlap",
+    "--use-ulysses-allgather-kv": "use_ulysses_allgather_kv",
+    "--reset-attention-mask": "reset_attention_mask",
+    "--sft": "sft",
 }
 # Switches that set a name to False.
 OFF = {
@@ -78,6 +82,9 @@ INTEGERS = {
     "--expert-model-parallel-size": "expert_model_parallel_size",
     "--expert-tensor-parallel-size": "expert_tensor_parallel_size",
     "--context-parallel-size": "context_parallel_size",
+    "--ulysses-degree-in-cp": "ulysses_degree_in_cp",
+    "--cp-window-size": "cp_window_size",
+    "--context-parallel-cache-interval": "context_parallel_cache_interval",
     "--num-layers-per-virtual-pipeline-stage": "num_layers_per_virtual_pipeline_stage",
     "--num-virtual-stages-per-pipeline-rank": "num_virtual_stages_per_pipeline_rank",
     "--microbatch-group-size-per-virtual-pipeline-stage": "microbatch_group_size_per_vp_stage",
@@ -107,10 +114,20 @@ TEXTS = {
     "--recompute-granularity": "recompute_granularity",
     "--recompute-method": "recompute_method",
     "--transformer-impl": "transformer_impl",
+    "--context-parallel-algo": "context_parallel_algo",
+    "--context-parallel-kv-cache-policy": "context_parallel_kv_cache_policy",
 }
+# Of the integers, those that may be 0.
+FROM_ZERO = (
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--context-parallel-cache-interval",
+)
 # Flags with as many values as there are words before the next flag.
 LISTS = {
     "--virtual-optimizer": "virtual_optimizer",
+    "--cp-comm-type": "cp_comm_type",
+    "--hierarchical-context-parallel-sizes": "hierarchical_context_parallel_sizes",
     "--recompute-modules": "recompute_modules",
     "--moe-aux-loss-coeff": "moe_aux_loss_coeff",
     "--moe-router-load-balancing-type": "moe_router_load_balancing_type",
@@ -125,7 +142,6 @@ REFUSED = {
     "--yaml-cfg": "the arguments in a file are not read: give them as flags",
     "--multi-latent-attention": "multi-latent attention is not predicted",
     "--mtp-num-layers": "multi-token prediction is not predicted",
-    "--context-parallel-size": "context parallelism is not predicted",
     "--pipeline-model-parallel-layout": "a layout by hand is not predicted: give the number of layers of a stage",
     "--hybrid-layer-pattern": "hybrid models are not predicted",
     "--fp8-format": "training in fp8 is not predicted",
@@ -146,4 +162,4 @@ REFUSED = {
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
 # Of these, those that ask for nothing with 1.
-COUNTED_FROM_ONE = ("--context-parallel-size", "--num-distributed-optimizer-instances")
+COUNTED_FROM_ONE = ("--num-distributed-optimizer-instances",)

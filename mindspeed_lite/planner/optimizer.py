@@ -2,7 +2,7 @@
 
 A 16-bit training has for each parameter 2 bytes of weight, a gradient of 4 (2 where gradients are summed in 16 bits),
 and with Adam 12 more: an fp32 main parameter and two moments. The distributed optimizer divides these 12 over the
-data-parallel ranks. In fp32 the weight is the main parameter.
+data- and context-parallel ranks. In fp32 the weight is the main parameter.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ class States:
 
 def states(training: TrainingConfig, parameters: Parameters, stage: int) -> States:
     """For the parameters of a rank of this pipeline stage."""
-    dense, experts = _share(training, parameters.dense, training.dp), _share(training, parameters.experts, training.edp)
+    dense, experts = (
+        _share(training, parameters.dense, training.dp * training.cp),
+        _share(training, parameters.experts, training.edp),
+    )
     main, moments = int((dense + experts) * _main_width(training)), int((dense + experts) * _moment_width(training))
     if moves(training):
         # Halves stay, and so do the exponents of fp8, which the step needs at once.

@@ -78,7 +78,7 @@ def _norm(training: TrainingConfig, width: int) -> int:
 def _attention(training: TrainingConfig) -> int:
     hidden, size = training.hidden_size, training.kv_channels
     heads = training.num_attention_heads // training.tp
-    groups = max(1, training.groups // training.tp)
+    groups = training.local_groups
     projected = (heads + 2 * groups) * size
     has_qkv_bias = training.add_bias_linear or training.add_qkv_bias
     found = projected * (hidden + has_qkv_bias) + heads * size * hidden

@@ -26,7 +26,7 @@ class MemoryEntry:
 
 def tokens(training: TrainingConfig) -> int:
     """Tokens of a micro-batch inside attention and the MLP."""
-    return training.seq_length * training.micro_batch_size
+    return training.seq_length // training.cp * training.micro_batch_size
 
 
 def norm_tokens(training: TrainingConfig) -> int:

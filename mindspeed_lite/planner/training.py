@@ -64,6 +64,18 @@ class TrainingConfig:
     pipeline_model_parallel_size: int = 1
     expert_model_parallel_size: int = 1
     expert_tensor_parallel_size: int = 0
+    context_parallel_size: int = 1
+    hierarchical_context_parallel_sizes: tuple[int, ...] = ()
+    cp_comm_type: tuple[str, ...] = ()
+    context_parallel_algo: str = ""
+    ulysses_degree_in_cp: int = 0
+    cp_window_size: int = 1
+    use_cp_send_recv_overlap: bool = False
+    context_parallel_kv_cache_policy: str = ""
+    context_parallel_cache_interval: int = 0
+    use_ulysses_allgather_kv: bool = False
+    reset_attention_mask: bool = False
+    sft: bool = False
     num_layers_per_virtual_pipeline_stage: int = 0
     num_virtual_stages_per_pipeline_rank: int = 0
     microbatch_group_size_per_vp_stage: int = 0
@@ -124,8 +136,13 @@ class TrainingConfig:
         return self.pipeline_model_parallel_size
 
     @property
+    def cp(self) -> int:
+        return self.context_parallel_size
+
+    @property
     def dp(self) -> int:
-        return self.world_size // (self.tp * self.pp)
+        """How many ranks have batches of their own."""
+        return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def ep(self) -> int:
@@ -157,6 +174,11 @@ class TrainingConfig:
         return self.num_query_groups if self.group_query_attention else self.num_attention_heads
 
     @property
+    def local_groups(self) -> int:
+        """Key-value heads of a tensor-parallel rank."""
+        return max(1, self.groups // self.tp)
+
+    @property
     def gated(self) -> bool:
         return self.swiglu or self.quick_geglu
 
@@ -185,7 +207,8 @@ class TrainingConfig:
 
     @property
     def flash(self) -> bool:
-        return self.use_flash_attn or self.attention_backend in ("flash", "fused")
+        """Whether attention keeps no scores; context parallelism never does."""
+        return self.use_flash_attn or self.attention_backend in ("flash", "fused") or self.cp > 1
 
     @property
     def has_fused_norm(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -54,14 +55,14 @@ def test_a_namespace_carries_so_many_bytes_a_second():
 @forked("torch")
 def test_a_training_meets_outside_and_talks_over_the_links():
     """As torchrun starts it: the store is none of the namespaces', and groups that are made later use the link too."""
-    for links in (network.Links(20.0, "not asked for"), network.Links.of(20.0)):
+    for links in (network.Links(20.0, "not asked for"), network.Links.of(20.0), network.Links.of(80.0, 20.0, 2)):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
 
         def body(rank, links=links, port=port, name=""):
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
-            network.join(links.megabits, name)
+            network.join(links.megabits, name, links.within, links.ranks_per_host)
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
             assert 0.08 < seconds_of_a_gather() < 2.0
             later = dist.new_group([0, 1])
@@ -83,6 +84,72 @@ def test_one_process_alone_has_no_link():
     network.join(20.0, "")
     with pytest.raises(SystemExit, match="--link-rate joins processes, and this training has one"):
         dist.init_process_group("gloo")
+
+
+@pytest.mark.parametrize("kind", ["namespaces", "delays"])
+@forked("torch")
+def test_two_tiers_and_messages_from_rank_to_rank(kind):
+    """Two ranks on one host and one on another: 2 megabits, at 20 a second between hosts, at 80 within one."""
+    if kind == "namespaces" and network.why_no_namespaces() is not None:
+        pytest.skip(network.why_no_namespaces())
+    folder = Path(tempfile.mkdtemp())
+    lab = network.Namespaces(3, ranks_per_host=2) if kind == "namespaces" else network.Delays(ranks_per_host=2)
+    x, received = torch.ones(SIZE // 4), torch.empty(SIZE // 4)
+
+    def seconds_of(run):
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    def hop(rank, target):
+        """The time of a message from rank 0, as each of both ends sees it."""
+        if rank == 0:
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, x, target)])[0].wait()
+        elif rank == target:
+            received.zero_()
+            dist.irecv(received, 0).wait()
+            assert bool((received == 1).all())
+
+    def body(rank):
+        lab.enter(rank)
+        if kind == "delays":
+            lab.set_rate(20, 80)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=3)
+        near, far = (min(seconds_of(functools.partial(hop, rank, target)) for _ in range(4)) for target in (1, 2))
+        if rank == 1:
+            assert 0.01 < near < 0.06, near
+        if rank == 2:
+            # The bucket lets 0.6 megabits through at once.
+            assert 0.065 < far < 2.0, far
+        if kind == "delays":
+            if rank == 0:  # one link is not held up by the other, and carries one message after the other
+                start = time.perf_counter()
+                works = [dist.isend(x, target) for target in (2, 1, 2)]
+                works[1].wait()
+                assert time.perf_counter() - start < 0.1 and not works[2].is_completed()
+                works[2].wait()
+                assert time.perf_counter() - start > 0.19
+            else:
+                for _ in range(rank):
+                    dist.recv(received, 0)
+            dist.barrier()
+            # Of three parts, 0.8 megabits each, ranks 0 and 1 send one near and one far, rank 2 two far.
+            parts, given = torch.empty(75_000), torch.full((75_000,), float(rank))
+            took = min(seconds_of(lambda: dist.all_to_all_single(parts, given)) for _ in range(4))
+            assert parts.view(3, -1)[:, 0].tolist() == [0.0, 1.0, 2.0]
+            assert 0.04 <= took < 0.078 if rank < 2 else 0.08 <= took < 1, took
+            # Uneven: nobody sends anything but rank 0, to rank 1.
+            sizes = [[0, 25_000, 0], [0, 0, 0], [0, 0, 0]]
+            parts, given = torch.empty(sum(each[rank] for each in sizes)), torch.ones(sum(sizes[rank]))
+            splits = [each[rank] for each in sizes], sizes[rank]
+            took = seconds_of(lambda: dist.all_to_all_single(parts, given, *splits))
+            assert took >= 0.01 or rank
+
+    with lab if kind == "namespaces" else contextlib.nullcontext():
+        if kind == "namespaces":
+            lab.set_rate(20, 80)
+        on_ranks(3, body)
 
 
 def test_what_the_kernel_refuses_is_an_error_that_names_the_command():

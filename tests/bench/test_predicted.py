@@ -96,8 +96,52 @@ TRAININGS: dict[str, tuple[int, int, str]] = {
         "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     ),
 }
+CP2, GQA = "--context-parallel-size 2", "--group-query-attention --num-query-groups 2"
+# Name -> (ranks, global batch size, arguments), of sequences that are split over ranks.
+TRAININGS |= {
+    "cp2, an algorithm each": (
+        2,
+        4,
+        f"{LLAMA} {CP2} {GQA} --cp-comm-type p2p a2a all_gather p2p --use-distributed-optimizer",
+    ),
+    "cp2, received keys kept": (
+        2,
+        2,
+        f"{LLAMA} {ON} {CP2} {GQA} --context-parallel-algo megatron_cp_algo --context-parallel-kv-cache-policy full "
+        "--context-parallel-cache-interval 2",
+    ),
+    "cp2, keys alone kept": (2, 2, f"{LLAMA} {CP2} {GQA} --context-parallel-kv-cache-policy half --qk-layernorm"),
+    "cp2, ulysses": (2, 2, f"{LLAMA} {ON} {CP2} --context-parallel-algo ulysses_cp_algo"),
+    "cp2, ulysses, norms": (2, 2, f"{LLAMA} {CP2} {GQA} --context-parallel-algo ulysses_cp_algo --qk-layernorm"),
+    "cp2, ulysses, one key head": (
+        2,
+        2,
+        f"{LLAMA} {CP2} --group-query-attention --num-query-groups 1 --context-parallel-algo ulysses_cp_algo",
+    ),
+    "cp2, ulysses, keys gathered": (2, 2, f"{LLAMA} {CP2} {GQA} --use-ulysses-allgather-kv"),
+    "cp2, gpt2": (2, 4, f"{GPT2} {CP2} --context-parallel-algo megatron_cp_algo"),
+    "cp2, gpt2, ulysses": (2, 4, f"{GPT2} {CP2} --context-parallel-algo ulysses_cp_algo"),
+    "cp2, recomputed": (
+        2,
+        4,
+        f"{LLAMA} {CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "cp2, scores recomputed": (2, 4, f"{LLAMA} {CP2} {GQA} --recompute-granularity selective"),
+    "tp2 cp2 sp": (
+        4,
+        4,
+        f"{LLAMA} {ON} {CP2} {GQA} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+    ),
+    "pp2 cp2": (4, 8, f"{LLAMA} {CP2} {GQA} --pipeline-model-parallel-size 2"),
+    "cp4, hybrid": (
+        4,
+        4,
+        f"{LLAMA} --context-parallel-size 4 {GQA} --ulysses-degree-in-cp 2 --context-parallel-kv-cache-policy half",
+    ),
+    "cp2 ep2": (2, 4, f"{MOE} {CP2} --expert-model-parallel-size 2 --use-distributed-optimizer"),
+}
 NEWEST = checkouts.WITH_TRAINING[-1]
-KEPT = [(NEWEST, name) for name in ("dense, gives up", "tp2 sp, on", "ep2, on")]
+KEPT = [(NEWEST, name) for name in ("dense, gives up", "tp2 sp, on", "ep2, on", "cp2, an algorithm each")]
 # What differs between releases: experts, and what is recomputed.
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)

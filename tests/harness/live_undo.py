@@ -28,7 +28,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import Context, Feature, Settings, swaps
-from tests.harness import core_loop, simulated
+from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
 _DISTRIBUTED = {"distributed_optimizer": True}
@@ -141,48 +141,14 @@ def simulate() -> None:
 # What Megatron is
 
 
-def megatron() -> dict[str, Any]:
-    """Every attribute of Megatron's loaded modules and of their classes, functions with what they are made of."""
-    found: dict[str, Any] = {}
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != "megatron" or not isinstance(module, types.ModuleType):
-            continue
-        for key, value in list(vars(module).items()):
-            if key in _CACHES or isinstance(value, types.ModuleType):
-                continue
-            found[f"{name}:{key}"] = _made_of(value)
-            if isinstance(value, type) and value.__module__ == name:
-                for each, raw in [(each, raw) for each, raw in vars(value).items() if each not in _CACHES]:
-                    found[f"{name}:{value.__qualname__}.{each}"] = _made_of(raw)
-    return found
-
-
-# Python's own, made when they are first needed.
-_CACHES = ("__warningregistry__", "__builtins__", "__slotnames__")
-
-
-def _made_of(value: Any) -> tuple[Any, ...]:
-    function = getattr(value, "__func__", value)
-    if not isinstance(function, types.FunctionType):
-        return (value,)
-    inside = tuple(sorted(vars(function)))
-    return (value, function.__code__, function.__kwdefaults__ and dict(function.__kwdefaults__), inside)
-
-
-def changed(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
-    """Attributes that differ, of modules that were loaded before."""
-    modules = {place.partition(":")[0] for place in before}
-
-    def differ(one: Any, other: Any) -> bool:
-        if one is None or other is None:
-            return True
-        same = one[0] is other[0] and len(one) == len(other)
-        return not (same and (len(one) == 1 or (one[1] is other[1] and one[2:] == other[2:])))
-
+def changed(before: places.Snapshot, after: places.Snapshot) -> set[str]:
+    """Attributes that differ, of modules that were loaded before; a package has a module once that is imported."""
+    modules = {owner.partition(":")[0] for owner in before}
     return {
         place
-        for place in before.keys() | after.keys()
-        if place.partition(":")[0] in modules and differ(before.get(place), after.get(place))
+        for place in places.changed(before, after)
+        if place.partition(":")[0] in modules
+        and not any(isinstance(places.held(each, place), types.ModuleType) for each in (before, after))
     }
 
 
@@ -342,11 +308,11 @@ class Bench:
         self.options = {**LAYOUTS[layout][1], "micro_batches": 2}
         self.plain = core_loop.Training(self.options)
         self.second = second = core_loop.Training(self.options)
-        before = megatron()
+        before = places.snapshot()
         for each in (self.plain, second):
             each.step()
             copies(each)
-        after = megatron()
+        after = places.snapshot()
         #: What training changes anyway.
         self.restless = changed(before, after)
         self.with_device = after
@@ -356,14 +322,14 @@ class Bench:
         one, other = described(self.plain), described(second)
         self.noise = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
         platform.deactivate()
-        self.without_device = megatron()
+        self.without_device = places.snapshot()
         self.restless |= {
             each for each in changed(untouched, self.without_device) if each.partition(":")[0] not in _patched_modules()
         }
         self.alone = self.attempt(self.plain)
         platform.activate()
-        self.restless |= changed(self.with_device, megatron())
-        self.with_device = megatron()
+        self.restless |= changed(self.with_device, places.snapshot())
+        self.with_device = places.snapshot()
         self.faults: list[str] = []
 
     def attempt(self, training: Any) -> str:
@@ -408,18 +374,18 @@ class Bench:
 
     def during(self, where: str, training: Any) -> None:
         """What is to hold while features are on: only their places differ."""
-        functions, places = set(), set()
+        functions, swapped = set(), set()
         for site in swaps._SITES.values():
-            places.add(site.where)
+            swapped.add(site.where)
             functions.add(id(getattr(site, "function", None)))
             for swap in site.swaps:
-                places.update(swap.holders)
-        now = megatron()
+                swapped.update(swap.holders)
+        now = places.snapshot()
         for each in changed(self.with_device, now) - self.restless:
-            value = now.get(each, (None,))[0]
-            name = each.replace(":", ".")
+            value = places.held(now, each)
+            name = each.partition(" ")[0].replace(":", ".")
             known = id(getattr(value, "__func__", value)) in functions
-            self.expect(known or name in {place.replace(":", ".") for place in places}, f"{where}: {each} has changed")
+            self.expect(known or name in {place.replace(":", ".") for place in swapped}, f"{where}: {each} has changed")
         self.expect_copies(where, training)
 
     def expect_copies(self, where: str, training: Any) -> None:
@@ -431,7 +397,7 @@ class Bench:
         """`disable()`, and Megatron as it was."""
         for each in mindspeed_lite.disable():
             self.faults.append(f"{where}: {each}")
-        left = changed(self.without_device, megatron()) - self.restless
+        left = changed(self.without_device, places.snapshot()) - self.restless
         self.expect(not left, f"{where}: left in Megatron: {sorted(left)}")
 
     def after(self, where: str, training: Any, exact: bool) -> None:
@@ -439,7 +405,7 @@ class Bench:
         alone = self.attempt(training)
         self.expect(alone == self.alone, f"{where}: without the device layer: {alone}, and never patched: {self.alone}")
         platform.activate()
-        left = changed(self.with_device, megatron()) - self.restless
+        left = changed(self.with_device, places.snapshot()) - self.restless
         self.expect(not left, f"{where}: left in Megatron: {sorted(left)}")
         give(training, self.plain)
         mine, theirs = ([each.step() for _ in range(2)] for each in (training, self.plain))
@@ -596,7 +562,7 @@ _untouched: dict[str, Any] = {}
 
 def before() -> None:
     """Run in a job before the device layer is on: Megatron as nobody has touched it."""
-    _untouched.update(megatron())
+    _untouched.update(places.snapshot())
 
 
 if __name__ == "__main__":

@@ -46,6 +46,7 @@ PRELOADED = {
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.transformer.moe.moe_utils",
         "megatron.core.optimizer.distrib_optimizer",
+        "tests.harness.planned",
     ),
 }
 # Seconds; ranks that wait for each other must be given up before the test they belong to.

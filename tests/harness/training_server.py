@@ -43,6 +43,7 @@ PREPARED = (
     "megatron.core.datasets.gpt_dataset",
     "torch._dynamo",
 )
+PLANNED = "tests.harness.planned"
 PREPARED_TRAINING = ("megatron.training", "megatron.training.training", "megatron.training.yaml_arguments")
 
 
@@ -201,7 +202,7 @@ def main() -> None:
     # Standard output carries the answers; whatever Megatron prints while it is imported must not.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    for name in (*PREPARED, *(PREPARED_TRAINING if "--training" in sys.argv else ())):
+    for name in (*PREPARED, *(PREPARED_TRAINING if "--training" in sys.argv else ()), PLANNED):
         importlib.import_module(name)
     from megatron.core.package_info import __version__
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_lite.planner import ArgumentError, read
+from mindspeed_lite.planner import ArgumentError, context, read
 from mindspeed_lite.planner.arguments import misspelt
 
+CP = "--context-parallel-size 2"
 LEAST = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 
 
@@ -30,6 +31,37 @@ def test_a_whole_command_is_read() -> None:
         and training.sequence_parallel
         and training.padded_vocab_size == 1024
     )
+
+
+def test_ranks_that_share_a_sequence_have_one_batch() -> None:
+    words = [*LEAST, "--context-parallel-size", "2", "--tensor-model-parallel-size", "2", "--global-batch-size", "8"]
+    training = read(words, 8)
+    assert (training.cp, training.dp, training.microbatches, training.flash) == (2, 2, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "kinds"),
+    [
+        ("--context-parallel-algo kvallgather_cp_algo", ["gathered"] * 4),
+        ("--cp-comm-type p2p a2a all_gather a2a", ["ring", "ulysses", "gathered", "ulysses"]),
+        ("--context-parallel-kv-cache-policy half --context-parallel-cache-interval 0", ["ring"] * 4),
+        ("--use-ulysses-allgather-kv", ["ulysses"] * 4),
+        ("--context-parallel-size 4 --ulysses-degree-in-cp 2", ["hybrid"] * 4),
+        ("--cp-comm-type a2a+p2p --context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2", ["hybrid"] * 4),
+        # Of 16 rows the products hide little, of 64 Ki rows all of a ring.
+        ("", ["ulysses"] * 4),
+        ("--seq-length 131072", ["ring"] * 4),
+    ],
+)
+def test_the_algorithm_of_each_layer(words: str, kinds: list[str]) -> None:
+    training = read([*LEAST, "--context-parallel-size", "2", *words.split()], 4)
+    assert [context.algorithm(training, layer) for layer in range(4)] == kinds
+
+
+def test_algorithms_have_the_names_that_the_feature_reads() -> None:
+    from mindspeed_lite.patches._shared import context_groups
+
+    assert (context.ALGORITHMS, context.COMM_TYPES) == (context_groups.ALGORITHMS, context_groups.COMM_TYPES)
 
 
 def test_experts_are_spread_over_what_is_left() -> None:
@@ -62,7 +94,25 @@ def test_which_layers_have_experts(pattern: str, expected: list[int]) -> None:
         ("--hidden-size 0", 1, ("--hidden-size", "at least 1")),
         ("--optimizer sgd", 1, ("--optimizer sgd", "adam")),
         ("--multi-latent-attention", 1, ("--multi-latent-attention", "not predicted")),
-        ("--context-parallel-size 2", 2, ("--context-parallel-size 2", "not predicted")),
+        ("--context-parallel-size 2 --tensor-model-parallel-size 2", 6, ("6 ranks", "multiple of 4")),
+        ("--context-parallel-size 3", 3, ("--seq-length 32", "--context-parallel-size 3")),
+        (f"{CP} --context-parallel-algo ring", 2, ("--context-parallel-algo ring", "ulysses_cp_algo")),
+        (f"{CP} --cp-comm-type p2p a2a", 2, ("--cp-comm-type has 2", "4 layers")),
+        (f"{CP} --cp-comm-type ring", 2, ("--cp-comm-type ring", "a2a+p2p")),
+        (f"{CP} --context-parallel-algo hybrid_cp_algo", 2, ("--ulysses-degree-in-cp", "add it")),
+        (f"{CP} --ulysses-degree-in-cp 2", 2, ("--ulysses-degree-in-cp 2", "between 1 and it")),
+        (f"{CP} --context-parallel-kv-cache-policy all", 2, ("--context-parallel-kv-cache-policy", "'all'")),
+        (f"{CP} --reset-attention-mask", 2, ("--reset-attention-mask", "not predicted")),
+        (
+            f"{CP} --cp-comm-type a2a --num-attention-heads 3",
+            2,
+            ("3 query heads", "unequal", "--context-parallel-algo"),
+        ),
+        (
+            "--context-parallel-size 2 --tensor-model-parallel-size 4 --sequence-parallel --seq-length 24",
+            8,
+            ("--seq-length 24", "cannot be divided by 16"),
+        ),
         ("--quant-states int4", 1, ("--quant-states", "bf16 or fp8", "'int4'")),
         ("--recompute-granularity full", 1, ("--recompute-method",)),
         ("--virtual-optimizer 1 2", 1, ("--virtual-optimizer", "give one")),
@@ -90,7 +140,7 @@ def test_what_is_needed_is_named(flag: str) -> None:
 
 
 def test_a_value_that_asks_for_nothing_is_not_refused() -> None:
-    assert read([*LEAST, "--context-parallel-size", "1", "--cpu-offloading-num-layers", "0"]).tp == 1
+    assert read([*LEAST, "--hybrid-layer-pattern", "none", "--cpu-offloading-num-layers", "0"]).tp == 1
     with pytest.raises(ArgumentError, match="--mtp-num-layers 1"):
         read([*LEAST, "--mtp-num-layers", "1"])
 

@@ -20,7 +20,7 @@ def training(
 
 
 def layer_bytes(training: TrainingConfig) -> int:
-    return sum(entry.bytes for entry in activations.layer(training, training.is_moe(0), 0, 0))
+    return sum(entry.bytes for entry in activations.layer(training, 0, 0, 0))
 
 
 @given(st.integers(1, 8), st.integers(1, 64), st.integers(1, 4))

@@ -45,7 +45,7 @@ ROWS: dict[str, tuple[int, dict[str, Any]]] = {
     ("release", "layout"),
     matrix.pairs(
         [*ROWS],
-        [("0.16.1", "reduced as it comes")],
+        [("0.17.1", "reduced as it comes")],
         newest=["tensor parallel", "tied, across a pipeline", "tied, with the fusion", "16-bit main gradients"],
     ),
 )

@@ -6,7 +6,9 @@ partial           one rank's queries against one owner's keys after another, sum
 ring, messages    the steps executed over process groups
 ulysses, rows     all-to-alls between rows and heads
 gathered_keys     keys and values gathered by one collective
+contact           one error for a rank that is gone, and for sequences of different lengths
 cost              predicted exposed communication, from bytes and products
+simulation        the time of a ring's steps from those of its blocks and messages
 
 `attend` puts them together. Every algorithm takes and returns the same rows of each rank, those of `Layout`.
 """
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from mindspeed_lite.ops import attention as op
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.context import gathered_keys, ring, ulysses
+from mindspeed_lite.parallel.context.contact import compare_lengths
 from mindspeed_lite.parallel.context.layout import Layout, gathered, packed_zigzag, zigzag
 from mindspeed_lite.parallel.context.partial import Dropout, RankBlocks
 from mindspeed_lite.parallel.context.pieces import Band
@@ -43,6 +46,12 @@ class Algorithm:
     ring: Ring | None = None
     gathered: dist.ProcessGroup | None = None
     gather_keys: bool = False
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those that it has, which together join all ranks."""
+        given = (self.ulysses, self.ring.group if self.ring else None, self.gathered)
+        return tuple(group for group in given if group is not None)
 
     @property
     def ranks(self) -> int:
@@ -77,6 +86,8 @@ def attend(
     Raises:
         ValueError: the rows are not those of the layout, its ranks not those of the algorithm, or heads are fewer than
             the ranks of Ulysses.
+        contact.UnequalLengthsError: the ranks have sequences of different lengths.
+        contact.LostRankError: a rank has ended; in the backward pass too.
     """
     if algorithm.ranks != layout.ranks:
         raise ValueError(f"context parallelism: a layout of {layout.ranks} ranks over groups of {algorithm.ranks}")
@@ -85,6 +96,8 @@ def attend(
             f"context parallelism: {q.shape[0]} queries, {k.shape[0]} keys and {v.shape[0]} values on a rank that has "
             f"{layout.rows(0)} rows; all ranks must have batches of one length"
         )
+    for group in algorithm.groups:
+        compare_lengths(q, k, group)
     is_pack, heads, first_head = q.dim() == 3, q.shape[-2], 0
     # One seed, before the heads are split: all ranks draw the same.
     seed = torch.randint(1 << 62, (), device=q.device) if dropout_p > 0.0 else None
@@ -135,6 +148,7 @@ def attend_masked(
     Raises:
         ValueError: the mask does not fit.
     """
+    compare_lengths(q, k, group)
     keys, values = gathered_keys.gather_keys(k, v, layout, group)
     spec = op.prepare(q, keys, values, mask=mask, scale=scale, dropout_p=dropout_p, sink=sink)
     return op.attend(q, keys, values, spec)[0]

@@ -44,10 +44,14 @@ def predict(work: AttentionWork, flops_per_byte: float) -> dict[str, Exposed]:
     keys, sums = numbers * work.itemsize, numbers * _SUM_BYTES
     flops = 2 * work.rows**2 * work.batch * work.heads * (work.size + work.value_size) / (2 if work.causal else 1)
     forward, backward = flops / flops_per_byte, 2.5 * flops / flops_per_byte
+    # Beside each block of the backward pass: the keys of the next, and from the third on the sums of the one before.
+    beside = [keys * (step < others) + sums * (step > 1) for step in range(work.ranks)]
     found = {
         "ring": Exposed(
             others * (2 * keys + sums),
-            others * (max(0.0, keys - forward) + max(0.0, keys + sums - backward)) + (sums if others else 0),
+            others * max(0.0, keys - forward)
+            + sum(max(0.0, each - backward) for each in beside)
+            + (sums if others else 0),
         ),
         "gathered": Exposed(*[float(others * (2 * keys + sums))] * 2),
     }

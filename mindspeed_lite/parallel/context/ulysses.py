@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from mindspeed_lite.parallel.context.contact import contact
 from mindspeed_lite.parallel.context.layout import Spans
 from mindspeed_lite.parallel.context.rows import by_rank, gather, in_order
 
@@ -172,7 +173,9 @@ def _joined(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _exchange(outgoing: Sequence[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
     """Flat messages to every rank, and those of every rank, of these sizes."""
     received = outgoing[0].new_empty(sum(sizes))
-    dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, [each.numel() for each in outgoing], group=group)
+    sent = [each.numel() for each in outgoing]
+    with contact("Ulysses"):
+        dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, sent, group=group)
     return list(torch.split_with_sizes(received, sizes))
 
 

@@ -513,7 +513,7 @@ def test_keys_of_mindspeed_in_a_yaml_file_are_one_line_or_a_notice(tmp_path):
     import_adaptor()
     flags = ("--yaml-cfg", yaml_file(tmp_path, "norm_topk_prob: true\nuse_mc2: false\n"))
     _, printed = validated(*flags, plain=[])
-    assert "--norm-topk-prob is left out" in " ".join(printed.split()) and "mc2" not in printed
+    assert "--norm-topk-prob is left out" in " ".join(printed.split()) and "--use-mc2" not in printed
     with pytest.raises(OptionError) as refused:
         validated("--yaml-cfg", yaml_file(tmp_path, "use_mc2: true\nauto_settings: true\n"), plain=[])
     text = str(refused.value)

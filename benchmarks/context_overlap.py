@@ -1,0 +1,403 @@
+"""Ring attention's messages behind its products: `python -m benchmarks.context_overlap`.
+
+    python -m benchmarks.context_overlap [--rows 1024] [--heads 8] [--size 64] [--repeats 12] [--block 0.06]
+                                         [--page docs/benchmarks/context-parallel.md]
+
+Two processes, a core each, share a causal sequence by a ring whose messages take half and all of the time of a block's
+products, and one as fast as it goes. With overlap, and with every message waited for before its step computes, A B A B.
+Then four processes on two hosts: a single ring against a double ring. Two cores do not hold four processes that
+compute, so that their blocks sleep; messages are real. What two lanes make of the same steps is predicted first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
+
+from mindspeed_lite.bench.network import Delays, Namespaces, Network, why_no_namespaces
+from mindspeed_lite.bench.statistics import paired_ratio
+from mindspeed_lite.parallel import context
+from mindspeed_lite.parallel.context import ring
+from mindspeed_lite.parallel.context.messages import Mail
+from mindspeed_lite.parallel.context.partial import RankBlocks
+from mindspeed_lite.parallel.context.pieces import CAUSAL
+from mindspeed_lite.parallel.context.ring import Ring
+from mindspeed_lite.parallel.context.schedule import Move, programs
+from mindspeed_lite.parallel.context.simulation import RingTiming, simulate
+from mindspeed_lite.platform import cpu
+
+PASSES = ("forward", "backward")
+# Times of messages between hosts and within one, in blocks of the forward pass.
+BETWEEN = (1.0, 2.0, 3.0)
+WITHIN = 0.125
+
+
+class _Done:
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class WatchedMail(Mail):
+    """Mail that knows how long it was waited for, and waits at once where `at_once` is set."""
+
+    at_once = False
+    waited = 0.0
+
+    def post(self, moves: Sequence[Move], held: Any) -> None:
+        super().post(moves, held)
+        if not WatchedMail.at_once:
+            return
+        start = time.perf_counter()
+        for _, work in (*self._going, *self._coming.values()):
+            work.wait()
+        self._going = [(tensor, _Done()) for tensor, _ in self._going]
+        self._coming = {key: (tensor, _Done()) for key, (tensor, _) in self._coming.items()}
+        WatchedMail.waited += time.perf_counter() - start
+
+    def take(self, what: str, owner: int) -> torch.Tensor:
+        start = time.perf_counter()
+        try:
+            return super().take(what, owner)
+        finally:
+            WatchedMail.waited += time.perf_counter() - start
+
+    def finish(self) -> None:
+        start = time.perf_counter()
+        super().finish()
+        WatchedMail.waited += time.perf_counter() - start
+
+
+class Problem:
+    """A rank's part of one attention, and the times of its passes."""
+
+    def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup) -> None:
+        generator = torch.Generator().manual_seed(group.rank())
+        shape = options.rows, 1, options.heads, options.size
+        self.layout = context.zigzag(options.rows * group.size(), group.size())
+        self.q, self.k, self.v, self.dout = (torch.randn(shape, generator=generator) for _ in range(4))
+        self.leaves = [t.requires_grad_() for t in (self.q, self.k, self.v)]
+        self.group = group
+        # Numbers of keys and values; sums are fp32 as they are.
+        self.message_bytes = 2 * self.k.numel() * 4
+
+    def run(self, algorithm: context.Algorithm, at_once: bool, passes: Sequence[str] = PASSES) -> dict[str, Any]:
+        """{pass: (seconds, of which waited)}"""
+        WatchedMail.at_once = at_once
+        found = {}
+        for leaf in self.leaves:
+            leaf.grad = None
+        for name in passes:
+            dist.barrier(self.group)
+            WatchedMail.waited, start = 0.0, time.perf_counter()
+            if name == "forward":
+                out = context.attend(self.q, self.k, self.v, self.layout, algorithm, band=CAUSAL)
+            else:
+                torch.autograd.backward(out, self.dout)
+            found[name] = time.perf_counter() - start, WatchedMail.waited
+        return found
+
+
+def _slowest(seconds: float) -> float:
+    value = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(value, dist.ReduceOp.MAX)
+    return float(value)
+
+
+class Arm(NamedTuple):
+    """A ring and how it waits."""
+
+    algorithm: context.Algorithm
+    at_once: bool = False
+
+
+def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats: int) -> dict[str, Any]:
+    """A B A B: {pass: {"seconds": {arm}, "waited": {arm}, "ratio": [of the first arm by the second, low, high]}}."""
+    told: dict[str, Any] = {name: {arm: [] for arm in arms} for name in passes}
+    for repeat in range(repeats + 1):
+        for arm, (algorithm, at_once) in arms.items():
+            found = problem.run(algorithm, at_once, passes)
+            if repeat:
+                for name in passes:
+                    told[name][arm].append(found[name])
+    results = {}
+    for name, by_arm in told.items():
+        # A step has the time of its slowest rank.
+        every: list[Any] = [None] * problem.group.size()
+        dist.all_gather_object(every, by_arm)
+        seconds = {
+            arm: [max(each) for each in zip(*([s for s, _ in rank[arm]] for rank in every), strict=True)]
+            for arm in by_arm
+        }
+        first, second = (seconds[arm] for arm in arms)
+        ratio = paired_ratio(first, second)
+        assert ratio is not None
+        results[name] = {
+            "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
+            "waited": {arm: max(statistics.median(w for _, w in rank[arm]) for rank in every) for arm in by_arm},
+            "ratio": [ratio.ratio, ratio.low, ratio.high],
+        }
+    return results
+
+
+def _two_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dict[str, Any]:
+    """Ring with overlap and without, on links of several speeds."""
+    group = dist.group.WORLD
+    assert group is not None
+    problem = Problem(options, group)
+    own = context.Algorithm(ring=Ring(group))
+    arms = {"off": Arm(own, at_once=True), "on": Arm(own)}
+    free = _race(problem, arms, PASSES, 2 * options.repeats)
+    # Without its waits a pass is its two blocks.
+    blocks = {
+        name: _slowest((free[name]["seconds"]["on"] - free[name]["waited"]["on"]) / group.size()) for name in PASSES
+    }
+    results = [{"pass": name, "share": None, "rate": None, "block": blocks[name], **free[name]} for name in PASSES]
+    for name in PASSES:
+        for share in options.shares:
+            rate = round(8e-6 * problem.message_bytes / (share * blocks[name]), 1)
+            _everybody(network, turn, rate, None)
+            passes = PASSES[: PASSES.index(name) + 1]
+            got = _race(problem, arms, passes, options.repeats * (2 if name == "forward" else 1))[name]
+            results.append({"pass": name, "share": share, "rate": rate, "block": blocks[name], **got})
+    return {"results": results, "bytes": problem.message_bytes}
+
+
+def _four_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dict[str, Any]:
+    """Single against double ring, on two hosts."""
+    group = dist.group.WORLD
+    assert group is not None
+    block = {"forward": options.block, "backward": 2.5 * options.block}
+    RankBlocks.forward = lambda self, *rest: time.sleep(block["forward"])  # type: ignore[assignment, method-assign]
+    RankBlocks.backward = lambda self, *rest: time.sleep(block["backward"])  # type: ignore[assignment, method-assign]
+    problem = Problem(options, group)
+    second = dist.new_group(list(range(group.size())))
+    arms = {
+        "single": Arm(context.Algorithm(ring=Ring(group, second))),
+        "double": Arm(context.Algorithm(ring=Ring(group, second, window=2))),
+    }
+    results = []
+    for share in BETWEEN:
+        rate = round(8e-6 * problem.message_bytes / (share * options.block), 1)
+        _everybody(network, turn, rate, round(8e-6 * problem.message_bytes / (WITHIN * options.block), 1))
+        got = _race(problem, arms, PASSES, max(3, options.repeats // 3))
+        results += [{"pass": name, "share": share, "rate": rate, "block": block[name], **got[name]} for name in PASSES]
+    return {"results": results, "bytes": problem.message_bytes}
+
+
+def _everybody(network: Network, turn: Any, rate: float, within: float | None) -> None:
+    """The links' new rates: set by the process that made the network, or by each for itself."""
+    dist.barrier()
+    if isinstance(network, Delays):
+        network.set_rate(rate, within)
+    elif dist.get_rank() == 0:
+        turn.send((rate, within))
+        turn.recv()
+    dist.barrier()
+
+
+Body = Callable[[argparse.Namespace, Network, Any], dict[str, Any]]
+
+
+def _on_ranks(options: argparse.Namespace, ranks: int, network: Network, body: Body) -> dict[str, Any]:
+    """What rank 0 found; SystemExit if a rank failed."""
+    out = Path(tempfile.mkdtemp())
+    ours, theirs = multiprocessing.Pipe()
+    started = []
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                network.enter(rank)
+                torch.set_num_threads(1)
+                cores = sorted(os.sched_getaffinity(0))
+                if ranks <= len(cores):
+                    os.sched_setaffinity(0, {cores[rank]})
+                ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
+                dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks)
+                found = body(options, network, theirs)
+                if rank == 0:
+                    (out / "results.json").write_text(json.dumps(found))
+                dist.barrier()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        started.append(pid)
+    codes: list[int] = []
+    while len(codes) < len(started):
+        if ours.poll(0.02):
+            network.set_rate(*ours.recv())
+            ours.send(None)
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if done:
+            codes.append(os.waitstatus_to_exitcode(status))
+    if any(codes):
+        raise SystemExit("a rank failed")
+    results: dict[str, Any] = json.loads((out / "results.json").read_text())
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.context_overlap", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("--rows", type=int, default=1024, help="of each rank")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--size", type=int, default=64, help="of a head")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--block", type=float, default=0.06, help="seconds of a forward block that sleeps")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args(arguments)
+    reason = why_no_namespaces()
+    if reason is None:
+        with Namespaces(2) as network:
+            two = _on_ranks(options, 2, network, _two_ranks)
+        with Namespaces(4, ranks_per_host=2) as network:
+            four = {"shared": _on_ranks(options, 4, network, _four_ranks)}
+    else:
+        two, four = _on_ranks(options, 2, Delays(), _two_ranks), {}
+    four["own"] = _on_ranks(options, 4, Delays(ranks_per_host=2), _four_ranks)
+    given = sys.argv[1:] if arguments is None else arguments
+    text = _page(options, two, four, reason, shlex.join(["python", "-m", "benchmarks.context_overlap", *given]))
+    print(text)
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(text)
+    return 0
+
+
+def _foreseen(row: dict[str, Any], arm: str, size: float) -> RingTiming:
+    """What two lanes make of a row of two ranks."""
+    seconds = 0.0 if row["rate"] is None else 8e-6 * size / row["rate"]
+    its = programs(2)
+    return simulate(its, row["block"], lambda *_: seconds, backward=row["pass"] == "backward", at_once=arm == "off")
+
+
+def _foreseen_on_hosts(row: dict[str, Any], arm: str, size: float, within: float, shared: bool) -> RingTiming:
+    """As `_foreseen`, of four ranks on two hosts."""
+
+    def is_near(source: int, target: int) -> bool:
+        return source // 2 == target // 2
+
+    def message(rank: int, move: Move) -> float:
+        return within if is_near(rank, move.peer) else 8e-6 * size / row["rate"]
+
+    def link(source: int, target: int) -> tuple[bool, int]:
+        near = is_near(source, target)
+        return near, source // 2 if shared else source
+
+    its = programs(4, 2 if arm == "double" else 1)
+    return simulate(its, row["block"], message, backward=row["pass"] == "backward", link=link)
+
+
+_LEGEND = """\
+*block*: seconds of the products of one block, of which a pass has as many as ranks; a message has the keys and values \
+of a rank, or the sum of their gradients. *off*: each step's messages are waited for before it computes. *foreseen*: \
+by `mindspeed_lite/parallel/context/simulation.py`, two lanes that carry the same steps, from the block's time and the \
+link's rate alone. *waits*: of the slowest rank, in which it did not compute. *hidden of what can be*: the waits \
+foreseen without overlap less those measured with it, by the same less those foreseen with it. In the backward pass \
+the last sum goes home when nothing is left to compute, and is never hidden."""
+
+
+def _page(
+    options: argparse.Namespace, two: dict[str, Any], four: dict[str, Any], reason: str | None, command: str
+) -> str:
+    kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
+    lines = [
+        "# Context parallelism behind computation",
+        "",
+        f"`{command}`",
+        "",
+        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        "",
+        "## A ring of two ranks",
+        "",
+        f"2 processes, a core each; {kind}. {options.rows} rows of a rank, {options.heads} heads of {options.size}, "
+        f"fp32, causal; a message is {two['bytes'] / 2**20:.1f} MiB. Pairs of the same pass without overlap "
+        f"and with it, "
+        f"A B A B, at least {options.repeats}; medians of the slowest rank, the ratio with its 95 % interval.",
+        "",
+        "| pass | block | message | link | off | on | off / on | foreseen | waits off | waits on | "
+        "hidden of what can be |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in two["results"]:
+        off, on = (_foreseen(row, arm, two["bytes"]) for arm in ("off", "on"))
+        is_free = row["rate"] is None
+        hidden = 0.0 if is_free else (off.waited - row["waited"]["on"]) / (off.waited - on.waited)
+        cells = [
+            row["pass"],
+            _ms(row["block"]),
+            "" if is_free else f"{row['share']:g} blocks",
+            "as fast as it goes" if is_free else f"{row['rate']:.0f} Mbit/s",
+            *(_ms(row["seconds"][arm]) for arm in ("off", "on")),
+            _ratio(row),
+            f"{off.seconds / on.seconds:.2f}",
+            *(_ms(row["waited"][arm]) for arm in ("off", "on")),
+            "" if is_free else f"{100 * hidden:.0f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        _LEGEND,
+        "",
+        "## A double ring on two hosts",
+        "",
+        f"4 processes, two to a host, a message of {WITHIN:g} blocks within a host. Two cores do not hold four "
+        f"processes that compute: a block sleeps, {1e3 * options.block:.0f} ms forward and "
+        f"{2.5e3 * options.block:.0f} ms backward, and what is measured is the order of the messages, not "
+        "attention. Messages are real, and as long as "
+        "above. Links between hosts are one for each host, which its ranks share (network namespaces), or one for each "
+        "rank (in the clock alone), as where every device has a network card of its own.",
+        "",
+        "| links | pass | message between hosts | single | double, window 2 | single / double | foreseen |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for kind, found in four.items():
+        for row in found["results"]:
+            within = WITHIN * options.block
+            single, double = (
+                _foreseen_on_hosts(row, arm, found["bytes"], within, kind == "shared") for arm in ("single", "double")
+            )
+            cells = [
+                "one a host" if kind == "shared" else "one a rank",
+                row["pass"],
+                f"{row['share'] * options.block / row['block']:g} blocks",
+                *(_ms(row["seconds"][arm]) for arm in ("single", "double")),
+                _ratio(row),
+                f"{single.seconds / double.seconds:.2f}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
+
+
+def _ratio(row: dict[str, Any]) -> str:
+    ratio, low, high = row["ratio"]
+    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

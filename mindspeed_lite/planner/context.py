@@ -1,0 +1,166 @@
+"""Predicts what a sequence that is split over ranks keeps in its attention, by algorithm and layer.
+
+A ring and gathered keys keep what attention on one rank keeps, of the rank's own rows; a ring's cache adds what it
+received. Ulysses keeps its queries, keys, values and output as exchanged, and the output once more as sent back.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from .pieces import MemoryEntry, tokens
+from .training import ArgumentError, TrainingConfig
+
+Algorithm = Literal["ring", "ulysses", "hybrid", "gathered"]
+
+# MindSpeed's names and Megatron's, each with what it means here.
+ALGORITHMS: dict[str, Algorithm] = {
+    "megatron_cp_algo": "ring",
+    "ulysses_cp_algo": "ulysses",
+    "hybrid_cp_algo": "hybrid",
+    "kvallgather_cp_algo": "gathered",
+}
+COMM_TYPES: dict[str, Algorithm] = {
+    "p2p": "ring",
+    "a2a": "ulysses",
+    "a2a+p2p": "hybrid",
+    "all_gather": "gathered",
+    "allgather": "gathered",
+}
+
+
+def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
+    """Of the layer with this number, from 0."""
+    if training.context_parallel_algo:
+        return ALGORITHMS[training.context_parallel_algo]
+    if training.ulysses_degree_in_cp:
+        return "hybrid"
+    if training.use_ulysses_allgather_kv:
+        return "ulysses"
+    if training.cp_window_size > 1 or training.use_cp_send_recv_overlap or training.context_parallel_kv_cache_policy:
+        return "ring"
+    types = training.cp_comm_type
+    return COMM_TYPES[types[layer] if len(types) > 1 else types[0]] if types else _least_exposed(training)
+
+
+def sharing(training: TrainingConfig, layer: int) -> int:
+    """How many ranks exchange heads in a layer."""
+    kind = algorithm(training, layer)
+    if kind == "hybrid":
+        return training.ulysses_degree_in_cp or training.hierarchical_context_parallel_sizes[0]
+    return training.cp if kind == "ulysses" else 1
+
+
+def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
+    """What attention between the exchanges of Ulysses keeps, besides statistics."""
+    ranks, number = sharing(training, layer), training.kv_channels * training.width
+    heads = training.num_attention_heads // training.tp // ranks
+    queries = tokens(training) * ranks * heads * number
+    # Of gathered keys a rank takes its heads' as a view of all.
+    keys = tokens(training) * ranks * training.local_groups * number
+    keys = keys if training.use_ulysses_allgather_kv else _keys(training, layer)
+    return [
+        MemoryEntry("attention", "queries of its heads", queries),
+        MemoryEntry("attention", "keys and values of its heads", 2 * keys),
+        MemoryEntry("attention", "output of its heads", queries),
+    ]
+
+
+def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
+    """The keys and values of other ranks that a ring keeps for the backward pass."""
+    policy, others = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer) - 1
+    if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
+        return []
+    if layer % (training.context_parallel_cache_interval + 1):
+        return []
+    name = "keys and values" if policy == "full" else "keys"
+    size = others * _keys(training, layer) * (2 if policy == "full" else 1)
+    return [MemoryEntry("attention", f"{name} that the ring received", size)]
+
+
+def _keys(training: TrainingConfig, layer: int) -> int:
+    """Bytes of the keys that a rank brings into attention, heads exchanged."""
+    ranks = sharing(training, layer)
+    groups = max(1, training.local_groups // ranks)
+    return tokens(training) * ranks * groups * training.kv_channels * training.width
+
+
+def check(training: TrainingConfig) -> None:
+    """Raise ArgumentError for flags that contradict each other or the layout, and for what is not predicted."""
+    size, degree = training.cp, training.ulysses_degree_in_cp
+    if size == 1:
+        return
+    rows = 2 * size * (training.tp if training.sequence_parallel else 1)
+    if training.seq_length % rows:
+        raise ArgumentError(
+            f"--seq-length {training.seq_length} cannot be divided by {rows}, two chunks for each of "
+            f"--context-parallel-size {size} ranks{' times tensor parallelism' if rows > 2 * size else ''}: change one "
+            "of them"
+        )
+    for flag, name in (("--reset-attention-mask", "reset_attention_mask"), ("--sft", "sft")):
+        if getattr(training, name):
+            raise ArgumentError(f"{flag}: masks and packs under context parallelism are not predicted: leave it out")
+    _check_names(training)
+    if degree and (degree < 2 or size % degree or degree == size):
+        raise ArgumentError(
+            f"--ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 and it: "
+            "change one of them"
+        )
+    for layer in range(training.num_layers if training.cp_comm_type else 1):
+        kind = algorithm(training, layer)
+        if kind == "hybrid" and not (degree or len(training.hierarchical_context_parallel_sizes) == 2):
+            raise ArgumentError(
+                "hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads: add it"
+            )
+        _check_heads(training, layer)
+
+
+def divides_heads(training: TrainingConfig, ranks: int) -> bool:
+    """Whether each of so many ranks gets as many query heads and key heads."""
+    heads, groups = training.num_attention_heads // training.tp, training.local_groups
+    return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
+
+
+def _check_names(training: TrainingConfig) -> None:
+    algorithm, types = training.context_parallel_algo, training.cp_comm_type
+    if algorithm and algorithm not in ALGORITHMS:
+        raise ArgumentError(f"--context-parallel-algo {algorithm}: it is one of {', '.join(ALGORITHMS)}")
+    for each in set(types) - set(COMM_TYPES):
+        raise ArgumentError(f"--cp-comm-type {each}: it is one of {', '.join(COMM_TYPES)}")
+    if len(types) not in (0, 1, training.num_layers):
+        raise ArgumentError(
+            f"--cp-comm-type has {len(types)} values for {training.num_layers} layers: give one, or one for each layer"
+        )
+    if training.context_parallel_kv_cache_policy not in ("", "full", "half"):
+        raise ArgumentError(
+            f"--context-parallel-kv-cache-policy is full or half, not {training.context_parallel_kv_cache_policy!r}"
+        )
+
+
+def _check_heads(training: TrainingConfig, layer: int) -> None:
+    ranks = sharing(training, layer)
+    if not divides_heads(training, ranks):
+        heads = training.num_attention_heads // training.tp
+        raise ArgumentError(
+            f"Ulysses over {ranks} ranks: {heads} query heads and {training.local_groups} key heads of a "
+            "tensor-parallel rank give the ranks unequal shares, which are not predicted: change "
+            "--context-parallel-algo or --ulysses-degree-in-cp"
+        )
+
+
+def _least_exposed(training: TrainingConfig) -> Algorithm:
+    """What the training chooses where no flag does."""
+    try:
+        from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
+    except ImportError as error:
+        raise ArgumentError(
+            f"the algorithm is chosen by code that needs torch ({error}): name one with --context-parallel-algo"
+        ) from None
+    size = training.kv_channels
+    heads, groups = training.num_attention_heads // training.tp, training.local_groups
+    rows = training.seq_length // training.cp
+    work = AttentionWork(
+        rows, training.micro_batch_size, heads, groups, size, size, training.width, training.cp, causal=True
+    )
+    found: Algorithm = choose(work, FLOPS_PER_BYTE[training.device])[0]  # type: ignore[assignment]
+    return found

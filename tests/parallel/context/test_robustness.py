@@ -1,0 +1,139 @@
+"""Context parallelism where ranks are late, gone, or of another opinion about the sequence's length."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite import error_exit
+from mindspeed_lite.parallel import context
+from mindspeed_lite.parallel.context.contact import LostRankError, UnequalLengthsError, contact
+from mindspeed_lite.parallel.context.ring import Ring
+from tests.harness import matrix
+from tests.harness.compare import error
+from tests.harness.context_parallel import NAMES, Problem, algorithms, definition, rows_of, split
+from tests.harness.process_groups import joined
+from tests.harness.processes import forked, on_ranks
+
+MESSAGES = ("batch_isend_irecv", "all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+
+
+def before_messages(act):
+    """Call `act` before every message of this process."""
+    for name in MESSAGES:
+        original = getattr(dist, name)
+
+        def late(*args, original=original, **kwargs):
+            act()
+            return original(*args, **kwargs)
+
+        setattr(dist, name, late)
+
+
+@pytest.mark.parametrize("steps", [2, pytest.param(200, marks=matrix.whole)])
+@forked("features")
+def test_ranks_that_are_late_by_chance_neither_hang_nor_err(steps):
+    ranks, problem, folder = 4, Problem(heads=4, batch=1, chunk=2), Path(tempfile.mkdtemp())
+    exact = definition(problem, ranks)
+
+    def body(rank):
+        own = algorithms(joined(rank, ranks, folder))
+        chance = random.Random(rank)
+        before_messages(lambda: time.sleep(chance.random() ** 4 * 4e-3))
+        wanted = rows_of(exact, problem, ranks, rank)
+        for step in range(steps):
+            for name, algorithm in own.items():
+                got = split(problem, ranks, rank, algorithm)
+                for part, ours, truth in zip(NAMES, got, wanted, strict=False):
+                    assert error(ours, truth) < 1e-12, f"step {step}, {name}, {part}"
+
+    on_ranks(ranks, body)
+
+
+# All algorithms that have messages of a kind of their own.
+KINDS = ("ring", "ulysses", "gathered", "double ring of 2", "hybrid of 2")
+
+
+@pytest.mark.parametrize("kind", matrix.only(KINDS[:3], KINDS))
+@forked("features")
+def test_a_rank_that_dies_ends_the_others(kind):
+    """Rank 1 is gone at a message in the middle of a step, in forward and backward passes."""
+    ranks, problem, folder = 4, Problem(heads=4, batch=1, chunk=2), Path(tempfile.mkdtemp())
+
+    def body(rank):
+        algorithm = algorithms(joined(rank, ranks, folder))[kind]
+        split(problem, ranks, rank, algorithm)
+        if rank == 1:
+            left = iter(range(4))
+            before_messages(lambda: next(left, None) is None and os._exit(9))
+        start = time.monotonic()
+        with pytest.raises(LostRankError, match="context parallelism: another rank has ended"):
+            for _ in range(10):
+                split(problem, ranks, rank, algorithm)
+        assert time.monotonic() - start < 20
+
+    with pytest.raises(AssertionError) as ended:
+        on_ranks(ranks, body)
+    assert str(ended.value) == "rank 1: the process ended without an answer: 9"
+
+
+@forked("features")
+def test_the_user_sees_one_line():
+    """No traceback, and the error once for both ranks that end with it."""
+    ranks, problem, folder = 3, Problem(heads=4, batch=1, chunk=2), Path(tempfile.mkdtemp())
+
+    def body(rank):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+        error_exit.install()
+        error_exit._PATIENCE = 1.0
+        algorithm = context.Algorithm(ring=Ring(joined(rank, ranks, folder)))
+        if rank == 1:
+            left = iter(range(4))
+            before_messages(lambda: next(left, None) is None and os._exit(9))
+        try:
+            for _ in range(10):
+                split(problem, ranks, rank, algorithm)
+        except LostRankError as lost:
+            with (folder / f"{rank}.txt").open("w") as sys.__stderr__, pytest.raises(SystemExit, match="2"):
+                sys.excepthook(type(lost), lost, lost.__traceback__)
+
+    with pytest.raises(AssertionError, match=r"^rank 1: the process ended without an answer: 9$"):
+        on_ranks(ranks, body)
+    (line,) = "".join((folder / f"{rank}.txt").read_text() for rank in (0, 2)).splitlines()
+    assert line.startswith("mindspeed_lite: error") and "context parallelism: another rank has ended" in line
+
+
+@forked("features")
+def test_unequal_lengths_are_one_error_on_every_rank():
+    folder = Path(tempfile.mkdtemp())
+
+    def body(rank):
+        group = joined(rank, 2, folder)
+        rows = 4 + 4 * rank
+        q = torch.zeros(rows, 1, 2, 4)
+        for algorithm in (context.Algorithm(ring=Ring(group)), context.Algorithm(ulysses=group)):
+            with pytest.raises(UnequalLengthsError, match=r"rank 0 4 \(batch 1\), rank 1 8 \(batch 1\)"):
+                context.attend(q, q, q, context.zigzag(2 * rows, 2), algorithm)
+        hidden = torch.zeros(1, 1, rows, 2 * rows, dtype=torch.bool)
+        with pytest.raises(UnequalLengthsError, match="rows of one sequence"):
+            context.attend_masked(q, q, q, context.zigzag(2 * rows, 2), group, hidden)
+
+    on_ranks(2, body)
+
+
+def test_other_errors_stay_what_they_are():
+    with pytest.raises(RuntimeError, match="shapes") as found, contact("ring"):
+        raise RuntimeError("shapes do not fit")
+    assert not isinstance(found.value, LostRankError)
+    with pytest.raises(LostRankError) as lost, contact("outer"), contact("ring"):
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:4242")
+    text = error_exit.describe(lost.value)
+    assert text is not None and "(ring)" in text and "4242" not in text
