@@ -1,5 +1,6 @@
 """Packaging. `patches/` stands at the top of the repository and is imported as `mindspeed_lite.patches`."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -23,11 +24,20 @@ COMPARE = ["liger-kernel==0.8.5; sys_platform == 'linux'"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
 TRAINING = ["einops", "numpy", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "six"]
 
+
+def long_description() -> str:
+    """README for an index page, which has no file of the repository: links to them are their texts."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    text = re.sub(r"^!\[[^\]]*\]\((?![a-z]+:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\((?![a-z]+:|#)[^)]*\)", r"\1", text)
+    return re.sub(r"<!--.*?-->\n", "", text)
+
+
 setup(
     name="mindspeed-lite",
     version=runpy.run_path(str(HERE / "mindspeed_lite" / "_version.py"))["__version__"],
     description="A non-invasive accelerator for Megatron-LM on Ascend NPU, CUDA and CPU",
-    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",

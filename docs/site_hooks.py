@@ -1,11 +1,12 @@
 """Hooks of the documentation site: folders in the navigation, and links that leave docs/.
 
-A link from a page to a file of the repository outside docs/ becomes a page of the site: Markdown as it is, anything
-else as a listing. So every link on a page works in the repository and on the site.
+A link from a page to a file of the repository outside docs/ becomes a page of the site: Markdown and notebooks as they
+are, anything else as a listing. So every link on a page works in the repository and on the site.
 """
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -90,6 +91,9 @@ def _text(path: str) -> str:
             return posixpath.relpath(target, posixpath.dirname(_page_of(path)))
 
         return _LINK.sub(moved, text)
+    if path.endswith(".ipynb"):
+        cells = ((each["cell_type"], "".join(each["source"])) for each in json.loads(text)["cells"])
+        return "\n\n".join(code if kind == "markdown" else f"```python\n{code}\n```" for kind, code in cells) + "\n"
     language = {".py": "python", ".sh": "sh", ".json": "json", ".cpp": "cpp"}.get(source.suffix, "text")
     return f"# {path}\n\n````{language}\n{text}\n````\n"
 

@@ -102,8 +102,8 @@ def wants_traceback() -> bool:
     return os.environ.get(TRACEBACK_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def tell(text: str, program: str = "mindspeed_lite") -> None:
-    """Print an error that ends this process, once for all ranks that end with the same one.
+def tell(text: str, program: str = "mindspeed_lite", stream: Any = None) -> None:
+    """Print an error that ends this process on `stream` or stderr, once for all ranks that end with the same one.
 
     Rank 0 speaks where it is among them. An error that not all ranks share is printed with the rank.
     """
@@ -111,7 +111,7 @@ def tell(text: str, program: str = "mindspeed_lite") -> None:
     rank, world = _number("RANK", 0), _number("WORLD_SIZE", 1)
     store = _store(world)
     if store is None:
-        _print(program, text, rank if world > 1 else None)
+        _print(program, text, rank if world > 1 else None, stream)
         return
     ranks = _Ranks(store, text, rank, world)
     try:
@@ -121,7 +121,7 @@ def tell(text: str, program: str = "mindspeed_lite") -> None:
             return
         is_speaker, is_shared = True, False
     if is_speaker:
-        _print(program, text, None if is_shared else rank)
+        _print(program, text, None if is_shared else rank, stream)
         ranks.spoken()
     else:
         ranks.wait_until_spoken()
@@ -228,9 +228,9 @@ def _stream() -> Any:
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
 
 
-def _print(program: str, text: str, rank: int | None) -> None:
+def _print(program: str, text: str, rank: int | None, stream: Any = None) -> None:
     where = "" if rank is None else f" on rank {rank}"
-    stream = _stream()
+    stream = _stream() if stream is None else stream
     try:
         stream.write(f"{program}: error{where}: {text}\n")
         stream.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import zipfile
@@ -31,9 +32,15 @@ def test_a_wheel_imports_from_anywhere(tmp_path: Path) -> None:
     assert not [name for name in names if name.startswith(("tests/", "demo/", "patches/", "examples/"))]
     for name in tracked:
         folder = name.partition("/")[0]
-        if folder in ("mindspeed_lite", "patches") and name.endswith((".py", ".json", ".j2", "py.typed")):
+        if folder in ("mindspeed_lite", "patches") and name.endswith(
+            (".py", ".json", ".j2", ".tsv", ".cpp", ".h", "py.typed")
+        ):
             packed = name if folder == "mindspeed_lite" else f"mindspeed_lite/{name}"
             assert packed in names, packed
+    (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
+    page = zipfile.ZipFile(wheel).read(metadata).decode().partition("\n\n")[2]
+    assert page.startswith("# mindspeed_lite\n") and "import mindspeed_lite.megatron_adaptor" in page
+    assert not re.findall(r"\]\((?![a-z]+:)|<!--", page), "an index page has no file of the repository"
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import mindspeed_lite, mindspeed_lite.patches as p;"
         "from mindspeed_lite.runtime import catalogue, fingerprints;"

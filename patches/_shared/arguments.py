@@ -14,12 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mindspeed_lite import migration, platform, runtime
+from mindspeed_lite import error_exit, migration, platform, runtime
 from mindspeed_lite.engine import (
     Around,
     Collision,
     Feature,
     ImportHandle,
+    OptionError,
     Override,
     Session,
     add_arguments,
@@ -39,6 +40,27 @@ class _Parsed:
         self.namespace: argparse.Namespace | None = None
         self.explicit: frozenset[str] = frozenset()
         self.translation = migration.Translation((), ())
+        self.flags: frozenset[str] = frozenset()
+
+    def read_yaml(self, values: Mapping[str, Any]) -> None:
+        """Take the keys of a YAML file that are flags of MindSpeed's: left out with a notice, or one line for all.
+
+        Raises:
+            OptionError: a key asks for what has another name here, or is not served.
+        """
+        words: list[str] = []
+        for name, value in values.items():
+            if isinstance(value, (bool, int, float, str, list)) and value is not False:
+                given = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{name.replace('_', '-')}", *map(str, given)]
+        found = migration.translate(words, self.flags, device=platform.activate().name)
+        steps = [each for each in found.steps if each.use.flag not in self.flags]
+        wrong = [each.line for each in steps if each.outcome not in ("not needed", "skipped")]
+        if wrong:
+            raise OptionError(
+                f"--yaml-cfg: MindSpeed's keys are not translated in a file, write what they mean: {'; '.join(wrong)}"
+            )
+        self.translation = replace(found, steps=tuple(steps))
 
     def notices(self) -> list[str]:
         """What became of MindSpeed's flags; refused ones get here where the script ignores unknown flags."""
@@ -62,10 +84,11 @@ def _watch(parser: argparse.ArgumentParser, parsed: _Parsed) -> None:
 
     def translated(args: Any) -> list[str]:
         words = sys.argv[1:] if args is None else list(args)
+        parsed.flags = frozenset(parser._option_string_actions)
         device = platform.activate().name
         te = next(each.missing for each in megatron_defaults.DEFAULTS if each.dest == "transformer_impl")
         parsed.translation = migration.translate(
-            words, parser._option_string_actions, device=device, transformer_engine=te(device) is None
+            words, parsed.flags, device=device, transformer_engine=te(device) is None
         )
         return list(parsed.translation.accepted)
 
@@ -87,9 +110,10 @@ def _watch(parser: argparse.ArgumentParser, parsed: _Parsed) -> None:
         return found
 
     def error(message: str) -> None:
-        # Megatron's usage has 760 lines; --help shows it.
+        # Megatron's usage has 760 lines; --help shows it. All ranks have the same command line: one of them prints.
         lines = list(dict.fromkeys([*parsed.translation.refusals, *message.splitlines()]))
-        parser.exit(2, "".join(f"{parser.prog}: error: {line}\n" for line in lines))
+        error_exit.tell(f"\n{parser.prog}: error: ".join(lines), parser.prog, sys.stderr)
+        parser.exit(error_exit.EXIT_CODE)
 
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
     parser.parse_args = parse_args  # type: ignore[assignment]
@@ -126,6 +150,7 @@ def _hooks(parsed: _Parsed) -> tuple[Feature, Feature]:
                         for holder in having or [args]:
                             setattr(holder, option.dest, value)
                 parsed.explicit = frozenset()
+                parsed.read_yaml(_flat(holders))
             for change in _changes:
                 change(args)
             return args

@@ -183,8 +183,50 @@ def test_every_training() -> None:
     _check_all((name, checked(given, words)) for name, given, words in TRAININGS)
 
 
+# Rejected by the parser, of which every rank has one: two ranks under a launcher's store.
+PARSED: list[tuple[str, list[str], list[str]]] = [
+    ("an unknown flag", ["--no-such-thing"], ["unrecognized argument --no-such-thing"]),
+    ("a flag that resembles one", ["--use-flas-attn"], ["did you mean --use-flash-attn?"]),
+    ("a value for no flag", ["--bf16", "7"], ["unrecognized argument"]),
+    ("a value that no flag takes", ["--train-iters", "many"], ["--train-iters", "'many'"]),
+    ("a flag of MindSpeed's that is not served", ["--auto-settings"], ["--auto-settings (planned", "Instead: "]),
+    ("a value of MindSpeed's that is not served", ["--quant-states", "hif8"], ["--quant-states hif8: "]),
+]  # fmt: skip
+
+
+@forked("megatron")
+def test_every_command_line_that_the_parser_rejects_is_one_line_of_all_ranks() -> None:
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    _import_what_commands_need()
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    launched = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+    def checked(given: list[str], words: list[str]) -> Callable[[], None]:
+        def body(rank: int) -> None:
+            os.environ["RANK"] = str(rank)
+            os.environ["TORCHELASTIC_RUN_ID"] = "-".join(given)
+            _arguments([*MOCK, *given])
+
+        def check() -> None:
+            first, second = endings(body, _folder(), launched, ranks=2)
+            _check(first, ["script.py: error: ", *words])
+            assert second.code == 2 and second.out == second.err == [], second.err
+
+        return check
+
+    _check_all((name, checked(given, words)) for name, given, words in PARSED)
+
+
 def test_there_are_enough_of_them() -> None:
-    assert len(COMMANDS) + len(VARIABLES) + len(TRAININGS) >= 60
+    assert len(COMMANDS) + len(VARIABLES) + len(TRAININGS) + len(PARSED) >= 60
 
 
 @forked("megatron")

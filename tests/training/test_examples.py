@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
+from tests.harness.commands import python
 from tests.harness.script_trainings import SCRIPT, lm_losses
 from tests.harness.training import Trainer
 
@@ -65,3 +67,13 @@ def test_small_sizes_train(trainer: Callable[[str], Trainer], name: str, tmp_pat
     argv = [SCRIPT, *words[place + 1 :]]
     losses = lm_losses(trainer("0.19.2").run(entry="script", arm="adaptor", nproc=nproc, argv=argv).check())
     assert len(losses) == 4 and all(0 < loss < 8 for loss in losses)
+
+
+def test_the_notebook_runs_and_is_committed_without_outputs(tmp_path: Path) -> None:
+    cells = json.loads((ROOT / "examples" / "enable.ipynb").read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    (tmp_path / "cells.py").write_text("\n\n".join("".join(cell["source"]) for cell in code))
+    run = python("-W", "ignore", "cells.py", cwd=tmp_path, MINDSPEED_LITE_DEVICE="cpu", OMP_NUM_THREADS="1")
+    assert run.returncode == 0, run.stderr
+    assert "did you mean use_flash_attn" in run.stdout and run.stdout.endswith("[]\n")

@@ -504,3 +504,17 @@ def test_errors_of_ours_are_of_one_kind_and_removing_the_hooks_restores_them():
     adaptor.remove()
     adaptor.install()
     assert is_swapped(arguments.parse_args)
+
+
+@forked("megatron")
+def test_keys_of_mindspeed_in_a_yaml_file_are_one_line_or_a_notice(tmp_path):
+    from mindspeed_lite.engine import OptionError
+
+    import_adaptor()
+    flags = ("--yaml-cfg", yaml_file(tmp_path, "norm_topk_prob: true\nuse_mc2: false\n"))
+    _, printed = validated(*flags, plain=[])
+    assert "--norm-topk-prob is left out" in " ".join(printed.split()) and "--use-mc2" not in printed
+    with pytest.raises(OptionError) as refused:
+        validated("--yaml-cfg", yaml_file(tmp_path, "use_mc2: true\nauto_settings: true\n"), plain=[])
+    text = str(refused.value)
+    assert "--use-mc2 is read as --use-ascend-mc2" in text and "--auto-settings (planned" in text and "\n" not in text
