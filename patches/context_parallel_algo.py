@@ -89,7 +89,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         elif query.shape[0] != key.shape[0]:
             reasons.append(f"{query.shape[0]} queries and {key.shape[0]} keys on a rank, as in cross attention")
         if reasons:
-            raise RuntimeError(
+            raise OptionError(
                 f"{NAME}: layer {self.layer_number} asks for {'; '.join(reasons)}, which --context-parallel-size above "
                 "1 does not serve on the local implementation; use --context-parallel-size 1."
             )
@@ -104,6 +104,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         band = call.window or (_CAUSAL if call.causal else _FREE)
         kind = _kind(self, session) or least_exposed(*tensors, group, call.causal, session)
         algorithm = algorithm_of(kind, group, self.layer_number, options, session)
+        if algorithm.ulysses is not None:
+            _check_heads(query.shape[-2], key.shape[-2], algorithm.ulysses.size())
         with dropout_generator(self, call.dropout_p):
             return cp.attend(*tensors, layout, algorithm, band=band, **rest).flatten(-2)
 
@@ -113,7 +115,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 def _layout(query: Any, group: Any) -> layouts.Layout:
     rows, ranks = query.shape[0], group.size()
     if rows % 2:
-        raise RuntimeError(
+        raise OptionError(
             f"{NAME}: a rank has {rows} rows, which are not two chunks of one length; make the sequence's length "
             f"divisible by {2 * ranks}, twice --context-parallel-size."
         )
@@ -272,13 +274,20 @@ def _check(context: Context) -> None:
     if window < 1 or ring % window:
         raise OptionError(f"{NAME}: --cp-window-size {window} must divide the ring's {ring} ranks.")
     heads = context.arg("num_attention_heads", None)
-    if kind in ("ulysses", "hybrid") and heads:
+    kinds = {kind} if kind else {COMM_TYPES.get(each) for each in context.arg("cp_comm_type", None) or ()}
+    if kinds & {"ulysses", "hybrid"} and heads:
         tensor = context.arg("tensor_model_parallel_size", 1) or 1
         groups = context.arg("num_query_groups", None) if context.arg("group_query_attention", False) else None
-        try:
-            split_heads(heads // tensor, max(1, (groups or heads) // tensor), degree or size)
-        except ValueError as error:
-            raise OptionError(f"{NAME}: {error} (--ulysses-degree-in-cp with hybrid_cp_algo).") from error
+        inner = degree or (context.arg("hierarchical_context_parallel_sizes", None) or (size,))[0]
+        for each in kinds & {"ulysses", "hybrid"}:
+            _check_heads(heads // tensor, max(1, (groups or heads) // tensor), size if each == "ulysses" else inner)
+
+
+def _check_heads(heads: int, groups: int, ranks: int) -> None:
+    try:
+        split_heads(heads, groups, ranks)
+    except ValueError as error:
+        raise OptionError(f"{NAME}: {error} (--ulysses-degree-in-cp with hybrid_cp_algo).") from error
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:

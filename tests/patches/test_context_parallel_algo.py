@@ -141,11 +141,11 @@ def refusal(module_of, rank):
     with mindspeed_lite.enabled(context_parallel_size=RANKS):
         module = module_of(context_parallel_size=RANKS)
         q = torch.zeros(8, 1, HEADS, SIZE)
-        with pytest.raises(RuntimeError, match="layer 1 asks for an attention bias, which --context-parallel-size"):
+        with pytest.raises(OptionError, match="layer 1 asks for an attention bias, which --context-parallel-size"):
             module(q, q, q, None, attention_bias=torch.zeros(1))
-        with pytest.raises(RuntimeError, match="8 queries and 12 keys on a rank"):
+        with pytest.raises(OptionError, match="8 queries and 12 keys on a rank"):
             module(q, torch.zeros(12, 1, HEADS, SIZE), torch.zeros(12, 1, HEADS, SIZE), None)
-        with pytest.raises(RuntimeError, match=r"a rank has 7 rows.*divisible by 4"):
+        with pytest.raises(OptionError, match=r"a rank has 7 rows.*divisible by 4"):
             module(q[:7], q[:7], q[:7], None)
     return True
 
@@ -218,6 +218,7 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         ("--cp-window-size 3 must divide the ring's 4 ranks", {"cp_window_size": 3}, {}),
         ("--cp-window-size 4 must divide the ring's 2 ranks", {"cp_window_size": 4, "ulysses_degree_in_cp": 2}, {}),
         ("2 query heads in 2 groups", {"context_parallel_algo": "ulysses_cp_algo"}, {"num_attention_heads": 2}),
+        ("2 query heads in 2 groups", {}, {"num_attention_heads": 2, "cp_comm_type": ["p2p", "a2a"]}),
     ],
 )
 def test_flags_that_contradict_each_other_or_the_layout_are_refused(words, settings, host):
