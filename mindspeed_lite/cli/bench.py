@@ -105,9 +105,12 @@ def _links(options: argparse.Namespace) -> Links | None:
 
 def _rates(text: str) -> tuple[float, ...]:
     """One rate or two; anything else is an argument error."""
-    rates = tuple(float(each) for each in text.split(","))
-    if len(rates) > 2:
-        raise ValueError(text)
+    try:
+        rates = tuple(float(each) for each in text.split(","))
+    except ValueError:
+        rates = ()
+    if len(rates) not in (1, 2):
+        raise argparse.ArgumentTypeError(f"one or two numbers, as 500 or 500,4000, not {text!r}")
     return rates
 
 

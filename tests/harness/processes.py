@@ -110,10 +110,13 @@ class _Server:
         return answer
 
 
-def on_ranks(count: int, body: Callable[[int], None]) -> None:
-    """Fork `count` processes, run `body(rank)` in each, and fail with every rank's traceback if one fails."""
+def on_ranks(count: int, body: Callable[[int], None], seconds: float = RANK_TIMEOUT) -> None:
+    """Fork `count` processes, run `body(rank)` in each, and fail with every rank's traceback if one fails.
+
+    seconds: what a rank has for it, at most TIMEOUT.
+    """
     waiting = [_fork(functools.partial(body, rank)) for rank in range(count)]
-    answers = [_wait(*each, RANK_TIMEOUT) for each in waiting]
+    answers = [_wait(*each, seconds) for each in waiting]
     failed = [f"rank {rank}: {text}" for rank, (status, text) in enumerate(answers) if status != "passed"]
     assert not failed, "\n".join(failed)
 
