@@ -60,7 +60,7 @@ COVERED = {
     r"python templates/new\.py .*": "tests/test_templates.py",
     r"python -m tools\.fingerprints .*": "tests/test_templates.py",
     r"export DATA_PATH=.*|examples/llama3_8b\.sh.*": "tests/training/test_examples.py::test_small_sizes_train",
-    r"examples/long_context\.sh.*": "tests/bench/test_predicted_long.py",
+    r"examples/long_context\.sh.*": "tests/bench/test_predicted.py",
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
     r"mindspeed-lite doctor --npu-selftest": "tests/cli/test_npu_doctor.py",

@@ -106,7 +106,8 @@ def _held_by_modules(identities: Mapping[int, Any]) -> list[tuple[ModuleType, st
     return found
 
 
-_QUIET = frozenset(sys.stdlib_module_names) - {"__main__"}
+# Libraries that torch brings along, of thousands of modules' names, and that never ask for a device.
+_QUIET = (frozenset(sys.stdlib_module_names) | {"mpmath", "networkx", "numpy", "sympy"}) - {"__main__"}
 _machine_module: dict[str, bool] = {}
 
 

@@ -282,7 +282,7 @@ def cli(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
         (["--repeats", "0", "--", "python"], "--repeats is at least 1"),
         (["--steps", "1", "--", "python"], "--steps is at least 2"),
         (["--link-rate", "0", "--", "python"], "--link-rate is a number of megabits a second above 0, not 0"),
-        (["--link-rate", "fast", "--", "python"], "invalid _rates value: 'fast'"),
+        (["--link-rate", "fast", "--", "python"], "one or two numbers, as 500 or 500,4000, not 'fast'"),
         (["--link-rate", "5,9", "--", "python"], "a second rate, within hosts, and each rank has a host of its own"),
         (["--ranks-per-host", "2", "--", "python"], "--ranks-per-host is about --link-rate"),
         (["--each", "--all", "--", "python"], "not allowed with argument"),

@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -107,14 +108,14 @@ def _company(name: str) -> list[Feature]:
 
 
 def _reasons(features: list[Feature], layout: str) -> list[str]:
-    simulate()
     given, wanted = host_args(layout), {each.options[0].dest: each.options[0] for each in features}
     on = {dest: True if option.is_switch else None for dest, option in wanted.items()}
     context = Context(Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), on), "cpu", {}, given)
     reasons: list[str] = []
     for each in features:
         reasons += each.conflict_reasons(lambda name: getattr(given, name, None))
-        reasons += each.condition(context) if each.condition is not None else ()
+        with _devices():
+            reasons += each.condition(context) if each.condition is not None else ()
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
     return reasons
@@ -128,6 +129,20 @@ def why_not(feature: Feature, layout: str) -> list[str]:
 def layout_of(feature: Feature) -> str | None:
     """The first layout in which a feature can be had."""
     return next((each for each in LAYOUTS if not why_not(feature, each)), None)
+
+
+@contextlib.contextmanager
+def _devices() -> Iterator[None]:
+    """As if the device had what `simulate` puts in its place; nothing of it stays."""
+    asked = {
+        "swap_optimizer": "_no_copy_engine",
+        "swap_attention": "_why_not_here",
+        "moe_wgrad_side_stream": "_why_not_here",
+    }
+    with contextlib.ExitStack() as stack:
+        for patch, name in asked.items():
+            stack.enter_context(mock.patch(f"mindspeed_lite.patches.{patch}.{name}", lambda device: []))
+        yield
 
 
 def simulate() -> None:
