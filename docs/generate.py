@@ -204,6 +204,26 @@ def memory_of_examples() -> list[str]:
     return table(headers, rows)
 
 
+def memory_of_stages() -> list[str]:
+    """What ranks of DeepSeek-V3's launch script take, as predicted: where MTP is, and where most is taken."""
+    from mindspeed_lite import planner
+    from mindspeed_lite.cli.memory_text import size
+
+    script = ["bash", str(ROOT / "examples" / "deepseek_v3.sh"), "--print"]
+    words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+    training = planner.read(words, 1024, "npu")
+    whole = training.replace(recompute_granularity="", recompute_method="", recompute_num_layers=0)
+    rows = []
+    for again, kept in zip(planner.ranks(training), planner.ranks(whole), strict=True):
+        if again.stage not in (0, 1, training.pp - 2, training.pp - 1):
+            continue
+        first = (str(again.stage), str(again.layers), f"{again.parameters.total / 1e6:.4g} M")
+        states = (size(again.states.weights + again.states.gradients), size(again.states.host))
+        rows.append((*first, *states, size(kept.activations), size(again.activations), size(again.total)))
+    headers = ("Stage", "Layers", "Parameters", "Weights and gradients", "States in host memory", "Activations")
+    return table((*headers, "recomputed", "Total, recomputed"), rows)
+
+
 def memory_of_contexts() -> list[str]:
     """What the launch script of Llama-3-8B takes with long sequences over more and more ranks, as predicted."""
     from mindspeed_lite import planner
@@ -374,6 +394,7 @@ def pages() -> dict[Path, str]:
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
     arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
+    experts = DOCS / "guides" / "experts.md"
     found = {
         listing.INDEX: json.dumps(listing.describe_all(), indent=1) + "\n",
         DOCS / "support.md": support(),
@@ -383,6 +404,7 @@ def pages() -> dict[Path, str]:
         switched: with_part(switched, "defaults", defaults()),
         arriving: with_part(arriving, "mindspeed", mindspeed()),
         launching: with_part(launching, "memory", memory_of_examples()),
+        experts: with_part(experts, "deepseek", memory_of_stages()),
     }
     for feature in runtime.catalogue():
         page = DOCS / "features" / f"{feature.name}.md"

@@ -46,7 +46,7 @@ TINY=(
     --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 --v-head-dim 32
     --num-experts 8 --moe-layer-freq "([0]*1+[1]*2)" --moe-ffn-hidden-size 64
     --moe-shared-expert-intermediate-size 64 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 2
-    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "Et|t|t,m|L"
+    --tensor-model-parallel-size 1 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout "Et|tt|m|L"
     --expert-model-parallel-size 1 --micro-batch-size 1 --global-batch-size 4 --lr-warmup-iters 1
 )
 source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -25,7 +25,11 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_decoder_layer_specs,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.transformer.multi_token_prediction import get_mtp_num_layers_to_build, get_mtp_ranks
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
@@ -91,16 +95,16 @@ def model_provider(
     args = get_args()
     refuse_what_is_not_here(args)
     config = config or core_transformer_config_from_args(args)
-    layers = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=args.transformer_impl == "transformer_engine",
-        normalization=args.normalization,
-        qk_l2_norm=args.qk_l2_norm,
-        vp_stage=vp_stage,
-    )
-    mtp = None
+    how: dict[str, Any] = {
+        "use_transformer_engine": args.transformer_impl == "transformer_engine",
+        "normalization": args.normalization,
+        "qk_l2_norm": args.qk_l2_norm,
+    }
+    layers, mtp = get_gpt_decoder_block_spec(config, **how, vp_stage=vp_stage), None
     if args.mtp_num_layers:
-        mtp = get_gpt_mtp_block_spec(config, layers, args.transformer_impl == "transformer_engine", vp_stage=vp_stage)
+        # Alike the model's last layer, which need not be on the stage that predicts several tokens.
+        last = get_gpt_decoder_layer_specs(config, **how)[-1]
+        mtp = get_gpt_mtp_block_spec(config, last, how["use_transformer_engine"], vp_stage=vp_stage)
     return GPTModel(
         config=config,
         transformer_layer_spec=layers,

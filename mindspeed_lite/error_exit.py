@@ -14,6 +14,7 @@ import io
 import os
 import sys
 import time
+import traceback
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -47,6 +48,14 @@ _is_on = False
 
 def describe(error: BaseException) -> str | None:
     """What to tell the user of an error, without its traceback; None for an error that is not this package's."""
+    causes = _causes(error)
+    if any(_is_of_loading_torch(each) for each in causes):
+        root = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
+        return (
+            f"PyTorch is installed but cannot be loaded: {root}: install what is missing, or PyTorch again "
+            "(pip install --force-reinstall torch); libraries outside of it are found by LD_LIBRARY_PATH "
+            "(`mindspeed-lite doctor` says more)"
+        )
     if type(error).__module__.partition(".")[0] == __package__:
         return str(error) or None
     if isinstance(error, ModuleNotFoundError) and error.name is not None:
@@ -59,6 +68,22 @@ def describe(error: BaseException) -> str | None:
 
 def _is_loaded(package: str) -> bool:
     return getattr(sys.modules.get(f"{package}.core", sys.modules.get(package)), "__file__", None) is not None
+
+
+def _is_of_loading_torch(error: BaseException) -> bool:
+    """Whether `import torch` raised it: it passed through torch's own code, and there is no torch now."""
+    if not isinstance(error, (ImportError, OSError, RuntimeError)) or "torch" in sys.modules:
+        return False
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == "torch" for name in frames)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The error, what caused it, and so on."""
+    found = [error]
+    while found[-1].__cause__ is not None and found[-1].__cause__ not in found:
+        found.append(found[-1].__cause__)
+    return found
 
 
 def install() -> None:

@@ -61,6 +61,9 @@ COVERED = {
     r"python -m tools\.fingerprints .*": "tests/test_templates.py",
     r"export DATA_PATH=.*|examples/llama3_8b\.sh.*": "tests/training/test_examples.py::test_small_sizes_train",
     r"examples/long_context\.sh.*": "tests/bench/test_predicted.py",
+    r"eval \"mindspeed-lite memory .* \$\(examples/deepseek_v3\.sh --print\)\"": (
+        "tests/planner/test_parameters.py::test_deepseek_v3_has_as_many_as_were_published"
+    ),
     r"mindspeed-lite doctor": "tests/cli/test_doctor.py::test_here_it_says_something_about_everything",
     r"mindspeed-lite doctor --selftest": "tests/bench/test_selftest.py",
     r"mindspeed-lite doctor --npu-selftest": "tests/cli/test_npu_doctor.py",

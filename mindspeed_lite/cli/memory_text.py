@@ -152,11 +152,13 @@ def _about(training: TrainingConfig, ranks: Sequence[Rank], width: int) -> list[
     dense = sum(rank.parameters.dense for rank in ranks) * t.tp
     experts = sum(rank.parameters.experts for rank in ranks) * t.ep * t.etp
     kind = f"{t.num_experts} experts, " if t.num_experts else ""
+    further = f" and {t.mtp_num_layers} for further tokens" if t.mtp_num_layers else ""
     dtype = "bf16" if t.bf16 else "fp16" if t.fp16 else "fp32"
     layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
     split = " x ".join(f"{name} {number}" for name, number in layout.items() if number > 1) or "not split"
     text = (
-        f"{t.num_layers} layers of {t.hidden_size}, {kind}about {(dense + experts) / 1e9:.3g} billion parameters in "
+        f"{t.num_layers} layers of {t.hidden_size}{further}, {kind}"
+        f"about {(dense + experts) / 1e9:.3g} billion parameters in "
         f"{dtype}; {t.world_size} ranks, {split}{', sequence parallel' if t.sequence_parallel else ''}; "
         f"{t.microbatches} micro-batches of {t.micro_batch_size} x {t.seq_length} tokens; on {t.device}"
     )

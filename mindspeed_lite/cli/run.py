@@ -155,9 +155,10 @@ def _import_adaptor(choice: str) -> None:
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
     except ImportError as error:
-        raise _UsageError(f"{error}; `mindspeed-lite doctor` says what is missing") from error
+        text = error_exit.describe(error) or f"{error}; `mindspeed-lite doctor` says what is missing"
+        raise _UsageError(text) from error
     except RuntimeError as error:  # DeviceError, or a torch whose device extension does not load
-        raise _UsageError(error) from error
+        raise _UsageError(error_exit.describe(error) or error) from error
     device = platform.current()
     if choice == allocator.KEEP and device is not None and device.name == "cpu":
         # After torch's import, which is as effective as before it; a reason why not is doctor's to tell.

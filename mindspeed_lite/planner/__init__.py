@@ -4,10 +4,13 @@ arguments    the words of a training command -> the training they describe
 training     that training, frozen: model, layout and features
 flags        which of Megatron's flags that reads, and which it refuses
 layers       which layers a pipeline stage holds
+layout       the same, written down by hand
 parameters   how many parameters those are on a rank
 optimizer    bytes of weights, gradients and optimizer states for them
 activations  what one micro-batch keeps for the backward pass, entry by entry
 context      what a sequence that is split over ranks keeps in attention
+latent       multi-latent attention: its parameters, and what it keeps
+further_tokens  the same for multi-token prediction
 pieces       what its layers have in common
 experts      the same for a layer of experts
 schedule     how many micro-batches a stage keeps at once, and what it keeps then

@@ -7,7 +7,7 @@ parallelism tokens between the pairs of linear layers are divided by TP.
 
 from __future__ import annotations
 
-from . import context
+from . import context, latent
 from .experts import experts
 from .pieces import (
     MemoryEntry,
@@ -65,7 +65,12 @@ def embedding(training: TrainingConfig) -> list[MemoryEntry]:
     elif training.tp == 1:
         # A batch arrives as one storage with labels and positions.
         size *= 3
-    return [MemoryEntry("embedding", "word indices", size), *_dropout(training, "embedding")]
+    return [MemoryEntry("embedding", "word indices", size), *embedding_dropout(training)]
+
+
+def embedding_dropout(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the embedding's dropout, if it has any."""
+    return _dropout(training, "embedding")
 
 
 # What the fused output layer and loss keeps of its logits, in whole tiles of columns, and the fewest columns it keeps.
@@ -80,34 +85,48 @@ def _kept(whole: int, column: int) -> int:
     return columns // TILE * TILE * column if columns >= FEWEST_COLUMNS else 0
 
 
+OUTPUT_INPUT = "input of the output layer"
+
+
+def final_norm(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the norm behind the last layer."""
+    return [_norm(training, "output", False)]
+
+
 def loss(training: TrainingConfig) -> list[MemoryEntry]:
-    """Of the final norm, the output layer and the cross-entropy."""
+    """Of the output layer, the cross-entropy and its mask."""
+    return [*logits(training), MemoryEntry("output", "mask of the loss", 4 * tokens(training))]
+
+
+def logits(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the output layer and the cross-entropy."""
     rows, hidden = tokens(training), hidden_bytes(training)
-    logits = rows * (training.padded_vocab_size // training.tp)
-    found = [_norm(training, "output", False)]
+    logits, found = rows * (training.padded_vocab_size // training.tp), []
     if training.use_fused_linear_cross_entropy:
         # Hidden states that are divided over ranks are gathered before it.
         hidden *= training.tp if training.sequence_parallel else 1
         statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
         kept = MemoryEntry("output", "logits that are kept", _kept(logits * training.width, rows * training.width))
-        found += [MemoryEntry("output", "input of the output layer", hidden), kept, statistics]
+        found += [MemoryEntry("output", OUTPUT_INPUT, hidden), kept, statistics]
     elif training.use_fused_cross_entropy:
         statistics = MemoryEntry("output", "targets and statistics of the loss", 20 * rows)
-        found += [MemoryEntry("output", "input of the output layer", hidden)]
+        found += [MemoryEntry("output", OUTPUT_INPUT, hidden)]
         found += [MemoryEntry("output", "logits", logits * training.width), statistics]
     else:
         width = 2 if training.fp16_lm_cross_entropy and training.fp16 else 4
-        found += [MemoryEntry("output", "input of the output layer", hidden)]
+        found += [MemoryEntry("output", OUTPUT_INPUT, hidden)]
         found += [MemoryEntry("output", "softmax of the logits", logits * width)]
         found += [MemoryEntry("output", "targets of the loss", 9 * rows)]
-    return [*found, MemoryEntry("output", "mask of the loss", 4 * rows)]
+    return found
 
 
-def once(training: TrainingConfig, has_mask: bool) -> list[MemoryEntry]:
+def once(training: TrainingConfig, layers: int, has_mask: bool) -> list[MemoryEntry]:
     """Kept once by all layers of a model chunk, however many micro-batches there are."""
     found = []
     angles = 8 * training.seq_length // training.cp * training.kv_channels
-    if training.position_embedding_type == "rope":
+    if training.multi_latent_attention:
+        found += latent.once(training, layers)
+    elif training.position_embedding_type == "rope":
         if training.use_fused_rotary_pos_emb:
             found.append(MemoryEntry("attention", "rotary angles", angles))
         if training.recompute_granularity == "full":
@@ -148,37 +167,42 @@ def _dropout(training: TrainingConfig, part: str) -> list[MemoryEntry]:
 def _attention(training: TrainingConfig, number: int) -> list[MemoryEntry]:
     rows, size = tokens(training), training.kv_channels
     heads, groups = training.num_attention_heads // training.tp, training.local_groups
-    query, key = rows * heads * size * training.width, rows * groups * size * training.width
+    query, key = (rows * count * training.query_size * training.width for count in (heads, groups))
     is_recomputed = training.recompute_granularity == "selective" and "core_attn" in training.recompute_modules
-    found = []
-    rotates = training.position_embedding_type == "rope"
-    if rotates and not training.use_fused_rotary_pos_emb:
+    found, is_latent = [], training.multi_latent_attention
+    rotates = training.position_embedding_type == "rope" and not is_latent
+    if is_latent:
+        found += latent.projections(training)
+    elif rotates and not training.use_fused_rotary_pos_emb:
         # Cosines and sines in the model's dtype, for queries and for keys.
         found.append(
             MemoryEntry("attention", "rotary angles", 4 * training.seq_length // training.cp * size * training.width)
         )
-    is_seen = training.qk_layernorm and keeps_norm_input(training)
-    if training.qk_layernorm:
+    is_normed = training.qk_layernorm and not is_latent
+    is_seen = is_normed and keeps_norm_input(training)
+    if is_normed:
         both = norm_bytes(training, rows * heads, size) + norm_bytes(training, rows * groups, size)
         # Their inputs are views of the projection, but for a query that is put together from several groups.
         both -= (key if heads > groups > 1 else query + key) if is_seen else 0
         found.append(MemoryEntry("attention", "norms of query and key", both))
     scores = _scores(training, heads, number)
-    output = MemoryEntry("attention", "output of attention", query)
+    output = MemoryEntry("attention", "output of attention", rows * heads * training.value_size * training.width)
     if training.cp > 1 and context.sharing(training, number) > 1 and not is_recomputed:
         # What was exchanged replaces what was computed, but for what a norm has seen.
         if is_seen:
             found.append(MemoryEntry("attention", "output of the qkv layer", query + 2 * key))
         return [*found, *context.exchanged(training, number), *scores, output]
     # What is neither rotated nor normalized is a view of the projection; Megatron repeats heads for its own products.
-    is_apart, repeats = rotates or training.qk_layernorm, heads > groups and not training.flash
+    is_apart, repeats = rotates or is_normed or is_latent, heads > groups and not training.flash
     if is_apart or repeats or heads > groups > 1:
         found.append(MemoryEntry("attention", "query", query))
     if repeats and not is_recomputed:
         found.append(MemoryEntry("attention", "key and value, repeated for every head", 2 * query))
     elif is_apart:
         found.append(MemoryEntry("attention", "key", key))
-    if not repeats or is_recomputed or is_seen:
+    if is_latent:
+        found.append(MemoryEntry("attention", "value", output.bytes))
+    elif not repeats or is_recomputed or is_seen:
         found.append(MemoryEntry("attention", "output of the qkv layer, of which value is a part", query + 2 * key))
     if is_recomputed:
         again = sum(each.bytes for each in scores) + (2 * query if repeats else 0)

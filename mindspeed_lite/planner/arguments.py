@@ -11,7 +11,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from . import context, flags
+from . import context, flags, further_tokens, latent, layout
 from .training import ArgumentError, TrainingConfig, pattern
 
 # Vocabularies that come with a tokenizer's type.
@@ -59,6 +59,10 @@ def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary
     per_stage = training.num_layers_per_virtual_pipeline_stage
     if per_stage:
         changed["num_virtual_stages_per_pipeline_rank"] = training.num_layers // training.pp // per_stage
+    if training.multi_latent_attention and not training.rope_type:
+        changed["rope_type"] = "yarn"
+    if training.pipeline_model_parallel_layout:
+        changed["num_virtual_stages_per_pipeline_rank"] = layout.read(training)
     changed["padded_vocab_size"] = _vocabulary(training, given, vocabulary)
     return training.replace(**changed)
 
@@ -112,6 +116,10 @@ def _checked(training: TrainingConfig) -> TrainingConfig:
         )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as Megatron does
+    if training.multi_latent_attention:
+        latent.check(training)
+    if training.mtp_num_layers:
+        further_tokens.check(training)
     context.check(training)
     if training.optimizer != "adam":
         raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")

@@ -134,8 +134,8 @@ _TOGGLES = (
         lambda training: training.flash,
         {"use_flash_attn": True, "create_attention_mask_in_dataloader": False},
         {"use_flash_attn": False, "attention_backend": "auto", "create_attention_mask_in_dataloader": True},
-        # With it attention keeps no scores in any case.
-        lambda training: training.cp == 1,
+        # With a split sequence attention keeps no scores in any case, and latent attention does not train without.
+        lambda training: training.cp == 1 and not training.multi_latent_attention,
     ),
     _Toggle(
         "--context-parallel-algo ulysses_cp_algo",
@@ -160,9 +160,12 @@ _TOGGLES = (
     _switch("--use-fused-rmsnorm", _is_rms),
     _switch("--use-fused-layernorm", lambda training: not _is_rms(training)),
     _switch("--use-fused-swiglu"),
-    _switch("--use-fused-rotary-pos-emb", lambda training: training.position_embedding_type == "rope"),
+    _switch(
+        "--use-fused-rotary-pos-emb",
+        lambda training: training.position_embedding_type == "rope" or training.multi_latent_attention,
+    ),
     _switch("--use-fused-cross-entropy", lambda training: not training.use_fused_linear_cross_entropy),
-    _switch("--use-fused-linear-cross-entropy"),
+    _switch("--use-fused-linear-cross-entropy", lambda training: not training.mtp_num_layers),
     _recompute_toggle("--recompute-activation-function"),
     _recompute_toggle("--recompute-norm"),
     _recompute("--recompute-granularity selective", "selective", modules=("core_attn",)),

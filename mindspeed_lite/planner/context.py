@@ -53,16 +53,18 @@ def sharing(training: TrainingConfig, layer: int) -> int:
 
 def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
     """What attention between the exchanges of Ulysses keeps, besides statistics."""
-    ranks, number = sharing(training, layer), training.kv_channels * training.width
-    heads = training.num_attention_heads // training.tp // ranks
-    queries = tokens(training) * ranks * heads * number
+    ranks = sharing(training, layer)
+    numbers = tokens(training) * ranks * (training.num_attention_heads // training.tp // ranks) * training.width
     # Of gathered keys a rank takes its heads' as a view of all.
-    keys = tokens(training) * ranks * training.local_groups * number
-    keys = keys if training.use_ulysses_allgather_kv else _keys(training, layer)
+    gathered = tokens(training) * ranks * training.local_groups * training.width
+    sizes = (training.query_size, training.value_size)
+    keys, values = (
+        gathered * size if training.use_ulysses_allgather_kv else _heads(training, layer, size) for size in sizes
+    )
     return [
-        MemoryEntry("attention", "queries of its heads", queries),
-        MemoryEntry("attention", "keys and values of its heads", 2 * keys),
-        MemoryEntry("attention", "output of its heads", queries),
+        MemoryEntry("attention", "queries of its heads", numbers * training.query_size),
+        MemoryEntry("attention", "keys and values of its heads", keys + values),
+        MemoryEntry("attention", "output of its heads", numbers * training.value_size),
     ]
 
 
@@ -74,15 +76,16 @@ def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
     if layer % (training.context_parallel_cache_interval + 1):
         return []
     name = "keys and values" if policy == "full" else "keys"
-    size = others * _keys(training, layer) * (2 if policy == "full" else 1)
+    sizes = (training.query_size, training.value_size)[: 2 if policy == "full" else 1]
+    size = others * sum(_heads(training, layer, each) for each in sizes)
     return [MemoryEntry("attention", f"{name} that the ring received", size)]
 
 
-def _keys(training: TrainingConfig, layer: int) -> int:
-    """Bytes of the keys that a rank brings into attention, heads exchanged."""
+def _heads(training: TrainingConfig, layer: int, size: int) -> int:
+    """Bytes of the keys or values, of this size each, that a rank brings into attention, heads exchanged."""
     ranks = sharing(training, layer)
     groups = max(1, training.local_groups // ranks)
-    return tokens(training) * ranks * groups * training.kv_channels * training.width
+    return tokens(training) * ranks * groups * size * training.width
 
 
 def check(training: TrainingConfig) -> None:
@@ -152,15 +155,15 @@ def _least_exposed(training: TrainingConfig) -> Algorithm:
     """What the training chooses where no flag does."""
     try:
         from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise ArgumentError(
             f"the algorithm is chosen by code that needs torch ({error}): name one with --context-parallel-algo"
         ) from None
-    size = training.kv_channels
+    sizes = training.query_size, training.value_size
     heads, groups = training.num_attention_heads // training.tp, training.local_groups
     rows = training.seq_length // training.cp
     work = AttentionWork(
-        rows, training.micro_batch_size, heads, groups, size, size, training.width, training.cp, causal=True
+        rows, training.micro_batch_size, heads, groups, *sizes, training.width, training.cp, causal=True
     )
     found: Algorithm = choose(work, FLOPS_PER_BYTE[training.device])[0]  # type: ignore[assignment]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from . import activations, optimizer, parameters, schedule
+from . import activations, further_tokens, optimizer, parameters, schedule
 from .layers import Chunk, stages
 from .optimizer import States
 from .parameters import Parameters
@@ -31,7 +31,7 @@ class Rank:
 
     Attributes:
         ranks: the first of them and the last, in Megatron's default order.
-        layers: how many layers it holds.
+        layers: how many layers it holds, those of multi-token prediction included.
         kept: micro-batches whose activations it holds at the peak, summed over its model chunks.
         lines: what the activations are made of then, largest first.
     """
@@ -71,7 +71,7 @@ def ranks(training: TrainingConfig) -> list[Rank]:
             Rank(
                 stage=stage,
                 ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
-                layers=sum(len(chunk.layers) for chunk in chunks),
+                layers=sum(len(chunk.layers) + chunk.further for chunk in chunks),
                 parameters=held,
                 states=optimizer.states(training, held, stage),
                 kept=kept,
@@ -96,7 +96,7 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     for number, count in enumerate(kept):
         entries += forward[number] * (count - (number == chunk))
     for each in chunks:
-        entries += activations.once(training, _has_mask(training, each))
+        entries += activations.once(training, len(each.layers) + each.further, _has_mask(training, each))
     return sum(kept), _summed(entries)
 
 
@@ -105,13 +105,17 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
     found = [entry for group in _groups(training, chunk, number) for entry in group]
     found += activations.mask(training) if _has_mask(training, chunk) else []
     found += activations.embedding(training) if chunk.embeds else []
-    return found + (activations.loss(training) if chunk.computes_loss else [])
+    if chunk.computes_loss:
+        found += [*activations.loss(training), *further_tokens.loss(training)]
+    return found
 
 
 def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
     """The entries of the worst moment of the backward pass: its start, or when a layer has got back what it gave up."""
     groups = _groups(training, chunk, number)
-    others = _after_forward(training, replace(chunk, layers=(), computes_loss=False), number)
+    others = _after_forward(
+        training, replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False), number
+    )
     moments = [_after_forward(training, chunk, number)]
     for place, group in enumerate(groups):
         if any(entry.restored for entry in group):
@@ -123,7 +127,15 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
 
 
 def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
-    """The entries of a chunk's layers in groups of what comes back together in the backward pass."""
+    """The entries of a chunk's layers in groups of what comes back together in the backward pass, in their order."""
+    found = _own_groups(training, chunk, number)
+    found += [activations.final_norm(training)] if chunk.normalizes else []
+    for place in range(len(chunk.layers), len(chunk.layers) + chunk.further):
+        found += further_tokens.groups(training, place, number)
+    return found
+
+
+def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
     own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
@@ -151,7 +163,7 @@ def _halves(layer: list[MemoryEntry]) -> list[list[MemoryEntry]]:
 
 
 def _has_mask(training: TrainingConfig, chunk: Chunk) -> bool:
-    return training.create_attention_mask_in_dataloader and (chunk.embeds or chunk.computes_loss)
+    return training.create_attention_mask_in_dataloader and (chunk.has_embedding or chunk.computes_loss)
 
 
 def _bytes(entries: Iterable[MemoryEntry]) -> int:

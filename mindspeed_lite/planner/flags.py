@@ -12,6 +12,7 @@ ON = {
     "--quick-geglu": "quick_geglu",
     "--add-qkv-bias": "add_qkv_bias",
     "--qk-layernorm": "qk_layernorm",
+    "--multi-latent-attention": "multi_latent_attention",
     "--group-query-attention": "group_query_attention",
     "--untie-embeddings-and-output-weights": "untie_embeddings_and_output_weights",
     "--bf16": "bf16",
@@ -69,6 +70,12 @@ INTEGERS = {
     "--ffn-hidden-size": "ffn_hidden_size",
     "--num-attention-heads": "num_attention_heads",
     "--kv-channels": "kv_channels",
+    "--q-lora-rank": "q_lora_rank",
+    "--kv-lora-rank": "kv_lora_rank",
+    "--qk-head-dim": "qk_head_dim",
+    "--qk-pos-emb-head-dim": "qk_pos_emb_head_dim",
+    "--v-head-dim": "v_head_dim",
+    "--mtp-num-layers": "mtp_num_layers",
     "--num-query-groups": "num_query_groups",
     "--seq-length": "seq_length",
     "--max-position-embeddings": "max_position_embeddings",
@@ -105,6 +112,8 @@ NUMBERS = {
 TEXTS = {
     "--normalization": "normalization",
     "--position-embedding-type": "position_embedding_type",
+    "--rope-type": "rope_type",
+    "--pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
     "--tokenizer-type": "tokenizer_type",
     "--optimizer": "optimizer",
     "--moe-layer-freq": "moe_layer_freq",
@@ -119,6 +128,7 @@ TEXTS = {
 }
 # Of the integers, those that may be 0.
 FROM_ZERO = (
+    "--mtp-num-layers",
     "--decoder-first-pipeline-num-layers",
     "--decoder-last-pipeline-num-layers",
     "--context-parallel-cache-interval",
@@ -140,9 +150,10 @@ REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "m
 # Flags that change what is kept in ways that are not predicted, and why; with 0 or none they ask for nothing.
 REFUSED = {
     "--yaml-cfg": "the arguments in a file are not read: give them as flags",
-    "--multi-latent-attention": "multi-latent attention is not predicted",
-    "--mtp-num-layers": "multi-token prediction is not predicted",
-    "--pipeline-model-parallel-layout": "a layout by hand is not predicted: give the number of layers of a stage",
+    "--experimental-attention-variant": "other kinds of attention are not predicted",
+    "--mla-down-proj-fusion": "it needs Transformer Engine: leave it out",
+    "--mtp-use-repeated-layer": "one layer for all further tokens is not predicted",
+    "--mtp-detach-heads": "it is not predicted",
     "--hybrid-layer-pattern": "hybrid models are not predicted",
     "--fp8-format": "training in fp8 is not predicted",
     "--fp4-format": "training in fp4 is not predicted",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from . import layout
 from .training import ArgumentError, TrainingConfig
 
 
@@ -14,16 +15,27 @@ class Chunk:
     Attributes:
         layers: numbers of its layers in the whole model, from 0.
         embeds: whether it begins with the embedding.
+        normalizes: whether the model's final norm is in it.
+        further: layers of multi-token prediction behind them.
         computes_loss: whether it ends with the output layer.
     """
 
     layers: tuple[int, ...]
     embeds: bool
+    normalizes: bool
+    further: int
     computes_loss: bool
+
+    @property
+    def has_embedding(self) -> bool:
+        """The first chunk's, or the copy of it for multi-token prediction."""
+        return self.embeds or self.further > 0
 
 
 def stages(training: TrainingConfig) -> list[list[Chunk]]:
     """For each pipeline stage its chunks, in the order in which a micro-batch goes through them."""
+    if training.pipeline_model_parallel_layout:
+        return _by_hand(training)
     pp, vpp = training.pp, training.vpp if training.pp > 1 else 1
     counts = _counts(training, pp, vpp)
     begin, found = 0, [[] for _ in range(pp)]  # type: ignore[var-annotated]
@@ -34,8 +46,24 @@ def stages(training: TrainingConfig) -> list[list[Chunk]]:
             count = counts[stage]
             count -= embeds and training.account_for_embedding_in_pipeline_split
             count -= computes_loss and training.account_for_loss_in_pipeline_split
-            found[stage].append(Chunk(tuple(range(begin, begin + count)), embeds, computes_loss))
+            further = training.mtp_num_layers if computes_loss else 0
+            found[stage].append(
+                Chunk(tuple(range(begin, begin + count)), embeds, computes_loss, further, computes_loss)
+            )
             begin += count
+    return found
+
+
+def _by_hand(training: TrainingConfig) -> list[list[Chunk]]:
+    begin, found = 0, [[] for _ in range(training.pp)]  # type: ignore[var-annotated]
+    for place, letters in enumerate(layout.parts(training.pipeline_model_parallel_layout)):
+        count, further, computes_loss = letters.count("t"), letters.count("m"), "L" in letters
+        # With multi-token prediction the final norm is behind the last layer, wherever that is.
+        ends = begin < training.num_layers == begin + count
+        normalizes = ends if training.mtp_num_layers else computes_loss
+        numbers = tuple(range(begin, begin + count))
+        found[place % training.pp].append(Chunk(numbers, "E" in letters, normalizes, further, computes_loss))
+        begin += count
     return found
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from . import further_tokens, latent
 from .layers import Chunk
+from .pieces import norm_parameters
 from .training import TrainingConfig
 
 
@@ -33,18 +35,23 @@ def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
     """Of a pipeline stage with these chunks, on one of its ranks."""
     found = Parameters(0)
     for chunk in chunks:
-        if chunk.embeds:
+        if chunk.has_embedding:
             found += Parameters(_embedding(training))
         for number in chunk.layers:
             found += of_layer(training, training.is_moe(number))
+        if chunk.normalizes:
+            found += Parameters(norm_parameters(training, training.hidden_size))
+        for _ in range(chunk.further):
+            found += Parameters(further_tokens.parameters(training))
+            found += of_layer(training, training.is_moe(training.num_layers - 1))
         if chunk.computes_loss:
-            found += Parameters(_norm(training, training.hidden_size) + _output_layer(training))
+            found += Parameters(_output_layer(training))
     return found
 
 
 def of_layer(training: TrainingConfig, has_experts: bool) -> Parameters:
     """Of one transformer layer."""
-    dense = _attention(training) + 2 * _norm(training, training.hidden_size)
+    dense = _attention(training) + 2 * norm_parameters(training, training.hidden_size)
     if not has_experts:
         return Parameters(dense + _mlp(training, training.ffn_hidden_size, training.tp))
     hidden = training.hidden_size
@@ -71,11 +78,9 @@ def _output_layer(training: TrainingConfig) -> int:
     return training.padded_vocab_size // training.tp * training.hidden_size
 
 
-def _norm(training: TrainingConfig, width: int) -> int:
-    return width if training.normalization == "RMSNorm" else 2 * width
-
-
 def _attention(training: TrainingConfig) -> int:
+    if training.multi_latent_attention:
+        return latent.parameters(training)
     hidden, size = training.hidden_size, training.kv_channels
     heads = training.num_attention_heads // training.tp
     groups = training.local_groups
@@ -84,7 +89,7 @@ def _attention(training: TrainingConfig) -> int:
     found = projected * (hidden + has_qkv_bias) + heads * size * hidden
     # A row-parallel layer adds its bias after the sum over ranks: every rank has all of it.
     found += hidden * training.add_bias_linear
-    return found + (2 * _norm(training, size) if training.qk_layernorm else 0)
+    return found + (2 * norm_parameters(training, size) if training.qk_layernorm else 0)
 
 
 def _mlp(training: TrainingConfig, width: int, split: int) -> int:

@@ -68,6 +68,11 @@ def given_up(part: str, name: str, size: int, gives_up: bool) -> MemoryEntry:
     return MemoryEntry(part, name, 0, size) if gives_up else MemoryEntry(part, name, size)
 
 
+def norm_parameters(training: TrainingConfig, width: int) -> int:
+    """Of a norm over rows of so many numbers."""
+    return width if training.normalization == "RMSNorm" else 2 * width
+
+
 def keeps_norm_input(training: TrainingConfig) -> bool:
     """Whether a norm keeps its input as it is.
 

@@ -32,6 +32,14 @@ class TrainingConfig:
     global_batch_size: int = 0
     ffn_hidden_size: int = 0
     kv_channels: int = 0
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+    rope_type: str = ""
+    mtp_num_layers: int = 0
     group_query_attention: bool = False
     num_query_groups: int = 1
     max_position_embeddings: int = 0
@@ -79,6 +87,7 @@ class TrainingConfig:
     num_layers_per_virtual_pipeline_stage: int = 0
     num_virtual_stages_per_pipeline_rank: int = 0
     microbatch_group_size_per_vp_stage: int = 0
+    pipeline_model_parallel_layout: str = ""
     decoder_first_pipeline_num_layers: int | None = None
     decoder_last_pipeline_num_layers: int | None = None
     account_for_embedding_in_pipeline_split: bool = False
@@ -170,8 +179,19 @@ class TrainingConfig:
 
     @property
     def groups(self) -> int:
-        """Key-value heads."""
-        return self.num_query_groups if self.group_query_attention else self.num_attention_heads
+        """Key-value heads; multi-latent attention has one for each query head."""
+        shares = self.group_query_attention and not self.multi_latent_attention
+        return self.num_query_groups if shares else self.num_attention_heads
+
+    @property
+    def query_size(self) -> int:
+        """Numbers of a head's query, and of its key."""
+        return self.qk_head_dim + self.qk_pos_emb_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def value_size(self) -> int:
+        """Numbers of a head's value, and of its output."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def local_groups(self) -> int:

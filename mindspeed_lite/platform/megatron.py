@@ -280,6 +280,15 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return _get_share_storage
 
 
+def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A checkpoint that is told nothing of fp8 asks Transformer Engine about it; without it there is none."""
+
+    def __init__(self: Any, fp8: Any = False) -> None:
+        wrapped(self, fp8 or None)
+
+    return __init__
+
+
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
     """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
 
@@ -327,8 +336,9 @@ ASSUMPTIONS: tuple[Feature, ...] = (
     ),
     _assumption(
         "device_recomputed_output",
-        "outputs that are released and computed again need no compiler",
+        "outputs that are released and computed again need neither a compiler nor Transformer Engine",
         ("cpu", "npu"),
+        Around("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _without_transformer_engine),
         Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
     ),
     _assumption(

@@ -142,6 +142,62 @@ TRAININGS |= {
     ),
     "cp2 ep2": (2, 4, f"{MOE} {CP2} --expert-model-parallel-size 2 --use-distributed-optimizer"),
 }
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 48 --kv-lora-rank 32 --qk-head-dim 32 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 24 --rotary-scaling-factor 40 --use-flash-attn"
+)
+TP2 = "--tensor-model-parallel-size 2"
+PP2 = "--pipeline-model-parallel-size 2"
+# Of latent attention and multi-token prediction, alone, together, and with what DeepSeek-V3's launch script has.
+TRAININGS |= {
+    "latent, as it is": (1, 2, f"{LLAMA} {LATENT} --num-layers 2"),
+    "latent, norms": (1, 2, f"{LLAMA} {LATENT} --num-layers 2 --qk-layernorm"),
+    "latent, queries wide, not yarn": (
+        1,
+        2,
+        f"{LLAMA} {LATENT.replace('--q-lora-rank 48', '')} {ON} --num-layers 2 --rope-type rope",
+    ),
+    "latent, norms recomputed": (
+        1,
+        2,
+        f"{LLAMA} {LATENT} --qk-layernorm {ON} --recompute-granularity selective "
+        "--recompute-modules core_attn layernorm",
+    ),
+    "latent, gpt2": (1, 2, f"{GPT2} {LATENT} --qk-layernorm"),
+    "latent, tp2": (2, 2, f"{LLAMA} {LATENT} --qk-layernorm {TP2}"),
+    "latent, tp2 sp": (2, 2, f"{LLAMA} {LATENT} {TP2} --sequence-parallel --mtp-num-layers 1"),
+    "latent, tp2 sp, further tokens, on": (
+        2,
+        2,
+        f"{LLAMA} {LATENT} --qk-layernorm {ON} {TP2} --sequence-parallel --mtp-num-layers 2 --num-layers 2 "
+        "--recompute-norm",
+    ),
+    "latent, cp2, ring": (2, 2, f"{LLAMA} {LATENT} {CP2} --context-parallel-kv-cache-policy full --mtp-num-layers 1"),
+    "latent, cp2, ulysses": (2, 2, f"{LLAMA} {LATENT} --qk-layernorm {CP2} --context-parallel-algo ulysses_cp_algo"),
+    "further tokens": (1, 4, f"{LLAMA} --mtp-num-layers 1 --hidden-dropout 0.1"),
+    "further tokens, tied": (1, 4, f"{GPT2} --position-embedding-type rope --mtp-num-layers 1 {ON}"),
+    "further tokens, pp2": (2, 8, f"{LLAMA} --mtp-num-layers 2 {PP2}"),
+    "further tokens, pp2, tied": (2, 8, f"{GPT2} --position-embedding-type rope --mtp-num-layers 1 {PP2}"),
+    "further tokens, partly recomputed": (
+        1,
+        2,
+        f"{LLAMA} --mtp-num-layers 1 --recompute-granularity full --recompute-method block --recompute-num-layers 1",
+    ),
+    "stages by hand": (2, 8, f"{LLAMA} {ON} {PP2} --pipeline-model-parallel-layout E|tt|tt|L"),
+}
+DEEPSEEK = (
+    f"{MOE} {LATENT} --qk-layernorm {ON} {GROUPED} {PP2} --mtp-num-layers 1 --num-layers 3 "
+    "--moe-layer-freq ([0]*1+[1]*2) --moe-shared-expert-intermediate-size 64 --use-distributed-optimizer"
+)
+TRAININGS |= {
+    "as DeepSeek-V3": (2, 8, f"{DEEPSEEK} --pipeline-model-parallel-layout Et|tt|m|L"),
+    "as DeepSeek-V3, recomputed": (
+        2,
+        8,
+        f"{DEEPSEEK} --pipeline-model-parallel-layout Et|t|t,m|L --recompute-granularity full "
+        "--recompute-method uniform --recompute-num-layers 1",
+    ),
+}
 # A sequence that counts beside the weights; and the shape of a large model, which is predicted alone.
 LONG = f"{LLAMA} --num-layers 2 --hidden-size 64 --seq-length 16384 --max-position-embeddings 16384"
 LONG += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 511 --use-flash-attn"
@@ -152,12 +208,15 @@ LLAMA3 = (
     "--hidden-dropout 0 --attention-dropout 0 --use-flash-attn"
 ).split()
 NEWEST = checkouts.WITH_TRAINING[-1]
-KEPT = [(NEWEST, name) for name in ("dense, gives up", "tp2 sp, on", "ep2, on", "cp2, an algorithm each")]
+NAMES = (
+    "dense, gives up", "ep2, on", "cp2, an algorithm each", "latent, tp2 sp, further tokens, on", "as DeepSeek-V3",
+)  # fmt: skip
+KEPT = [(NEWEST, name) for name in NAMES]
 # What differs between releases: experts, and what is recomputed.
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)
     for release in checkouts.WITH_TRAINING[:-1]
-    for name in ("partly recomputed", "grouped queries", "ep2", "ep2, on")
+    for name in ("partly recomputed", "grouped queries", "ep2", "ep2, on", "further tokens", "as DeepSeek-V3")
 ]
 
 Measured = Callable[[str, str], list[memory_run.Measured]]

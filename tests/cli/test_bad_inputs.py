@@ -354,6 +354,27 @@ def test_a_missing_dependency_of_a_script_with_the_import_line(
     assert run.returncode == 2 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr, run.stderr
 
 
+BROKEN = {
+    "ImportError": "raise ImportError('libcudnn.so.9: cannot open shared object file')",
+    "OSError": "import ctypes\nctypes.CDLL('libcudnn.so.9: cannot open shared object file')",
+    "RuntimeError": "try:\n    import libcudnn\nexcept ImportError as e:\n    raise RuntimeError('autoload') from e",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_torch_that_cannot_be_loaded(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(BROKEN[kind])
+    (tmp_path / "script.py").write_text("import mindspeed_lite.megatron_adaptor")
+    runs = [python("script.py", cwd=tmp_path, path=[tmp_path])]
+    words = ["bench", "--", "true"] if kind == "OSError" else ["run", "script.py"]
+    runs.append(command(*words, cwd=tmp_path, path=[tmp_path]))
+    for run in runs:
+        assert run.returncode == 2 and run.stdout == "" and run.stderr.count("\n") == 1, run.stderr
+        for word in ("PyTorch is installed but cannot be loaded: ", "libcudnn", "pip install --force-reinstall torch"):
+            assert word in run.stderr
+
+
 @pytest.mark.parametrize("what", [["bench-ops"], ["bench", "--", "true"], ["doctor", "--selftest"]])
 def test_a_missing_torch_of_a_command(tmp_path: Path, what: list[str]) -> None:
     run = command(*what, cwd=tmp_path, **without(tmp_path, "torch"))

@@ -41,7 +41,7 @@ LARGE = (
         (["--", "torchrun", "--nproc-per-node", "gpu", *MODEL], ["--nproc-per-node", "--world-size N"]),
         (["--", "torchrun", "--nproc-per-node=3", "x.py", *MODEL, "--tensor-model-parallel-size", "2"], ["3 ranks"]),
         (["--device", "tpu", "--", "python", *MODEL], ["--device", "tpu"]),
-        (["--", "python", *MODEL, "--mtp-num-layers", "2"], ["--mtp-num-layers 2", "not predicted"]),
+        (["--", "python", *MODEL, "--fp8-format", "e4m3"], ["--fp8-format e4m3", "not predicted"]),
         (["--measure", "--", "no-such-program", *MODEL], ["no-such-program"]),
         (["--json", "/nowhere/file", "--", "python", *MODEL], ["--json", "/nowhere"]),
     ],

@@ -7,6 +7,9 @@ import pytest
 from mindspeed_lite.planner import ArgumentError, context, read
 from mindspeed_lite.planner.arguments import misspelt
 
+LATENT = "--multi-latent-attention --use-flash-attn"
+FURTHER = "--position-embedding-type rope --mtp-num-layers"
+BY_HAND = "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout"
 CP = "--context-parallel-size 2"
 LEAST = "--num-layers 4 --hidden-size 96 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 
@@ -93,7 +96,26 @@ def test_which_layers_have_experts(pattern: str, expected: list[int]) -> None:
         ("--hidden-size", 1, ("--hidden-size", "give one")),
         ("--hidden-size 0", 1, ("--hidden-size", "at least 1")),
         ("--optimizer sgd", 1, ("--optimizer sgd", "adam")),
-        ("--multi-latent-attention", 1, ("--multi-latent-attention", "not predicted")),
+        ("--multi-latent-attention", 1, ("--multi-latent-attention", "add --use-flash-attn")),
+        (f"{LATENT} --rope-type linear", 1, ("--rope-type", "'linear'")),
+        (f"{LATENT} --q-lora-rank 5 --tensor-model-parallel-size 2", 2, ("--q-lora-rank: 5", "change one")),
+        (f"{LATENT} --qk-pos-emb-head-dim 3 --tensor-model-parallel-size 2", 2, ("--kv-lora-rank and", "35")),
+        (f"{FURTHER} 1 --use-fused-linear-cross-entropy", 1, ("--mtp-num-layers", "use --use-fused-cross-entropy")),
+        (f"{FURTHER} 1 --position-embedding-type yarn", 1, ("--position-embedding-type yarn", "rope or none")),
+        (
+            f"{FURTHER} 1 --recompute-granularity full --recompute-method uniform --recompute-num-layers 2",
+            1,
+            ("--recompute-num-layers", "it is 1"),
+        ),
+        (f"{BY_HAND} Ettx|ttL", 2, ("Ettx|ttL", "'x' is none of")),
+        (f"{BY_HAND} Ett|t|tL", 2, ("3 parts", "--pipeline-model-parallel-size 2")),
+        (f"{BY_HAND} tt|ttL", 2, ("one E",)),
+        (f"{BY_HAND} Ett|tL", 2, ("3 letters t", "--num-layers 4")),
+        (f"{BY_HAND} Ett|ttmL", 2, ("1 letters m", "--mtp-num-layers 0")),
+        (f"{FURTHER} 2 {BY_HAND} Ett|tt|m|mL", 2, ("all letters m are in one part",)),
+        (f"{FURTHER} 1 {BY_HAND} Ett|tm|t|L", 2, ("all letters m are in one part",)),
+        (f"{FURTHER} 1 {BY_HAND} Ett|t|mt|L", 2, ("every t is before m",)),
+        (f"{BY_HAND} Ett|ttL --num-virtual-stages-per-pipeline-rank 2", 2, ("leave --num-virtual-stages",)),
         ("--context-parallel-size 2 --tensor-model-parallel-size 2", 6, ("6 ranks", "multiple of 4")),
         ("--context-parallel-size 3", 3, ("--seq-length 32", "--context-parallel-size 3")),
         (f"{CP} --context-parallel-algo ring", 2, ("--context-parallel-algo ring", "ulysses_cp_algo")),
@@ -141,8 +163,9 @@ def test_what_is_needed_is_named(flag: str) -> None:
 
 def test_a_value_that_asks_for_nothing_is_not_refused() -> None:
     assert read([*LEAST, "--hybrid-layer-pattern", "none", "--cpu-offloading-num-layers", "0"]).tp == 1
-    with pytest.raises(ArgumentError, match="--mtp-num-layers 1"):
-        read([*LEAST, "--mtp-num-layers", "1"])
+    assert read([*LEAST, "--mtp-num-layers", "0"]).mtp_num_layers == 0
+    with pytest.raises(ArgumentError, match="--cpu-offloading-num-layers 1"):
+        read([*LEAST, "--cpu-offloading-num-layers", "1"])
 
 
 def test_a_flag_that_looks_like_another_is_told() -> None:

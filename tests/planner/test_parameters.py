@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
 from typing import Any
 
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.planner import layers, parameters, read
+from mindspeed_lite.planner import layers, layout, parameters, read
+from tests.harness.checkouts import ROOT
 from tests.harness.processes import forked
 
 SMALL = (
@@ -144,3 +147,35 @@ def test_every_layer_stands_on_one_stage() -> None:
         training = read((SMALL + words).split(), world_size)
         numbers = sorted(number for stage in layers.stages(training) for chunk in stage for number in chunk.layers)
         assert numbers == list(range(training.num_layers))
+
+
+@forked("megatron")
+def test_layouts_by_hand_are_read_as_megatron_reads_them() -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    names = {"E": LayerType.embedding, "t": LayerType.decoder, "m": LayerType.mtp, "L": LayerType.loss}
+    for text, pp in (("Et*3|(tt|)*29,m|L", 16), ("E|(t|)*2,tt|L", 5), ("E,t*4,(m)*2L", 1), ("Ettt|tL", 2)):
+        found = [[names[letter] for letter in part] for part in layout.parts(text)]
+        by_stage = PipelineParallelLayerLayout(text, pp).layout
+        chunks = len(by_stage[0])
+        assert found == [by_stage[stage][chunk] for chunk in range(chunks) for stage in range(pp)]
+
+
+def test_deepseek_v3_has_as_many_as_were_published() -> None:
+    printed = subprocess.run(
+        ["bash", str(ROOT / "examples" / "deepseek_v3.sh"), "--print"], capture_output=True, text=True, check=True
+    )
+    training = read(shlex.split(printed.stdout), 1024)
+    model, further = [0.0, 0.0], [0.0, 0.0]
+    for chunk in (chunk for stage in layers.stages(training) for chunk in stage):
+        held = parameters.of_stage(training, [chunk])
+        found = further if chunk.further else model
+        found[0] += held.dense
+        found[1] += held.experts
+    # Norms and routers are not split by tensor parallelism, which is a hundredth of a percent.
+    total = model[0] * training.tp + model[1] * training.ep * training.etp
+    assert abs(total / 671.03e9 - 1) < 2e-4, "DeepSeek-V3 Technical Report: 671B"
+    own = further[0] * training.tp + further[1] * training.ep * training.etp
+    # The same: 14B more, with the embedding; the output head is shared here.
+    assert 12e9 < own < 14e9

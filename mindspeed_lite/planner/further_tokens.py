@@ -1,0 +1,70 @@
+"""Predicts multi-token prediction: layers behind the model's own, each of which predicts one token further.
+
+Such a layer joins the normalized hidden states and the embedding of the next token in a linear layer, runs a
+transformer layer and a norm, and its logits have a loss of their own.
+"""
+
+from __future__ import annotations
+
+from . import activations
+from .pieces import MemoryEntry, hidden_bytes, keeps_norm_input, norm_bytes, norm_parameters, norm_tokens, tokens
+from .training import ArgumentError, TrainingConfig
+
+PART = "further tokens"
+
+
+def parameters(training: TrainingConfig) -> int:
+    """Of one layer on a rank, without its transformer layer: three norms and the linear layer that joins."""
+    hidden = training.hidden_size
+    return 3 * norm_parameters(training, hidden) + 2 * hidden * hidden // training.tp
+
+
+def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[MemoryEntry]]:
+    """What the first of these layers keeps, at a place of a chunk, in groups of what comes back together."""
+    norm, hidden = norm_bytes(training, norm_tokens(training), training.hidden_size), hidden_bytes(training)
+    indices = tokens(training) * (8 if training.tp == 1 else 9)
+    embedding = [MemoryEntry("embedding", "word indices of further tokens", indices)]
+    embedding += activations.embedding_dropout(training)
+    joined = [
+        MemoryEntry(PART, "norms of hidden states and embedding", 2 * norm),
+        MemoryEntry(PART, "input of the layer that joins them", 2 * hidden),
+    ]
+    if training.sequence_parallel and keeps_norm_input(training):
+        # Of the output that ranks gather each keeps its tokens, as a view of all.
+        joined.append(MemoryEntry(PART, "output of the layer that joins them", (training.tp - 1) * hidden))
+    layer = activations.layer(training, training.num_layers - 1, place, chunk)
+    behind = [MemoryEntry(PART, "norm", norm)]
+    if training.recompute_granularity == "full" and training.recompute_method == "uniform":
+        inside = [*joined, *layer, *behind]
+        again = sum(entry.bytes for entry in inside) - (2 * hidden if keeps_norm_input(training) else 0)
+        kept = MemoryEntry(PART, "hidden states and embedding, of which a layer is recomputed", 2 * hidden)
+        return [embedding, [kept, MemoryEntry(PART, "recomputed", 0, again)]]
+    halves = ([each for each in layer if (each.part == "attention") == first] for first in (True, False))
+    return [embedding, joined, *halves, behind]
+
+
+def loss(training: TrainingConfig) -> list[MemoryEntry]:
+    """Of the logits of all these layers; the output layer reads their hidden states beside the model's own."""
+    rows = tokens(training)
+    own = [each for each in activations.logits(training) if each.name != activations.OUTPUT_INPUT]
+    # Labels and the loss before they are masked.
+    found = [*own, MemoryEntry("output", "loss of further tokens", 12 * rows)]
+    hidden = MemoryEntry("output", activations.OUTPUT_INPUT, hidden_bytes(training))
+    return [hidden, *found] * training.mtp_num_layers
+
+
+def check(training: TrainingConfig) -> None:
+    """Raise ArgumentError for what Megatron refuses beside it, and for what is not predicted."""
+    if training.use_fused_linear_cross_entropy:
+        raise ArgumentError(
+            "--use-fused-linear-cross-entropy: with --mtp-num-layers Megatron needs the logits: use "
+            "--use-fused-cross-entropy"
+        )
+    is_whole = training.recompute_granularity == "full" and training.recompute_method == "uniform"
+    if is_whole and training.recompute_num_layers > 1:
+        raise ArgumentError("--recompute-num-layers: with --mtp-num-layers it is 1, as in Megatron")
+    if training.position_embedding_type not in ("rope", "none"):
+        raise ArgumentError(
+            f"--position-embedding-type {training.position_embedding_type}: with --mtp-num-layers it is rope or none, "
+            "as in Megatron"
+        )
