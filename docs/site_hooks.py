@@ -17,6 +17,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 _LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 
+_ROW, _CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]*`")
+
 
 def _page_of(outside: str) -> str:
     """Where the site has the file `outside`, a path from the repository's root."""
@@ -113,8 +115,9 @@ def _source_of(path: str) -> str | None:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Points links that leave docs/ to the pages made for them."""
+    """Points links that leave docs/ to the pages made for them; a bar in code needs no escape in a table here."""
     here = page.file.src_uri
+    markdown = _ROW.sub(lambda row: _CODE.sub(lambda code: code.group().replace("\\|", "|"), row.group()), markdown)
     if here.startswith("repository/"):
         return markdown
 

@@ -16,6 +16,8 @@ from .translate import TranslatedFlag, Translation, translate
 _ASSIGNMENT = re.compile(r"^[ \t]*(?:export[ \t]+|local[ \t]+)?(\w+)=(\"[^\"$`\n]*\"|'[^'\n]*'|[^\s\"'();|&#]*)", re.M)
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?-([^}]*))?\})")
 _HOLDS_FLAGS = re.compile(r"(?:^|\s)--[A-Za-z]")
+_FLAG = re.compile(r"--[A-Za-z][\w-]*")
+_BLANK = ("", " ", "\t", "\n", "\\", ")")
 _IMPORT = re.compile(r"^(\s*)(import mindspeed\.|from mindspeed import )(?=megatron_adaptor\b)", re.M)
 
 
@@ -101,6 +103,11 @@ def _words(text: str, place: str = "command", start: int = 0, stop: int | None =
             at = begin = stop if end < 0 else end
         elif char in "\"'" and place != "text":
             end = _closing(text, at, stop)
+            if at == begin and _FLAG.fullmatch(text, at + 1, end) and text[end + 1 : end + 2] in _BLANK:
+                # One flag in quotes of its own, which go with it.
+                pending.append(_Word(text[at + 1 : end], at, end + 1, place, False))
+                at = begin = end + 1
+                continue
             if _HOLDS_FLAGS.search(text[at + 1 : end].replace("\\\n", " ")):
                 yield from word(at, True)
                 yield from _words(text, "text", at + 1, end)
