@@ -212,10 +212,9 @@ def _algorithm(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise ValueError("a number of at least 0")
-    return number
+    if not text.isdecimal():
+        raise ValueError("a whole number of at least 0")
+    return int(text)
 
 
 def _enabled(settings: Settings) -> bool:

@@ -28,9 +28,12 @@ def _amount(text: str) -> str | float:
     """`all`, or a number of GiB."""
     if text == _ALL:
         return _ALL
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
     if not 0 <= number < float("inf"):
-        raise ValueError(text)
+        raise ValueError("all, or a number of GiB from 0 on")
     return number
 
 

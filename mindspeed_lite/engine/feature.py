@@ -33,6 +33,7 @@ def _check_range(owner: str, specifier: str) -> None:
 class Option:
     """One flag; False without a type is a switch. `upstream`: host releases that have it.
 
+    `type`: a class, or a function whose ValueError says what the flag takes: "one of a, b".
     `name`: what it is stored as, where the host stores something else under the flag's own name.
     """
 
@@ -98,8 +99,8 @@ class Option:
                 if not isinstance(value, accepted) or isinstance(value, bool):
                     raise ValueError
         except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-            kind = getattr(convert, "__name__", "value")
-            raise OptionError(f"{self.flag} takes a {kind}, not {value!r}.") from error
+            takes = f"a {convert.__name__}" if isinstance(convert, type) else str(error) or "a value"
+            raise OptionError(f"{self.flag} takes {takes}, not {value!r}.") from error
         if self.choices is not None and value not in self.choices:
             raise OptionError(f"{self.flag} takes one of {', '.join(map(str, self.choices))}, not {value!r}.")
         return value

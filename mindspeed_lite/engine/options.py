@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ def _keywords(option: Option) -> dict[str, Any]:
     keywords: dict[str, Any] = {"dest": option.dest, "help": re.sub(r"(?<!%)%(?![%(])", "%%", option.help)}
     if option.is_switch:
         return keywords | {"action": "store_true", "default": False}
-    keywords |= {"default": option.default, "type": option.convert}
+    keywords |= {"default": option.default, "type": _reading(option)}
     optional = {"choices": option.choices, "nargs": option.nargs, "metavar": option.metavar}
     return keywords | {name: value for name, value in optional.items() if value is not None}
 
@@ -93,3 +93,18 @@ def _named(parser: argparse.ArgumentParser, word: str) -> Iterator[str]:
             yield action.dest
             if action.nargs != 0:
                 return  # the rest of the word is its value
+
+
+def _reading(option: Option) -> Callable[[str], Any]:
+    """The option's type for argparse, which names only a builtin one in its error: any other says what it takes."""
+    convert = option.convert
+    if isinstance(convert, type):
+        return convert
+
+    def read(text: str) -> Any:
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"takes {error}, not {text!r}") from None
+
+    return read

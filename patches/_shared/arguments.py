@@ -9,6 +9,7 @@ through them, whether arguments come from the command line, from YAML or from a 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -97,6 +98,9 @@ def _watch(parser: argparse.ArgumentParser, parsed: _Parsed) -> None:
         found, unknown = parse_known(words, namespace)
         parsed.namespace = found
         parsed.explicit = given_options(parser, words)
+        file = getattr(found, "yaml_cfg", None)
+        if file and not os.path.isfile(file):
+            parser.error(f"argument --yaml-cfg: there is no file {file}")
         refused = [word for step in parsed.translation.steps if step.outcome == "refused" for word in step.words]
         return found, [*unknown, *refused]
 

@@ -186,6 +186,10 @@ def test_every_training() -> None:
 # Rejected by the parser, of which every rank has one: two ranks under a launcher's store.
 PARSED: list[tuple[str, list[str], list[str]]] = [
     ("an unknown flag", ["--no-such-thing"], ["unrecognized argument --no-such-thing"]),
+    ("an algorithm of MindSpeed's that is not here", ["--context-parallel-algo", "adaptive_cp_algo"], ["one of the"]),
+    ("an unknown algorithm", ["--context-parallel-algo", "x"], ["takes one of megatron_cp_algo", "not 'x'"]),
+    ("text for a size", ["--virtual-optimizer", "much"], ["takes all, or a number of GiB", "not 'much'"]),
+    ("a YAML file that is not there", ["--yaml-cfg", "none.yaml"], ["--yaml-cfg", "no file none.yaml"]),
     ("a flag that resembles one", ["--use-flas-attn"], ["did you mean --use-flash-attn?"]),
     ("a value for no flag", ["--bf16", "7"], ["unrecognized argument"]),
     ("a value that no flag takes", ["--train-iters", "many"], ["--train-iters", "'many'"]),
