@@ -182,12 +182,12 @@ class _Ranks:
     def wait_until_spoken(self) -> None:
         # The launcher ends the other ranks as soon as one has ended.
         try:
-            self._wait(lambda: self._store.check([f"{self._key}/spoken"]), 2 * _PATIENCE)
+            self._wait(lambda: self._store.check([f"{self._key}/spoken"]), times=2)
         except Exception:
             return
 
-    def _wait(self, condition: Any, seconds: float = _PATIENCE) -> bool:
-        deadline = time.monotonic() + seconds
+    def _wait(self, condition: Any, times: int = 1) -> bool:
+        deadline = time.monotonic() + times * _PATIENCE
         while not condition():
             if time.monotonic() > deadline:
                 return False

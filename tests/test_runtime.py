@@ -599,6 +599,8 @@ def test_the_import_line_costs_little_and_loads_nothing_of_megatron(tmp_path):
         )
         assert ran.returncode == 0, ran.stderr
         seconds.append(float(ran.stdout))
+        if seconds[-1] <= 0.2:
+            break
     assert min(seconds) <= 0.2, seconds
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_lite import error_exit
+from tests.harness import matrix
 from tests.harness.commands import command, environment, python, without
 from tests.harness.endings import Ending, endings
 from tests.harness.processes import forked
@@ -275,6 +277,8 @@ def test_all_ranks_fail_alike_and_rank_0_says_it_once() -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @forked("megatron")
 def test_an_error_of_one_rank_is_printed_with_the_rank_and_the_other_ends_quietly(rank: int) -> None:
+    # The other one never has this error: to wait for it less changes nothing.
+    error_exit._PATIENCE = 1.0
     found = _ranks({rank: "ours"})
     assert found[rank].err[-1] == f"mindspeed_lite: error on rank {rank}: feature `x` fell back."
     assert [each.code for each in found] == [2, 2]
@@ -400,7 +404,11 @@ dist.all_reduce(torch.ones(1))
 
 
 @pytest.mark.parametrize(
-    ("ranks", "line"), [("01", "mindspeed_lite: error: "), ("1", "mindspeed_lite: error on rank 1: ")]
+    ("ranks", "line"),
+    matrix.only(
+        [("01", "mindspeed_lite: error: ")],
+        [("01", "mindspeed_lite: error: "), ("1", "mindspeed_lite: error on rank 1: ")],
+    ),
 )
 def test_under_torchrun_one_line_is_the_last_of_the_ranks(tmp_path: Path, ranks: str, line: str) -> None:
     (tmp_path / "script.py").write_text(TOGETHER)

@@ -114,7 +114,7 @@ def test_without_a_compiler_it_trains_as_with_functions_that_are_not_compiled(
 
 
 def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:
-    log = without_flags(trainer("0.19.2"), "0.19.2", "single").log()
+    log = without_flags(trainer("0.19.2"), "0.19.2", "tp2_sp").log()
     line = next(line for line in log.splitlines() if "memory (MB)" in line)
     allocated = float(line.partition("allocated: ")[2].split()[0])
     assert 200 < allocated < 4000, line
