@@ -313,9 +313,10 @@ _LEGEND = """\
 *block*: seconds of the products of one block, of which a pass has as many as ranks; a message has the keys and values \
 of a rank, or the sum of their gradients. *off*: each step's messages are waited for before it computes. *foreseen*: \
 by `mindspeed_lite/parallel/context/simulation.py`, two lanes that carry the same steps, from the block's time and the \
-link's rate alone. *waits*: of the slowest rank, in which it did not compute. *hidden of what can be*: the waits \
-foreseen without overlap less those measured with it, by the same less those foreseen with it. In the backward pass \
-the last sum goes home when nothing is left to compute, and is never hidden."""
+link's rate alone. *waits*: of the slowest rank, in which it did not compute, for messages and for a core that the \
+other rank shares with the machine. *hidden of what can be*: the waits that overlap takes away, by those that it takes \
+away in the lanes. Sockets copy on the cores that compute, which no lane foresees. In the backward pass the last sum \
+goes home when nothing is left to compute, and is never hidden."""
 
 
 def _page(
@@ -343,7 +344,8 @@ def _page(
     for row in two["results"]:
         off, on = (_foreseen(row, arm, two["bytes"]) for arm in ("off", "on"))
         is_free = row["rate"] is None
-        hidden = 0.0 if is_free else (off.waited - row["waited"]["on"]) / (off.waited - on.waited)
+        waited = row["waited"]
+        hidden = 0.0 if is_free else (waited["off"] - waited["on"]) / (off.waited - on.waited)
         cells = [
             row["pass"],
             _ms(row["block"]),

@@ -181,13 +181,19 @@ def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tens
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator: Iterator[Batch] | None, model: Any) -> tuple[torch.Tensor, Any]:
-    """One micro-batch through this stage, and the function that turns its output into the loss."""
+def forward_step(
+    data_iterator: Iterator[Batch] | None, model: Any, return_schedule_plan: bool = False
+) -> tuple[Any, Any]:
+    """One micro-batch through this stage, and the function that turns its output into the loss.
+
+    The schedule of `--overlap-moe-expert-parallel-comm` asks for a plan that it runs piece by piece itself.
+    """
     timer = get_timers()("batch-generator", log_level=2)
     timer.start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timer.stop()
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
+    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(loss_func, batch["loss_mask"])
 
 

@@ -27,7 +27,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Pr
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared import wgrad_accumulation
+from ._shared import combined_schedule, wgrad_accumulation
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
@@ -196,7 +196,8 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
-    if context.host_args is not None and not context.arg("overlap_moe_expert_parallel_comm", False):
+    is_asked_for = context.settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context)
+    if context.host_args is not None and not context.arg(combined_schedule.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
     if context.arg("cpu_offloading_num_layers", 0):
         reasons.append("--cpu-offloading-num-layers takes inputs away that are still needed")
@@ -219,6 +220,7 @@ FEATURE = Feature(
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",
     condition=_why_not,
+    enabled=lambda settings: bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False)),
     patches=(
         Around(f"{_LAYERS}:ColumnParallelLinear.__init__", _init, reads=_READS),
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),

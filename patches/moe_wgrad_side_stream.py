@@ -9,7 +9,7 @@ Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients (`
 `_ParamAndGradBucketGroup.start_grad_sync`, which is the first to read a main gradient and waits for them;
 `DistributedDataParallel.__init__`, where a model gets its main gradients; and `zero_grad_buffer`, where a step begins.
 Leaves other layers' gradients alone: those of sequence parallel layers read a buffer that the next layer writes. Falls
-back, with a reason, on CPU, which has one order of execution, for CUDA graphs, for the schedule that overlaps expert
+back, with a reason, on CPU, which has one order of computation, for CUDA graphs, for the schedule that overlaps expert
 communication, which has streams of its own, and where gradients are not added in the product.
 """
 

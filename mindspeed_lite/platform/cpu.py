@@ -21,7 +21,7 @@ import torch
 import torch.utils.data
 from torch.utils._device import DeviceContext, _device_constructors
 
-from . import cpu_matmul, gloo, process_memory, streams
+from . import cpu_matmul, gloo, lanes, process_memory, streams
 from .random_state import DeviceGenerators, HostRandom
 from .redirect import Redirects, for_the_host
 
@@ -98,6 +98,7 @@ def install(redirects: Redirects) -> None:
     _redirect_random(redirects, host_random)
     _redirect_tensors(redirects)
     gloo.install(redirects)
+    lanes.install(redirects)
     redirects.on_undo(cpu_matmul.install())
     redirects.rebind_importers()
 
@@ -117,15 +118,15 @@ def _redirect_device_queries(redirects: Redirects) -> None:
     redirects.set(cuda, "_lazy_call", for_the_host(cuda._lazy_call, _call_now))
     redirects.set(cuda, "current_device", for_the_host(cuda.current_device, _current_device))
     redirects.set(cuda, "set_device", for_the_host(cuda.set_device, _nothing))
-    redirects.set(cuda, "synchronize", for_the_host(cuda.synchronize, _nothing))
+    redirects.set(cuda, "synchronize", for_the_host(cuda.synchronize, streams.synchronize))
     redirects.set(cuda, "empty_cache", for_the_host(cuda.empty_cache, _nothing))
     redirects.set(cuda, "ipc_collect", for_the_host(cuda.ipc_collect, _nothing))
     redirects.set(cuda, "check_error", for_the_host(cuda.check_error, _nothing))
     redirects.set(cuda, "cudart", for_the_host(cuda.cudart, _Cudart))
     redirects.set(cuda, "is_current_stream_capturing", for_the_host(cuda.is_current_stream_capturing, _false))
     redirects.set(cuda, "current_stream", for_the_host(cuda.current_stream, streams.current_stream))
-    redirects.set(cuda, "default_stream", for_the_host(cuda.default_stream, streams.current_stream))
-    redirects.set(cuda, "set_stream", for_the_host(cuda.set_stream, _nothing))
+    redirects.set(cuda, "default_stream", for_the_host(cuda.default_stream, streams.default_stream))
+    redirects.set(cuda, "set_stream", for_the_host(cuda.set_stream, streams.set_stream))
     redirects.set(cuda, "stream", for_the_host(cuda.stream, streams.stream))
     redirects.set(cuda, "device", _DeviceContext)
     redirects.set(cuda, "Stream", streams.Stream)

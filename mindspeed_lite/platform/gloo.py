@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import lanes, streams
 from .redirect import Redirects
 
 
@@ -120,6 +121,12 @@ def install(redirects: Redirects) -> None:
         return None
 
     for function, changed in (("all_gather", all_gather), ("reduce_scatter", reduce_scatter)):
+        redirects.set(dist, function, changed)
+        redirects.set(c10d, function, changed)
+
+    # Last, around what the others made of them: in a stream of its own a collective is not waited for.
+    for function in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"):
+        changed = lanes.collective(getattr(dist, function), streams.current_lane)
         redirects.set(dist, function, changed)
         redirects.set(c10d, function, changed)
 

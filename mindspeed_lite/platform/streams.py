@@ -1,21 +1,28 @@
-"""Streams and events of a device that runs everything in program order: the CPU's."""
+"""Streams and events of the CPU: one order of execution, and messages that travel beside it (`lanes`)."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from . import lanes
+
 
 class Event:
-    """A point in program order; `elapsed_time` is wall-clock milliseconds, as on a GPU."""
+    """A point in a stream; `elapsed_time` is wall-clock milliseconds, as on a GPU."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._recorded: float | None = None
+        self._mark: lanes.Mark | None = None
 
     def record(self, stream: Any = None) -> None:
         self._recorded = time.perf_counter()
+        self._mark = _lane_of(current_stream() if stream is None else stream).mark()
 
     def elapsed_time(self, end_event: Event) -> float:
         if self._recorded is None or end_event._recorded is None:
@@ -23,17 +30,22 @@ class Event:
         return (end_event._recorded - self._recorded) * 1e3
 
     def query(self) -> bool:
-        return True
+        return self._mark is None or self._mark.lane.is_done(self._mark.issued)
 
     def wait(self, stream: Any = None) -> None:
-        return None
+        """Finish what the event stands for, unless it is ahead in the stream's own order."""
+        mark = self._mark
+        if mark is not None and mark.lane is not _lane_of(current_stream() if stream is None else stream):
+            self.synchronize()
 
     def synchronize(self) -> None:
-        return None
+        if self._mark is not None:
+            self._mark.lane.finish(self._mark.issued)
+            self._mark = None
 
 
 class Stream:
-    """A stream whose work is complete as soon as it is issued."""
+    """An order of work, of which messages and what waits for them may be unfinished."""
 
     device_index = 0
     stream_id = 0
@@ -41,16 +53,20 @@ class Stream:
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
+        self.lane = lanes.Lane()
+        # Whether a message has ever been issued in it.
+        self.carries = False
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
         return (0, 0)
 
     def wait_event(self, event: Any) -> None:
-        return None
+        event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        return None
+        if stream is not self:
+            _lane_of(stream).finish()
 
     def record_event(self, event: Any = None) -> Event:
         recorded: Event = Event() if event is None else event
@@ -58,16 +74,18 @@ class Stream:
         return recorded
 
     def query(self) -> bool:
-        return True
+        return not self.lane
 
     def synchronize(self) -> None:
-        return None
+        self.lane.finish()
 
     def __enter__(self) -> Stream:
+        self._entered = stream(self)
+        self._entered.__enter__()
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        return None
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.__exit__(*exc)
 
 
 class ExternalStream(Stream):
@@ -75,13 +93,76 @@ class ExternalStream(Stream):
 
 
 DEFAULT_STREAM = Stream()
+_NO_LANE = lanes.Lane()
+
+
+class _Current(threading.local):
+    """The stream of this thread, the mode in which its operators queue, and how many dispatch modes there are then."""
+
+    stream: Stream = DEFAULT_STREAM
+    queueing: lanes.Queueing | None = None
+    modes = 0
+
+
+_current = _Current()
 
 
 def current_stream(device: Any = None) -> Stream:
+    return _current.stream
+
+
+def default_stream(device: Any = None) -> Stream:
     return DEFAULT_STREAM
+
+
+def set_stream(stream: Any) -> None:
+    """Work is issued in the default stream, or in a stream that is entered and left."""
+    if isinstance(stream, Stream) and stream is not _current.stream:
+        raise RuntimeError("on CPU a stream is entered and left, `with torch.cuda.stream(...)`, and not set")
+
+
+def current_lane() -> lanes.Lane | None:
+    """Where a collective stays that is issued now; None where it is waited for.
+
+    That is in the default stream, where another mode has been entered since, which what queues would stand below, and
+    for the first message of a stream: until there is one, operators are not looked at, and compiled code, which no
+    mode sees into, runs compiled.
+    """
+    now = _current.stream
+    if now is DEFAULT_STREAM:
+        return None
+    now.carries = True
+    here = _current.queueing is not None and torch._C._len_torch_dispatch_stack() == _current.modes
+    return now.lane if here else None
 
 
 @contextlib.contextmanager
 def stream(stream: Any) -> Iterator[None]:
-    """Issue work on `stream`: there is one order of execution, so nothing changes."""
-    yield
+    """Issue work on `stream`: collectives stay in its lane, and so do operators that read what they bring."""
+    if not isinstance(stream, Stream) or stream is _current.stream:
+        yield
+        return
+    before, outer = vars(_current).copy(), _current.queueing
+    if outer is not None:
+        outer.is_current = False
+    queueing = lanes.Queueing(stream.lane) if stream.carries else None
+    try:
+        with contextlib.nullcontext() if queueing is None else queueing:
+            _current.stream, _current.queueing = stream, queueing
+            _current.modes = torch._C._len_torch_dispatch_stack()
+            yield
+    finally:
+        vars(_current).clear()
+        vars(_current).update(before)
+        if outer is not None:
+            outer.is_current = True
+
+
+def synchronize(device: Any = None) -> None:
+    """Finish everything that streams have begun."""
+    lanes.finish_all()
+
+
+def _lane_of(stream: Any) -> lanes.Lane:
+    """The lane of a stream; an empty one of what is no stream of this device."""
+    return stream.lane if isinstance(stream, Stream) else _NO_LANE

@@ -272,7 +272,7 @@ class Training:
         if ps.get_context_parallel_world_size() > 1:
             dist.all_reduce(loss, group=ps.get_context_parallel_group())
             loss /= ps.get_context_parallel_world_size()
-        return [(loss.item().hex(), float(grad_norm).hex())]
+        return [(float(loss).hex(), float(grad_norm).hex())]
 
 
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:

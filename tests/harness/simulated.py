@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 from tests.harness.lanes import Lanes, LateLane
@@ -34,6 +36,26 @@ def swap_attention(bandwidth: float = 2e9) -> None:
     patch._why_not_here = lambda device: []
     patch._copy_engine_of = lambda device: _Said(bandwidth)
     patch.Offload.__init__.__defaults__ = (None, None, 1)
+
+
+def late_messages(delay: float = 0.01) -> None:
+    """Let what stays in a stream's lane arrive up to so many seconds late, and say that something stayed in one."""
+    from mindspeed_lite.platform import lanes
+
+    own_put, said = lanes.Lane.put, []
+
+    def put(self: Any, finish: Any, *tensors: Any, **more: Any) -> None:
+        if not said:
+            said.append(True)
+            print("a message travels beside", flush=True)
+
+        def late() -> None:
+            time.sleep(random.random() * delay)
+            finish()
+
+        own_put(self, late, *tensors, **more)
+
+    lanes.Lane.put = put
 
 
 class _SaidLate(LateLane):

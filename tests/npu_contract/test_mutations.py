@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.harness import matrix
 from tests.npu_contract.checks import problems
 from tests.npu_contract.definitions import Mutation
 from tests.npu_contract.operators import CASES, MUTATIONS
 from tests.npu_contract.recorder import Tensor
 
 
+@matrix.whole
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_broken_call_site_is_noticed(mutated: dict[str, list[str]], name: str) -> None:
     found = mutated[name]
@@ -19,6 +21,7 @@ def test_a_broken_call_site_is_noticed(mutated: dict[str, list[str]], name: str)
     assert any(MUTATIONS[name].noticed in problem for problem in found), "\n".join(sorted(set(found))[:20])
 
 
+@matrix.whole
 def test_only_what_is_changed_is_noticed(mutated: dict[str, list[str]]) -> None:
     """The same way of executing a call site, without a change, finds nothing."""
     unchanged = {name: found for name, found in mutated.items() if name.endswith("/unchanged")}

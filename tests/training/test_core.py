@@ -16,7 +16,7 @@ STEPS = 6
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.pairs([*LAYOUTS], [("0.16.1", "tp2_sp"), ("0.18.2", "single")], newest=["tp2_sp", "pp2_vpp2"]),
+    matrix.pairs([*LAYOUTS], [("0.16.1", "tp2_sp")], newest=["pp2_vpp2"]),
 )
 def test_features_train_as_off_does(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     nproc, options = LAYOUTS[layout]

@@ -17,7 +17,8 @@ from tests.harness.commands import python
 from tests.harness.script_trainings import SCRIPT, lm_losses
 from tests.harness.training import Trainer
 
-SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh") if path.name not in ("launch.sh", "long_context.sh"))
+OTHERS = "launch.sh", "long_context.sh"
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("*.sh") if path.name not in OTHERS)
 
 
 def printed(name: str, *arguments: str, **environment: str) -> list[str]:

@@ -1,0 +1,273 @@
+"""Experts' exchange behind the other micro-batch's computation: `python -m benchmarks.expert_overlap`.
+
+    python -m benchmarks.expert_overlap [--sequence 256] [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
+                                        [--shares 0.5 1.0] [--page docs/benchmarks/expert-overlap.md]
+
+Two processes, a core each, train a model whose experts they share, by Megatron's plain schedule and by its combined one
+(`--overlap-moe-expert-parallel-comm --delay-wgrad-compute`), A B A B, on a link as fast as it goes and on links over
+which a step's exchange takes shares of its computation. A lane hides at most what runs beside it: the first forward
+pass and the last backward pass of a step have nothing, and what else a message is longer than its neighbour is waited
+for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import multiprocessing
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.bench.network import Delays, Namespaces, Network, why_no_namespaces
+from mindspeed_lite.bench.statistics import paired_ratio
+
+ARMS = ("off", "on")
+RANKS = 2
+
+
+class Exchange:
+    """Times and bytes of all-to-alls, beneath the lanes."""
+
+    def __init__(self) -> None:
+        self.waited, self.sent = 0.0, 0
+        original = dist.all_to_all_single
+
+        @functools.wraps(original)
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            given, splits = args[1], kwargs.get("input_split_sizes")
+            rows = len(given) - int(len(given) // RANKS if splits is None else splits[dist.get_rank()])
+            self.sent += rows * given[:1].numel() * given.element_size()
+            start = time.perf_counter()
+            work = original(*args, **kwargs)
+            self.waited += time.perf_counter() - start
+            return None if work is None else _Timed(work, self)
+
+        dist.all_to_all_single = exchange
+
+    def take(self) -> tuple[float, int]:
+        found = self.waited, self.sent
+        self.waited, self.sent = 0.0, 0
+        return found
+
+
+class _Timed:
+    def __init__(self, work: Any, exchange: Exchange) -> None:
+        self._work, self._exchange = work, exchange
+
+    def wait(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return self._work.wait(*args)
+        finally:
+            self._exchange.waited += time.perf_counter() - start
+
+
+def _trainings(options: argparse.Namespace) -> dict[str, Any]:
+    from tests.harness import core_loop
+
+    core_loop.SEQUENCE, core_loop.MICRO_BATCH = options.sequence, 1
+    common: dict[str, Any] = {
+        "experts": 4,
+        "ep": RANKS,
+        "layers": options.layers,
+        "micro_batches": options.micro_batches,
+        "wgrad_fusion": True,
+        "no_sync": True,
+        "moe": {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_fusion": True},
+    }
+    sizes = {"hidden_size": options.hidden, "ffn_hidden_size": 2 * options.hidden}
+    return {
+        arm: core_loop.Training(
+            {
+                **common,
+                "ddp_delay_wgrad_compute": arm == "on",
+                "config": {
+                    **sizes,
+                    "overlap_moe_expert_parallel_comm": arm == "on",
+                    "delay_wgrad_compute": arm == "on",
+                },
+            }
+        )
+        for arm in ARMS
+    }
+
+
+def _race(trainings: dict[str, Any], exchange: Exchange, repeats: int) -> dict[str, Any]:
+    """A B A B: seconds of a step, those of them that its slowest rank waits for the exchange, and bytes it sends."""
+    told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
+    for repeat in range(repeats + 1):
+        for arm, training in trainings.items():
+            training.zero()
+            dist.barrier()
+            exchange.take()
+            start = time.perf_counter()
+            training.forward_backward()
+            mine = [time.perf_counter() - start, *exchange.take()]
+            if repeat:
+                told[arm].append(mine)
+    every: list[Any] = [None] * RANKS
+    dist.all_gather_object(every, told)
+    seconds = {
+        arm: [max(r[0] for r in step) for step in zip(*(each[arm] for each in every), strict=True)] for arm in ARMS
+    }
+    ratio = paired_ratio(seconds["off"], seconds["on"])
+    assert ratio is not None
+    return {
+        "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
+        "waited": {arm: max(statistics.median(waited for _, waited, _ in each[arm]) for each in every) for arm in ARMS},
+        "bytes": max(each["off"][0][2] for each in every),
+        "ratio": [ratio.ratio, ratio.low, ratio.high],
+    }
+
+
+def _measure(options: argparse.Namespace, network: Network, turn: Any) -> list[dict[str, Any]]:
+    import mindspeed_lite
+
+    exchange = Exchange()
+    flags = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "delay_wgrad_compute")
+    with mindspeed_lite.enabled(
+        **dict.fromkeys((*flags, "use_gradient_accumulation_fusion"), True), use_flash_attn=True
+    ):
+        trainings = _trainings(options)
+        _race(trainings, exchange, 1)
+        rows = [{"share": None, "rate": None, **_race(trainings, exchange, options.repeats)}]
+        computed = rows[0]["seconds"]["off"] - rows[0]["waited"]["off"]
+        for share in options.shares:
+            rate = round(8e-6 * rows[0]["bytes"] / (share * computed), 1)
+            told: list[Any] = [rate]
+            dist.broadcast_object_list(told)
+            dist.barrier()
+            if isinstance(network, Delays):
+                network.set_rate(told[0])
+            elif dist.get_rank() == 0:
+                turn.send(told[0])
+                turn.recv()
+            dist.barrier()
+            rows.append({"share": share, "rate": told[0], **_race(trainings, exchange, options.repeats)})
+    return rows
+
+
+def _on_ranks(options: argparse.Namespace, network: Network) -> list[dict[str, Any]]:
+    out = Path(tempfile.mkdtemp())
+    ours, theirs = multiprocessing.Pipe()
+    started = []
+    for rank in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                network.enter(rank)
+                torch.set_num_threads(1)
+                os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
+                dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=RANKS)
+                found = _measure(options, network, theirs)
+                if rank == 0:
+                    (out / "results.json").write_text(json.dumps(found))
+                dist.barrier()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        started.append(pid)
+    codes: list[int] = []
+    while len(codes) < len(started):
+        if ours.poll(0.02):
+            network.set_rate(ours.recv())
+            ours.send(None)
+        done, status = os.waitpid(-1, os.WNOHANG)
+        if done:
+            codes.append(os.waitstatus_to_exitcode(status))
+    if any(codes):
+        raise SystemExit("a rank failed")
+    results: list[dict[str, Any]] = json.loads((out / "results.json").read_text())
+    return results
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_overlap", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("--sequence", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args(arguments)
+    reason = why_no_namespaces()
+    if reason is None:
+        with Namespaces(RANKS) as network:
+            rows = _on_ranks(options, network)
+    else:
+        rows = _on_ranks(options, Delays())
+    given = sys.argv[1:] if arguments is None else arguments
+    text = _page(options, rows, reason, shlex.join(["python", "-m", "benchmarks.expert_overlap", *given]))
+    print(text)
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(text)
+    return 0
+
+
+_LEGEND = """\
+*waits*: of the slowest rank, in which it did not compute; without overlap that is the exchange. *hidden*: the waits \
+that overlap takes away, by those of all micro-batches but one, which has nothing beside it. *exposed*: the waits with \
+overlap, by the step."""
+
+
+def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
+    from mindspeed_lite.platform import cpu
+
+    kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
+    lines = [
+        "# Experts' exchange behind computation",
+        "",
+        f"`{command}`",
+        "",
+        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        "",
+        f"{RANKS} processes, a core each; {kind}. {options.layers} layers of {options.hidden}, 4 experts, 2 a token, "
+        f"{options.micro_batches} micro-batches of {options.sequence} tokens, bf16; a rank sends "
+        f"{rows[0]['bytes'] / 2**20:.1f} MiB a step. Pairs of a step by the plain and by the combined schedule, "
+        f"A B A B, {options.repeats}; medians, the ratio with its 95 % interval.",
+        "",
+        "| exchange | link | off | on | off / on | waits off | waits on | hidden | exposed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        off, on = (row["waited"][arm] for arm in ARMS)
+        hidden = (off - on) / (off * (1 - 1 / options.micro_batches))
+        ratio, low, high = row["ratio"]
+        cells = [
+            "" if row["rate"] is None else f"{row['share']:g} of computation",
+            "as fast as it goes" if row["rate"] is None else f"{row['rate']:.0f} Mbit/s",
+            *(_ms(row["seconds"][arm]) for arm in ARMS),
+            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            _ms(off),
+            _ms(on),
+            f"{100 * hidden:.0f} %",
+            f"{100 * on / row['seconds']['on']:.0f} %",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _LEGEND, ""])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""What a stream of the CPU has begun and not finished: messages on their way, and operators that wait for them.
+
+A GPU runs the work of two streams side by side, and each in its own order. A process has one order of execution, and
+messages that gloo's threads carry. So a collective that is issued in a stream of its own returns at once and stays in
+the stream's lane; an operator issued behind it that reads its result joins the lane, as it would wait in the queue of a
+GPU, and its result has a shape and no numbers yet. What waits for the stream, an event or another stream, finishes the
+lane up to there, in order. Everything else runs where it is issued.
+
+Operators are seen below autograd, so that graphs are built and taken apart as ever. What needs numbers at once finishes
+the lane first: shapes that depend on data, random numbers, compiled code, and what asks for a pointer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .redirect import Redirects
+
+# Lanes that hold something; their order is that in which they began to.
+_open: dict[Lane, None] = {}
+
+
+class Mark(NamedTuple):
+    """A point in a lane."""
+
+    lane: Lane
+    issued: int
+
+
+class _Item(NamedTuple):
+    number: int
+    finish: Callable[[], object]
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+
+
+class Lane:
+    """The unfinished work of one stream, in order.
+
+    Methods that finish raise what a message raises, such as that a peer is gone.
+    """
+
+    def __init__(self) -> None:
+        self._items: deque[_Item] = deque()
+        self._issued = 0
+        # By storage, the last item that writes it, and the last that has to do with it.
+        self._written: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._items)
+
+    def mark(self) -> Mark | None:
+        """The point behind all that was issued; None if it is finished."""
+        return Mark(self, self._issued) if self._items else None
+
+    def put(
+        self, finish: Callable[[], object], reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Keep work, whose tensors stay alive with it; `finish()` returns when it is done."""
+        self._issued += 1
+        self._items.append(_Item(self._issued, finish, reads, writes))
+        for tensor in writes:
+            self._written[_storage(tensor)] = self._issued
+        for tensor in (*reads, *writes):
+            self._used[_storage(tensor)] = self._issued
+        _open[self] = None
+
+    def is_written(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether something here is still to write one of them."""
+        return any(_storage(each) in self._written for each in tensors)
+
+    def is_used(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether something here still reads or writes one of them."""
+        return any(_storage(each) in self._used for each in tensors)
+
+    def uses_storage(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._used
+
+    def is_done(self, issued: int) -> bool:
+        return not self._items or self._items[0].number > issued
+
+    def finish(self, issued: int | None = None) -> None:
+        """Finish what was issued up to there, or all."""
+        while self._items and (issued is None or self._items[0].number <= issued):
+            item = self._items.popleft()
+            try:
+                with _below_autograd():
+                    item.finish()
+            finally:
+                for places, tensors in ((self._written, item.writes), (self._used, (*item.reads, *item.writes))):
+                    for tensor in tensors:
+                        if places.get(_storage(tensor)) == item.number:
+                            del places[_storage(tensor)]
+                if not self._items:
+                    _open.pop(self, None)
+
+
+@contextlib.contextmanager
+def _below_autograd() -> Iterator[None]:
+    """As a mode calls an operator: no graph, no version of a tensor counted twice, no mode, no cast."""
+    with (
+        _disable_current_modes(),
+        torch._C._AutoDispatchBelowADInplaceOrView(),
+        torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)),
+    ):
+        yield
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
+def finish_all() -> None:
+    for lane in [*_open]:
+        lane.finish()
+
+
+def finish_for(tensors: Sequence[torch.Tensor], *, writing: bool = False) -> None:
+    """Finish the lanes that still write one of the tensors, or, before they are written, that use one."""
+    for lane in [*_open]:
+        if lane.is_used(tensors) if writing else lane.is_written(tensors):
+            lane.finish()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+class Queueing(TorchDispatchMode):
+    """While a stream is the current one: operators that read what its lane has not finished join the lane."""
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._lane = lane
+        # Not while another stream's work is issued inside.
+        self.is_current = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        lane = self._lane
+        if not lane:
+            return func(*args, **kwargs)
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
+        if not lane.is_written(given) and not (written and lane.is_used(written)):
+            return func(*args, **kwargs)
+        if func.is_view:
+            return func(*args, **kwargs)
+        if not self.is_current:
+            pass
+        elif written:
+            if _returns_only_written(func):
+                lane.put(functools.partial(func, *args, **kwargs), given, written)
+                return _returned(func, args, kwargs)
+        elif _has_shapes(func):
+            results = _empty_results(func, args, kwargs)
+            if results is not None:
+                lane.put(functools.partial(_fill, results, func, args, kwargs), given, tree_leaves(results))
+                return results
+        lane.finish()
+        return func(*args, **kwargs)
+
+
+@functools.cache
+def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    found = [args[index] if index < len(args) else kwargs.get(name) for index, name in _places_written(func)]
+    return tree_leaves(found)
+
+
+@functools.cache
+def _returns_only_written(func: Any) -> bool:
+    """In-place operators, and those with one result to write."""
+    return (
+        len(_places_written(func)) == 1
+        and len(func._schema.returns) == 1
+        and func._schema.returns[0].alias_info is not None
+        and _is_plain(func)
+    )
+
+
+def _returned(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    (index, name) = _places_written(func)[0]
+    return args[index] if index < len(args) else kwargs[name]
+
+
+@functools.cache
+def _has_shapes(func: Any) -> bool:
+    """Whether it returns new tensors alone, and their shapes can be told without numbers."""
+    returns = func._schema.returns
+    return (
+        bool(returns)
+        and all(str(each.type) == "Tensor" and each.alias_info is None for each in returns)
+        and _is_plain(func)
+    )
+
+
+@functools.cache
+def _is_plain(func: Any) -> bool:
+    late = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+    return func.namespace in ("aten", "prims") and not late & set(func.tags)
+
+
+def _empty_results(func: Any, args: Any, kwargs: Any) -> Any:
+    """Memory for its results; None where their shapes cannot be told."""
+
+    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    try:
+        shapes = func(*tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs))
+    except (NotImplementedError, RuntimeError):
+        return None
+    return tree_map_only(torch.Tensor, memory_of, shapes)
+
+
+def _fill(results: Any, func: Any, args: Any, kwargs: Any) -> None:
+    for result, found in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+        result.copy_(found)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a lane is not asked about
+
+
+def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]) -> Callable[..., Any]:
+    """A collective that stays in the lane where it is issued, unless its caller waits for it."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def issue(*args: Any, **kwargs: Any) -> Any:
+        lane = lane_now()
+        if lane is None and not _open:
+            return original(*args, **kwargs)
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        finish_for(tensors, writing=True)
+        if lane is None or signature.bind(*args, **kwargs).arguments.get("async_op"):
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["async_op"] = True
+        work = original(*bound.args, **bound.kwargs)
+        if work is not None:
+            lane.put(work.wait, writes=tensors)
+            _watch_compiled_code()
+        return None
+
+    return issue
+
+
+def install(redirects: Redirects) -> None:
+    """What reads or moves memory past the dispatcher asks the lanes first; what is unfinished ends with the layer."""
+    tensor, storage = torch.Tensor, torch.UntypedStorage
+
+    def asking(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _open:
+                finish_for((self,), writing=True)
+            return original(self, *args, **kwargs)
+
+        return read
+
+    for name in ("data_ptr", "numpy", "tolist"):
+        redirects.set(tensor, name, asking(getattr(tensor, name)))
+
+    own_resize = storage.resize_
+
+    @functools.wraps(own_resize)
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        for lane in _open:
+            if lane.uses_storage(self):
+                # A GPU frees it in the order of the stream that was told of it (`record_stream`).
+                lane.put(functools.partial(own_resize, self, size))
+                return self
+        return own_resize(self, size)
+
+    redirects.set(storage, "resize_", resize_)
+    redirects.on_undo(finish_all)
+    redirects.on_undo(_leave_compiled_code)
+
+
+_compiled: list[tuple[Any, Callable[..., Any]]] = []
+
+
+def _watch_compiled_code() -> None:
+    """Inductor's kernels read memory unseen; its module is loaded with the first compiled function."""
+    module = sys.modules.get("torch._inductor.output_code")
+    if _compiled or module is None:
+        return
+    graph = module.CompiledFxGraph
+    original = graph.__call__
+
+    @functools.wraps(original)
+    def call(self: Any, inputs: Sequence[Any]) -> Any:
+        if _open:
+            finish_for([each for each in inputs if isinstance(each, torch.Tensor)], writing=True)
+        return original(self, inputs)
+
+    graph.__call__ = call
+    _compiled.append((graph, original))
+
+
+def _leave_compiled_code() -> None:
+    while _compiled:
+        graph, original = _compiled.pop()
+        graph.__call__ = original

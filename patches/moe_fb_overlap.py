@@ -1,0 +1,48 @@
+"""`--moe-fb-overlap`: the forward pass of one micro-batch beside the backward pass of another.
+
+Tokens are dispatched and combined while the other micro-batch computes: attention beside the combine's backward
+exchange, weight gradients beside the dispatch, experts beside the dispatch's backward exchange. Megatron has had that schedule
+since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too; it hides least without weight
+gradients that wait, which it has for Transformer Engine alone. MindSpeed's flag turns both on: this sets Megatron's
+argument before validation, and turns on `delay_wgrad_compute`, whose linear layers are those of the local
+implementation. Nothing else is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option
+
+from ._shared import combined_schedule
+from ._shared.combined_schedule import ARGUMENT
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.host_args is None:
+        return [f"in Python, set {ARGUMENT}=True in the configuration yourself, and enable delay_wgrad_compute"]
+    return combined_schedule.why_not(context)
+
+
+def _arguments(context: Context) -> Mapping[str, Any]:
+    return {ARGUMENT: True}
+
+
+FEATURE = Feature(
+    name="moe_fb_overlap",
+    summary="experts' exchange behind the computation of another micro-batch",
+    options=(
+        Option(
+            "--moe-fb-overlap",
+            help="Run the forward pass of one micro-batch beside the backward pass of another.",
+        ),
+    ),
+    numerics="ulp",
+    theme="experts",
+    memory="not predicted: two micro-batches are under way, and what weight gradients wait for stays",
+    condition=_why_not,
+    not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
+    arguments=_arguments,
+    patches=(),
+)

@@ -1,0 +1,214 @@
+"""Streams on CPU: messages that travel beside computation, and what queues behind them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite import platform
+from mindspeed_lite.platform import lanes, streams
+from tests.harness.processes import forked, on_ranks
+
+
+class Message:
+    """Stands for a collective's handle: writes when it is waited for, as late as a link likes."""
+
+    def __init__(self, out, value):
+        self.out, self.value, self.waits = out, value, 0
+
+    def wait(self):
+        self.waits += 1
+        self.out.fill_(self.value)
+
+
+def carrying():
+    """A stream in which a message has been issued before."""
+    side = torch.cuda.Stream()
+    side.carries = True
+    return side
+
+
+def sent(stream, shape=(3, 4), value=2.0):
+    """A tensor that a message is still to write, in the lane of a stream that carries."""
+    out = torch.full(shape, -7.0)
+    message = Message(out, value)
+    stream.lane.put(message.wait, writes=(out,))
+    return out, message
+
+
+@forked()
+def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
+    platform.activate()
+    side, ready = carrying(), torch.cuda.Event()
+    given = torch.full((4, 2), 0.5)
+    with torch.cuda.stream(side):
+        out, message = sent(side)
+        other = given * 3
+        product = (out.t().t() + 1) @ given
+        low, high = product.min(), product.max(dim=0)[0]
+        product.add_(1).mul_(2)
+        ready.record(side)
+        late = product * 0 + 5
+    assert message.waits == 0 and torch.equal(other, torch.full((4, 2), 1.5))
+    assert not ready.query() and not side.query()
+    ready.wait(torch.cuda.current_stream())
+    assert message.waits == 1 and ready.query() and not side.query(), "up to the event, and no further"
+    assert torch.equal(product, torch.full((3, 2), 14.0)) and low == 6.0 and torch.equal(high, torch.full((2,), 6.0))
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(late, torch.full((3, 2), 5.0)) and not lanes._open
+
+
+@forked()
+def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
+    platform.activate()
+    side = carrying()
+    weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    class Arrives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            out = torch.empty_like(x)
+            if streams.current_stream() is side:
+                side.lane.put(lambda: out.copy_(x), reads=(x,), writes=(out,))
+            else:
+                out.copy_(x)
+            return out
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Arrives.apply(grad)
+
+    def run(stream):
+        x = torch.arange(8.0, dtype=torch.float64).view(2, 4).requires_grad_()
+        with torch.cuda.stream(stream):
+            y = torch.nn.functional.gelu(Arrives.apply(x) @ weight)
+            loss = (Arrives.apply(y) ** 2).sum()
+            loss.backward()
+            if stream is side:
+                assert side.lane, "nothing was waited for"
+        stream.synchronize()
+        grads = loss.detach().clone(), x.grad, weight.grad
+        weight.grad = None
+        return grads
+
+    for on, off in zip(run(side), run(streams.DEFAULT_STREAM), strict=True):
+        assert torch.equal(on, off) and bool((on != 0).any())
+
+
+@forked()
+def test_what_needs_numbers_at_once_gets_them():
+    platform.activate()
+    side = carrying()
+    looks = [
+        lambda out: out.sum().item() == 24,
+        lambda out: len(out.nonzero()) == 12,
+        lambda out: out.tolist() == [[2.0] * 4] * 3,
+        lambda out: bool((out.numpy() == 2).all()),
+        lambda out: torch.equal(out, torch.full((3, 4), 2.0)),
+        lambda out: out.data_ptr() != 0 and bool((out == 2).all()),
+        lambda out: bool((torch.nn.functional.dropout(out, 0.5) != 1).all()),
+    ]
+    for look in looks:
+        with torch.cuda.stream(side):
+            out, message = sent(side)
+            assert look(out) and message.waits == 1
+            assert not side.lane
+    # Random numbers are drawn in the order in which they were asked for.
+    torch.manual_seed(3)
+    with torch.cuda.stream(side):
+        drawn = torch.nn.functional.dropout(sent(side)[0], 0.5)
+        after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.nn.functional.dropout(torch.full((3, 4), 2.0), 0.5))
+    assert torch.equal(after, torch.rand(3))
+
+
+@forked()
+def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
+    platform.activate()
+    side = torch.cuda.Stream()
+    for reads in (True, False):
+        given = torch.full((8,), 3.0)
+        out = torch.empty(8)
+        side.lane.put(lambda g=given, o=out: o.copy_(g), reads=(given,) if reads else (), writes=(out,))
+        given.untyped_storage().resize_(0)
+        assert given.untyped_storage().nbytes() == (32 if reads else 0), "what nobody uses goes at once"
+        if not reads:
+            side.lane._items.clear()
+            continue
+        side.synchronize()
+        assert torch.equal(out, torch.full((8,), 3.0)) and given.untyped_storage().nbytes() == 0
+    lanes._open.clear()
+
+
+@forked()
+def test_a_peer_that_is_gone_is_said_by_what_waits_for_it_and_the_rest_goes_on():
+    platform.activate()
+    side = torch.cuda.Stream()
+
+    def fail():
+        raise RuntimeError("Connection closed by peer")
+
+    side.lane.put(fail, writes=(torch.empty(1),))
+    _, message = sent(side)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    assert message.waits == 1 and not lanes._open
+
+
+@forked()
+def test_undo_finishes_what_is_under_way_and_puts_names_back():
+    before = torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single
+    platform.activate()
+    _, message = sent(torch.cuda.Stream())
+    platform.deactivate()
+    assert message.waits == 1
+    assert before == (torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single)
+
+
+LINK = 0.25
+
+
+@forked()
+def test_collectives_of_a_stream_travel_while_the_process_computes(tmp_path):
+    """Their time is the link's, which sleep and not arithmetic fills: whatever else runs here only adds."""
+    from mindspeed_lite.bench.network import Delays
+
+    def body(rank):
+        lab = Delays()
+        lab.enter(rank)
+        platform.activate()
+        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        given = torch.arange(2.0 * 64).view(2, 64) + 1000 * rank
+        expected = torch.stack([given[rank] + 1000 * (other - rank) for other in range(2)])
+        lab.set_rate(8e-6 * 64 * 4 / LINK)
+        side = torch.cuda.Stream()
+        hidden = []
+        for _ in range(3):
+            dist.barrier()
+            out = torch.empty(2, 64)
+            start = time.perf_counter()
+            with torch.cuda.stream(side):
+                dist.all_to_all_single(out, given)
+                more = out * 2
+            time.sleep(LINK)
+            torch.cuda.current_stream().wait_stream(side)
+            hidden.append(2 * LINK - (time.perf_counter() - start))
+            assert torch.equal(out, expected) and torch.equal(more, 2 * expected)
+        # The first message of a stream is waited for.
+        assert hidden[0] < 0.1 * LINK and max(hidden[1:]) > 0.9 * LINK, hidden
+        # Issued with what has not arrived, it waits for that; and so it does outside of streams.
+        lab.set_rate(None)
+        with torch.cuda.stream(side):
+            dist.all_to_all_single(out, given)
+            dist.all_reduce(out)
+            out.mul_(3)
+        dist.all_reduce(out)
+        others = torch.stack([given[1 - rank] + 1000 * (other - rank) for other in range(2)])
+        assert torch.equal(out, 2 * 3 * (expected + others))
+
+    on_ranks(2, body)
