@@ -177,7 +177,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--moe-record-load",
-            help="Append tokens of each expert and rank by layer and step to FILE; `mindspeed-lite load FILE` shows it.",
+            help="Append tokens by expert, rank, layer and step to FILE; `mindspeed-lite load FILE` shows them.",
             default=None,
             metavar="FILE",
         ),

@@ -31,22 +31,27 @@ def test_the_file_holds_what_the_experts_received(
         assert found == {layout: [] for layout in layouts}
 
 
-@pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.WITH_TRAINING))
+@pytest.mark.parametrize(
+    ("release", "resumes"),
+    matrix.only([("0.19.2", False)], [("0.19.2", False), *((each, True) for each in checkouts.WITH_TRAINING)]),
+)
 def test_a_script_writes_its_own_steps_and_goes_on_where_it_resumes(
-    trainer: Callable[[str], Trainer], release: str, tmp_path: Path
+    trainer: Callable[[str], Trainer], release: str, resumes: bool, tmp_path: Path
 ) -> None:
     ranks, layout = LAYOUTS["ep2"]
     layout += " --context-parallel-size 2 --context-parallel-algo megatron_cp_algo"
     file, saved = tmp_path / "load.jsonl", str(tmp_path / "saved")
-    arguments = [*NO_DROPOUT, *layout.split(), "--mtp-num-layers", "1", "--eval-interval", "2", "--save", saved]
-    arguments += ["--save-interval", "2", "--override-opt-param-scheduler"]
+    arguments = [*NO_DROPOUT, *layout.split(), "--mtp-num-layers", "1", "--eval-interval", "2"]
+    if resumes:
+        arguments += ["--save", saved, "--save-interval", "2", "--override-opt-param-scheduler"]
     flags = ["--moe-record-load", str(file), "--moe-record-load-interval", "2"]
     train(trainer(release), "adaptor", ranks, [*arguments, *flags], iterations=3).check()
-    # The checkpoint is that of the last step; the odd one was written although no two steps were counted.
+    # The odd step was written although no two steps had been counted.
     assert [each.step for each in record.read(file).steps] == [1, 2, 3]
-    train(trainer(release), "adaptor", ranks, [*arguments, *flags, "--load", saved], iterations=4).check()
+    if resumes:
+        train(trainer(release), "adaptor", ranks, [*arguments, *flags, "--load", saved], iterations=4).check()
     read = record.read(file)
-    assert [each.step for each in read.steps] == [1, 2, 3, 4]
+    assert [each.step for each in read.steps] == [*range(1, 5 if resumes else 4)]
     assert read.header == record.LoadHeader(4, 2, 2, 1, 2, (1, 2, 3)) and read.label(3) == "mtp 1"
     for step in read.steps:
         assert step.tokens == [8 * 64] * 3
