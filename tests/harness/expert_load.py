@@ -39,7 +39,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "combined schedule": {**_EP2, "no_sync": True, "config": {"overlap_moe_expert_parallel_comm": True}},
 }
 # What a run of a few seconds trains.
-FEW = ("ep2", "tp2_sp", "recomputed", "dropped")
+FEW = ("tp2_sp", "recomputed", "dropped")
 
 
 class Received:
