@@ -57,7 +57,7 @@ def svg(report: Json) -> dict[str, tuple[str, str]]:
 
 
 def _figures(report: Json, look: Theme, form: str) -> Iterator[tuple[str, Figure]]:
-    with _style(look, form):
+    with style(look, form):
         from . import plot_figures
 
         drawers = {
@@ -75,7 +75,8 @@ def _figures(report: Json, look: Theme, form: str) -> Iterator[tuple[str, Figure
 
 
 @contextmanager
-def _style(look: Theme, form: str) -> Iterator[None]:
+def style(look: Theme, form: str) -> Iterator[None]:
+    """matplotlib set up for one theme, for a PNG or an SVG."""
     try:
         import matplotlib
     except ImportError as error:

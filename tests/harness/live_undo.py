@@ -91,6 +91,8 @@ def flags_of(feature: Feature) -> dict[str, Any]:
             value = option.choices[-1]
         elif option.nargs is not None:
             value = ["all"]
+        elif option.metavar == "FILE":
+            value = os.devnull
         elif isinstance(option.default, int) and not option.is_switch:
             value = option.default + 1
         found[option.dest] = value

@@ -1,0 +1,216 @@
+"""The record of expert load: a file of JSON lines that training appends to, read back as `LoadRecord`.
+
+The first line of each training is a header, every other line one step. A training that resumes from an earlier
+checkpoint appends the same steps again; the later line counts. A line that a killed run left unfinished is skipped.
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+FORMAT, VERSION = "mindspeed_lite expert load", 1
+
+
+class RecordError(ValueError):
+    """A file that holds no record of expert load, or records of different models."""
+
+
+@dataclass(frozen=True)
+class LoadHeader:
+    """What all steps of a training have in common.
+
+    Attributes:
+        experts: experts of a layer, over all ranks.
+        topk: experts that the router chooses for a token.
+        expert_parallel: ranks that the experts of a layer are spread over.
+        replicas: how many such groups of ranks hold the same experts.
+        decoder_layers: layers without those of multi-token prediction, whose numbers follow theirs.
+        layers: numbers of the layers with experts in the whole model, from 1.
+    """
+
+    experts: int
+    topk: int
+    expert_parallel: int
+    replicas: int
+    decoder_layers: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoadStep:
+    """One training step; rows in the order of `LoadHeader.layers`.
+
+    Attributes:
+        step: number of the step, from 1.
+        tokens: [layers], tokens that went through the router, over all ranks and micro-batches.
+        experts: [layers][experts], tokens of each expert, over all replicas.
+        ranks: [layers][replicas * expert_parallel], tokens of the experts that each rank holds; the ranks of one
+            replica stand side by side.
+    """
+
+    step: int
+    tokens: Sequence[int]
+    experts: Sequence[Sequence[int]]
+    ranks: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class LayerBalance:
+    """How even the load of one layer was over some steps.
+
+    Attributes:
+        imbalance: max / mean over the experts, averaged over the steps; 1 is even.
+        worst: the largest max / mean of any step.
+        variation: coefficient of variation over the experts, averaged over the steps.
+        idle: experts without a token in any of the steps.
+        rank_imbalance: max / mean over the ranks, averaged over the steps.
+        dropped: share of the router's choices that capacity dropped.
+    """
+
+    layer: int
+    imbalance: float
+    worst: float
+    variation: float
+    idle: int
+    rank_imbalance: float
+    dropped: float
+
+
+@dataclass(frozen=True)
+class LoadRecord:
+    """All steps in a file by their numbers, under the header of the last training that wrote to it."""
+
+    header: LoadHeader
+    steps: tuple[LoadStep, ...]
+
+    def last(self, steps: int) -> LoadRecord:
+        """The same record without all but its last steps."""
+        return LoadRecord(self.header, self.steps[-steps:])
+
+    def label(self, layer: int) -> str:
+        """A layer's name: its number, and `mtp N` for one of multi-token prediction."""
+        beyond = layer - self.header.decoder_layers
+        return f"mtp {beyond}" if beyond > 0 else str(layer)
+
+    def totals(self) -> list[list[int]]:
+        """[layers][experts], tokens of each expert over all steps."""
+        rows = range(len(self.header.layers))
+        return [[sum(column) for column in zip(*(each.experts[row] for each in self.steps), strict=True)]
+                for row in rows]  # fmt: skip
+
+    def balance(self) -> list[LayerBalance]:
+        """How even each layer was."""
+        found = []
+        for row, (layer, totals) in enumerate(zip(self.header.layers, self.totals(), strict=True)):
+            uneven = [imbalance(each.experts[row]) for each in self.steps]
+            chosen = self.header.topk * sum(each.tokens[row] for each in self.steps)
+            found.append(
+                LayerBalance(
+                    layer,
+                    imbalance=fmean(uneven),
+                    worst=max(uneven),
+                    variation=fmean(variation(each.experts[row]) for each in self.steps),
+                    idle=totals.count(0),
+                    rank_imbalance=fmean(imbalance(each.ranks[row]) for each in self.steps),
+                    dropped=1 - sum(totals) / chosen if chosen else 0.0,
+                )
+            )
+        return found
+
+
+def imbalance(loads: Sequence[int]) -> float:
+    """max / mean; 1 where there is nothing."""
+    total = sum(loads)
+    return max(loads) * len(loads) / total if total else 1.0
+
+
+def variation(loads: Sequence[int]) -> float:
+    """Standard deviation / mean, of all loads and not of a sample; 0 where there is nothing."""
+    mean = fmean(loads)
+    return math.sqrt(fmean((each - mean) ** 2 for each in loads)) / mean if mean else 0.0
+
+
+def why_not_writable(path: str | Path) -> str | None:
+    """Why no record can be appended to this file, or None; leaves what is there as it is."""
+    place = Path(path)
+    if place.is_dir():
+        return "it is a folder; give a file"
+    if not place.absolute().parent.is_dir():
+        return "there is no such folder; make it first"
+    is_new = not place.exists()
+    try:
+        with place.open("a"):
+            pass
+        if is_new:
+            place.unlink()
+        elif place.is_file() and place.stat().st_size and not _starts_with_header(place):
+            return "it holds something else; name another file"
+    except OSError as error:
+        return f"it cannot be written ({error.strerror or error})"
+    return None
+
+
+def append(path: str | Path, steps: Sequence[LoadStep], header: LoadHeader | None) -> None:
+    """Write steps behind what the file holds, after `header` where that is given."""
+    entries = [{"format": FORMAT, "version": VERSION, **asdict(header)}] if header is not None else []
+    entries += [asdict(each) for each in steps]
+    lines = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in entries)
+    with open(path, "a", encoding="utf-8") as file:
+        # A line that a killed run left unfinished ends here.
+        file.write(f"\n{lines}" if header is not None and file.tell() else lines)
+
+
+def read(path: str | Path) -> LoadRecord:
+    """The record in a file.
+
+    Raises:
+        RecordError: it holds no record, no step, or records of different models.
+        OSError: it cannot be read.
+    """
+    header, steps = None, {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for entry in map(_decoded, file):
+                if "format" in entry:
+                    header = _header(path, entry, header)
+                elif header is None:
+                    raise RecordError(f"{path} does not begin with the header of a load record.")
+                elif entry:
+                    step = LoadStep(**entry)
+                    steps[step.step] = step
+    except (UnicodeDecodeError, TypeError, KeyError) as error:
+        raise RecordError(f"{path} holds no record of expert load.") from error
+    if header is None or not steps:
+        raise RecordError(f"{path} holds no step.")
+    return LoadRecord(header, tuple(steps[number] for number in sorted(steps)))
+
+
+def _header(path: str | Path, entry: dict[str, Any], before: LoadHeader | None) -> LoadHeader:
+    if entry.pop("format") != FORMAT or entry.pop("version", None) != VERSION:
+        raise RecordError(f"{path} holds no record of expert load in a version that is known here ({VERSION}).")
+    header = LoadHeader(**{**entry, "layers": tuple(entry["layers"])})
+    if before is not None and (before.experts, before.layers) != (header.experts, header.layers):
+        raise RecordError(f"{path} holds records of different models: give each training a file of its own.")
+    return header
+
+
+def _decoded(line: str) -> dict[str, Any]:
+    """One line as a dictionary; {} for an empty or unfinished one."""
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        # What stands in front of the header is not skipped: it must be one.
+        return {} if line.startswith(("{", "\n")) else {"version": None}
+    return entry if isinstance(entry, dict) else {"version": None}
+
+
+def _starts_with_header(place: Path) -> bool:
+    with place.open(encoding="utf-8", errors="replace") as file:
+        return file.readline(200).startswith(f'{{"format":"{FORMAT}"')

@@ -1,0 +1,215 @@
+"""`--moe-record-load`: how many tokens each expert and each rank had, by layer and step, in a file.
+
+Reaches `TopKRouter.forward`, whose routing map every dispatcher (all-to-all, all-gather, flex) is given: one reduction
+and one addition for a layer and micro-batch, into a tensor on the device that the host does not wait for. And
+`finalize_model_grads`, which every schedule calls on every rank once a step: there a step ends, and every few steps
+all ranks add their counts up in one message that rank 0 writes. Neither changes what it wraps.
+
+Counts where the router runs for a backward pass: not in evaluation, and once where a layer is computed again, since
+its first pass then builds no graph. A rank counts its own tokens; where the ranks of a tensor-parallel group hold the
+same ones, without sequence parallelism, the first of them does. Falls back for a model without experts, and where the
+groups of ranks are not Megatron's own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.parallel.balance import record
+from mindspeed_lite.parallel.balance.counter import ExpertPlace, LoadCounter
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+
+NAME = "moe_record_load"
+INTERVAL = "moe_record_load_interval"
+
+
+class _Recorder:
+    """The counts of a session, and the file they go to."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._file: str = session.settings[NAME]
+        self._counter: LoadCounter | None = None
+        self._header: record.LoadHeader | None = None
+        self._step = 0
+        session.on_end(self._say_what_is_missing)
+
+    def count(self, router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
+        """Add one micro-batch of a layer."""
+        config = router.config
+        if router.tp_group is not None and not config.sequence_parallel and router.tp_group.rank():
+            return
+        # Before 0.17 these layers are numbered behind the others.
+        beyond = config.num_layers if getattr(router, "is_mtp_layer", False) else 0
+        row = (router.layer_number or 0) + beyond - 1
+        counter = self._counter_of(config, routing_map.device)
+        if counter is None:
+            return
+        if not 0 <= row < counter.shape[0]:
+            self._session.fallback(NAME, f"a layer with the number {router.layer_number} is not counted")
+            return
+        with torch.no_grad():
+            if config.moe_pad_expert_input_to_capacity:
+                # The map holds the padding too, whose probability is 0.
+                routing_map = routing_map & (probs != 0)
+            counter.add(row, routing_map)
+
+    def end_step(self, model: Sequence[Any]) -> None:
+        """End a step; every few steps and at the end of the training read what has been counted."""
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(model[0])
+        counter = self._counter_of(config, next(model[0].parameters()).device)
+        if counter is None:
+            return
+        self._step = _iteration(self._session.context) or self._step + 1
+        counter.end_step(self._step)
+        if not (counter.is_full or _is_last(self._session.context, self._step)):
+            return
+        if not parallel_state.model_parallel_is_initialized():
+            self._session.fallback(NAME, "the groups of ranks are not those of megatron.core.parallel_state")
+            self._counter = None
+            return
+        place = ExpertPlace(
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_data_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+        )
+        rows, steps = counter.take(place, torch.distributed.group.WORLD)
+        if rows:
+            self._write(config, place, rows, steps)
+
+    def _write(self, config: Any, place: ExpertPlace, rows: Sequence[int], steps: Sequence[record.LoadStep]) -> None:
+        header = record.LoadHeader(
+            experts=config.num_moe_experts,
+            topk=config.moe_router_topk,
+            expert_parallel=place.expert_parallel,
+            replicas=place.replicas,
+            decoder_layers=config.num_layers,
+            layers=tuple(row + 1 for row in rows),
+        )
+        try:
+            record.append(self._file, steps, None if header == self._header else header)
+            self._header = header
+        except OSError as error:
+            self._session.fallback(NAME, f"{self._file} cannot be written: {error.strerror or error}")
+
+    def _counter_of(self, config: Any, device: torch.device) -> LoadCounter | None:
+        """The counter, made at the first call; None for a model that it does not fit."""
+        if not config.num_moe_experts:
+            self._session.fallback(NAME, "a model without experts is not counted")
+            return None
+        shape = config.num_layers + (config.mtp_num_layers or 0), config.num_moe_experts
+        if self._counter is None:
+            self._counter = LoadCounter(*shape, self._session.settings[INTERVAL], device)
+        if self._counter.shape != shape:
+            self._session.fallback(NAME, "a second model with other layers or experts is not counted")
+            return None
+        return self._counter
+
+    def _say_what_is_missing(self) -> None:
+        # No message: ranks need not end together.
+        if self._counter is not None and self._counter.steps:
+            self._session.log_decision(
+                f"{NAME}: the last steps, {self._counter.steps}, are not in {self._file}: the feature ended between "
+                "two messages (--moe-record-load-interval 1 writes each step)"
+            )
+
+
+def _iteration(context: Context) -> int | None:
+    """The number of the step under way by Megatron's arguments, from 1; None where no script counts."""
+    before = context.arg("curr_iteration", None)
+    return before + 1 if isinstance(before, int) else None
+
+
+def _is_last(context: Context, step: int) -> bool:
+    """Whether Megatron's arguments say that training ends after this step."""
+    every = context.arg("exit_interval", None)
+    return step == context.arg("train_iters", None) or bool(every and step % every == 0)
+
+
+def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    recorder = session.state(NAME, lambda: _Recorder(session))
+
+    def forward(self: Any, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
+        probs, routing_map = wrapped(self, input, padding_mask)
+        if self.training and torch.is_grad_enabled():
+            recorder.count(self, probs, routing_map)
+        return probs, routing_map
+
+    return forward
+
+
+def _finalize(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    recorder = session.state(NAME, lambda: _Recorder(session))
+
+    def finalize_model_grads(
+        model: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: Any = False
+    ) -> None:
+        wrapped(model, num_tokens, pg_collection, force_all_reduce)
+        recorder.end_step(model)
+
+    return finalize_model_grads
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    file, interval = context.settings[NAME], context.settings[INTERVAL]
+    if interval < 1:
+        raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
+    if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
+        raise OptionError(f"--moe-record-load {file}: {reason}.")
+    if context.host_args is not None and not context.arg("num_experts", None):
+        return ["--num-experts is not given: the model has no experts"]
+    return []
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="tokens of each expert and rank, by layer and step, written to a file",
+    options=(
+        Option(
+            "--moe-record-load",
+            help="Append tokens by expert, rank, layer and step to FILE; `mindspeed-lite load FILE` shows them.",
+            default=None,
+            metavar="FILE",
+        ),
+        Option(
+            "--moe-record-load-interval",
+            help="Steps between two messages in which ranks add up what they counted; each step has its own line.",
+            default=10,
+            type=int,
+            metavar="N",
+        ),
+    ),
+    numerics="bitwise",
+    theme="experts",
+    memory="not predicted: 4 bytes for each layer, expert and step between two messages",
+    condition=_why_not,
+    conflicting_args=CUDA_GRAPH_ARGS,
+    not_auto="it writes a file: enable it explicitly with its flag",
+    patches=(
+        Around(
+            "megatron.core.transformer.moe.router:TopKRouter.forward",
+            _forward,
+            reads=(
+                "config",
+                "layer_number",
+                "tp_group",
+                f"{CONFIG}.num_moe_experts",
+                f"{CONFIG}.moe_router_topk",
+                f"{CONFIG}.moe_pad_expert_input_to_capacity",
+                f"{CONFIG}.mtp_num_layers",
+                f"{CONFIG}.sequence_parallel",
+            ),
+        ),
+        Around("megatron.core.distributed.finalize_model_grads:finalize_model_grads", _finalize),
+    ),
+)

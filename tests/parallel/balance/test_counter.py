@@ -1,0 +1,31 @@
+"""Counts on one rank; several ranks are counted in `tests/training/test_moe_record_load.py`."""
+
+from __future__ import annotations
+
+import torch
+
+from mindspeed_lite.parallel.balance.counter import ExpertPlace, LoadCounter
+
+
+def test_steps_are_apart_and_layers_without_experts_left_out():
+    counter = LoadCounter(layers=3, experts=4, interval=2, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    maps = [torch.rand(each, 4, generator=generator) < 0.4 for each in (5, 3, 7)]
+    counter.add(1, maps[0])
+    counter.add(1, maps[1])
+    counter.end_step(11)
+    counter.add(1, maps[2])
+    assert counter.steps == 1 and not counter.is_full
+    counter.end_step(12)
+    assert counter.is_full
+    # The second of two replicas, each over two ranks.
+    rows, steps = counter.take(ExpertPlace(replica=1, replicas=2, expert_parallel=2))
+    assert rows == [1] and [each.step for each in steps] == [11, 12] and counter.steps == 0
+    for found, tokens, expected in zip(steps, (8, 7), (torch.cat(maps[:2]), maps[2]), strict=True):
+        counts = expected.sum(0).tolist()
+        assert found.tokens == [tokens] and found.experts == [counts]
+        assert found.ranks == [[0, 0, sum(counts[:2]), sum(counts[2:])]]
+    counter.add(0, maps[0])
+    counter.end_step(13)
+    rows, (only,) = counter.take(ExpertPlace(0, 1, 1))
+    assert rows == [0] and only.experts == [maps[0].sum(0).tolist()]
