@@ -5,10 +5,10 @@
                                         [--shares 0.5 1.0] [--page docs/benchmarks/expert-overlap.md]
 
 Two processes, a core each, train a model whose experts they share, with a feature and without, A B A B, on a link as
-fast as it goes and on links over which a step's exchange takes shares of its computation. `moe_fb_overlap` is Megatron's
-combined schedule against its plain one: the first forward pass and the last backward pass of a step have nothing beside
-them. `moe_alltoall_overlap_comm` is measured with a shared expert, which is what its forward pass hides messages behind.
-A message that is longer than what runs beside it is waited for.
+fast as it goes and on links over which a step's exchange takes shares of its computation. `moe_fb_overlap` is
+Megatron's combined schedule against its plain one: the first forward pass and the last backward pass of a step have
+nothing beside them. `moe_alltoall_overlap_comm` is measured with a shared expert, behind which its forward pass hides
+messages. A message that is longer than what runs beside it is waited for.
 """
 
 from __future__ import annotations
