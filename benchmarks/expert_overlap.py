@@ -1,13 +1,14 @@
-"""Experts' exchange behind the other micro-batch's computation: `python -m benchmarks.expert_overlap`.
+"""Experts' exchange behind computation: `python -m benchmarks.expert_overlap`.
 
-    python -m benchmarks.expert_overlap [--sequence 256] [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
+    python -m benchmarks.expert_overlap [--features moe_fb_overlap moe_alltoall_overlap_comm] [--sequence 256]
+                                        [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
                                         [--shares 0.5 1.0] [--page docs/benchmarks/expert-overlap.md]
 
-Two processes, a core each, train a model whose experts they share, by Megatron's plain schedule and by its combined one
-(`--overlap-moe-expert-parallel-comm --delay-wgrad-compute`), A B A B, on a link as fast as it goes and on links over
-which a step's exchange takes shares of its computation. A lane hides at most what runs beside it: the first forward
-pass and the last backward pass of a step have nothing, and what else a message is longer than its neighbour is waited
-for.
+Two processes, a core each, train a model whose experts they share, with a feature and without, A B A B, on a link as
+fast as it goes and on links over which a step's exchange takes shares of its computation. `moe_fb_overlap` is
+Megatron's combined schedule against its plain one: the first forward pass and the last backward pass of a step have
+nothing beside them. `moe_alltoall_overlap_comm` is measured with a shared expert, behind which its forward pass hides
+messages. A message that is longer than what runs beside it is waited for.
 """
 
 from __future__ import annotations
@@ -30,10 +31,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import mindspeed_lite
 from mindspeed_lite.bench.network import Delays, Namespaces, Network, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
 
 ARMS = ("off", "on")
+COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
+FUSED = (
+    "delay_wgrad_compute",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+    "moe_router_fusion",
+    "use_flash_attn",
+    "use_gradient_accumulation_fusion",
+)
 RANKS = 2
 
 
@@ -74,7 +85,7 @@ class _Timed:
             self._exchange.waited += time.perf_counter() - start
 
 
-def _trainings(options: argparse.Namespace) -> dict[str, Any]:
+def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
     from tests.harness import core_loop
 
     core_loop.SEQUENCE, core_loop.MICRO_BATCH = options.sequence, 1
@@ -87,34 +98,37 @@ def _trainings(options: argparse.Namespace) -> dict[str, Any]:
         "no_sync": True,
         "moe": {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_router_fusion": True},
     }
-    sizes = {"hidden_size": options.hidden, "ffn_hidden_size": 2 * options.hidden}
+    sizes: dict[str, Any] = {"hidden_size": options.hidden, "ffn_hidden_size": 2 * options.hidden}
+    on = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+    if feature == BETWEEN:
+        sizes["moe_shared_expert_intermediate_size"] = 2 * options.hidden
+        on = {"moe_shared_expert_overlap": True}
     return {
         arm: core_loop.Training(
             {
                 **common,
-                "ddp_delay_wgrad_compute": arm == "on",
-                "config": {
-                    **sizes,
-                    "overlap_moe_expert_parallel_comm": arm == "on",
-                    "delay_wgrad_compute": arm == "on",
-                },
+                "ddp_delay_wgrad_compute": feature == COMBINED and arm == "on",
+                "config": {**sizes, **(on if arm == "on" else {})},
             }
         )
         for arm in ARMS
     }
 
 
-def _race(trainings: dict[str, Any], exchange: Exchange, repeats: int) -> dict[str, Any]:
+def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: int) -> dict[str, Any]:
     """A B A B: seconds of a step, those of them that its slowest rank waits for the exchange, and bytes it sends."""
     told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
     for repeat in range(repeats + 1):
         for arm, training in trainings.items():
             training.zero()
-            dist.barrier()
-            exchange.take()
-            start = time.perf_counter()
-            training.forward_backward()
-            mine = [time.perf_counter() - start, *exchange.take()]
+            # The other one is Megatron's own argument.
+            named = {BETWEEN: True} if feature == BETWEEN and arm == "on" else {}
+            with mindspeed_lite.enabled(**named):
+                dist.barrier()
+                exchange.take()
+                start = time.perf_counter()
+                training.forward_backward()
+                mine = [time.perf_counter() - start, *exchange.take()]
             if repeat:
                 told[arm].append(mine)
     every: list[Any] = [None] * RANKS
@@ -133,30 +147,36 @@ def _race(trainings: dict[str, Any], exchange: Exchange, repeats: int) -> dict[s
 
 
 def _measure(options: argparse.Namespace, network: Network, turn: Any) -> list[dict[str, Any]]:
-    import mindspeed_lite
-
     exchange = Exchange()
-    flags = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "delay_wgrad_compute")
-    with mindspeed_lite.enabled(
-        **dict.fromkeys((*flags, "use_gradient_accumulation_fusion"), True), use_flash_attn=True
-    ):
-        trainings = _trainings(options)
-        _race(trainings, exchange, 1)
-        rows = [{"share": None, "rate": None, **_race(trainings, exchange, options.repeats)}]
-        computed = rows[0]["seconds"]["off"] - rows[0]["waited"]["off"]
-        for share in options.shares:
-            rate = round(8e-6 * rows[0]["bytes"] / (share * computed), 1)
-            told: list[Any] = [rate]
-            dist.broadcast_object_list(told)
-            dist.barrier()
-            if isinstance(network, Delays):
-                network.set_rate(told[0])
-            elif dist.get_rank() == 0:
-                turn.send(told[0])
-                turn.recv()
-            dist.barrier()
-            rows.append({"share": share, "rate": told[0], **_race(trainings, exchange, options.repeats)})
+    rows: list[dict[str, Any]] = []
+    with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
+        for feature in options.features:
+            trainings = _trainings(options, feature)
+            _race(trainings, feature, exchange, 1)
+            free = _race(trainings, feature, exchange, options.repeats)
+            rows.append({"feature": feature, "share": None, "rate": None, **free})
+            for share in options.shares:
+                computed = free["seconds"]["off"] - free["waited"]["off"]
+                rate = _everybody(network, turn, round(8e-6 * free["bytes"] / (share * computed), 1))
+                got = _race(trainings, feature, exchange, options.repeats)
+                rows.append({"feature": feature, "share": share, "rate": rate, **got})
+            _everybody(network, turn, None)
     return rows
+
+
+def _everybody(network: Network, turn: Any, rate: float | None) -> float | None:
+    """The links' new rate, which is rank 0's: set by the process that made them, or by each for itself."""
+    told: list[Any] = [rate]
+    dist.broadcast_object_list(told)
+    dist.barrier()
+    if isinstance(network, Delays):
+        network.set_rate(told[0])
+    elif dist.get_rank() == 0:
+        turn.send(told[0])
+        turn.recv()
+    dist.barrier()
+    found: float | None = told[0]
+    return found
 
 
 def _on_ranks(options: argparse.Namespace, network: Network) -> list[dict[str, Any]]:
@@ -199,6 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.expert_overlap", description=(__doc__ or "").split(":")[0]
     )
+    parser.add_argument("--features", nargs="+", default=[COMBINED, BETWEEN], choices=[COMBINED, BETWEEN])
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=2)
@@ -224,8 +245,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 _LEGEND = """\
 *waits*: of the slowest rank, in which it did not compute; without overlap that is the exchange. *hidden*: the waits \
-that overlap takes away, by those of all micro-batches but one, which has nothing beside it. *exposed*: the waits with \
-overlap, by the step."""
+that overlap takes away, by those that have something beside them: of all micro-batches, and of all but one in the \
+combined schedule. *exposed*: the waits with overlap, by the step."""
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
@@ -241,17 +262,19 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str |
         "",
         f"{RANKS} processes, a core each; {kind}. {options.layers} layers of {options.hidden}, 4 experts, 2 a token, "
         f"{options.micro_batches} micro-batches of {options.sequence} tokens, bf16; a rank sends "
-        f"{rows[0]['bytes'] / 2**20:.1f} MiB a step. Pairs of a step by the plain and by the combined schedule, "
+        f"{rows[0]['bytes'] / 2**20:.1f} MiB a step. Pairs of a step without the feature and with it, "
         f"A B A B, {options.repeats}; medians, the ratio with its 95 % interval.",
         "",
-        "| exchange | link | off | on | off / on | waits off | waits on | hidden | exposed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| feature | exchange | link | off | on | off / on | waits off | waits on | hidden | exposed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         off, on = (row["waited"][arm] for arm in ARMS)
-        hidden = (off - on) / (off * (1 - 1 / options.micro_batches))
+        can_be = off * (1 - 1 / options.micro_batches) if row["feature"] == COMBINED else off
+        hidden = (off - on) / can_be
         ratio, low, high = row["ratio"]
         cells = [
+            f"`{row['feature']}`",
             "" if row["rate"] is None else f"{row['share']:g} of computation",
             "as fast as it goes" if row["rate"] is None else f"{row['rate']:.0f} Mbit/s",
             *(_ms(row["seconds"][arm]) for arm in ARMS),

@@ -2,7 +2,7 @@
 
 Tokens are dispatched and combined while the other micro-batch computes: attention beside the combine's backward
 exchange, weight gradients beside the dispatch, experts beside the dispatch's backward exchange. Megatron has had that
-schedule since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too; it hides least without
+schedule since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too. It hides little without
 weight gradients that wait, which it has for Transformer Engine alone. MindSpeed's flag turns both on: this sets
 Megatron's argument before validation, and turns on `delay_wgrad_compute`, whose linear layers are those of the local
 implementation. Nothing else is changed.

@@ -29,7 +29,12 @@ from mindspeed_lite.ops.grouped_matmul import (
 )
 from mindspeed_lite.platform.megatron import CONFIG
 
-from . import delay_wgrad_compute, moe_wgrad_side_stream, recompute_activation_function
+from . import (
+    delay_wgrad_compute,
+    moe_alltoall_overlap_comm,
+    moe_wgrad_side_stream,
+    recompute_activation_function,
+)
 from ._shared import moe, recompute, wgrad_accumulation
 from ._shared.proxies import AttributeOverride, FunctionModule
 
@@ -178,7 +183,10 @@ def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
-            if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
+            if not (
+                moe_alltoall_overlap_comm.put(session, accumulate)
+                or moe_wgrad_side_stream.put(session, layers[0].config, accumulate)
+            ):
                 accumulate()
         return [wgrad_accumulation.stand_in(weight) for weight in weights]
 

@@ -1,5 +1,6 @@
 """Who holds which shard: operators across ranks. Process groups are passed in and never looked up.
 
+expert             tokens on their way to experts on other ranks and back
 cross_entropy      the loss over a vocabulary that is split over a group; the same without materialised logits
 overlapped_gemm    GEMMs overlapped with the collectives that feed them or that they feed, in chunks of rows
 mc2                the same by one operator of an NPU

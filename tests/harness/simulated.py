@@ -58,6 +58,21 @@ def late_messages(delay: float = 0.01) -> None:
     lanes.Lane.put = put
 
 
+def counted_messages() -> None:
+    """Say that a weight gradient was computed while a message of the exchange was under way."""
+    from mindspeed_lite.parallel.expert.exchange import Messages
+
+    own, said = Messages.run_jobs, []
+
+    def run_jobs(self: Any) -> None:
+        if self._jobs and self._works and not said:
+            said.append(True)
+            print("a weight gradient beside a message", flush=True)
+        own(self)
+
+    Messages.run_jobs = run_jobs
+
+
 class _SaidLate(LateLane):
     """Says that a job was run, and fails the run if what a job reads was not kept for it."""
 

@@ -193,6 +193,42 @@ def test_the_flag_of_the_combined_schedule(trainer: Callable[[str], Trainer], re
     assert status["moe_fb_overlap"] == status["delay_wgrad_compute"] == "applied"
 
 
+BETWEEN = {
+    "ep2": (2, {"ep": 2}),
+    "shared": (2, {"ep": 2, "moe": MODELS["shared, overlapped"]}),
+    "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],
+    "pp2_vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}),
+    "ep4": (4, {"ep": 4}),
+    "distributed": (2, {"ep": 2, "distributed_optimizer": True, "overlap_param_gather": True}),
+    **{name: (2, {"ep": 2, "moe": MODELS[name]}) for name in ("dropped", "padded", "sigmoid, groups, bias")},
+    "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "recompute full": (2, {"ep": 2, "config": {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*BETWEEN], [], newest=["shared"]))
+def test_messages_behind_the_shared_expert_and_weight_gradients_change_no_bit(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    """Off runs the shared expert where on does: what is left is who waits when."""
+    flags = {**MOE, "use_gradient_accumulation_fusion": True}
+    nproc, options = BETWEEN[layout]
+    moe = {**MOE_CONFIGURED, **options.get("moe", {})}
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options, "moe": moe}
+    off = trainer(release).core("features", nproc, options, flags=flags)
+    on = trainer(release).core(
+        "features",
+        nproc,
+        options,
+        flags={**flags, "moe_alltoall_overlap_comm": True, "strict": True},
+        before="tests.harness.simulated:counted_messages",
+    )
+    assert len(losses(off)) == 4 and on.history() == off.history()
+    for rank in range(nproc):
+        assert "a weight gradient beside a message" in on.log(rank)
+
+
 BESIDE = {
     "ep2": (2, {"ep": 2}),
     "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],

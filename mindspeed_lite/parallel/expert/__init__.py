@@ -1,0 +1,1 @@
+"""Tokens on their way to experts on other ranks and back."""

@@ -1,0 +1,135 @@
+"""An all-to-all that is issued and waited for apart, in both passes: what runs between is beside it.
+
+    out = issue(x, ...)         forward: the message leaves         backward: its gradient is waited for
+    shared_expert(...)                   runs beside it                       runs beside it
+    messages.wait()                      it has arrived                       (its gradient left when it was there)
+
+Autograd runs what is ready in the opposite order of the forward pass, so that the operators that ran between the two
+stand between them in the backward pass too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Splits = Sequence[int] | None
+
+
+class Messages:
+    """Messages under way, with what they read and write, and what is to run beside the next one of a backward pass."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        self._jobs: list[Callable[[], None]] = []
+        # Whether a gradient is to leave that jobs can run beside.
+        self.takes_jobs = False
+        # Where autograd places the wait for the gradient of the message before, of those that are issued together.
+        self._place: int | None = None
+
+    def begin(self) -> None:
+        """Those issued from here on belong together: in the backward pass all leave before one is waited for."""
+        self._place = None
+
+    def place(self, node: Any) -> None:
+        """Put a backward pass behind those of the messages' own, and of what is ordered by these."""
+        self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
+        node._set_sequence_nr(max(0, self._place))
+
+    def __len__(self) -> int:
+        return len(self._works) + len(self._jobs)
+
+    def send(self, x: torch.Tensor, received: Splits, sent: Splits, group: dist.ProcessGroup) -> torch.Tensor:
+        """What the ranks of the group exchange of x [rows, ...]; its numbers are there after `wait`."""
+        x = x.contiguous()
+        rows = len(x) if received is None else int(sum(received))
+        out = x.new_empty(rows, *x.shape[1:])
+        self._works.append((dist.all_to_all_single(out, x, received, sent, group=group, async_op=True), x, out))
+        return out
+
+    def wait(self) -> None:
+        """Wait for every message."""
+        while self._works:
+            self._works.pop(0)[0].wait()
+
+    def put(self, job: Callable[[], None]) -> bool:
+        """Run `job`, whose result no gradient waits for, beside the next message; False if there will be none."""
+        if self.takes_jobs:
+            self._jobs.append(job)
+        return self.takes_jobs
+
+    def run_jobs(self) -> None:
+        """Run what was put, the oldest first."""
+        while self._jobs:
+            self._jobs.pop(0)()
+
+
+class _Return(torch.autograd.Function):
+    """In the backward pass: wait for the gradient that `_Leave` sent, behind the jobs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, messages: Messages, with_jobs: bool) -> torch.Tensor:
+        ctx.messages, ctx.with_jobs = messages, with_jobs
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if ctx.with_jobs:
+            ctx.messages.takes_jobs = False
+            ctx.messages.run_jobs()
+        ctx.messages.wait()
+        return grad, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """Send the rows, and in the backward pass their gradients back; both are waited for elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        received: Splits,
+        sent: Splits,
+        group: dist.ProcessGroup,
+        messages: Messages,
+        with_jobs: bool,
+    ) -> torch.Tensor:
+        ctx.received, ctx.sent, ctx.group, ctx.messages, ctx.with_jobs = received, sent, group, messages, with_jobs
+        return messages.send(x, received, sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if not ctx.with_jobs:
+            # Experts come next, and behind them another message.
+            ctx.messages.takes_jobs = True
+        return ctx.messages.send(grad, ctx.sent, ctx.received, ctx.group), None, None, None, None, None
+
+
+def issue(
+    x: torch.Tensor,
+    received: Splits,
+    sent: Splits,
+    group: dist.ProcessGroup,
+    messages: Messages,
+    with_jobs: bool,
+) -> torch.Tensor:
+    """All-to-all of x [rows, ...], whose result nobody reads before `messages.wait()`.
+
+    Args:
+        received, sent: rows by rank; None for equal parts.
+        with_jobs: whether the message of its backward pass is the one that jobs run beside (tokens to experts), or
+            one behind which jobs come up (tokens from experts).
+    """
+    back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
+    if back.grad_fn is not None:
+        messages.place(back.grad_fn)
+    out: torch.Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
+        back, received, sent, group, messages, with_jobs
+    )
+    return out
+
+
+__all__ = ["Messages", "issue"]

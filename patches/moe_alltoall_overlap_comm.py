@@ -1,0 +1,186 @@
+"""`--moe-alltoall-overlap-comm`: experts' exchange behind the shared expert and behind weight gradients.
+
+Within one micro-batch two things need no token from elsewhere: the shared expert, and in the backward pass the weight
+gradients of the experts. The all-to-alls of Megatron's `alltoall` dispatcher are issued and waited for apart. The
+shared expert runs between: Megatron's dispatcher has its parts at the right places (`--moe-shared-expert-overlap`,
+which this turns on where there is a shared expert), its first product beside the dispatch and its second beside the
+combine, and their backward passes beside those of both. Weight gradients of the experts, which `--moe-grouped-gemm`
+computes, run beside the backward exchange of the dispatch.
+
+Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
+`tensor_parallel.mappings.all_to_all`, for these alone; the places before which messages must have arrived: behind
+`SharedExpertMLP.linear_fc1_forward_and_act` and `linear_fc2_forward`, before `dispatch_postprocess` and
+`combine_postprocess`; and `_ParamAndGradBucketGroup.start_grad_sync`, the first reader of a main gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.parallel.expert.exchange import Messages, issue
+
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+
+NAME = "moe_alltoall_overlap_comm"
+SHARED = "moe_shared_expert_overlap"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
+
+
+class _State:
+    """The messages of a session, and whether those issued now are the dispatch's, the combine's or others'."""
+
+    def __init__(self) -> None:
+        self.messages = Messages()
+        self.is_dispatch: bool | None = None
+
+
+def _state(session: Session) -> _State:
+    found: _State | None = session.find(NAME)
+    if found is None:
+        found = session.state(NAME, _State)
+        # Weight gradients belong to a backward pass that has been.
+        session.on_end(found.messages.run_jobs)
+    return found
+
+
+def put(session: Session, accumulate: Callable[[], None]) -> bool:
+    """Let experts' weight gradients be computed beside the next message; False if none is to come."""
+    state = session.find(NAME)
+    return state is not None and state.messages.put(accumulate)
+
+
+def _of(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = _state(session)
+            state.is_dispatch = is_dispatch
+            state.messages.begin()
+            try:
+                return wrapped(self, *args, **kwargs)
+            finally:
+                state.is_dispatch = None
+
+        return exchange
+
+    return make
+
+
+def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def all_to_all(
+        group: Any,
+        input_: Any,
+        output_split_sizes_: Any = None,
+        input_split_sizes: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        state = _state(session)
+        if state.is_dispatch is None or group.size() == 1:
+            return wrapped(group, input_, output_split_sizes_, input_split_sizes, *more, **named)
+        received, sent = (
+            None if each is None else [*map(int, each)] for each in (output_split_sizes_, input_split_sizes)
+        )
+        return issue(input_, received, sent, group, state.messages, state.is_dispatch)
+
+    return all_to_all
+
+
+def _behind(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = wrapped(self, *args, **kwargs)
+        _state(session).messages.wait()
+        return found
+
+    return run
+
+
+def _before(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _state(session).messages.wait()
+        return wrapped(self, *args, **kwargs)
+
+    return postprocess
+
+
+def _before_without_shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """Up to 0.17 the shared expert's products stand at its beginning."""
+
+    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.shared_experts is None:
+            _state(session).messages.wait()
+        return wrapped(self, *args, **kwargs)
+
+    return postprocess
+
+
+def _start(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        _state(session).messages.run_jobs()
+        wrapped(self, *args, **kwargs)
+
+    return start_grad_sync
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    arg = context.arg
+    reasons: list[str] = []
+    if context.host_args is None:
+        return reasons
+    if not arg("num_experts", None):
+        reasons.append("--num-experts is not given: the model has no experts")
+    elif (arg("expert_model_parallel_size", 1) or 1) == 1:
+        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
+    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the messages are those of alltoall")
+    if arg("moe_shared_expert_intermediate_size", None) and "shared_experts" in (arg("recompute_modules", None) or ()):
+        reasons.append("--recompute-modules shared_experts runs the shared expert whole, which is taken apart here")
+    return reasons
+
+
+def _arguments(context: Context) -> Mapping[str, Any]:
+    has_shared = context.host_args is not None and context.arg("moe_shared_expert_intermediate_size", None)
+    return {SHARED: True} if has_shared else {}
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="experts' exchange behind the shared expert and behind weight gradients",
+    options=(
+        Option(
+            "--moe-alltoall-overlap-comm",
+            help="Run the shared expert and experts' weight gradients beside the all-to-alls of tokens.",
+        ),
+    ),
+    numerics="ulp",
+    theme="experts",
+    memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
+    condition=_why_not,
+    conflicting_args={
+        **CUDA_GRAPH_ARGS,
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm hides the messages behind another "
+        "micro-batch",
+    },
+    conflicts=(Relation("moe_fb_overlap", "it hides the same messages behind another micro-batch"),),
+    not_auto="what it gains has not been measured on any device: enable it explicitly with its flag",
+    arguments=_arguments,
+    patches=(
+        Around(f"{_DISPATCHER}.token_dispatch", _of(True)),
+        Around(f"{_DISPATCHER}.token_combine", _of(False)),
+        Around("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all),
+        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
+        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
+        Around(f"{_DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),
+        Around(f"{_DISPATCHER}.combine_postprocess", _before, versions=">=0.18"),
+        Around(
+            f"{_DISPATCHER}.dispatch_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+        ),
+        Around(
+            f"{_DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+        ),
+        Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", _start),
+    ),
+)
