@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import Messages, issue
 
 from ._shared.conflicts import CUDA_GRAPH_ARGS
@@ -170,7 +170,7 @@ FEATURE = Feature(
     patches=(
         Around(f"{_DISPATCHER}.token_dispatch", _of(True)),
         Around(f"{_DISPATCHER}.token_combine", _of(False)),
-        Around("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all),
+        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all),
         Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
         Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
         Around(f"{_DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),

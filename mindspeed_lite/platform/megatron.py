@@ -338,7 +338,7 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         "device_recomputed_output",
         "outputs that are released and computed again need neither a compiler nor Transformer Engine",
         ("cpu", "npu"),
-        Around("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _without_transformer_engine),
+        Override("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _without_transformer_engine),
         Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
     ),
     _assumption(

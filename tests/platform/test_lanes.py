@@ -135,7 +135,7 @@ def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
         out = torch.empty(8)
         side.lane.put(lambda g=given, o=out: o.copy_(g), reads=(given,) if reads else (), writes=(out,))
         given.untyped_storage().resize_(0)
-        assert given.untyped_storage().nbytes() == (32 if reads else 0), "what nobody uses goes at once"
+        assert given.untyped_storage().nbytes() == (32 if reads else 0), "what no lane uses goes at once"
         if not reads:
             side.lane._items.clear()
             continue

@@ -148,10 +148,13 @@ def why_not_writable(path: str | Path) -> str | None:
     try:
         with place.open("a"):
             pass
+        # Every rank looks, and one may take away what another has just made.
         if is_new:
-            place.unlink()
+            place.unlink(missing_ok=True)
         elif place.is_file() and place.stat().st_size and not _starts_with_header(place):
             return "it holds something else; name another file"
+    except FileNotFoundError:
+        return None
     except OSError as error:
         return f"it cannot be written ({error.strerror or error})"
     return None

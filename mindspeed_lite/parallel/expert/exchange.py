@@ -116,7 +116,7 @@ def issue(
     messages: Messages,
     with_jobs: bool,
 ) -> torch.Tensor:
-    """All-to-all of x [rows, ...], whose result nobody reads before `messages.wait()`.
+    """All-to-all of x [rows, ...], whose result is read behind `messages.wait()` alone.
 
     Args:
         received, sent: rows by rank; None for equal parts.

@@ -88,7 +88,7 @@ def test_jobs_run_beside_the_next_message_and_not_without_one(tmp_path):
     def body(rank):
         group = joined(rank, 2, tmp_path)
         messages, ran = Messages(), []
-        assert not messages.put(lambda: ran.append("nobody is to come"))
+        assert not messages.put(lambda: ran.append("no message is to come"))
         x = torch.ones(4, 2, requires_grad=True)
         tokens = issue(x, None, None, group, messages, True)
         messages.wait()
