@@ -165,7 +165,7 @@ FEATURE = Feature(
         "micro-batch",
     },
     conflicts=(Relation("moe_fb_overlap", "it hides the same messages behind another micro-batch"),),
-    not_auto="what it gains has not been measured on any device: enable it explicitly with its flag",
+    not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
         Around(f"{_DISPATCHER}.token_dispatch", _of(True)),
