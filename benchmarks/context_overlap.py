@@ -12,16 +12,12 @@ compute, so that their blocks sleep; messages are real. What two lanes make of t
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
-from mindspeed_lite.bench.network import Delays, Namespaces, Network, why_no_namespaces
+from benchmarks.ranks import Rates, on_ranks
+from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import ring
@@ -156,8 +153,9 @@ def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats
     return results
 
 
-def _two_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dict[str, Any]:
+def _two_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """Ring with overlap and without, on links of several speeds."""
+    ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
     group = dist.group.WORLD
     assert group is not None
     problem = Problem(options, group)
@@ -172,15 +170,16 @@ def _two_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dict
     for name in PASSES:
         for share in options.shares:
             rate = round(8e-6 * problem.message_bytes / (share * blocks[name]), 1)
-            _everybody(network, turn, rate, None)
+            rates.set(rate)
             passes = PASSES[: PASSES.index(name) + 1]
             got = _race(problem, arms, passes, options.repeats * (2 if name == "forward" else 1))[name]
             results.append({"pass": name, "share": share, "rate": rate, "block": blocks[name], **got})
     return {"results": results, "bytes": problem.message_bytes}
 
 
-def _four_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dict[str, Any]:
+def _four_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """Single against double ring, on two hosts."""
+    ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
     group = dist.group.WORLD
     assert group is not None
     block = {"forward": options.block, "backward": 2.5 * options.block}
@@ -195,63 +194,10 @@ def _four_ranks(options: argparse.Namespace, network: Network, turn: Any) -> dic
     results = []
     for share in BETWEEN:
         rate = round(8e-6 * problem.message_bytes / (share * options.block), 1)
-        _everybody(network, turn, rate, round(8e-6 * problem.message_bytes / (WITHIN * options.block), 1))
+        rates.set(rate, round(8e-6 * problem.message_bytes / (WITHIN * options.block), 1))
         got = _race(problem, arms, PASSES, max(3, options.repeats // 3))
         results += [{"pass": name, "share": share, "rate": rate, "block": block[name], **got[name]} for name in PASSES]
     return {"results": results, "bytes": problem.message_bytes}
-
-
-def _everybody(network: Network, turn: Any, rate: float, within: float | None) -> None:
-    """The links' new rates: set by the process that made the network, or by each for itself."""
-    dist.barrier()
-    if isinstance(network, Delays):
-        network.set_rate(rate, within)
-    elif dist.get_rank() == 0:
-        turn.send((rate, within))
-        turn.recv()
-    dist.barrier()
-
-
-Body = Callable[[argparse.Namespace, Network, Any], dict[str, Any]]
-
-
-def _on_ranks(options: argparse.Namespace, ranks: int, network: Network, body: Body) -> dict[str, Any]:
-    """What rank 0 found; SystemExit if a rank failed."""
-    out = Path(tempfile.mkdtemp())
-    ours, theirs = multiprocessing.Pipe()
-    started = []
-    for rank in range(ranks):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                network.enter(rank)
-                torch.set_num_threads(1)
-                cores = sorted(os.sched_getaffinity(0))
-                if ranks <= len(cores):
-                    os.sched_setaffinity(0, {cores[rank]})
-                ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
-                dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks)
-                found = body(options, network, theirs)
-                if rank == 0:
-                    (out / "results.json").write_text(json.dumps(found))
-                dist.barrier()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        started.append(pid)
-    codes: list[int] = []
-    while len(codes) < len(started):
-        if ours.poll(0.02):
-            network.set_rate(*ours.recv())
-            ours.send(None)
-        done, status = os.waitpid(-1, os.WNOHANG)
-        if done:
-            codes.append(os.waitstatus_to_exitcode(status))
-    if any(codes):
-        raise SystemExit("a rank failed")
-    results: dict[str, Any] = json.loads((out / "results.json").read_text())
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -270,12 +216,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     reason = why_no_namespaces()
     if reason is None:
         with Namespaces(2) as network:
-            two = _on_ranks(options, 2, network, _two_ranks)
+            two = on_ranks(2, network, partial(_two_ranks, options))
         with Namespaces(4, ranks_per_host=2) as network:
-            four = {"shared": _on_ranks(options, 4, network, _four_ranks)}
+            four = {"shared": on_ranks(4, network, partial(_four_ranks, options))}
     else:
-        two, four = _on_ranks(options, 2, Delays(), _two_ranks), {}
-    four["own"] = _on_ranks(options, 4, Delays(ranks_per_host=2), _four_ranks)
+        two, four = on_ranks(2, Delays(), partial(_two_ranks, options)), {}
+    four["own"] = on_ranks(4, Delays(ranks_per_host=2), partial(_four_ranks, options))
     given = sys.argv[1:] if arguments is None else arguments
     text = _page(options, two, four, reason, shlex.join(["python", "-m", "benchmarks.context_overlap", *given]))
     print(text)

@@ -15,24 +15,19 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import multiprocessing
-import os
 import shlex
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.bench.network import Delays, Namespaces, Network, why_no_namespaces
+from benchmarks.ranks import Rates, on_ranks
+from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
 
 ARMS = ("off", "on")
@@ -156,7 +151,7 @@ def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: 
     }
 
 
-def _measure(options: argparse.Namespace, network: Network, turn: Any) -> list[dict[str, Any]]:
+def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
     exchange = Exchange()
     rows: list[dict[str, Any]] = []
     with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
@@ -167,61 +162,11 @@ def _measure(options: argparse.Namespace, network: Network, turn: Any) -> list[d
             rows.append({"feature": feature, "share": None, "rate": None, **free})
             for share in options.shares:
                 computed = free["seconds"]["off"] - free["waited"]["off"]
-                rate = _everybody(network, turn, round(8e-6 * free["bytes"] / (share * computed), 1))
+                rate, _ = rates.set(round(8e-6 * free["bytes"] / (share * computed), 1))
                 got = _race(trainings, feature, exchange, options.repeats)
                 rows.append({"feature": feature, "share": share, "rate": rate, **got})
-            _everybody(network, turn, None)
+            rates.set(None)
     return rows
-
-
-def _everybody(network: Network, turn: Any, rate: float | None) -> float | None:
-    """The links' new rate, which is rank 0's: set by the process that made them, or by each for itself."""
-    told: list[Any] = [rate]
-    dist.broadcast_object_list(told)
-    dist.barrier()
-    if isinstance(network, Delays):
-        network.set_rate(told[0])
-    elif dist.get_rank() == 0:
-        turn.send(told[0])
-        turn.recv()
-    dist.barrier()
-    found: float | None = told[0]
-    return found
-
-
-def _on_ranks(options: argparse.Namespace, network: Network) -> list[dict[str, Any]]:
-    out = Path(tempfile.mkdtemp())
-    ours, theirs = multiprocessing.Pipe()
-    started = []
-    for rank in range(RANKS):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                network.enter(rank)
-                torch.set_num_threads(1)
-                os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-                dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=RANKS)
-                found = _measure(options, network, theirs)
-                if rank == 0:
-                    (out / "results.json").write_text(json.dumps(found))
-                dist.barrier()
-                os._exit(0)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-        started.append(pid)
-    codes: list[int] = []
-    while len(codes) < len(started):
-        if ours.poll(0.02):
-            network.set_rate(ours.recv())
-            ours.send(None)
-        done, status = os.waitpid(-1, os.WNOHANG)
-        if done:
-            codes.append(os.waitstatus_to_exitcode(status))
-    if any(codes):
-        raise SystemExit("a rank failed")
-    results: list[dict[str, Any]] = json.loads((out / "results.json").read_text())
-    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -238,12 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
+    body = functools.partial(_measure, options)
     reason = why_no_namespaces()
     if reason is None:
         with Namespaces(RANKS) as network:
-            rows = _on_ranks(options, network)
+            rows = on_ranks(RANKS, network, body)
     else:
-        rows = _on_ranks(options, Delays())
+        rows = on_ranks(RANKS, Delays(), body)
     given = sys.argv[1:] if arguments is None else arguments
     text = _page(options, rows, reason, shlex.join(["python", "-m", "benchmarks.expert_overlap", *given]))
     print(text)
