@@ -39,7 +39,10 @@ class Rates:
 
 
 def on_ranks(ranks: int, network: Network, body: Callable[[Rates], Any]) -> Any:
-    """What `body` returns on rank 0, as JSON has it; each rank has a core where they suffice. SystemExit if one failed."""
+    """What `body` returns on rank 0, as JSON has it; each rank has a core where there are enough.
+
+    SystemExit if a rank failed.
+    """
     out = Path(tempfile.mkdtemp())
     ours, theirs = multiprocessing.Pipe()
     started = []
