@@ -183,3 +183,17 @@ def test_what_a_key_outside_the_window_holds_does_not_show(window: tuple[int, in
     out = attention(q, k, v, window=window)
     exact = reference.attention(q.double(), k.double(), v.double(), window=window)
     assert_within(out[:8], exact[:8], bound(out.dtype, 4, 2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_without_features_weigh_every_visible_value_alike(dtype):
+    torch.manual_seed(0)
+    q, k = (torch.randn(5, 1, 2, 0, dtype=dtype, requires_grad=True) for _ in range(2))
+    v = torch.randn(5, 1, 2, 8, dtype=dtype, requires_grad=True)
+    out = attention(q, k, v, causal=True)
+    wanted = torch.stack([v[: row + 1].double().mean(0) for row in range(5)])
+    assert_within(out, wanted, bound(dtype, 5))
+    out.sum().backward()
+    shares = torch.tensor([sum(1 / (row + 1) for row in range(key, 5)) for key in range(5)])
+    assert_within(v.grad[:, 0, 0, 0], shares, bound(dtype, 5))
+    assert q.grad.shape == q.shape and k.grad.shape == k.shape

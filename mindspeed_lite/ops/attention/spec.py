@@ -106,7 +106,8 @@ def prepare(
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"attention: dropout_p must be in [0, 1), not {dropout_p}")
     if scale is None:
-        scale = d**-0.5
+        # Without features every score is 0.
+        scale = d**-0.5 if d else 1.0
     elif not _FLOAT.tiny <= scale <= _FLOAT.max:
         # Kernels multiply scores that are -inf, since hidden, by it.
         raise ValueError(f"attention: scale must be above 0 and finite in fp32, not {scale}")
