@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from mindspeed_lite.parallel.balance.record import LoadRecord, LoadStep, imbalance
+from mindspeed_lite.parallel.balance.simulation import PolicyOutcome
 
 from .plot_theme import Theme, theme
 from .plots import style
@@ -26,6 +27,26 @@ def draw(record: LoadRecord, file: str | Path) -> None:
     look = theme({}, dark=False)
     with style(look, "png"):
         _draw(record, Path(file), look)
+
+
+def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
+    """Write the fullest rank over time under each policy as PNG. Raises as `draw`."""
+    look = theme({}, dark=False)
+    with style(look, "png"):
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+
+        figure = Figure(figsize=(_WIDTH, 4.0), layout="constrained")
+        axes = figure.subplots()
+        for outcome, part in zip(outcomes, ("attention", "linear", "optimizer", "norm"), strict=True):
+            places, points = _thinned([each.step for each in record.steps], outcome.by_step)
+            axes.plot(places, points, color=look.category(part), linewidth=1.4, label=outcome.name)
+        axes.set_title(f"Fullest rank over even load, {_span(record.steps)} (1 is even)")
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(True)
+        axes.legend(loc="upper right", ncols=4)
+        figure.savefig(Path(file), format="png", dpi=150, facecolor=figure.get_facecolor())
 
 
 def _draw(record: LoadRecord, file: Path, look: Theme) -> None:

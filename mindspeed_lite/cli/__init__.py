@@ -25,6 +25,7 @@ COMMANDS = {
     "bench-ops": "time every operator against plain PyTorch and installed peers",
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "load": "how even the experts of a training were loaded, as a table and a picture",
+    "balance": "what balancing experts would have gained in a training's recorded loads",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }

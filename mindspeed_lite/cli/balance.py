@@ -1,0 +1,208 @@
+"""`mindspeed-lite balance`: what balancing experts would have gained in recorded or generated steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from mindspeed_lite.parallel.balance import record as records
+from mindspeed_lite.parallel.balance.simulation import (
+    BalancingOptions,
+    ExpertSizes,
+    GeneratedLoad,
+    PolicyOutcome,
+    simulate,
+)
+
+from . import terminal
+from .terminal import fail
+
+PROGRAM = "mindspeed-lite balance"
+
+DESCRIPTION = """\
+Replays the loads of experts that FILE holds (what a training with --moe-record-load FILE wrote), or generated ones,
+under four policies: none, copies of the hottest experts on every rank, experts at other places, and both. A policy
+sees the steps before the one it is judged on."""
+
+EPILOG = """\
+examples:
+  mindspeed-lite balance moe_load.jsonl
+  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot balance.png
+  mindspeed-lite balance moe_load.jsonl --hidden-size 2048 --moe-ffn-hidden-size 768
+  mindspeed-lite balance --generate experts=128 ranks=16 topk=8 skew=4
+
+exit code: 0; 2 for bad input."""
+
+_LEGEND = (
+    ("fullest rank", "tokens of the fullest rank over those of even load, all layers; experts take that much longer"),
+    ("if known", "the same if each step's loads were known before it: the most that the policy can reach"),
+    ("step", "time of a step over one without balancing"),
+    ("copies", "experts copied to every rank, in a layer and step"),
+    ("stayed", "share of the tokens that a copy kept on the rank that they come from"),
+    ("moved", "experts that changed their rank, in a layer and placement interval"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the table, and write what is asked for; returns the exit code."""
+    options = _parser().parse_args(list(arguments))
+    problem = _problem(options)
+    if problem:
+        return fail(PROGRAM, problem)
+    try:
+        record = _record(options)
+        ranks = options.ranks or record.header.expert_parallel
+        policy = BalancingOptions(options.copies, options.interval, options.decay)
+        outcomes = simulate(record, ranks, policy)
+    except (records.RecordError, ValueError) as error:
+        return fail(PROGRAM, error)
+    except OSError as error:
+        return fail(PROGRAM, f"{options.file}: cannot be read: {error.strerror or error}")
+    sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size) if options.hidden_size else None
+    lines = _text(record, outcomes, ranks, options.experts_share, policy)
+    lines += _bytes(record, outcomes, ranks, sizes)
+    print("\n".join(lines))
+    try:
+        if options.json:
+            found = {"ranks": ranks, "steps": len(record.steps), "options": asdict(policy)}
+            found["policies"] = [
+                {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance}
+                for each in outcomes
+            ]
+            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+        if options.plot:
+            from mindspeed_lite.bench import plot_load
+
+            plot_load.draw_policies(record, outcomes, options.plot)
+    except ImportError as error:
+        return fail(PROGRAM, error)
+    except OSError as error:  # the disk has become full
+        return fail(PROGRAM, f"cannot be written: {error.strerror or error}")
+    return 0
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    """What is wrong with the options, or None."""
+    if (options.file is None) == (options.generate is None):
+        return "takes a FILE or --generate, one of them"
+    for flag, least in (("last", 1), ("ranks", 1), ("interval", 1), ("copies", 0)):
+        value = getattr(options, flag)
+        if value is not None and value < least:
+            return f"--{flag} takes a number of at least {least}, not {value}"
+    if not 0 <= options.decay < 1:
+        return f"--decay takes a weight from 0 to below 1, not {options.decay}"
+    if not 0 < options.experts_share <= 1:
+        return f"--experts-share takes a share above 0 and up to 1, not {options.experts_share}"
+    if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
+        return "--hidden-size and --moe-ffn-hidden-size go together"
+    for flag in ("plot", "json"):
+        name = getattr(options, flag)
+        if name and (problem := terminal.why_not_writable(name)):
+            return f"--{flag} {name}: {problem}"
+    return None
+
+
+def _record(options: argparse.Namespace) -> records.LoadRecord:
+    if options.generate is not None:
+        kinds = {each.name: float if each.name in ("skew", "drift") else int for each in fields(GeneratedLoad)}
+        given = {}
+        for word in options.generate:
+            name, _, value = word.partition("=")
+            try:
+                given[name] = kinds[name](value)
+            except (KeyError, ValueError):
+                raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
+            least = {"seed": -math.inf, "skew": 1, "drift": 0}.get(name, 1)
+            if given[name] < least:
+                raise ValueError(f"--generate {word}: at least {least}")
+        record = GeneratedLoad(**given).record()  # type: ignore[arg-type]
+    else:
+        record = records.read(options.file)
+    return record.last(options.last) if options.last else record
+
+
+def _text(
+    record: records.LoadRecord,
+    outcomes: Sequence[PolicyOutcome],
+    ranks: int,
+    experts_share: float,
+    policy: BalancingOptions,
+) -> list[str]:
+    header = record.header
+    columns, color = terminal.width(), terminal.has_color()
+    layer_steps = len(record.steps) * len(header.layers)
+    placements = max(1, (len(record.steps) - 1) // policy.interval) * len(header.layers)
+    sent = sum(sum(row) for each in record.steps for row in each.experts) / header.replicas
+    without = 1 + experts_share * (outcomes[0].imbalance - 1)
+    rows = [
+        (
+            each.name,
+            f"{each.imbalance:.3f}",
+            f"{each.known_imbalance:.3f}",
+            f"{(1 + experts_share * (each.imbalance - 1)) / without:.3f}",
+            f"{each.copied / layer_steps:.1f}",
+            f"{100 * each.stayed / sent if sent else 0:.1f} %",
+            f"{each.moved / placements:.1f}",
+        )
+        for each in outcomes
+    ]
+    headers = ("policy", "fullest rank", "if known", "step", "copies", "stayed", "moved")
+    return [
+        f"{len(record.steps)} steps, {len(header.layers)} layers: {header.experts} experts over {ranks} ranks, "
+        f"{header.topk} of them for a token; experts take {100 * experts_share:.0f} % of an even step",
+        "",
+        *(terminal.table(headers, rows, columns, color, [0] * len(headers)) or ()),
+        "",
+        *terminal.labelled(_LEGEND, columns, color, indent=0),
+    ]
+
+
+def _bytes(
+    record: records.LoadRecord, outcomes: Sequence[PolicyOutcome], ranks: int, sizes: ExpertSizes | None
+) -> list[str]:
+    """What copies move and save, by rank and step."""
+    if sizes is None:
+        return ["", "With --hidden-size and --moe-ffn-hidden-size: bytes that copies move and save."]
+    lines = [""]
+    for each in outcomes:
+        if each.name in ("copies", "both"):
+            copied = each.copied * sizes.copy_bytes / len(record.steps)
+            saved = each.stayed * sizes.token_bytes / ranks / len(record.steps)
+            word = "pay in bytes too" if saved > copied else "cost more bytes than they save: they pay where hidden"
+            lines.append(
+                f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
+                f"less of tokens; copies {word}"
+            )
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = terminal.Parser(
+        prog=PROGRAM,
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    default = BalancingOptions()
+    add = parser.add_argument
+    add("file", metavar="FILE", nargs="?", help="what --moe-record-load wrote")
+    add("--generate", nargs="*", metavar="NAME=NUMBER",
+        help="loads made up instead: experts, topk, ranks, layers, steps, tokens, skew (most popular expert over the "
+        "mean), drift (change of popularity in a step), seed")  # fmt: skip
+    add("--last", type=int, metavar="N", help="only the last N steps")
+    add("--ranks", type=int, metavar="N", help="ranks that experts are spread over (default: those of the record)")
+    add("--copies", type=int, default=default.copies, metavar="N", help="experts copied, at most (3)")
+    add("--interval", type=int, default=default.interval, metavar="N", help="steps between two placements (50)")
+    add("--decay", type=float, default=default.decay, metavar="X", help="weight of the past in the average load (0.9)")
+    add("--experts-share", type=float, default=0.5, metavar="X",
+        help="share of an even step that experts take (0.5)")  # fmt: skip
+    add("--hidden-size", type=int, metavar="H", help="for bytes")
+    add("--moe-ffn-hidden-size", type=int, metavar="F", help="for bytes")
+    add("--plot", metavar="FILE", help="draw the fullest rank over time under each policy, as PNG (needs matplotlib)")
+    add("--json", metavar="FILE", help="write the outcomes as JSON")
+    return parser

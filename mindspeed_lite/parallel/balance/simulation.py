@@ -1,0 +1,215 @@
+"""What balancing would have gained in recorded steps: no balancing, copies of hot experts, placement, and both.
+
+Each policy sees the steps before, as an exponential average of the loads, and is judged on the step itself. Beside it
+stands what the same policy would reach if it knew the step's loads. Standard library alone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from . import placement as placements
+from . import replicas
+from .record import LoadHeader, LoadRecord, LoadStep
+from .replicas import SentTokens
+
+# A placement is taken where it lowers the largest predicted load by this share.
+MIN_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class BalancingOptions:
+    """How a policy works.
+
+    Attributes:
+        copies: experts copied for a micro-batch, at most.
+        interval: steps between two placements.
+        decay: weight of the past in the average of loads, below 1.
+    """
+
+    copies: int = 3
+    interval: int = 50
+    decay: float = 0.9
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """What decides which bytes a copy moves and saves.
+
+    Attributes:
+        hidden: hidden size.
+        ffn: hidden size of an expert.
+        gated: whether the first product has two halves (SwiGLU).
+    """
+
+    hidden: int
+    ffn: int
+    gated: bool = True
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes that a rank receives and sends for one copy: bf16 weights, and their fp32 gradients to the owner."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn * (2 + 4)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's way: dispatch and combine, forward and backward, bf16."""
+        return 4 * 2 * self.hidden
+
+
+@dataclass
+class PolicyOutcome:
+    """What one policy came to, over all steps and layers.
+
+    Attributes:
+        name: "none", "copies", "placement" or "both".
+        fullest: tokens of the fullest rank, summed over layers and steps; layers run one after the other.
+        known: the same if the policy knew each step's loads.
+        even: tokens of a rank if all were equal.
+        by_step: fullest / even of each step.
+        copied: copies of experts that were made.
+        stayed: tokens of copied experts that did not travel.
+        moved: experts that changed their rank.
+    """
+
+    name: str
+    fullest: float = 0.0
+    known: float = 0.0
+    even: float = 0.0
+    by_step: list[float] = field(default_factory=list)
+    copied: int = 0
+    stayed: float = 0.0
+    moved: int = 0
+
+    @property
+    def imbalance(self) -> float:
+        """Time of the experts over that of even load."""
+        return self.fullest / self.even if self.even else 1.0
+
+    @property
+    def known_imbalance(self) -> float:
+        return self.known / self.even if self.even else 1.0
+
+
+def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
+    """All four policies over the steps of a record.
+
+    Args:
+        ranks: of the expert-parallel group; another number than the record's is allowed.
+
+    Raises:
+        ValueError: the ranks do not divide the experts.
+    """
+    experts = record.header.experts
+    start = placements.contiguous(experts, ranks)
+    outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]
+    steps = len(record.steps)
+    fullest = {each.name: [0.0] * steps for each in outcomes}
+    evens = [0.0] * steps
+    for row in range(len(record.header.layers)):
+        placed, average = start, [0.0] * experts
+        for at, step in enumerate(record.steps):
+            # One replica of the experts has an equal part of the tokens.
+            loads = [load / record.header.replicas for load in step.experts[row]]
+            evens[at] += sum(loads) / ranks
+            if at and at % options.interval == 0:
+                placed = _placed(outcomes, average, placed, ranks)
+            best, sent = placements.greedy(loads, ranks), SentTokens.evenly(loads, ranks)
+            for outcome, here, known in zip(outcomes, (start, start, placed, placed), (start, start, best, best),
+                                            strict=True):  # fmt: skip
+                copies = options.copies if outcome.name in ("copies", "both") else 0
+                fullest[outcome.name][at] += _judge(outcome, loads, average, here, copies)
+                hot = replicas.hot_experts(sent, known, copies)
+                outcome.known += max(replicas.rank_loads(sent, known, hot))
+            # The first step is the average of what was seen so far.
+            weight = options.decay if at else 0.0
+            average = [weight * old + (1 - weight) * new for old, new in zip(average, loads, strict=True)]
+    for outcome in outcomes:
+        outcome.fullest, outcome.even = sum(fullest[outcome.name]), sum(evens)
+        outcome.by_step = [a / b if b else 1.0 for a, b in zip(fullest[outcome.name], evens, strict=True)]
+    return outcomes
+
+
+def _placed(outcomes: Sequence[PolicyOutcome], average: Sequence[float], before: list[int], ranks: int) -> list[int]:
+    """The placement for the average load, or the one before where that is hardly worse."""
+    after = placements.relabelled(placements.greedy(average, ranks), before, ranks)
+    old, new = (max(placements.rank_loads(average, each, ranks)) for each in (before, after))
+    if new > (1 - MIN_GAIN) * old:
+        return before
+    for outcome in outcomes:
+        if outcome.name in ("placement", "both"):
+            outcome.moved += placements.moved(after, before)
+    return after
+
+
+def _judge(
+    outcome: PolicyOutcome, loads: Sequence[float], average: Sequence[float], placed: Sequence[int], copies: int
+) -> float:
+    """Tokens of the fullest rank in one layer and step, and what it took."""
+    ranks = max(placed) + 1
+    hot = replicas.hot_experts(SentTokens.evenly(average, ranks), placed, copies)
+    outcome.copied += len(hot)
+    outcome.stayed += sum(loads[each] for each in hot) * (ranks - 1) / ranks
+    return max(replicas.rank_loads(SentTokens.evenly(loads, ranks), placed, hot))
+
+
+@dataclass(frozen=True)
+class GeneratedLoad:
+    """A made-up training: popularity of experts falls like a power, and wanders.
+
+    Attributes:
+        skew: load of the most popular expert over the mean at the start.
+        drift: share of an expert's popularity that changes in a step.
+    """
+
+    experts: int = 64
+    topk: int = 8
+    ranks: int = 8
+    layers: int = 4
+    steps: int = 200
+    tokens: int = 8192
+    skew: float = 4.0
+    drift: float = 0.02
+    seed: int = 1234
+
+    def record(self) -> LoadRecord:
+        """The record of it.
+
+        Raises:
+            ValueError: a skew that no power gives.
+        """
+        if not 1 <= self.skew < self.experts:
+            raise ValueError(f"skew is the most popular expert's load over the mean, from 1 to {self.experts - 1}")
+        header = LoadHeader(self.experts, self.topk, self.ranks, 1, self.layers, tuple(range(1, self.layers + 1)))
+        chance = random.Random(self.seed)
+        layers = [self._layer(chance) for _ in range(self.layers)]
+        steps = []
+        for number in range(1, self.steps + 1):
+            rows = [next(layer) for layer in layers]
+            by_rank = [
+                [int(each) for each in placements.rank_loads(row, placements.contiguous(self.experts, self.ranks),
+                                                             self.ranks)] for row in rows
+            ]  # fmt: skip
+            steps.append(LoadStep(number, [self.tokens] * self.layers, rows, by_rank))
+        return LoadRecord(header, tuple(steps))
+
+    def _layer(self, chance: random.Random) -> Iterator[list[int]]:
+        weights = [(place + 1) ** -_power(self.experts, self.skew) for place in range(self.experts)]
+        chance.shuffle(weights)
+        while True:
+            total = sum(weights)
+            # An expert has a token at most once, which bounds its load.
+            yield [min(self.tokens, round(self.tokens * self.topk * each / total)) for each in weights]
+            weights = [each * (1 + self.drift) ** chance.uniform(-1, 1) for each in weights]
+
+
+def _power(experts: int, skew: float) -> float:
+    """The power at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean, by bisection."""
+    low, high = 0.0, 64.0
+    for _ in range(80):
+        power = (low + high) / 2
+        mean = sum((place + 1) ** -power for place in range(experts)) / experts
+        low, high = (power, high) if 1 / mean < skew else (low, power)
+    return low
