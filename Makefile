@@ -8,19 +8,20 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints matrix docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
 	@echo "make bench         the standing benchmarks, into docs/benchmarks/ (about half an hour on an idle machine)"
 	@echo "make bench-gpu     operators and trainings on one GPU, in under 20 minutes (docs/bench.md)"
 	@echo "make bench-overlap communication behind computation on links of chosen speed (about 3 minutes; best as root)"
-	@echo "make test          lint, types and tests, on four Megatron-core releases; with test-npu where it can run"
+	@echo "make test          lint, types and tests, on four Megatron-core releases and one older; with test-npu where it can run"
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make fuzz          drawn calls of every operator on this processor: SECONDS=60, SEED= repeats a run"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
+	@echo "make matrix        every feature on every release, trained off and on, into docs/support.md (about 20 minutes)"
 	@echo "make docs          regenerate docs/support.md and the marked parts of the pages"
 	@echo "make docs-site     build the documentation site into build/site; warnings are errors"
 
@@ -79,12 +80,17 @@ fuzz: install
 
 FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
 PLATFORM = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json
-RELEASES = --root 0.16.1=.releases/0.16.1 --root 0.17.1=.releases/0.17.1 --root 0.18.2=.releases/0.18.2 \
+OLDER = 0.12.1 0.13.1 0.14.0 0.15.3 0.16.1 0.17.1 0.18.2
+RELEASES = $(foreach each,$(OLDER),--root $(each)=.releases/$(each)) \
   --root 0.19.2=$(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' 2>/dev/null)
 
 fingerprints: .releases/.prepared
 	$(BIN)/python -m tools.fingerprints $(FEATURES) $(RELEASES)
 	$(BIN)/python -m tools.fingerprints $(PLATFORM) $(RELEASES)
+
+matrix: .releases/.prepared
+	$(BIN)/python -m tools.matrix
+	$(BIN)/python docs/generate.py
 
 docs: install
 	$(BIN)/python docs/generate.py

@@ -14,9 +14,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -285,7 +285,7 @@ def declaration(feature: Feature) -> list[str]:
         (
             patch.kind,
             f"`{patch.target}`",
-            patch.versions or "all",
+            patch.versions or (f"all that have it (not {patch.absent_in})" if patch.absent_in else "all"),
             "" if isinstance(patch, Provide) else ", ".join(f"`{each.rpartition(':')[2]}`" for each in patch.reads),
         )
         for patch in feature.patches
@@ -294,6 +294,7 @@ def declaration(feature: Feature) -> list[str]:
     facts += [("Requires", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.requires]
     facts += [("Conflicts with", f"[{each.feature}]({each.feature}.md): {each.reason}") for each in feature.conflicts]
     facts += [("Skipped with", f"`{name}`: {why}") for name, why in feature.conflicting_args.items()]
+    facts += [(f"Not in {releases}", why) for releases, why in feature.unsupported.items()]
     facts += [
         ("Left off by auto", feature.not_auto),
         ("Memory", feature.memory or "predicted by `mindspeed-lite memory`"),
@@ -313,6 +314,19 @@ def _summary(operator: str) -> str:
     return (importlib.import_module(OPERATORS[operator]).__doc__ or "").partition("\n")[0]
 
 
+def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any], notes: dict[str, int]) -> str:
+    """What the table of releases says of one feature; reasons are numbered in `notes`."""
+    row = ran.get(release, {}).get("features", {}).get(feature.name, {})
+    lacking = "; ".join(feature.patches_for(release)[1])
+    note = lacking or row.get("reason") or row.get("fault") or ""
+    number = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
+    if lacking:
+        return f"no{number}"
+    if "layout" in row:
+        return f"fails{number}" if row["fault"] else "trained"
+    return f"{'read' if verified or not feature.patches else 'not read'}{number}"
+
+
 def support() -> str:
     """docs/support.md: features by release and backend, operators, and what has been shown of each backend."""
     from packaging.version import Version
@@ -322,29 +336,44 @@ def support() -> str:
     from mindspeed_lite.ops.dispatch import OPERATORS, REFERENCE, operator
 
     known = runtime.fingerprints()
+    ran = json.loads((DOCS / "matrix.json").read_text(encoding="utf-8"))
     releases = sorted(known.entries, key=Version)
+    notes: dict[str, int] = {}
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
     features = []
     for feature in runtime.catalogue():
         verified = verified_releases(feature, known)
         backed = [f"`{name}`: {', '.join(backends[name])}" for name in feature.operators]
-        marks = ["verified" if release in verified else "not verified" for release in releases]
+        marks = [_mark(feature, release, release in verified, ran["releases"], notes) for release in releases]
         features.append((_page(feature, ""), feature.numerics, *marks, "; ".join(backed) or "no operator"))
     tables = [(f"`{name}`", _summary(name), ", ".join(backends[name])) for name in OPERATORS]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
     lines = [
         "# Support",
         "",
-        "Written by `python docs/generate.py` from the features' declarations, the operators' folders and",
-        "`patches/fingerprints.json`.",
+        "Written by `python docs/generate.py` from the features' declarations, the operators' folders,",
+        "`patches/fingerprints.json` and `docs/matrix.json`, which `make matrix` writes by training.",
         "",
         "## Features by release of Megatron-core",
         "",
         *table(("Feature", "Numerics", *releases, "Operators and their backends"), features),
         "",
-        "*verified*: what the feature swaps has been read in this release and its fingerprint is known. Another patch",
-        "release of the same series counts as verified if its source is the same. What happens otherwise:",
+        "*trained*: trained on this release with the feature and without it, on CPU; losses agree within its class, to",
+        "the bit where that is bitwise. *read*: what the feature swaps has been read in this release and its",
+        "fingerprint is known, and it was not trained. Another patch release of the same series counts as both if its",
+        "source is the same. *no*: the release lacks what the feature stands on, and it is left off with that reason.",
+        "What happens otherwise:",
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
+        "",
+        *(f"{number}. {note}" for note, number in notes.items()),
+        "",
+        *table(
+            ("Release", "Trained on", "Commit"),
+            ((name, row["date"], row["commit"]) for name, row in ran["releases"].items()),
+        ),
+        "",
+        f"With torch {ran['environment']['torch']} and Python {ran['environment']['python']}. A release named",
+        "`.dev0` is the newest commit of Megatron-LM's main branch on that date.",
         "",
         "## Operators",
         "",

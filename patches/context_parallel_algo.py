@@ -309,7 +309,7 @@ FEATURE = Feature(
             "--context-parallel-size",
             help="Above 1, with the local implementation: split each sequence over this many ranks.",
             default=1,
-            upstream=">=0.16",
+            upstream=">=0.12",
         ),
         Option(
             "--context-parallel-algo",
@@ -363,7 +363,7 @@ FEATURE = Feature(
     patches=(
         Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
         Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number")),
-        Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18"),
+        Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18", absent_in="<0.16"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18", variant_of=f"{_UTILS}:get_thd_batch_on_this_cp_rank"),
     ),
 )

@@ -213,12 +213,13 @@ FEATURE = Feature(
         Option(
             "--delay-wgrad-compute",
             help="Compute weight gradients apart from the rest of the backward pass.",
-            upstream=">=0.16",
+            upstream=">=0.13",
         ),
     ),
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",
+    unsupported=combined_schedule.UNSUPPORTED,
     condition=_why_not,
     enabled=lambda settings: bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False)),
     patches=(

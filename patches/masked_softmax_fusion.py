@@ -54,7 +54,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             # Not Megatron's choice between this and its extension, which is absent.
-            return self.forward_torch_softmax(input, mask, softmax_offset)
+            return self.forward_torch_softmax(input, mask, *(() if softmax_offset is None else (softmax_offset,)))
         if session.verifier is not None:
             session.verifier.check(
                 FEATURE.name,
@@ -74,7 +74,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> list[str]:
     found = {
         "a softmax offset has one number more in its sum": softmax_offset is not None,
-        "the window of this layer is a mask of Megatron's making": layer.window_size is not None,
+        "the window of this layer is a mask of Megatron's making": getattr(layer, "window_size", None) is not None,
         "the masking function is not Megatron's": layer.mask_func is not mask_func,
         "the mask is not one of booleans": mask is not None and mask.dtype != torch.bool,
     }
@@ -115,13 +115,13 @@ FEATURE = Feature(
         Override(
             "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.forward",
             _forward,
+            by_name=True,
             reads=(
                 "attn_mask_type",
                 "forward_torch_softmax",
                 "mask_func",
                 "scale",
                 "scaled_masked_softmax_fusion",
-                "window_size",
             ),
         ),
         Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", _init),

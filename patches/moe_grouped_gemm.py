@@ -1,10 +1,11 @@
 """`--moe-grouped-gemm`: all experts of a rank in one grouped product per layer, without Transformer Engine.
 
 Megatron's local implementation has one MLP per expert and a Python loop over them (since 0.17 whatever the flag says;
-0.16 asks for an extension). The module stays what it is: one parameter per expert, so that initialisation, gradient
-buffers, optimizer and checkpoints are those of the loop. Its forward is still Megatron's, called for one expert that
-stands for all: its two linear layers are grouped products over the experts' weights, and what lies between them is
-run by Megatron's own MLP, so that activation, per-token probabilities and what other features change there hold.
+before, the flag asks for an extension). The module stays what it is: one parameter per expert, so that initialisation,
+gradient buffers, optimizer and checkpoints are those of the loop. Its forward is still Megatron's, called for one
+expert that stands for all: its two linear layers are grouped products over the experts' weights, and what lies between
+them is run by Megatron's own MLP, so that activation, per-token probabilities and what other features change there
+hold.
 
 Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
 layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
@@ -229,6 +230,20 @@ def _modules_or_legacy(wrapped: Callable[..., Any], session: Session) -> Callabl
     return grouped_mlp_modules
 
 
+def _spec(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """0.12, which has no provider of specifications."""
+
+    def get_moe_module_spec(
+        use_te: Any = True,
+        num_experts: Any = None,
+        moe_grouped_gemm: Any = False,
+        moe_use_legacy_grouped_gemm: Any = False,
+    ) -> Any:
+        return wrapped(use_te, num_experts, moe_grouped_gemm and use_te, moe_use_legacy_grouped_gemm)
+
+    return get_moe_module_spec
+
+
 FEATURE = Feature(
     name="moe_grouped_gemm",
     summary="all experts of a rank in one grouped product per layer",
@@ -236,7 +251,7 @@ FEATURE = Feature(
         Option(
             "--moe-grouped-gemm",
             help="Compute the experts of a rank with grouped matrix products.",
-            upstream=">=0.16",
+            upstream=">=0.12",
         ),
     ),
     numerics="ulp",
@@ -247,6 +262,12 @@ FEATURE = Feature(
     patches=(
         Override("megatron.core.transformer.moe.experts:SequentialMLP.forward", _forward, reads=_READS),
         Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
-        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions="<0.17"),
+        Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions=">=0.13,<0.17"),
+        Override(
+            "megatron.core.models.gpt.moe_module_specs:get_moe_module_spec",
+            _spec,
+            versions="<0.13",
+            variant_of=f"{_PROVIDER}.grouped_mlp_modules",
+        ),
     ),
 )

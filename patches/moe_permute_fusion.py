@@ -142,24 +142,6 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     return unpermute
 
 
-def _unpermute_without_padding(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def unpermute(
-        permuted_tokens: Any,
-        sorted_indices: Any,
-        restore_shape: Any,
-        probs: Any = None,
-        routing_map: Any = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-    ) -> Any:
-        given = (permuted_tokens, sorted_indices, restore_shape, probs, routing_map)
-        if not fused:
-            return wrapped(*given, fused, drop_and_pad)
-        return _unpermuted(session, given, drop_and_pad)
-
-    return unpermute
-
-
 def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def sort_chunks_by_idxs(
         input: Any, split_sizes: Any, sorted_idxs: Any, probs: Any = None, fused: bool = False
@@ -204,7 +186,7 @@ FEATURE = Feature(
         Option(
             "--moe-permute-fusion",
             help="Permute tokens for their experts with one fused operator.",
-            upstream=">=0.16",
+            upstream=">=0.12",
         ),
     ),
     numerics="ulp",
@@ -213,10 +195,9 @@ FEATURE = Feature(
     arguments=moe.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
-        Override(f"{_UTILS}:permute", _permute, versions=">=0.17"),
+        Override(f"{_UTILS}:permute", _permute, versions=">=0.17", by_name=True),
         Override(f"{_UTILS}:permute", _permute_of_three, versions="<0.17"),
-        Override(f"{_UTILS}:unpermute", _unpermute, versions=">=0.17"),
-        Override(f"{_UTILS}:unpermute", _unpermute_without_padding, versions="<0.17"),
+        Override(f"{_UTILS}:unpermute", _unpermute, by_name=True),
         Override(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks),
         *(Provide(f"{_UTILS}:{name}", _supplied) for name in _NAMES),
         config_field("moe_permute_fusion", _is_there),

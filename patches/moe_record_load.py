@@ -43,8 +43,12 @@ class _Recorder:
 
     def count(self, router: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> None:
         """Add one micro-batch of a layer."""
+        from megatron.core import parallel_state
+
         config = router.config
-        if router.tp_group is not None and not config.sequence_parallel and router.tp_group.rank():
+        # 0.12 has its one group of ranks without saying so.
+        group = getattr(router, "tp_group", None) or parallel_state.get_tensor_model_parallel_group(False)
+        if group is not None and not config.sequence_parallel and group.rank():
             return
         # Before 0.17 these layers are numbered behind the others.
         beyond = config.num_layers if getattr(router, "is_mtp_layer", False) else 0
@@ -139,8 +143,8 @@ def _is_last(context: Context, step: int) -> bool:
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
-    def forward(self: Any, input: torch.Tensor, padding_mask: torch.Tensor | None = None) -> Any:
-        probs, routing_map = wrapped(self, input, padding_mask)
+    def forward(self: Any, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        probs, routing_map = wrapped(self, input, *args, **kwargs)
         if self.training and torch.is_grad_enabled():
             recorder.count(self, probs, routing_map)
         return probs, routing_map
@@ -151,10 +155,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 def _finalize(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     recorder = session.state(NAME, lambda: _Recorder(session))
 
-    def finalize_model_grads(
-        model: Any, num_tokens: Any = None, pg_collection: Any = None, force_all_reduce: Any = False
-    ) -> None:
-        wrapped(model, num_tokens, pg_collection, force_all_reduce)
+    def finalize_model_grads(model: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(model, *args, **kwargs)
         recorder.end_step(model)
 
     return finalize_model_grads
@@ -202,7 +204,6 @@ FEATURE = Feature(
             reads=(
                 "config",
                 "layer_number",
-                "tp_group",
                 f"{CONFIG}.num_moe_experts",
                 f"{CONFIG}.moe_router_topk",
                 f"{CONFIG}.moe_pad_expert_input_to_capacity",

@@ -48,7 +48,7 @@ def _rounded(logits: Any, rounds: bool) -> str:
     return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
-def _topk(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
     def topk_routing_with_score_function(
         logits: Any,
         topk: int,
@@ -65,55 +65,11 @@ def _topk(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     ) -> Any:
         how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
         how["dense_output"] = dense_output
-        why_not = "" if router_replay is None and precomputed_indices is None else _CHOSEN
+        why_not = _CHOSEN
+        if router_replay is None and precomputed_indices is None:
+            why_not = _rounded(logits, rounds)
         rest = {"router_replay": router_replay, "precomputed_indices": precomputed_indices}
         return _route(session, functools.partial(wrapped, **how, **rest), fused, why_not, logits, topk, how)
-
-    return topk_routing_with_score_function
-
-
-def _topk_without_indices(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
-    def topk_routing_with_score_function(
-        logits: Any,
-        topk: int,
-        use_pre_softmax: bool = False,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        scaling_factor: float | None = None,
-        score_function: str = "softmax",
-        expert_bias: Any = None,
-        fused: bool = False,
-        router_replay: Any = None,
-        dense_output: bool = False,
-    ) -> Any:
-        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
-        how["dense_output"] = dense_output
-        plain = functools.partial(wrapped, **how, router_replay=router_replay)
-        why_not = _rounded(logits, rounds) if router_replay is None else _CHOSEN
-        return _route(session, plain, fused, why_not, logits, topk, how)
-
-    return topk_routing_with_score_function
-
-
-def _topk_without_dense_output(
-    wrapped: Callable[..., Any], session: Session, rounds: bool = True
-) -> Callable[..., Any]:
-    def topk_routing_with_score_function(
-        logits: Any,
-        topk: int,
-        use_pre_softmax: bool = False,
-        num_groups: int | None = None,
-        group_topk: int | None = None,
-        scaling_factor: float | None = None,
-        score_function: str = "softmax",
-        expert_bias: Any = None,
-        fused: bool = False,
-        router_replay: Any = None,
-    ) -> Any:
-        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
-        plain = functools.partial(wrapped, **how, router_replay=router_replay)
-        why_not = _rounded(logits, rounds) if router_replay is None else _CHOSEN
-        return _route(session, plain, fused, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
 
@@ -197,7 +153,7 @@ FEATURE = Feature(
         Option(
             "--moe-router-fusion",
             help="Compute the router's scores, choice, probabilities and auxiliary loss with fused operators.",
-            upstream=">=0.16",
+            upstream=">=0.14",
         ),
     ),
     numerics="ulp",
@@ -205,22 +161,23 @@ FEATURE = Feature(
     condition=moe.why_not("a fused router"),
     arguments=moe.turn_on("moe_router_fusion"),
     operators=("moe_router",),
+    unsupported={"<0.14": "Megatron's router has no function of its own for a fused form before 0.14"},
     patches=(
-        Override(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.19"),
-        Override(f"{_UTILS}:topk_routing_with_score_function", _topk_without_indices, versions=">=0.18,<0.19"),
+        Override(f"{_UTILS}:topk_routing_with_score_function", _topk, versions=">=0.18", by_name=True),
         Override(
             f"{_UTILS}:topk_routing_with_score_function",
-            functools.partial(_topk_without_indices, rounds=True),
-            versions=">=0.17,<0.18",
+            functools.partial(_topk, rounds=True),
+            versions="<0.18",
+            by_name=True,
         ),
-        Override(f"{_UTILS}:topk_routing_with_score_function", _topk_without_dense_output, versions="<0.17"),
         Override(f"{_UTILS}:compute_routing_scores_for_aux_loss", _aux_scores, versions=">=0.17"),
         Override(
             f"{_UTILS}:compute_routing_scores_for_aux_loss",
             functools.partial(_aux_scores, rounds=True),
             versions="<0.17",
+            by_name=True,
         ),
-        Override(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss),
+        Override(f"{_UTILS}:switch_load_balancing_loss_func", _aux_loss, by_name=True),
         config_field("moe_router_fusion", _is_there),
     ),
 )

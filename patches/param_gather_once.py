@@ -16,6 +16,8 @@ from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 
+from ._shared.conflicts import FSDP_ARGS
+
 # The parameters whose optimizer is in its step; the innermost is last.
 _stepping: list[Any] = []
 
@@ -54,8 +56,8 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--num-experts is not given: there is one optimizer, which gathers once")
     if context.arg("overlap_param_gather", False):
         reasons.append("--overlap-param-gather gathers once already")
-    if context.arg("use_megatron_fsdp", False):
-        reasons.append("--use-megatron-fsdp gathers by itself")
+    if any(context.arg(flag, False) for flag in FSDP_ARGS):
+        reasons.append("FSDP gathers by itself")
     return reasons
 
 

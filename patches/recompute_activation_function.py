@@ -92,6 +92,8 @@ FEATURE = Feature(
         SWITCH.in_chosen_layers(
             _prepare, ("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap")
         ),
-        Override("megatron.core.transformer.mlp:MLP.forward", _forward, reads=("linear_fc1", "linear_fc2")),
+        Override(
+            "megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True, reads=("linear_fc1", "linear_fc2")
+        ),
     ),
 )

@@ -52,8 +52,8 @@ def _forget(layer: weakref.ref[Any], name: str) -> None:
 def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core.tensor_parallel import random
 
-    def __init__(self: Any, fp8: Any = False) -> None:
-        wrapped(self, fp8 if random.HAVE_TE else fp8 or None)
+    def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
 
     return __init__
 
@@ -73,6 +73,8 @@ FEATURE = Feature(
             _prepare,
             ("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
         ),
-        Override("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8),
+        Override(
+            "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8, absent_in="<0.13"
+        ),
     ),
 )

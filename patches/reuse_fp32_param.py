@@ -102,7 +102,12 @@ FEATURE = Feature(
         Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
         Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
         Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
-        Around(f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values", _dummy_step, reads=("optimizer",)),
+        Around(
+            f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values",
+            _dummy_step,
+            absent_in="<0.14",
+            reads=("optimizer",),
+        ),
         Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
         Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
         *PATCHES,

@@ -49,6 +49,7 @@ FEATURE = Feature(
     numerics="ulp",
     theme="communication",
     memory="not predicted: never measured on a device",
+    unsupported=tp_linear.UNSUPPORTED,
     condition=_why_not,
     conflicting_args=tp_linear.CONFLICTING_ARGS,
     not_auto="it has never been timed on a device: enable it explicitly with its flag",

@@ -142,14 +142,14 @@ FEATURE = Feature(
         Option(
             "--use-flash-attn",
             help="Compute attention with a fused operator that never stores the scores.",
-            upstream=">=0.16",
+            upstream=">=0.12",
         ),
         Option(
             "--attention-backend",
             help="flash and fused: as --use-flash-attn, with the local implementation.",
             default="auto",
             type=_backend,
-            upstream=">=0.16",
+            upstream=">=0.12",
         ),
     ),
     numerics="ulp",

@@ -30,6 +30,7 @@ from mindspeed_lite.ops.l2norm import reference as l2norm_reference
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepInput, adopt, release
 from mindspeed_lite.verify import Exact
 
+from ._shared.conflicts import FSDP_ARGS
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
 
 
@@ -129,7 +130,7 @@ def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
         return {main: model.data for mains, models in pairs for main, model in zip(mains, models, strict=True)}
     ddp = getattr(optimizer, "ddp_config", None)
-    quantized = ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp")
+    quantized = ("fp8_param_gather", "fp4_param_gather", "use_megatron_fsdp", "use_custom_fsdp")
     if ddp is None or any(getattr(ddp, name, False) for name in quantized):
         return {}
     found = {}
@@ -248,7 +249,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--optimizer-cpu-offload has an optimizer of its own")
     if context.arg("optimizer_cuda_graph", False):
         reasons.append("--optimizer-cuda-graph records torch's step")
-    for flag in ("use_megatron_fsdp", "use_torch_fsdp2"):
+    for flag in FSDP_ARGS:
         if context.arg(flag, False):
             reasons.append(f"--{flag.replace('_', '-')} has parameters that are not plain tensors")
     if context.device == "cuda":

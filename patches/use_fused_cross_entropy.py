@@ -66,20 +66,7 @@ def _verify(
     )
 
 
-def _until_018(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    from megatron.core import parallel_state
-
-    def vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0) -> Any:
-        def original(logits: Any) -> Any:
-            return wrapped(logits, target, label_smoothing)
-
-        group = parallel_state.get_tensor_model_parallel_group()
-        return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
-
-    return vocab_parallel_cross_entropy
-
-
-def _since_019(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core import parallel_state
 
     def vocab_parallel_cross_entropy(
@@ -124,8 +111,7 @@ FEATURE = Feature(
     condition=_why_not,
     operators=("cross_entropy",),
     patches=(
-        Override(UNFUSED, _until_018, versions="<0.19"),
-        Override(UNFUSED, _since_019, versions=">=0.19"),
+        Override(UNFUSED, _unfused, by_name=True),
         Override(FUSED, _fused),
     ),
 )

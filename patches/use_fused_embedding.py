@@ -20,11 +20,14 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
+from ._shared.conflicts import FSDP_ARGS
+
 # Devices whose PyTorch adds a sparse tensor to a dense one.
 _ADDS_SPARSE = ("cpu", "cuda")
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import mappings
 
     def forward(self: Any, input_: Any) -> Any:
@@ -32,7 +35,11 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, input_)
-        alone = self.tp_group.size() == 1
+        # 0.12 has its one group of ranks without saying so.
+        group = getattr(self, "tp_group", None)
+        among = {} if group is None else {"group": group}
+        ranks = parallel_state.get_tensor_model_parallel_group() if group is None else group
+        alone = ranks.size() == 1
         dense = _dense_because(self.weight)
         # That a device has no such gradients is on the feature's page, and no news.
         if dense and self.weight.device.type in _ADDS_SPARSE and torch.is_grad_enabled() and self.weight.requires_grad:
@@ -48,8 +55,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             return torch.nn.functional.embedding(ids, self.weight, sparse=True)
         rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
         if self.reduce_scatter_embeddings:
-            return mappings.reduce_scatter_to_sequence_parallel_region(rows, group=self.tp_group)
-        return mappings.reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
+            return mappings.reduce_scatter_to_sequence_parallel_region(rows, **among)
+        return mappings.reduce_from_tensor_model_parallel_region(rows, **among)
 
     return forward
 
@@ -81,7 +88,7 @@ def _why_not(context: Context) -> Sequence[str]:
         one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
         if context.device not in _ADDS_SPARSE:
             reasons.append(f"{one}, and {context.device} has no gradient in rows")
-        for flag in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        for flag in FSDP_ARGS:
             if context.arg(flag, False):
                 reasons.append(f"{one}, and --{flag.replace('_', '-')} has no main gradient for a gradient in rows")
     if context.arg("deterministic_mode", False):
@@ -107,7 +114,7 @@ FEATURE = Feature(
         Override(
             "megatron.core.tensor_parallel.layers:VocabParallelEmbedding.forward",
             _forward,
-            reads=("deterministic_mode", "reduce_scatter_embeddings", "tp_group", "vocab_start_index", "weight"),
+            reads=("deterministic_mode", "reduce_scatter_embeddings", "vocab_start_index", "weight"),
         ),
     ),
 )

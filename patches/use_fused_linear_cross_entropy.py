@@ -93,6 +93,7 @@ def _deferring(layer: Any) -> Iterator[None]:
         wgrad_deferral_limit: Any = None,
         tp_group: Any = None,
         gtp_remat_size: int = 1,
+        output_dtype: Any = None,
     ) -> Deferred:
         return Deferred(input, weight, gradient_accumulation_fusion, allreduce_dgrad, sequence_parallel, tp_group)
 
@@ -138,6 +139,7 @@ def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
     found = {
         "the logits are to be gathered over the tensor-parallel ranks": bool(gathers),
         "the output layer has a bias": layer.bias is not None,
+        "the logits are to have another dtype": getattr(layer, "output_dtype", None) is not None,
         "a hook looks at the output layer's logits": bool(layer._forward_hooks),
         "the model has a loss of its own": own_loss,
         "multi-token prediction counts in its logits how many tokens are accepted": config.mtp_num_layers
@@ -228,6 +230,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="memory",
+    unsupported={"<0.14": "before Megatron 0.14 the output layer has no method that multiplies, to be replaced"},
     condition=_why_not,
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades a fourth GEMM of the output layer for the logits' memory: enable it explicitly with its flag",

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session
+from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, Session, matches
 from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
-from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.platform.megatron import CONFIG, HOST
 from mindspeed_lite.verify import Exact
 
 from ._shared.until_end import config_field
@@ -28,19 +28,7 @@ LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
 _READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_latent_attention", "rotary_interleaved"))
 
 
-def _until_018(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def apply_rotary_pos_emb(
-        t: Any, freqs: Any, config: Any, cu_seqlens: Any = None, mscale: float = 1.0, cp_group: Any = None
-    ) -> Any:
-        def original(t: Any, config: Any) -> Any:
-            return wrapped(t, freqs, config, cu_seqlens, mscale, cp_group)
-
-        return _apply(session, original, t, freqs, config, cu_seqlens, mscale, cp_group, config.multi_latent_attention)
-
-    return apply_rotary_pos_emb
-
-
-def _since_019(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def apply_rotary_pos_emb(
         t: Any,
         freqs: Any,
@@ -48,11 +36,15 @@ def _since_019(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
         cu_seqlens: Any = None,
         mscale: float = 1.0,
         cp_group: Any = None,
-        mla_rotary_interleaved: Any = False,
+        mla_rotary_interleaved: Any = None,
+        max_seqlen: Any = None,
     ) -> Any:
         def original(t: Any, config: Any) -> Any:
-            return wrapped(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
+            return wrapped(
+                t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved, max_seqlen=max_seqlen
+            )
 
+        # Before 0.19 it is a property of the model, and no parameter.
         regrouped = config.multi_latent_attention if mla_rotary_interleaved is None else mla_rotary_interleaved
         return _apply(session, original, t, freqs, config, cu_seqlens, mscale, cp_group, regrouped)
 
@@ -236,6 +228,7 @@ def _arguments(context: Context) -> Mapping[str, Any]:
         or context.arg("rotary_interleaved", False)
         or context.arg("experimental_attention_variant") is not None
         or (latent and (context.arg("rope_type") == "rope" or context.arg("cache_mla_latents", False)))
+        or (latent and matches("<0.13", context.versions.get(HOST, "1")))
     )
     return {} if refused else {"apply_rope_fusion": True}
 
@@ -256,12 +249,11 @@ FEATURE = Feature(
     arguments=_arguments,
     operators=("rope",),
     patches=(
-        Override(f"{UTILITIES}:apply_rotary_pos_emb", _until_018, versions="<0.19", reads=_READS),
-        Override(f"{UTILITIES}:apply_rotary_pos_emb", _since_019, versions=">=0.19", reads=_READS),
+        Override(f"{UTILITIES}:apply_rotary_pos_emb", _rotate, by_name=True, reads=_READS),
         Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb", _fused),
         Provide(f"{UTILITIES}:fused_apply_rotary_pos_emb_thd", _fused_thd),
-        Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query),
-        Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_q", _latent_query, by_name=True, absent_in="<0.13"),
+        Override(f"{LATENT}:fused_apply_mla_rope_for_kv", _latent_key_value, by_name=True, absent_in="<0.13"),
         config_field("apply_rope_fusion", _is_there),
     ),
 )

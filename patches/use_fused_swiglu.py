@@ -1,8 +1,8 @@
 """`--use-fused-swiglu`: the MLP's activation, with its bias and per-token weights, as one operator.
 
 Reaches the functions of `megatron.core.fusions` that MLP, shared experts and local experts call: SwiGLU, GeGLU and
-quick GeGLU, GELU with bias, each as they come with weights; and squared ReLU, a function of its own. They are the same
-in every supported release, while the code that calls them is not. Keeps only their input for the backward pass.
+quick GeGLU, GELU with bias, each as they come with weights; and squared ReLU, a function of its own since 0.14. They
+change little between releases, while the code that calls them does. Keeps only their input for the backward pass.
 
 A model calls these functions only where its configuration has `bias_activation_fusion`. `TransformerConfig` gets it as
 it is made, if it has SwiGLU without it, since that is the same mathematics. Leaves alone what Megatron then still
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session, matches
 from mindspeed_lite.ops.activation import activation, reference
-from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.platform.megatron import CONFIG, HOST
 from mindspeed_lite.verify import Exact
 
 _FP8 = "activation_func_fp8_input_store keeps the input in fp8, which the operator does not"
@@ -149,8 +149,9 @@ def _squared_relu(wrapped: Callable[..., Any], session: Session) -> Callable[...
 def _configuration(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __post_init__(self: Any) -> None:
         # Megatron's fused SwiGLU ignores a clamp and refuses an offset.
-        has_clamp_or_offset = self.activation_func_clamp_value is not None or self.glu_linear_offset != 0.0
-        others = self.use_te_activation_func or self.activation_func_fp8_input_store
+        clamp, offset = getattr(self, "activation_func_clamp_value", None), getattr(self, "glu_linear_offset", 0.0)
+        has_clamp_or_offset = clamp is not None or offset != 0.0
+        others = getattr(self, "use_te_activation_func", False) or self.activation_func_fp8_input_store
         if (
             self.gated_linear_unit
             and self.activation_func is torch.nn.functional.silu
@@ -172,6 +173,8 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--use-te-activation-func has Transformer Engine compute the activation")
     if context.arg("activation_func_fp8_input_store", False):
         reasons.append(f"--activation-func-fp8-input-store: {_FP8}")
+    if context.arg("squared_relu", False) and matches("<0.14", context.versions.get(HOST, "1")):
+        reasons.append("--squared-relu is a function of the script before Megatron 0.14, which has no name to swap")
     if context.host_args is None or context.arg("swiglu", False) or context.arg("squared_relu", False):
         return reasons
     fused = context.arg("bias_gelu_fusion", True)
@@ -200,26 +203,31 @@ FEATURE = Feature(
     condition=_why_not,
     operators=("activation",),
     patches=(
-        Override("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", _bias_swiglu),
-        Override("megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", _weighted_bias_swiglu),
+        Override("megatron.core.fusions.fused_bias_swiglu:bias_swiglu_impl", _bias_swiglu, by_name=True),
+        Override(
+            "megatron.core.fusions.fused_bias_swiglu:weighted_bias_swiglu_impl", _weighted_bias_swiglu, by_name=True
+        ),
         Override("megatron.core.fusions.fused_bias_geglu:bias_geglu_impl", _bias_geglu),
-        Override("megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl", _weighted_bias_quick_geglu),
+        Override(
+            "megatron.core.fusions.fused_bias_geglu:weighted_bias_quick_geglu_impl",
+            _weighted_bias_quick_geglu,
+            absent_in="<0.15",
+        ),
         Override("megatron.core.fusions.fused_bias_gelu:bias_gelu_impl", _bias_gelu),
         Override(
-            "megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl", _weighted_squared_relu
+            "megatron.core.fusions.fused_weighted_squared_relu:weighted_squared_relu_impl",
+            _weighted_squared_relu,
+            absent_in="<0.14",
         ),
-        Override("megatron.core.activations:squared_relu", _squared_relu),
+        Override("megatron.core.activations:squared_relu", _squared_relu, absent_in="<0.14"),
         Around(
             f"{CONFIG}.__post_init__",
             _configuration,
             reads=(
                 "activation_func",
-                "activation_func_clamp_value",
                 "activation_func_fp8_input_store",
                 "bias_activation_fusion",
                 "gated_linear_unit",
-                "glu_linear_offset",
-                "use_te_activation_func",
             ),
         ),
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from mindspeed_lite.engine import Catalogue, EngineError, Feature, FingerprintError, Provide, matches
+from mindspeed_lite.engine import Catalogue, EngineError, Feature, FingerprintError, Provide
 from mindspeed_lite.engine.fingerprints import Table
 from mindspeed_lite.engine.source import Fingerprint, fingerprint, reader_of
 
@@ -45,14 +45,16 @@ def main(arguments: list[str] | None = None) -> int:
             features = getattr(importlib.import_module(module), name)
     except (EngineError, ImportError, AttributeError) as error:
         return _fail([str(error)])
-    patches = [(each, patch) for each in features for patch in each.patches if not isinstance(patch, Provide)]
+    features = tuple(features)
     table = Table.load(options.out) if options.out.exists() else Table()
     problems: list[str] = []
     for version, root in options.root:
         reader = reader_of(root)
         found: dict[str, Fingerprint] = {}
-        for feature, patch in patches:
-            if matches(patch.versions, version) and patch.target not in found:
+        for feature in features:
+            for patch in feature.patches_for(version)[0]:
+                if isinstance(patch, Provide) or patch.target in found:
+                    continue
                 try:
                     found[patch.target] = fingerprint(reader, patch.target)
                 except FingerprintError as error:

@@ -115,7 +115,13 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
             for option in feature.options
         ],
         "patches": [
-            {"kind": patch.kind, "target": patch.target, "versions": patch.versions, "reads": list(patch.reads)}
+            {
+                "kind": patch.kind,
+                "target": patch.target,
+                "versions": patch.versions,
+                "absent_in": patch.absent_in,
+                "reads": list(patch.reads),
+            }
             for patch in feature.patches
         ],
         "verified": verified_releases(feature, fingerprints),
@@ -125,6 +131,7 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
         "conflicts": [{"feature": each.feature, "reason": each.reason} for each in feature.conflicts],
         "conflicting_args": dict(feature.conflicting_args),
         "not_auto": feature.not_auto,
+        "unsupported": dict(feature.unsupported),
         "doc": inspect.cleandoc(getattr(module, "__doc__", None) or ""),
         "page": f"docs/features/{feature.name}.md",
     }
@@ -134,11 +141,11 @@ def verified_releases(feature: Feature, fingerprints: Table) -> list[str]:
     """The releases in whose source every target that counts there has a known fingerprint."""
     from packaging.version import Version
 
-    from mindspeed_lite.engine import Provide, matches
+    from mindspeed_lite.engine import Provide
 
     releases = []
     for release in sorted(fingerprints.entries, key=Version):
-        counting = [patch for patch in feature.patches if matches(patch.versions, release)]
+        counting, _ = feature.patches_for(release)
         # What is provided is not there, so it has no source to know.
         known = [isinstance(patch, Provide) or patch.target in fingerprints.entries[release] for patch in counting]
         if counting and all(known):
@@ -217,6 +224,7 @@ def _details(feature: dict[str, Any]) -> list[str]:
         ("not with", why if why.startswith(_written(name)) else f"{_written(name)}: {why}")
         for name, why in feature["conflicting_args"].items()
     ]
+    rows += [("lacking", f"in {releases}: {why}") for releases, why in feature["unsupported"].items()]
     rows.append(("auto", f"leaves it off: {feature['not_auto']}" if feature["not_auto"] else ""))
     rows.append(("page", feature["page"]))
     lines = [terminal.paint(feature["name"], "bold", color)]

@@ -24,7 +24,7 @@ def show(program: str, feature: Feature, known: Table, against: str | None) -> i
     """Print a unified diff for each target that differs; 0 if none does, 1 if some do, 2 without a comparison."""
     from packaging.version import Version
 
-    from mindspeed_lite.engine import FingerprintError, Provide, matches
+    from mindspeed_lite.engine import FingerprintError, Provide
     from mindspeed_lite.engine.source import fingerprint, reader_of, source_text
     from mindspeed_lite.platform import megatron
 
@@ -35,8 +35,8 @@ def show(program: str, feature: Feature, known: Table, against: str | None) -> i
         return terminal.fail(program, f"--against {against}: there is no megatron/core in it")
     installed = reader_of(root)
     differing = 0
-    for patch in feature.patches:
-        if isinstance(patch, Provide) or not matches(patch.versions, version):
+    for patch in feature.patches_for(version)[0]:
+        if isinstance(patch, Provide):
             continue
         releases = sorted(known.known(patch), key=Version)
         try:

@@ -178,6 +178,7 @@ class _Patch:
     reads: attributes that the code reads off the host's objects, checked before the patch is applied: "name" (of the
         target's class), "Class.name" (of the target's module) or "package.module:Class.name".
     variant_of: where a release moved the symbol, the target that this one takes the place of.
+    absent_in: PEP 440 range of host releases that have no such target, and need no patch for it.
     """
 
     target: str
@@ -185,6 +186,7 @@ class _Patch:
     versions: str = ""
     reads: Sequence[str] = ()
     variant_of: str = ""
+    absent_in: str = ""
     kind: ClassVar[str] = ""
     order: ClassVar[int] = 0
 
@@ -199,7 +201,8 @@ class _Patch:
         if isinstance(self.reads, str):
             raise ValueError(f"{self.target}: `reads` is a sequence of names, not one text.")
         object.__setattr__(self, "reads", tuple(self.reads))
-        _check_range(self.target, self.versions)
+        for releases in (self.versions, self.absent_in):
+            _check_range(self.target, releases)
 
 
 @dataclass(frozen=True, eq=False)
@@ -218,9 +221,11 @@ class Override(_Patch):
     """Code in place of the target's body, which may hand single calls back. Bound to signature and body.
 
     `make(wrapped, session)` returns the replacement: a wrapper for a function, any value for a value.
+    by_name: match parameters of the replacement and the target by name, whatever their releases have besides.
     """
 
     order: int = 0  # type: ignore[misc]
+    by_name: bool = False
     kind: ClassVar[str] = "override"
 
 
@@ -264,6 +269,7 @@ class Feature:
     arguments: arguments of the host that it sets before the host validates them.
     operators: names of the operators that it calls.
     memory: why its effect on memory is not predicted; "" if the planner reads its flags.
+    unsupported: PEP 440 ranges of host releases that lack what it stands on, each with the reason.
     """
 
     name: str
@@ -281,6 +287,7 @@ class Feature:
     arguments: Callable[[Context], Mapping[str, Any]] | None = None
     operators: Sequence[str] = ()
     memory: str = ""
+    unsupported: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
@@ -295,12 +302,34 @@ class Feature:
             raise ValueError(f"feature `{self.name}` declares one flag twice.")
         if self.name in {relation.feature for relation in (*self.requires, *self.conflicts)}:
             raise ValueError(f"feature `{self.name}` names itself in `requires` or `conflicts`.")
+        for releases in self.unsupported:
+            _check_range(self.label, releases)
 
     @property
     def label(self) -> str:
         """Name and flags, as a message names it."""
         flags = ", ".join(option.flag for option in self.options)
         return f"`{self.name}` ({flags or 'no flag'})"
+
+    def patches_for(self, version: str) -> tuple[list[Patch], list[str]]:
+        """The patches for a host release, and the reasons why the feature does not apply to that release."""
+        lacking = [why for releases, why in self.unsupported.items() if matches(releases, version)]
+        if lacking:
+            return [], lacking
+        variants: dict[str, list[Patch]] = {}
+        for patch in self.patches:
+            variants.setdefault(patch.variant_of or patch.target, []).append(patch)
+        chosen: list[Patch] = []
+        reasons: list[str] = []
+        for target, group in variants.items():
+            if any(patch.absent_in and matches(patch.absent_in, version) for patch in group):
+                continue
+            fitting = [patch for patch in group if matches(patch.versions, version)]
+            if not fitting:
+                ranges = ", ".join(patch.versions for patch in group)
+                reasons.append(f"no variant of `{target}` for host version {version} (there is {ranges})")
+            chosen += fitting
+        return chosen, reasons
 
     def conflict_reasons(self, value_of: Callable[[str], Any]) -> list[str]:
         """The reasons of the conflicting arguments that are set, by `value_of(name)`."""

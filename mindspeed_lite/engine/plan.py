@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from .errors import ConflictError, EngineError, PlanError, RequirementError, TargetError
-from .feature import Context, Feature, Patch, Provide, Settings, matches
+from .feature import Context, Feature, Patch, Provide, Settings
 from .options import Collision
 from .source import has_attribute, mentions
 from .swaps import provided
@@ -288,7 +288,9 @@ class _FeaturePlanner:
         doubts: list[str] = []
         unresolved: list[TargetError] = []
         steps: list[Step] = []
-        for patch in self._variants(feature, reasons):
+        patches, unfit = feature.patches_for(self.host_version)
+        reasons += unfit
+        for patch in patches:
             try:
                 steps.append(self._step(feature, patch, doubts))
             except TargetError as error:
@@ -306,19 +308,6 @@ class _FeaturePlanner:
             ) from unresolved[0]
         reasons += [str(error) for error in unresolved]
         return Outcome(feature, "skipped" if reasons else "applied", reasons, [] if reasons else steps)
-
-    def _variants(self, feature: Feature, reasons: list[str]) -> list[Patch]:
-        variants: dict[str, list[Patch]] = {}
-        for patch in feature.patches:
-            variants.setdefault(patch.variant_of or patch.target, []).append(patch)
-        chosen: list[Patch] = []
-        for target, group in variants.items():
-            fitting = [patch for patch in group if matches(patch.versions, self.host_version)]
-            if not fitting:
-                ranges = ", ".join(patch.versions for patch in group)
-                reasons.append(f"no variant of `{target}` for host version {self.host_version} (there is {ranges})")
-            chosen += fitting
-        return chosen
 
     def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> Step:
         if isinstance(patch, Provide):

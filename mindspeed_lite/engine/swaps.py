@@ -21,8 +21,9 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+from .by_name import make_by_name
 from .errors import ApplyError, EngineError
-from .feature import Around, Patch, Provide
+from .feature import Around, Override, Patch, Provide
 from .target import (
     DEFAULT_SKIP,
     MISSING,
@@ -65,7 +66,10 @@ class Swap:
 
     def compose(self, current: Any, bound: bool) -> Any:
         """What stands in the place of `current` with this patch."""
-        new = self.patch.make(current, self.session)
+        if isinstance(self.patch, Override) and self.patch.by_name and callable(current):
+            new = make_by_name(self.patch.make, current, self.session)
+        else:
+            new = self.patch.make(current, self.session)
         if new is current or not isinstance(new, FunctionType) or not callable(current):
             if isinstance(self.patch, Around) and not callable(new):
                 raise TypeError(f"`make` returned {new!r}, which cannot be called")

@@ -23,7 +23,7 @@ from torch.utils._device import DeviceContext, _device_constructors
 
 from . import cpu_matmul, gloo, lanes, process_memory, streams
 from .random_state import DeviceGenerators, HostRandom
-from .redirect import Redirects, for_the_host
+from .redirect import NO_CUDA_EXTENSION, Redirects, for_the_host
 
 name = "cpu"
 distributed_backend = "gloo"
@@ -91,6 +91,7 @@ def install(redirects: Redirects) -> None:
 
     # Megatron refuses tensor parallelism on pre-Blackwell devices unless this is set; nothing on a CPU reads it.
     redirects.default_environment("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    redirects.default_environment(*NO_CUDA_EXTENSION)
 
     host_random = HostRandom()
     _redirect_device_queries(redirects)

@@ -33,7 +33,6 @@ from mindspeed_lite.engine import (
     Swap,
     change,
     make_plan,
-    matches,
     when_imported,
 )
 from mindspeed_lite.engine.fingerprints import Table
@@ -283,10 +282,30 @@ def _given_back(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A checkpoint that is told nothing of fp8 asks Transformer Engine about it; without it there is none."""
 
-    def __init__(self: Any, fp8: Any = False) -> None:
-        wrapped(self, fp8 or None)
+    def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, fp8 or None, *args, **kwargs)
 
     return __init__
+
+
+def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The distributed optimizer without a parameter in fp8 quantizes nothing, as since 0.13.
+
+    Before, it asks Transformer Engine whether there is one or not, and ends where that is absent.
+    """
+
+    def quantize_param_shard(
+        model_params: Any,
+        main_params: Any,
+        start_offsets: Any,
+        data_parallel_group: Any,
+        fsdp_shard_model_params: Any = None,
+    ) -> Any:
+        if not model_params:
+            return None
+        return wrapped(model_params, main_params, start_offsets, data_parallel_group, fsdp_shard_model_params)
+
+    return quantize_param_shard
 
 
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
@@ -338,14 +357,29 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         "device_recomputed_output",
         "outputs that are released and computed again need neither a compiler nor Transformer Engine",
         ("cpu", "npu"),
-        Override("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _without_transformer_engine),
-        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
+        Override(
+            "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__",
+            _without_transformer_engine,
+            absent_in="<0.13",
+        ),
+        Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, absent_in="<0.17"),
+    ),
+    _assumption(
+        "device_fp8_params",
+        "0.12's distributed optimizer asks Transformer Engine about parameters in fp8, whether there are any or not",
+        ("cpu", "npu"),
+        Override("megatron.core.fp8_utils:quantize_param_shard", _only_fp8_is_quantized, versions="<0.13"),
     ),
     _assumption(
         "device_router_gemm",
-        "0.16's router looks for a Transformer Engine function that its absence leaves undefined",
+        "until 0.16 the router looks for a Transformer Engine function that its absence leaves undefined",
         ("cpu", "npu"),
-        Provide("megatron.core.transformer.moe.moe_utils:te_general_gemm", lambda session: None, versions="<0.17"),
+        Provide(
+            "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+            lambda session: None,
+            versions="<0.17",
+            absent_in="<0.13",
+        ),
     ),
 )
 
@@ -376,7 +410,7 @@ def attach(device: str) -> None:
 
 
 def _put_right(features: Sequence[Feature], device: str, module: Any = None) -> None:
-    fitting = [each for each in features if any(matches(patch.versions, version() or "0") for patch in each.patches)]
+    fitting = [each for each in features if each.patches_for(version() or "0")[0]]
     if fitting:
         _applied.append(place(*fitting, device=device, fingerprints=_known()))
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .redirect import Redirects
+from .redirect import NO_CUDA_EXTENSION, Redirects
 
 GAUGES = ("temperature", "power_draw", "clock_rate")
 
@@ -27,6 +27,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 def install(redirects: Redirects) -> None:
     """Give each such name its meaning on the NPU."""
+    redirects.default_environment(*NO_CUDA_EXTENSION)
     cuda = torch.cuda
     answers: dict[str, Callable[..., Any]] = {
         "device_memory_used": _memory_used,

@@ -20,6 +20,10 @@ MACHINE_PACKAGES = frozenset(
     {"torch", "triton", "torchvision", "torchaudio", "torch_npu", "functorch", "mindspeed_lite"}
 )
 
+# Megatron 0.15 compiles a CUDA extension when it is imported, and lives without it. Where there is no GPU to ask, torch
+# looks for its architecture here, and the import ends in an IndexError without it.
+NO_CUDA_EXTENSION = ("TORCH_CUDA_ARCH_LIST", "8.0")
+
 
 class Redirects:
     """A journal of attribute assignments that can be undone in reverse order."""

@@ -19,11 +19,9 @@ READS = (
     "config",
     "hidden_size_per_attention_head",
     "scale_mask_softmax",
-    "softmax_offset",
     "softmax_scale",
     f"{CONFIG}.sequence_parallel",
     f"{_SOFTMAX}.scale",
-    f"{_SOFTMAX}.window_size",
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
 )
@@ -58,8 +56,9 @@ def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> Co
     """Read a call off the module, whose own mask type counts: Megatron's local path ignores the argument."""
     from megatron.core.transformer.enums import AttnMaskType
 
-    softmax, sink = module.scale_mask_softmax, module.softmax_offset
-    window = softmax.window_size
+    # Before 0.15 there are no windows and no sinks.
+    softmax, sink = module.scale_mask_softmax, getattr(module, "softmax_offset", None)
+    window = getattr(softmax, "window_size", None)
     if is_pack:
         # As Transformer Engine: a pack's masks are its lengths and the module's kind.
         causal = module.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)

@@ -9,6 +9,9 @@ from mindspeed_lite.engine import Context, matches
 from mindspeed_lite.platform import megatron
 
 ARGUMENT = "overlap_moe_expert_parallel_comm"
+UNSUPPORTED = {
+    "<0.16": "before Megatron 0.16 its combined schedule asks no layer of the local implementation for weight gradients"
+}
 _STAGES = (
     "virtual_pipeline_model_parallel_size",
     "num_layers_per_virtual_pipeline_stage",

@@ -14,6 +14,9 @@ CUDA_GRAPH_ARGS = {
     "cuda_graph_impl": "--cuda-graph-impl records a layer once",
 }
 
+# Until 0.13 Megatron's own one has another name.
+FSDP_ARGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+
 
 def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:
     """The reasons of those arguments in the table that are set.

@@ -7,6 +7,7 @@ computes again as a whole are passed over.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,6 +73,8 @@ class Switch:
         """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
 
         def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+            from megatron.core import parallel_state
+
             signature = inspect.signature(wrapped)
 
             def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
@@ -79,7 +82,11 @@ class Switch:
                 given = signature.bind(layer, *args, **kwargs).arguments
                 # The number within the chunk, before Megatron adds those of earlier stages.
                 place = given.get("layer_number", 1) - 1
-                if is_chosen(layer.config, place, given.get("vp_stage"), session.settings[self.number]):
+                chunk = given.get("vp_stage")
+                if "vp_stage" not in signature.parameters:
+                    # Before 0.13 a layer is not told; Megatron keeps that of the chunk it builds.
+                    chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
+                if is_chosen(layer.config, place, chunk, session.settings[self.number]):
                     # The condition has seen the arguments of a script; a model may be built without any.
                     reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(layer.config, name, None))
                     if reasons:
@@ -98,8 +105,14 @@ def checkpoint_without_output() -> Any:
     """Megatron's checkpoint of a function whose output is released."""
     from megatron.core import tensor_parallel
 
-    # Anything but None, its default included, asks Transformer Engine about fp8.
-    return tensor_parallel.CheckpointWithoutOutput(fp8=None)
+    kind = tensor_parallel.CheckpointWithoutOutput
+    # Anything but None, its default included, asks Transformer Engine about fp8; before 0.13 it does not.
+    return kind(fp8=None) if _takes_fp8(kind) else kind()
+
+
+@functools.cache
+def _takes_fp8(kind: Any) -> bool:
+    return "fp8" in inspect.signature(kind).parameters
 
 
 def is_chosen(config: Any, place: int, chunk: int | None, number: int | None) -> bool:

@@ -23,6 +23,7 @@ LAYERS = "megatron.core.tensor_parallel.layers"
 _OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
 # By Megatron's name in its arguments and in its configuration.
 CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
+UNSUPPORTED = {"<0.14": "before Megatron 0.14 a linear layer has no method that multiplies, which could be replaced"}
 
 _ROW_READS = (
     "_forward_impl",
@@ -143,6 +144,7 @@ def _can(layer: Any, input: Any, weight: Any, session: Session, feature: str) ->
     found = {
         "input and weight differ in dtype": input.dtype != weight.dtype,
         "autocast is on": torch.is_autocast_enabled(input.device.type),
+        "the output is to have another dtype": getattr(layer, "output_dtype", None) is not None,
         "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
     }
     reasons = [reason for reason, holds in found.items() if holds]

@@ -13,9 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".releases"
+# What every change is tested on.
 ALL = ("0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# What `make matrix` and a rotating part of `make test` train on besides.
+OLDER = ("0.12.1", "0.13.1", "0.14.0", "0.15.3")
+EVERY = (*OLDER, *ALL)
 PIP_INSTALL = [sys.executable, *"-m pip install --quiet --no-deps --disable-pip-version-check".split()]
-# The wheel of 0.16 does not hold megatron.training.
+# The wheels before 0.17 do not hold megatron.training.
 WITH_TRAINING = ALL[1:]
 
 
@@ -31,7 +35,7 @@ def folder(release: str) -> Path | None:
 
 def prepare() -> None:
     """Install what is missing."""
-    for release in ALL:
+    for release in EVERY:
         target = folder(release)
         if target is None or (target / "megatron").is_dir():
             continue

@@ -6,6 +6,7 @@ as exact hexadecimal floats.
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,6 +93,8 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         qk_layernorm=options.get("qk_layernorm", False),
         qk_l2_norm=options.get("qk_l2_norm", False),
     )
+    if "qk_l2_norm" not in inspect.signature(TransformerConfig).parameters:
+        del fields["qk_l2_norm"]  # before 0.16 the layer specification alone is told
     config = TransformerConfig(**{**fields, **moe, **options.get("config", {})})
     for name, value in options.get("unchecked", {}).items():
         setattr(config, name, value)
@@ -102,11 +105,13 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             num_experts=experts,
             normalization=config.normalization,
             qk_layernorm=config.qk_layernorm,
-            qk_l2_norm=config.qk_l2_norm,
+            qk_l2_norm=options.get("qk_l2_norm", False),
         )
     chunks = []
     for chunk in range(vpp or 1):
         stage: dict[str, Any] = {"vp_stage": chunk} if vpp is not None else {}
+        if stage and "vp_stage" not in inspect.signature(GPTModel).parameters:
+            ps.set_virtual_pipeline_model_parallel_rank(stage.pop("vp_stage"))  # before 0.13
         first = ps.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = ps.is_pipeline_last_stage(ignore_virtual=False, **stage)
         model = GPTModel(
@@ -191,14 +196,15 @@ class Training:
             use_distributed_optimizer=distributed_optimizer,
             overlap_grad_reduce=options.get("overlap_grad_reduce", False),
             overlap_param_gather=options.get("overlap_param_gather", False),
-            delay_wgrad_compute=options.get("ddp_delay_wgrad_compute", False),
             bucket_size=options.get("bucket_size"),
+            **({"delay_wgrad_compute": True} if options.get("ddp_delay_wgrad_compute") else {}),
         )
         self.models = [
             DistributedDataParallel(self.config, ddp_config, Float16Module(self.config, chunk.cuda()))
             for chunk in chunks
         ]
         self.config.finalize_model_grads_func = finalize_model_grads
+        told = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -206,8 +212,9 @@ class Training:
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=distributed_optimizer,
-                overlap_param_gather=options.get("overlap_param_gather", False),
                 clip_grad=1.0,
+                # Before 0.14 the wrapped model alone is told.
+                **({"overlap_param_gather": options.get("overlap_param_gather", False)} if told else {}),
             ),
             self.models,
         )

@@ -21,4 +21,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _release(item: pytest.Item) -> int:
     parameters = getattr(item, "callspec", None)
     release = parameters.params.get("release") if parameters is not None else None
-    return checkouts.ALL.index(release or checkouts.installed())
+    return checkouts.EVERY.index(release or checkouts.installed())

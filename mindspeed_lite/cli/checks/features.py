@@ -44,29 +44,21 @@ def _backend(operator: str, device: str) -> str:
 def _drift(feature: Any, host: found.Host | None) -> list[str]:
     """What of the feature's targets is not as it was verified, read from source."""
     from mindspeed_lite import runtime
-    from mindspeed_lite.engine import FingerprintError, Provide, matches
+    from mindspeed_lite.engine import FingerprintError, Provide
     from mindspeed_lite.engine.source import fingerprint, reader_of
 
     if host is None:
         return []
-    # As a plan has it: patches of one target are variants for different releases, and one must fit.
-    variants: dict[str, list[Any]] = {}
-    for patch in feature.patches:
-        variants.setdefault(patch.variant_of or patch.target, []).append(patch)
-    reasons = []
-    for target, group in variants.items():
-        fitting = [patch for patch in group if matches(patch.versions, host.version)]
-        if not fitting:
-            reasons.append(f"no variant of {target} for megatron-core {host.version}")
-        for patch in fitting:
-            if isinstance(patch, Provide):
-                continue
-            try:
-                live = fingerprint(reader_of(host.core.parent.parent), patch.target)
-            except (FingerprintError, SyntaxError, OSError):
-                reasons.append(f"{patch.target} is not found")
-                continue
-            objection = runtime.fingerprints().compare(patch, live)[1]
-            if objection:
-                reasons.append(f"{patch.target} {objection}")
+    patches, reasons = feature.patches_for(host.version)
+    for patch in patches:
+        if isinstance(patch, Provide):
+            continue
+        try:
+            live = fingerprint(reader_of(host.core.parent.parent), patch.target)
+        except (FingerprintError, SyntaxError, OSError):
+            reasons.append(f"{patch.target} is not found")
+            continue
+        objection = runtime.fingerprints().compare(patch, live)[1]
+        if objection:
+            reasons.append(f"{patch.target} {objection}")
     return reasons

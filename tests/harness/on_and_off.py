@@ -1,0 +1,123 @@
+"""Trains one layout without a feature and with each of several, on Megatron-core alone.
+
+`trained(trainer, layout, features)` runs it on a release; as a script of `training_server` it is
+`on_and_off.py OUT LAYOUT STEPS FEATURE...`. A feature brings those it requires, and what it sets for a script stands in
+the model's configuration. Lanes stand in the place of a device's streams.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mindspeed_lite
+from mindspeed_lite import platform, runtime
+from mindspeed_lite.engine import Feature
+from tests.harness import core_loop, live_undo
+from tests.harness.core_trainings import DRIFT
+from tests.harness.training import Trainer
+
+STEPS = 4
+# Moments in fp8 are another training; its losses stay near.
+DEVIATION = 2.0**-5
+_CLASSES = ("bitwise", "ulp", "deviation")
+
+
+@dataclass
+class Outcome:
+    """How a feature trained: losses and gradient norms of each step as hexadecimal floats, or what failed."""
+
+    off: list[tuple[str, str]] = field(default_factory=list)
+    on: list[tuple[str, str]] = field(default_factory=list)
+    fallbacks: list[str] = field(default_factory=list)
+    error: str = ""
+
+    def drift(self) -> float:
+        """The largest relative distance of two losses of one step."""
+        pairs = [(float.fromhex(a), float.fromhex(b)) for (a, _), (b, _) in zip(self.off, self.on, strict=True)]
+        return max(abs(a - b) / abs(a) for a, b in pairs)
+
+    def fault(self, numerics: str) -> str:
+        """What is not as a feature of this class promises; "" if all is."""
+        if self.error:
+            return self.error.strip().splitlines()[-1]
+        if not self.on or len(self.on) != len(self.off):
+            return f"{len(self.on)} steps with it, {len(self.off)} without"
+        if numerics == "bitwise":
+            return "" if self.on == self.off else f"not the same bits: losses differ by {self.drift():.2g}"
+        bound = DRIFT if numerics == "ulp" else DEVIATION
+        return "" if self.drift() <= bound else f"losses differ by {self.drift():.2g}, and {bound:.2g} is its class"
+
+
+def numerics_of(feature: Feature) -> str:
+    """The class of a feature together with those it brings."""
+    return max((each.numerics for each in live_undo._company(feature.name)), key=_CLASSES.index)
+
+
+def layouts(release: str) -> dict[str, list[str]]:
+    """By layout, the features that a release has and that are trained in it: the first layout each of them fits."""
+    found: dict[str, list[str]] = {}
+    for each in runtime.catalogue():
+        layout = live_undo.layout_of(each)
+        company = live_undo._company(each.name)
+        if layout is not None and not any(one.patches_for(release)[1] for one in company):
+            found.setdefault(layout, []).append(each.name)
+    return found
+
+
+def trained(trainer: Trainer, layout: str, features: list[str]) -> dict[str, Outcome]:
+    """Train them on the release of `trainer`; of several ranks the last one's figures count."""
+    out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
+    out.mkdir(exist_ok=True)
+    ranks = live_undo.LAYOUTS[layout][0]
+    argv = [str(Path(__file__)), str(out), layout, str(STEPS), *features]
+    trainer.run(entry="script", arm="device", nproc=ranks, argv=argv, timeout=600).check()
+    read = json.loads((out / f"{ranks - 1}.json").read_text())
+    return {name: Outcome(**{**row, **_pairs(row)}) for name, row in read.items()}
+
+
+def _pairs(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: [tuple(each) for each in row[name]] for name in ("off", "on")}
+
+
+class _Builder(live_undo.Bench):
+    """Builds a model whose configuration asks for what the features in force set for a script."""
+
+    def __init__(self, layout: str) -> None:
+        self.layout = layout
+        self.options = live_undo.LAYOUTS[layout][1]
+
+
+def main() -> None:
+    out, layout, steps, *names = sys.argv[1:]
+    live_undo.simulate()
+    core_loop.dist.init_process_group("nccl")
+    builder = _Builder(layout)
+
+    def history(training: core_loop.Training) -> list[tuple[str, str]]:
+        return [each for _ in range(int(steps)) for each in training.step()]
+
+    off = history(core_loop.Training(builder.options))
+    found: dict[str, dict[str, Any]] = {}
+    for name in names:
+        outcome = Outcome(off)
+        feature = runtime.catalogue()[name]
+        try:
+            builder.enable(feature)
+            outcome.on = history(builder.build(feature))
+            outcome.fallbacks = [f"{each.feature}: {each.reason}" for each in mindspeed_lite.report().fallbacks]
+        except Exception:
+            outcome.error = traceback.format_exc()
+        mindspeed_lite.disable()
+        platform.activate()
+        found[name] = asdict(outcome)
+        Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
