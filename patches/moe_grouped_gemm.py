@@ -32,6 +32,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from . import (
     delay_wgrad_compute,
+    moe_alltoall_mc2,
     moe_alltoall_overlap_comm,
     moe_wgrad_side_stream,
     recompute_activation_function,
@@ -123,6 +124,9 @@ def _linear(
     session: Session, layers: Sequence[Any], x: torch.Tensor, counts: Counts, biases: Sequence[Any] | None = None
 ) -> torch.Tensor:
     weights = [layer.weight for layer in layers]
+    together = moe_alltoall_mc2.product_of(session)
+    if together is not None:
+        return together(x, weights, _gradients(session, layers))  # type: ignore[no-any-return]
     if session.verifier is not None:
         _verify(session, x, weights, counts, biases)
     return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers))

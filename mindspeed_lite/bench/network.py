@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,21 +175,23 @@ class Delays:
     def _around(
         self, original: Callable[..., Any], leaving: Callable[[Any, Any, int], int] | None
     ) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            nonblocking = kwargs.pop("async_op", False)
-            group = next((each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)), None)
-            ranks = dist.get_process_group_ranks(group)
+            given = signature.bind(*args, **kwargs).arguments
+            nonblocking = given.pop("async_op", False)
+            ranks = dist.get_process_group_ranks(given.get("group"))
             if leaving is None:
-                splits = kwargs.get("input_split_sizes", args[3] if len(args) > 3 else None)
-                sent = _sent_to_each(args[1], splits, len(ranks))
+                sent = sent_to_each("all_to_all_single", given, len(ranks))
                 others = [(peer, size) for peer, size in zip(ranks, sent, strict=True) if peer != dist.get_rank()]
                 arrives = max((self._link(peer).send(size) for peer, size in others), default=0.0)
             else:
                 # Around a ring of these ranks all bytes cross every link, the slowest one too.
                 slowest = max(map(self._link, ranks), key=lambda link: link is self._between)
-                arrives = slowest.send(leaving(args[0], args[1] if len(args) > 1 else None, len(ranks)))
-            handle = _Delayed(original(*args, **kwargs, async_op=True), arrives)
+                first, second = [*given.values(), None][:2]
+                arrives = slowest.send(leaving(first, second, len(ranks)))
+            handle = _Delayed(original(**given, async_op=True), arrives)
             if nonblocking:
                 return handle
             handle.wait()
@@ -264,10 +266,24 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _sent_to_each(x: torch.Tensor, splits: Sequence[int] | None, ranks: int) -> list[int]:
-    """Bytes of an all-to-all for each rank, this one's own among them."""
-    row = _bytes(x) // max(1, len(x))
-    return [row * rows for rows in splits or [len(x) // ranks] * ranks]
+def sent_to_each(name: str, given: Mapping[str, Any], ranks: int) -> list[int]:
+    """Bytes that a collective has for each rank of its group, this one's own among them; [] where that is not known.
+
+    given: its arguments by name.
+    """
+    if name == "all_to_all_single":
+        x, splits = given["input"], given.get("input_split_sizes")
+        row = _bytes(x) // max(1, len(x))
+        return [
+            row * int(rows) for rows in ([len(x) // ranks] * ranks if splits is None or not len(splits) else splits)
+        ]
+    if name in ("all_gather", "all_gather_into_tensor", "_all_gather_base"):
+        return [_bytes(given["tensor" if name == "all_gather" else "input_tensor"])] * ranks
+    if name == "reduce_scatter":
+        return [_bytes(each) for each in given["input_list"]]
+    if name in ("reduce_scatter_tensor", "_reduce_scatter_base"):
+        return [_bytes(given["output"])] * ranks
+    return []
 
 
 # Bytes that leave each of p ranks where nothing is sent twice.

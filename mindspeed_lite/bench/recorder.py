@@ -6,6 +6,7 @@ The file is `rank<R>-<pid>.jsonl` in the plan's folder, and its lines are of the
     run      once, before the first step: what is trained, where, with which features
     step     one for each step: its time, losses, gradient norm and memory
     profile  the breakdown of the profiled step
+    experts  messages of experts in the last measured step, where lanes are recorded
     end      after the last step that was asked for: calls that features left to Megatron
 """
 
@@ -26,7 +27,7 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.bench import breakdown, environment
 from mindspeed_lite.bench.plan import Plan
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
-from mindspeed_lite.bench.timeline import LANES_OF, Timeline, write_trace
+from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, LANES_OF, Timeline, write_trace
 from mindspeed_lite.platform import process_memory
 
 # Bytes of one of Python's small objects, about.
@@ -86,6 +87,8 @@ class Recorder:
             if seen is not None:
                 write_trace(Path(self.plan.trace) / f"{LANES_OF}{self.rank}.json", {self.rank: seen.spans})
         seconds = time.perf_counter() - began
+        if not profiled and seen is not None and seen.sent:
+            self._write("experts", **_experts(seen, seconds))
 
         def done(losses: dict[str, float], grad_norm: float | None) -> None:
             memory = _memory() - self._baseline
@@ -136,6 +139,16 @@ class Recorder:
             remove()
         self._write("profile", breakdown=found)
         return result
+
+
+def _experts(seen: Timeline, seconds: float) -> dict[str, Any]:
+    return {
+        "step_seconds": seconds,
+        "exposed_seconds": seen.waited_for_experts,
+        "dispatch_seconds": seen.seconds(DISPATCH),
+        "combine_seconds": seen.seconds(COMBINE),
+        "sent": {str(peer): size for peer, size in sorted(seen.sent.items())},
+    }
 
 
 def _fallbacks() -> list[str]:

@@ -18,6 +18,7 @@ from .render_tables import (
     comparison_table,
     conditions,
     contender_rate,
+    experts_table,
     ratio_cell,
 )
 from .wording import (
@@ -71,6 +72,7 @@ def render(report: Json, drawn: Mapping[str, tuple[str, str]] | None = None) -> 
         skipped=skipped(report),
         arms=_view(arm_table(report)) if bench else None,
         breakdown=_view(breakdown_table(report)) if bench else None,
+        experts=_view(experts_table(report)) if bench else None,
         operators=[] if bench else _operators(report),
         plots=[(name.removesuffix(".png"), Markup(light), Markup(dark)) for name, (light, dark) in drawn.items()],
         colors=[plot_theme.theme(report, dark).arms for dark in (False, True)],

@@ -15,6 +15,7 @@ from .render_tables import (
     command,
     comparison_table,
     conditions,
+    experts_table,
     operator_tables,
 )
 from .wording import Json, dig, plain, texts
@@ -40,7 +41,7 @@ def render(report: Json) -> str:
     else:
         lines += [*_table(comparison_table(report)), *_details(report), *_table(arm_table(report))]
     lines += _plots(report)
-    lines += _table(breakdown_table(report))
+    lines += [*_table(breakdown_table(report)), *_table(experts_table(report))]
     lines += ["", "## Conditions", "", *_rows(("", ""), conditions(report))]
     line = command(report)
     if line:

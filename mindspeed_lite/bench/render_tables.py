@@ -125,6 +125,36 @@ def breakdown_table(report: Json) -> Table | None:
     return Table("Where the time goes", ["category", *(plain(dig(arm, "name")) for arm in arms)], rows, note=note)
 
 
+def experts_table(report: Json) -> Table | None:
+    """How long experts' messages were waited for, and what they sent: a row for each arm whose lanes were recorded."""
+    rows = []
+    for arm in items(report, "arms"):
+        found = dig(arm, "experts")
+        sent = dig(found, "bytes")
+        if not isinstance(sent, list):
+            continue
+        links = [(number(each) or 0, here, there) for here, row in enumerate(sent) for there, each in enumerate(row)]
+        most, here, there = max(links, key=lambda each: each[0])
+        rows.append(
+            [
+                plain(dig(arm, "name")) or "?",
+                seconds(dig(found, "exposed_seconds")),
+                percent(dig(found, "exposed_share")),
+                seconds(dig(found, "in_flight_seconds", "dispatch")),
+                seconds(dig(found, "in_flight_seconds", "combine")),
+                size(max(sum(number(each) or 0 for each in row) for row in sent)),
+                f"{size(most)} ({here} to {there})",
+            ]
+        )
+    note = (
+        "The last measured step. Exposed: the rank that waits most, in which it did not compute; the share is of its "
+        "step. In flight: mean of the ranks, forward and backward pass. Sent: the rank that sends most; link: the one "
+        "from rank to rank that takes most."
+    )
+    headers = ["arm", "exposed", "of the step", "dispatch in flight", "combine in flight", "sent by a rank", "link"]
+    return Table("Experts' exchange", headers, rows, frozenset({0, 6}), note) if rows else None
+
+
 def operator_tables(report: Json) -> list[Table]:
     """For every operator its cases and contenders."""
     tables = []

@@ -14,6 +14,7 @@ from .render_tables import (
     command,
     comparison_table,
     conditions,
+    experts_table,
     operator_tables,
 )
 from .wording import Json, dig, plain, texts
@@ -47,8 +48,9 @@ def render(report: Json, columns: int, color: bool) -> str:
             _table(console, table)
     if bench:
         _details(console, report)
-        if (table := breakdown_table(report)) is not None:
-            _table(console, table)
+        for each in (breakdown_table(report), experts_table(report)):
+            if each is not None:
+                _table(console, each)
     _heading(console, "Conditions")
     line = command(report)
     produced = ", ".join([*texts(report, "files", "plots"), *texts(report, "files", "trace")])

@@ -1,5 +1,8 @@
 """When a process computes, when it waits for messages, and when messages are in flight: a lane for each.
 
+Messages that carry experts' tokens have lanes of their own, there (dispatch) and back (combine), each with its backward
+pass, and their bytes are counted by receiver. Which messages these are, `probes.experts` tells.
+
 Reaches the functions of `torch.distributed`, which must be wrapped before other modules import them by value: before
 Megatron is imported. A message is in flight from the call until the backend's own thread says that it has come; the
 process waits while it is inside `wait()`, or inside a call that does not return before the message has come. What is
@@ -9,18 +12,23 @@ order of events on a device that works by itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from mindspeed_lite.bench.network import sent_to_each
+
 COMPUTE, WAIT, FLIGHT = "computes", "waits", "messages in flight"
-LANES = (COMPUTE, WAIT, FLIGHT)
+DISPATCH, COMBINE = "experts' dispatch", "experts' combine"
+LANES = (COMPUTE, WAIT, FLIGHT, DISPATCH, COMBINE)
 # What a file is called that holds the lanes of a rank, up to its number.
 LANES_OF = "lanes-rank"
 _COLLECTIVES = (
@@ -52,16 +60,24 @@ class Span:
 
 
 class Timeline:
-    """Spans of this process while it is recorded: a context manager around what is to be seen."""
+    """Spans of this process while it is recorded: a context manager around what is to be seen.
+
+    A span of WAIT has the name of the message's lane where experts are waited for, and of its function otherwise.
+    `sent`: bytes of experts' messages, by the rank that they go to.
+    """
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
+        self.sent: dict[int, int] = {}
+        self._expert_lane: str | None = None
+        self._expert_groups: set[Any] = set()
+        self._is_expert_call = False
         self._began: float | None = None
         self._depth = 0
         self._computes_since = 0.0
 
     def __enter__(self) -> Timeline:
-        self.spans = []
+        self.spans, self.sent = [], {}
         self._began, self._computes_since = time.perf_counter(), 0.0
         return self
 
@@ -73,6 +89,35 @@ class Timeline:
     def waited(self) -> float:
         """Seconds in which this process did nothing but wait: its exposed communication."""
         return sum(span.end - span.start for span in self.spans if span.lane == WAIT)
+
+    @property
+    def waited_for_experts(self) -> float:
+        """Seconds of these in which the messages were experts'."""
+        return sum(self.seconds(WAIT, lane) for lane in (DISPATCH, COMBINE))
+
+    def seconds(self, lane: str, name: str | None = None) -> float:
+        """Seconds of the spans of a lane, or of those of them with a name; spans that overlap count twice."""
+        found = (span for span in self.spans if span.lane == lane and name in (None, span.name))
+        return sum(span.end - span.start for span in found)
+
+    @contextlib.contextmanager
+    def expert_call(self, lane: str, groups: Iterable[Any]) -> Iterator[None]:
+        """Within the block experts' messages are those of `lane`: all-to-alls, and what these groups exchange."""
+        self._expert_groups.update(groups)
+        self._expert_lane, self._is_expert_call = lane, True
+        try:
+            yield
+        finally:
+            self._is_expert_call = False
+
+    def expert_backward(self, lane: str) -> None:
+        """From here on messages of the groups that have been seen are those of `lane`."""
+        self._expert_lane = lane
+
+    def _lane_of(self, name: str, group: Any) -> str:
+        if self._is_expert_call and name.startswith("all_to_all"):
+            self._expert_groups.add(group)
+        return self._expert_lane if self._expert_lane and group in self._expert_groups else FLIGHT
 
     def install(self) -> Callable[[], None]:
         """Wrap the collectives of this process; returns an undo callable."""
@@ -89,11 +134,22 @@ class Timeline:
         return remove
 
     def _around(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
         def collective(*args: Any, **kwargs: Any) -> Any:
             # Some of them call each other.
             if self._began is None or self._depth:
                 return original(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            group = given.get("group")
+            lane = self._lane_of(name, group)
+            waited_for = name if lane == FLIGHT else lane
+            if lane != FLIGHT:
+                ranks = dist.get_process_group_ranks(group)
+                for peer, size in zip(ranks, sent_to_each(name, given, len(ranks)), strict=False):
+                    if peer != dist.get_rank():
+                        self.sent[peer] = self.sent.get(peer, 0) + size
             start = self._now()
             self._depth += 1
             try:
@@ -101,10 +157,10 @@ class Timeline:
             finally:
                 self._depth -= 1
             if handle is None or not hasattr(handle, "wait"):
-                self._waited(name, start)
-                self._add(FLIGHT, name, start, self._now())
+                self._waited(waited_for, start)
+                self._add(lane, name, start, self._now())
                 return handle
-            return _Watched(self, name, start, handle)
+            return _Watched(self, lane, name, start, handle)
 
         return collective
 
@@ -127,11 +183,11 @@ class Timeline:
 class _Watched:
     """A collective's handle that records when it is waited for and when it has come."""
 
-    def __init__(self, timeline: Timeline, name: str, start: float, handle: Any) -> None:
-        self._timeline, self._name, self._handle = timeline, name, handle
+    def __init__(self, timeline: Timeline, lane: str, name: str, start: float, handle: Any) -> None:
+        self._timeline, self._lane, self._name, self._handle = timeline, lane, name, handle
         try:
             handle.get_future().add_done_callback(
-                lambda _: timeline._add(FLIGHT, name, start, timeline._now())  # from the backend's thread
+                lambda _: timeline._add(lane, name, start, timeline._now())  # from the backend's thread
             )
             self._flight: float | None = None
         except (AttributeError, RuntimeError):
@@ -140,9 +196,9 @@ class _Watched:
     def wait(self, *args: Any) -> Any:
         start = self._timeline._now()
         result = self._handle.wait(*args)
-        self._timeline._waited(self._name, start)
+        self._timeline._waited(self._name if self._lane == FLIGHT else self._lane, start)
         if self._flight is not None:
-            self._timeline._add(FLIGHT, self._name, self._flight, self._timeline._now())
+            self._timeline._add(self._lane, self._name, self._flight, self._timeline._now())
             self._flight = None
         return result
 
@@ -152,11 +208,14 @@ class _Watched:
 
 def write_trace(path: Path, ranks: Mapping[int, Sequence[Span]]) -> None:
     """A Chrome trace (chrome://tracing, Perfetto): a process for each rank, a thread for each lane."""
+    shown = _shown(ranks.values())
     events: list[dict[str, Any]] = []
     for rank, spans in ranks.items():
         events.append({"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        for place, lane in enumerate(LANES):
-            events.append({"ph": "M", "pid": rank, "tid": place, "name": "thread_name", "args": {"name": lane}})
+        for lane in shown:
+            events.append(
+                {"ph": "M", "pid": rank, "tid": LANES.index(lane), "name": "thread_name", "args": {"name": lane}}
+            )
         for span in sorted(spans, key=lambda each: each.start):
             times = {"ts": 1e6 * span.start, "dur": 1e6 * (span.end - span.start)}
             events.append({"ph": "X", "pid": rank, "tid": LANES.index(span.lane), "name": span.name, **times})
@@ -178,21 +237,25 @@ def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: st
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    colours = {COMPUTE: "#2a9d8f", WAIT: "#e76f51", FLIGHT: "#8ab6d6"}
+    colours = {COMPUTE: "#2a9d8f", WAIT: "#e76f51", FLIGHT: "#8ab6d6", DISPATCH: "#6a7fc1", COMBINE: "#a678b5"}
+    shown = _shown(spans for arm in arms.values() for spans in arm.values())
     ranks = max(len(spans) for spans in arms.values())
     longest = max((span.end for arm in arms.values() for spans in arm.values() for span in spans), default=1.0)
-    figure = Figure(figsize=(11, 0.9 + len(arms) * (0.5 + 0.75 * ranks)), layout="constrained")
+    figure = Figure(figsize=(11, 0.9 + len(arms) * (0.5 + 0.25 * len(shown) * ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(arms), 1, sharex=True, squeeze=False)[:, 0]
     for panel, (arm, by_rank) in zip(panels, arms.items(), strict=True):
         labels: list[str] = []
         for rank, spans in by_rank.items():
-            for lane in LANES:
+            for lane in shown:
                 places = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans if span.lane == lane]
                 panel.broken_barh(places, (len(labels) - 0.4, 0.8), color=colours[lane], edgecolor="white", lw=0.3)
                 labels.append(f"rank {rank} {lane}")
         waited = [sum(each.end - each.start for each in spans if each.lane == WAIT) for spans in by_rank.values()]
         text = ", ".join(f"{1e3 * each:.0f}" for each in waited)
+        experts = [sum(each.end - each.start for each in spans if _is_of_experts(each)) for spans in by_rank.values()]
+        if any(experts):
+            text += f", {', '.join(f'{1e3 * each:.0f}' for each in experts)} of these for experts"
         panel.set_title(f"{arm}: ranks wait {text} ms", fontsize=9, loc="left")
         panel.set_yticks(range(len(labels)), labels, fontsize=7)
         panel.invert_yaxis()
@@ -200,6 +263,16 @@ def draw(path: Path, arms: Mapping[str, Mapping[int, Sequence[Span]]], title: st
     panels[-1].set_xlabel("ms")
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=110)
+
+
+def _is_of_experts(span: Span) -> bool:
+    return span.lane == WAIT and span.name in (DISPATCH, COMBINE)
+
+
+def _shown(ranks: Iterable[Sequence[Span]]) -> list[str]:
+    """The lanes of any process, and those of experts where one has any."""
+    used = {span.lane for spans in ranks for span in spans}
+    return [lane for lane in LANES if lane in used or lane not in (DISPATCH, COMBINE)]
 
 
 def _having(name: str) -> list[Any]:

@@ -277,6 +277,20 @@ def norm_topk_prob(use: FlagUse, line: CommandLine) -> Found:
 # Memory and fused operators
 
 
+def _exchange(*unless: str, words: tuple[str, ...]) -> Rule:
+    """Flags of ours for experts' exchange, where no other flag says already how it is done."""
+
+    def rule(use: FlagUse, line: CommandLine) -> Found:
+        if "allgather" in line.raw("--moe-token-dispatcher-type"):
+            return _left_out("it is for --moe-token-dispatcher-type alltoall")
+        for flag in unless:
+            if line.has(flag):
+                return _left_out(f"{flag} says already how experts' tokens are exchanged")
+        return Found("translated", words, "our flag for it")
+
+    return rule
+
+
 def recompute_up_projection(use: FlagUse, line: CommandLine) -> Found:
     if line.value("--recompute-granularity") == "full":
         return _left_out("full recomputation computes it again anyway")
@@ -368,6 +382,7 @@ BY_CONTEXT: dict[str, Callable[[FlagUse, CommandContext], Found | None]] = {
     "--coc-fused-kernel": coc_fused_kernel,
 }
 _COC = ("--use-ascend-coc",)
+_OVERLAP = ("--moe-alltoall-overlap-comm",)
 RULES: dict[str, Rule] = {
     "--beta-fast": yarn_constant(32),
     "--beta-slow": yarn_constant(1),
@@ -389,6 +404,15 @@ RULES: dict[str, Rule] = {
     "--seq-aux": seq_aux,
     "--moe-token-dispatcher-type": token_dispatcher,
     "--norm-topk-prob": norm_topk_prob,
+    "--moe-zerc": _exchange(*_OVERLAP, words=("--moe-hierarchical-alltoallv",)),
+    "--moe-permutation-async-comm": _exchange(
+        *_OVERLAP,
+        "--moe-fb-overlap",
+        "--overlap-moe-expert-parallel-comm",
+        "--moe-hierarchical-alltoallv",
+        "--moe-zerc",
+        words=_OVERLAP,
+    ),
     "--recompute-mla-up-proj": recompute_up_projection,
     "--mla-zero-memory": recompute_up_projection,
     "--no-gradient-accumulation-fusion": no_gradient_accumulation_fusion,

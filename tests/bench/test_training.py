@@ -203,7 +203,7 @@ def test_two_processes_and_the_times_megatron_logs(tmp_path: Path) -> None:
     assert outcome.status == "ok", (outcome.reason, outcome.log_tail)
     for rank in range(2):
         spans = timeline.read_trace(lanes / f"{timeline.LANES_OF}{rank}.json")
-        assert {span.lane for span in spans} == set(timeline.LANES), "pipeline stages send, wait and compute"
+        assert {span.lane for span in spans} == set(timeline.LANES[:3]), "pipeline stages send, wait and compute"
     assert [process.rank for process in outcome.processes] == [0, 1]
     log = (tmp_path / outcome.log).read_text()
     logged = [float(text) for text in re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", log)]

@@ -73,6 +73,45 @@ def counted_messages() -> None:
     Messages.run_jobs = run_jobs
 
 
+def counted_levels() -> None:
+    """Say that rows of tokens were sent between nodes."""
+    from mindspeed_lite.parallel.expert import hierarchy
+
+    own, said = hierarchy.Path.spread, []
+
+    def spread(self: Any, x: Any) -> Any:
+        if not said:
+            said.append(True)
+            print("rows crossed nodes once", flush=True)
+        return own(self, x)
+
+    hierarchy.Path.spread = spread
+
+
+def alltoall_mc2() -> None:
+    """Let `--moe-alltoall-mc2` stand on CPU, with CANN's operators over gloo and no least sizes."""
+    import sys
+
+    import torch.distributed as dist
+
+    from mindspeed_lite.parallel.expert import alltoall_mc2
+    from mindspeed_lite.patches import moe_alltoall_mc2 as patch
+    from tests.harness.fused_collectives import alltoall_mc2_operators
+
+    said = []
+
+    def communicator(group: Any, device: Any) -> str:
+        sys.modules["torch_npu"] = alltoall_mc2_operators(group)  # type: ignore[assignment]
+        if not said:
+            said.append(True)
+            print("exchange and product in one", flush=True)
+        return f"hccl-{dist.get_rank()}"
+
+    alltoall_mc2.communicator = communicator
+    alltoall_mc2.RANKS, alltoall_mc2.LEAST_BYTES = (2, 4), 0
+    patch._why_not_here = lambda device: []
+
+
 class _SaidLate(LateLane):
     """Says that a job was run, and fails the run if what a job reads was not kept for it."""
 

@@ -58,6 +58,11 @@ def become(text, **more):
         ("--num-experts 8 --moe-layer-freq -1 --first-k-dense-replace -1", "--num-experts 8"),
         ("--moe-layer-freq 2", "--moe-layer-freq 2"),
         # Experts.
+        ("--moe-permutation-async-comm --moe-token-dispatcher-type alltoall_seq",
+         "--moe-alltoall-overlap-comm --moe-token-dispatcher-type alltoall"),
+        ("--moe-permutation-async-comm --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather"),
+        ("--moe-zerc --moe-permutation-async-comm", "--moe-hierarchical-alltoallv"),
+        ("--moe-zerc --moe-alltoall-overlap-comm", "--moe-alltoall-overlap-comm"),
         ("--n-shared-experts 2 --moe-intermediate-size 64",
          "--moe-shared-expert-intermediate-size 128 --moe-ffn-hidden-size 64"),
         ("--moe-ffn-hidden-size 64 --moe-intermediate-size 64", "--moe-ffn-hidden-size 64"),

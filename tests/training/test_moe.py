@@ -229,6 +229,62 @@ def test_messages_behind_the_shared_expert_and_weight_gradients_change_no_bit(
         assert "a weight gradient beside a message" in on.log(rank)
 
 
+# Processes, processes of a node, options. A token's two rows add up to the same bits in any order.
+LEVELS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "ep4": (4, 2, {"ep": 4, "experts": 8}),
+    "ep4, a rank a node": (4, 1, {"ep": 4}),
+    "tp2_etp1_ep4": (4, 2, {"tp": 2, "sp": True, "etp": 1, "ep": 4}),
+    "tp2_ep2": (4, 2, {"tp": 2, "sp": True, "ep": 2}),
+    "pp2_vpp2": (4, 1, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}),
+    "distributed": (4, 2, {"ep": 4, "distributed_optimizer": True, "overlap_param_gather": True}),
+    "ep2, top 1": (2, 1, {"ep": 2, "moe": {"moe_router_topk": 1}}),
+    "ep4, top 5": (4, 2, {"ep": 4, "experts": 8, "moe": {"moe_router_topk": 5}}),
+    "ep2, all": (2, 1, {"ep": 2, "experts": 8, "moe": {"moe_router_topk": 8}}),
+    **{
+        name: (2, 1, {"ep": 2, "moe": MODELS[name]})
+        for name in ("dropped", "padded", "shared", "shared, overlapped", "sigmoid, groups, bias")
+    },
+    "recompute": (2, 1, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "recompute full": (2, 1, {"ep": 2, "config": {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
+    "combined schedule": (2, 1, {"ep": 2, "config": {"overlap_moe_expert_parallel_comm": True}}),
+}  # fmt: skip
+# More than two rows of a token, or another order of the rows of an expert.
+ROUNDED = ("ep4, top 5", "ep2, all", "padded")
+
+
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LEVELS], [("0.16.1", "ep4")], newest=["ep4", "padded"]))
+def test_an_exchange_on_two_levels_trains_as_one_on_one(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    nproc, size, options = LEVELS[layout]
+    moe = {**MOE_CONFIGURED, **options.get("moe", {})}
+    options = {"experts": 4, "steps": 4, **options, "moe": moe}
+    off = trainer(release).core("features", nproc, options, flags=MOE)
+    levels = {"moe_hierarchical_alltoallv": True, "moe_node_size": size}
+    on = trainer(release).core(
+        "features", nproc, options, flags={**MOE, **levels}, before="tests.harness.simulated:counted_levels"
+    )
+    assert len(losses(off)) == 4
+    if layout in ROUNDED:
+        for a, b in zip(losses(off), losses(on), strict=True):
+            assert abs(a - b) <= DRIFT * abs(a)
+    else:
+        assert on.history() == off.history()
+    for rank in range(nproc):
+        assert "rows crossed nodes once" in on.log(rank)
+
+
+@pytest.mark.parametrize("release", matrix.only([], checkouts.WITH_TRAINING))
+def test_the_flags_of_two_levels(trainer: Callable[[str], Trainer], release: str, tmp_path: Path) -> None:
+    nproc, layout = SCRIPT_LAYOUTS["ep2"]
+    given = [*NO_DROPOUT, *layout.split()]
+    flags = ["--moe-hierarchical-alltoallv", "--moe-node-size", "1", "--mindspeed-lite-strict"]
+    off = train(trainer(release), "adaptor", nproc, given).check()
+    on = train(trainer(release), "adaptor", nproc, [*given, *flags]).check()
+    assert len(lm_losses(on)) == 4 and on.history() == off.history()
+
+
 BESIDE = {
     "ep2": (2, {"ep": 2}),
     "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],

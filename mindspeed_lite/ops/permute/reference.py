@@ -17,10 +17,7 @@ def permute(
     """`count` rows; with a capacity that many for each expert."""
     pair = _pairs(routing_map, count, capacity)  # [P]
     experts = routing_map.shape[1]
-    order = pair.argsort()
-    first = torch.arange(tokens.shape[0] + 1, device=pair.device) * experts
-    offsets = torch.searchsorted(pair[order], first)
-    row_ids = torch.cat([pair, order, offsets]).to(torch.int32)
+    row_ids = rows.of_pairs(pair, tokens.shape[0], experts)
     # Widened, so that the gradient is summed in fp32.
     permuted = tokens.to(_wide(tokens.dtype)).index_select(0, pair // experts).to(tokens.dtype)
     return permuted, None if probs is None else probs.reshape(-1).index_select(0, pair), row_ids

@@ -20,6 +20,14 @@ class Rows(NamedTuple):
     offsets: torch.Tensor
 
 
+def of_pairs(pair: torch.Tensor, tokens: int, experts: int) -> torch.Tensor:
+    """Row ids of rows whose pairs [P] are known."""
+    order = pair.argsort(stable=True)
+    first = torch.arange(tokens + 1, dtype=pair.dtype, device=pair.device) * experts
+    offsets = torch.searchsorted(pair[order], first)
+    return torch.cat([pair, order, offsets]).to(torch.int32)
+
+
 def size(rows: int, tokens: int) -> int:
     """Numbers in the row ids of so many rows and tokens."""
     return 2 * rows + tokens + 1

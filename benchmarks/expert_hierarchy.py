@@ -1,0 +1,225 @@
+"""Experts' exchange on two levels against one: `python -m benchmarks.expert_hierarchy`.
+
+    python -m benchmarks.expert_hierarchy [--hosts 4] [--ranks-per-host 2] [--tokens 256] [--hidden 512] [--experts 32]
+                                          [--topk 8] [--between 100 400] [--within 4000] [--repeats 4]
+                                          [--page docs/benchmarks/expert-hierarchy.md]
+
+Each process is a rank with its share of the experts; its tokens choose experts by chance, all equally likely. A pass is
+Megatron's dispatcher with experts that only weigh rows: permutation, exchange there and back, sums, and their backward
+passes. Without `moe_hierarchical_alltoallv` and with it, A B A B, on links between hosts and within them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mindspeed_lite
+from benchmarks.ranks import Rates, on_ranks
+from mindspeed_lite.bench.network import laboratory
+from mindspeed_lite.bench.statistics import paired_ratio
+from mindspeed_lite.bench.timeline import DISPATCH, Timeline
+
+ARMS = ("off", "on")
+NAME = "moe_hierarchical_alltoallv"
+
+
+class _Exchange:
+    """One rank's tokens, and passes of Megatron's dispatcher over them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        from megatron.core import parallel_state as ps
+        from megatron.core.transformer import TransformerConfig
+        from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+        from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        if not ps.model_parallel_is_initialized():
+            ps.initialize_model_parallel(expert_model_parallel_size=ranks)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=options.hidden, num_attention_heads=1, num_moe_experts=options.experts,
+            moe_router_topk=options.topk, moe_token_dispatcher_type="alltoall", expert_model_parallel_size=ranks,
+            moe_permute_fusion=True, bf16=True, params_dtype=torch.bfloat16, add_bias_linear=False,
+        )  # fmt: skip
+        each = options.experts // ranks
+        mine = [*range(rank * each, (rank + 1) * each)]
+        self.dispatcher = MoEAlltoAllTokenDispatcher(each, mine, config, get_default_pg_collection())
+        made = torch.Generator().manual_seed(rank)
+        scores = torch.rand(options.tokens, options.experts, generator=made)
+        chosen = scores.topk(options.topk, -1).indices
+        self.routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
+        self.probs = (scores * self.routing_map).requires_grad_()
+        shape = (options.tokens, 1, options.hidden)
+        self.x = torch.randn(shape, generator=made).bfloat16().requires_grad_()
+        self.dy = torch.randn(shape, generator=made).bfloat16()
+
+    def forward_backward(self) -> torch.Tensor:
+        dispatcher = self.dispatcher
+        self.x.grad = self.probs.grad = None
+        rows, probs = dispatcher.token_dispatch(*dispatcher.dispatch_preprocess(self.x, self.routing_map, self.probs))
+        rows, _, probs = dispatcher.dispatch_postprocess(rows, probs)
+        weighed = rows * probs.unsqueeze(-1).to(rows.dtype)
+        out: torch.Tensor = dispatcher.combine_postprocess(
+            dispatcher.token_combine(dispatcher.combine_preprocess(weighed))
+        )
+        out.backward(self.dy)
+        return out.detach()
+
+
+def _race(exchange: _Exchange, timeline: Timeline, repeats: int, hosts: int) -> dict[str, Any]:
+    """A B A B: seconds of a pass of the slowest rank, and bytes that leave a host."""
+    told: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    sent: dict[str, int] = {}
+    size = dist.get_world_size() // hosts
+    for repeat in range(repeats + 1):
+        for arm in ARMS:
+            flags = {NAME: True, "moe_node_size": size} if arm == "on" else {}
+            with mindspeed_lite.enabled(**flags):
+                # Groups are made in the first pass of a session.
+                for timed in (False, True):
+                    dist.barrier()
+                    start = time.perf_counter()
+                    with timeline, timeline.expert_call(DISPATCH, [exchange.dispatcher.ep_group]):
+                        exchange.forward_backward()
+                    seconds = time.perf_counter() - start
+                    if timed and repeat:
+                        told[arm].append(seconds)
+                host = dist.get_rank() // size
+                sent[arm] = sum(each for peer, each in timeline.sent.items() if peer // size != host)
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (told, sent))
+    seconds_of = {arm: [max(each) for each in zip(*(one[0][arm] for one in every), strict=True)] for arm in ARMS}
+    ratio = paired_ratio(seconds_of["off"], seconds_of["on"])
+    assert ratio is not None
+    return {
+        "seconds": {arm: statistics.median(each) for arm, each in seconds_of.items()},
+        "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "bytes": {arm: sum(one[1][arm] for one in every) / hosts for arm in ARMS},
+    }
+
+
+def _measure(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
+    from mindspeed_lite.parallel.expert.traffic import pairs_to, rows_to
+
+    os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
+    timeline = Timeline()
+    timeline.install()
+    rows: list[dict[str, Any]] = []
+    with mindspeed_lite.enabled(moe_permute_fusion=True):
+        exchange = _Exchange(options)
+        host = dist.get_rank() // options.ranks_per_host
+        leaving = torch.tensor(
+            [
+                sum(count for node, count in enumerate(counts(exchange.routing_map, options.hosts)) if node != host)
+                for counts in (pairs_to, rows_to)
+            ]
+        )
+        dist.all_reduce(leaving)
+        for between in (None, *options.between):
+            within = None if between is None else options.within
+            rates.set(between, within)
+            rows.append(
+                {"between": between, "within": within, **_race(exchange, timeline, options.repeats, options.hosts)}
+            )
+        rates.set(None)
+    # Rows go there and come back, in both passes.
+    row = 2 * 2 * 2 * options.hidden
+    return {
+        "rows": rows,
+        "predicted": dict(zip(ARMS, (row * each / options.hosts for each in leaving.tolist()), strict=True)),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the page."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.expert_hierarchy", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--experts", type=int, default=32)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--between", type=float, nargs="+", default=[100, 400], metavar="MBIT")
+    parser.add_argument("--within", type=float, default=4000, metavar="MBIT")
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args(arguments)
+    ranks = options.hosts * options.ranks_per_host
+    if options.hosts < 2 or options.experts % ranks:
+        parser.error(f"{options.experts} experts cannot be divided among {ranks} ranks on at least 2 hosts")
+    with laboratory(ranks, options.ranks_per_host) as (network, reason):
+        found = on_ranks(ranks, network, functools.partial(_measure, options))
+    given = sys.argv[1:] if arguments is None else arguments
+    text = _page(options, found, reason, shlex.join(["python", "-m", "benchmarks.expert_hierarchy", *given]))
+    print(text)
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(text)
+    return 0
+
+
+def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None, command: str) -> str:
+    from mindspeed_lite.parallel.expert.traffic import expected_copies
+    from mindspeed_lite.platform import cpu
+
+    kind = "network namespaces, a host's ranks share its link" if reason is None else f"links in the clock ({reason})"
+    copies = expected_copies(options.experts, options.topk, options.hosts)
+    sent, predicted = found["rows"][0]["bytes"], found["predicted"]
+    lines = [
+        "# Experts' exchange on two levels",
+        "",
+        f"`{command}`",
+        "",
+        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        "",
+        f"{options.hosts} hosts of {options.ranks_per_host} processes; {kind}. {options.tokens} tokens of "
+        f"{options.hidden} a process in bf16, {options.experts} experts, {options.topk} a token, all equally likely. "
+        f"Pairs of a pass without `{NAME}` and with it, A B A B, {options.repeats}; medians, the ratio with its 95 % "
+        "interval. A pass is Megatron's dispatcher, forward and backward, with experts that only weigh rows.",
+        "",
+        "| between hosts | within | off | on | off / on |",
+        "|---|---|---|---|---|",
+    ]
+    for row in found["rows"]:
+        ratio, low, high = row["ratio"]
+        cells = [
+            *("as fast as it goes" if rate is None else f"{rate:g} Mbit/s" for rate in (row["between"], row["within"])),
+            *(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS),
+            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| leaves a host in a pass | off | on | off / on |",
+        "|---|---|---|---|",
+        f"| counted, with probabilities and indices | {_mib(sent['off'])} | {_mib(sent['on'])} | "
+        f"{sent['off'] / sent['on']:.2f} |",
+        f"| rows of tokens, by the routing | {_mib(predicted['off'])} | {_mib(predicted['on'])} | "
+        f"{predicted['off'] / predicted['on']:.2f} |",
+        "",
+        f"Expected of such a routing: {copies:.2f} copies of a token instead of {options.topk}, "
+        f"{options.topk / copies:.2f} times fewer.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Tells a timeline which messages carry experts' tokens: those of Megatron's dispatchers, forward and backward.
+
+Reaches `dispatch_preprocess`, `token_dispatch` and `token_combine` of each dispatcher. Numbers do not change: a mark
+before and after each call, and one before the backward pass of what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+
+from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, Timeline
+from mindspeed_lite.engine import Around, Session, when_imported
+from mindspeed_lite.platform import megatron
+
+_MODULE = "megatron.core.transformer.moe.token_dispatcher"
+_CLASSES = ("MoEAlltoAllTokenDispatcher", "MoEAllGatherTokenDispatcher", "MoEFlexTokenDispatcher")
+_METHODS = {"dispatch_preprocess": DISPATCH, "token_dispatch": DISPATCH, "token_combine": COMBINE}
+
+
+def install(timeline: Timeline) -> Callable[[], None]:
+    """Mark experts' messages once Megatron's dispatchers are there; returns an undo callable."""
+
+    def marking(lane: str) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
+        def begin_backward(_: Any) -> None:
+            timeline.expert_backward(lane)
+
+        def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+            def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+                groups = [getattr(self, name, None) for name in ("ep_group", "tp_ep_group")]
+                with timeline.expert_call(lane, [each for each in groups if each is not None]):
+                    found = wrapped(self, *args, **kwargs)
+                for node in {getattr(each, "grad_fn", None) for each in tree_leaves(found)} - {None}:
+                    node.register_prehook(begin_backward)
+                return found
+
+            return call
+
+        return make
+
+    feature = megatron.always(
+        "experts_messages",
+        "marks for the timeline around experts' messages",
+        *(
+            Around(f"{_MODULE}:{name}.{method}", marking(lane))
+            for name in _CLASSES
+            for method, lane in _METHODS.items()
+        ),
+    )
+    placed: list[megatron.Placed] = []
+    handle = when_imported(_MODULE, lambda module: placed.append(megatron.place(feature)))
+
+    def remove() -> None:
+        handle.cancel()
+        while placed:
+            placed.pop().remove()
+
+    return remove
+
+
+__all__ = ["install"]

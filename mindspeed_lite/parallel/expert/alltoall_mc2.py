@@ -1,0 +1,198 @@
+"""Exchanges experts' tokens and multiplies by experts' weights in one CANN operator (MC2), on Ascend NPUs over HCCL.
+
+`dispatch_linear` is the all-to-all to the experts with their first product behind it, `linear_combine` the last product
+with the all-to-all back. Each is the other's gradient with respect to its rows. What the operators do not take goes
+the same way in separate steps: the reason is logged, and depends on what is the same on every rank alone.
+
+Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
+from mindspeed_lite.ops.permute import sort_chunks
+from mindspeed_lite.parallel.mc2 import communicator
+
+# What the operators take, on Atlas A3: ranks of a group, experts of a rank and of a group, columns, bytes of a message.
+RANKS = (8, 16, 32, 64, 128)
+MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
+WIDTH_LIMIT = 65536
+LEAST_BYTES = 2 << 20
+
+
+class ExpertCounts(NamedTuple):
+    """How many rows go where.
+
+    sent: from this rank to each expert of the group, rank by rank.
+    received: from each rank for each of this rank's experts, rank by rank.
+    """
+
+    sent: list[int]
+    received: list[int]
+
+    def of_experts(self, ranks: int) -> list[int]:
+        """Rows of each of this rank's experts."""
+        each = len(self.received) // ranks
+        return [sum(self.received[expert::each]) for expert in range(each)]
+
+    def of_ranks(self, counts: list[int], ranks: int) -> list[int]:
+        each = len(counts) // ranks
+        return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
+
+
+def why_not(x: torch.Tensor, width: int, experts: int, rows: int, ranks: int) -> list[str]:
+    """Every reason why the operators cannot exchange rows like x [T, K] and multiply them by experts' [K, width].
+
+    Args:
+        experts: those of this rank.
+        rows: that a rank sends, the same on every rank.
+    """
+    reasons = []
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{x.dtype}: the operators take float16 or bfloat16")
+    if ranks not in RANKS:
+        reasons.append(f"{ranks} ranks: the operators take {', '.join(map(str, RANKS))}")
+    if experts > MOST_EXPERTS_OF_RANK or experts * ranks > MOST_EXPERTS:
+        reasons.append(
+            f"{experts} experts on each of {ranks} ranks: the operators take {MOST_EXPERTS_OF_RANK}, and "
+            f"{MOST_EXPERTS} in all"
+        )
+    if max(x.shape[1], width) >= WIDTH_LIMIT:
+        reasons.append(f"{max(x.shape[1], width)} columns: the operators take less than {WIDTH_LIMIT}")
+    narrowest = min(x.shape[1], width)
+    if rows * narrowest * x.element_size() < LEAST_BYTES:
+        reasons.append(f"{rows} rows of {narrowest} columns are less than 2 MiB, the least message of the operators")
+    return reasons
+
+
+@dataclass(frozen=True)
+class AlltoAllMC2:
+    """The exchange of one batch.
+
+    log: told why the operators do not serve it.
+    rows: that each rank sends, the same on every rank.
+    """
+
+    group: dist.ProcessGroup
+    counts: ExpertCounts
+    rows: int
+    log: Callable[[str], None]
+
+    def dispatch_linear(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
+    ) -> torch.Tensor:
+        """[T, K], by expert of the group -> [A, N], by expert of this rank, each x w_e^T for its weight w_e [N, K].
+
+        take_gradients: as for `ops.grouped_matmul`, of the rows that have arrived.
+        """
+        y: torch.Tensor = _DispatchLinear.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        return y
+
+    def linear_combine(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
+    ) -> torch.Tensor:
+        """[A, K], by expert of this rank -> [T, N], by expert of the group: the way back, behind x w_e^T."""
+        y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
+        return y
+
+    def arrive(
+        self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(products, rows that have arrived): products with w_e^T if `transposed`, else with w_e."""
+        sent, received, ranks = *self.counts, self.group.size()
+        if self._is_served(x, weights, transposed):
+            import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+            name = communicator(self.group, x.device)
+            y, _, arrived = torch_npu.npu_alltoallv_gmm(
+                x.contiguous(), torch.stack([*weights]), name, ranks, sent, received,
+                trans_gmm_weight=transposed, permute_out_flag=True,
+            )  # fmt: skip
+            return y, arrived
+        rows = self._exchanged(x, received, sent)
+        arrived, _ = sort_chunks(rows, received, _transposed(len(received), ranks))
+        return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
+
+    def leave(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
+        """Products of this rank's rows, brought to where the rows came from."""
+        sent, received, ranks = *self.counts, self.group.size()
+        if self._is_served(x, weights, transposed):
+            import torch_npu
+
+            name = communicator(self.group, x.device)
+            y, _ = torch_npu.npu_gmm_alltoallv(
+                x.contiguous(), torch.stack([*weights]), name, ranks, received, sent, trans_gmm_weight=transposed
+            )
+            return y  # type: ignore[no-any-return]
+        y = grouped_matmul(x, weights, self.counts.of_experts(ranks), transposed=transposed)
+        by_expert = [received[place] for place in _transposed(len(received), ranks)]
+        rows, _ = sort_chunks(y, by_expert, _transposed(len(received), len(received) // ranks))
+        return self._exchanged(rows, sent, received)
+
+    def _is_served(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> bool:
+        width = weights[0].shape[0 if transposed else 1]
+        reasons = why_not(x, width, len(weights), self.rows, self.group.size())
+        if reasons:
+            self.log("; ".join(reasons))
+        return not reasons
+
+    def _exchanged(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+        ranks = self.group.size()
+        to, back = self.counts.of_ranks(sent, ranks), self.counts.of_ranks(received, ranks)
+        out = x.new_empty(sum(back), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), back, to, group=self.group)
+        return out
+
+
+def _transposed(chunks: int, parts: int) -> list[int]:
+    """The order that turns `parts` parts of equally many chunks round: first every part's first chunk."""
+    each = chunks // parts
+    return [part * each + place for place in range(each) for part in range(parts)]
+
+
+class _DispatchLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        y, arrived = mc2.arrive(x, weights, True)
+        ctx.save_for_backward(arrived, *weights)
+        ctx.mc2, ctx.take_gradients = mc2, take_gradients
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        arrived, *weights = ctx.saved_tensors
+        dx = ctx.mc2.leave(dy, weights, False)
+        counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
+        return dx, None, None, *ctx.take_gradients(dy, arrived, counts)
+
+
+class _LinearCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, mc2: AlltoAllMC2, take_gradients: TakeGradients, *weights: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.mc2, ctx.take_gradients = mc2, take_gradients
+        return mc2.leave(x, weights, True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, *weights = ctx.saved_tensors
+        dx, arrived = ctx.mc2.arrive(dy, weights, False)
+        counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
+        return dx, None, None, *ctx.take_gradients(arrived, x, counts)
+
+
+__all__ = ["AlltoAllMC2", "ExpertCounts", "why_not"]

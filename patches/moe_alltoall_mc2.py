@@ -1,0 +1,202 @@
+"""`--moe-alltoall-mc2`: experts' exchange and their products in one operator of an NPU.
+
+The all-to-all to the experts goes with their first product, the way back with their second one, and likewise in the
+backward pass. Megatron's `alltoall` dispatcher keeps its steps, but neither sends rows of tokens nor sorts them: the
+operators of `--moe-grouped-gemm`, which this needs, do both.
+
+Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, whose `all_to_all` then hands rows of tokens on
+(probabilities are sent as ever), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs`
+sorts probabilities alone. Falls back, with a reason, to separate steps for sizes that the operators do not take.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
+from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+
+NAME = "moe_alltoall_mc2"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+_OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
+
+
+class _State:
+    """The exchange that experts are to do, how many of its two products are left, and whether its dispatcher runs."""
+
+    def __init__(self) -> None:
+        self.exchange: AlltoAllMC2 | None = None
+        self.left = 0
+        self.is_dispatcher_call = False
+
+
+def _state(session: Session) -> _State:
+    return session.state(NAME, _State)
+
+
+def product_of(session: Session) -> Callable[..., Any] | None:
+    """The product that the experts' next linear layer is to do: of (rows, weights, take_gradients); None for its own.
+
+    The first layer's brings the rows, the second one's sends them back.
+    """
+    state: _State | None = session.find(NAME)
+    if state is None or state.exchange is None or not state.left:
+        return None
+    state.left -= 1
+    return state.exchange.dispatch_linear if state.left else state.exchange.linear_combine
+
+
+def _call(wrapped: Callable[..., Any], session: Session, *args: Any, **kwargs: Any) -> Any:
+    state = _state(session)
+    state.is_dispatcher_call = True
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        state.is_dispatcher_call = False
+
+
+def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = _call(wrapped, session, self, *args, **kwargs)
+        state = _state(session)
+        # Behind the dispatcher's own wait for these numbers.
+        received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
+        counts = ExpertCounts(
+            self.routing_map.sum(0).tolist(), [*map(int, torch.as_tensor(received).flatten().tolist())]
+        )
+        rows = self.routing_map.shape[0] * self.config.moe_router_topk
+        state.exchange = AlltoAllMC2(self.ep_group, counts, rows, session.fallback_of(NAME))
+        state.left = 2
+        return found
+
+    return token_dispatch
+
+
+def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _call(wrapped, session, self, *args, **kwargs)
+
+    return run
+
+
+def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _state(session).left:
+            raise RuntimeError(
+                "moe_alltoall_mc2: the experts did not compute with --moe-grouped-gemm, whose reason was logged, so "
+                "that no token was exchanged: leave --moe-alltoall-mc2 out."
+            )
+        return _call(wrapped, session, self, *args, **kwargs)
+
+    return combine_preprocess
+
+
+def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def all_to_all(group: Any, input_: Any, *more: Any, **named: Any) -> Any:
+        if _state(session).is_dispatcher_call and input_.dim() == 2:
+            return input_
+        return wrapped(group, input_, *more, **named)
+
+    return all_to_all
+
+
+def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def sort_chunks_by_idxs(
+        input: Any, split_sizes: Any, sorted_idxs: Any, probs: Any = None, fused: bool = False
+    ) -> Any:
+        if not _state(session).is_dispatcher_call:
+            return wrapped(input, split_sizes, sorted_idxs, probs, fused)
+        if probs is None:
+            return input, None
+        return input, wrapped(probs.unsqueeze(-1), split_sizes, sorted_idxs, None, fused)[0].squeeze(-1)
+
+    return sort_chunks_by_idxs
+
+
+def _why_not_here(device: str) -> list[str]:
+    if device != "npu":
+        return [f"the operators are CANN's, for an NPU, and the device is {device}: --moe-alltoall-overlap-comm"]
+    if importlib.util.find_spec("torch_npu") is None:
+        return ["torch_npu is not installed"]
+    import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
+
+    missing = [name for name in _OPERATORS if not hasattr(torch_npu, name)]
+    return [f"this torch_npu has no {' and no '.join(missing)}: install a newer one"] if missing else []
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    arg = context.arg
+    reasons = _why_not_here(context.device)
+    if context.host_args is None:
+        return reasons
+    if not arg("num_experts", None):
+        reasons.append("--num-experts is not given: the model has no experts")
+    elif (arg("expert_model_parallel_size", 1) or 1) == 1:
+        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
+    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the exchange is that of alltoall")
+    tensor = arg("tensor_model_parallel_size", 1) or 1
+    if (arg("expert_tensor_parallel_size", None) or tensor) > 1:
+        reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
+    if arg("add_bias_linear", False):
+        reasons.append("experts have biases, which the operators do not add: --disable-bias-linear")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="experts' exchange and their products in one operator of an NPU",
+    options=(
+        Option(
+            "--moe-alltoall-mc2",
+            help="Let one operator of the NPU exchange experts' tokens and multiply, and multiply and exchange.",
+        ),
+    ),
+    numerics="ulp",
+    theme="experts",
+    memory="not predicted: never measured on a device",
+    condition=_why_not,
+    conflicting_args={
+        **CUDA_GRAPH_ARGS,
+        "moe_expert_capacity_factor": "--moe-expert-capacity-factor: ranks send different numbers of rows, by which "
+        "the operators are chosen",
+        "moe_apply_probs_on_input": "--moe-apply-probs-on-input weighs rows before they have arrived",
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm takes exchange and products apart",
+    },
+    requires=(Relation("moe_grouped_gemm", "its products are those that the operators do"),),
+    conflicts=(
+        Relation("moe_alltoall_overlap_comm", "it hides the messages that the operators send"),
+        Relation("moe_hierarchical_alltoallv", "the operators send over one group"),
+        Relation("moe_fb_overlap", "it takes exchange and products apart"),
+    ),
+    not_auto="it has never been timed on a device: enable it explicitly with its flag",
+    patches=(
+        Around(
+            f"{_DISPATCHER}.token_dispatch",
+            _dispatch,
+            reads=(
+                "config",
+                "ep_group",
+                "num_global_tokens_per_local_expert",
+                "num_local_experts",
+                "output_splits",
+                "routing_map",
+                f"{CONFIG}.moe_router_topk",
+            ),
+        ),
+        Around(f"{_DISPATCHER}.dispatch_postprocess", _dispatcher_call),
+        Around(f"{_DISPATCHER}.combine_preprocess", _after_experts),
+        Around(f"{_DISPATCHER}.token_combine", _dispatcher_call),
+        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all, order=1),
+        Override(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
+    ),
+)

@@ -1,0 +1,237 @@
+"""`--moe-hierarchical-alltoallv`: experts' tokens cross the network once for each node, not once for each expert.
+
+Megatron's `alltoall` dispatcher sends a copy of a token to each of its experts. Here a token is copied to each node
+that has one of its experts, crosses to the rank of the same place there, and is copied on inside the node. Results are
+added up inside the node, and one row for each token and node comes back.
+
+Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, whose call of `permute` then copies for nodes and keeps the
+way of the tokens in the place of the row ids; `token_dispatch` and `token_combine`, whose calls of `all_to_all` take
+that way; and `unpermute`, which adds up nodes. Experts get the rows that they get without it, in the same order.
+Leaves alone splits, sorting, tensor-parallel gathers and the shared expert, and the other dispatchers. Falls back where the ranks that share experts are on one node, or not equally many on each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
+
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+
+NAME = "moe_hierarchical_alltoallv"
+NODE_SIZE = "moe_node_size"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+_UTILS = "megatron.core.transformer.moe.moe_utils"
+# Where Megatron keeps what `permute` gave for `unpermute`.
+_ROUTE = "reversed_local_input_permutation_mapping"
+
+
+class _State:
+    """The groups of a session, and what the dispatcher's call that runs now is to use."""
+
+    def __init__(self) -> None:
+        self.made: dict[Any, NodeGroups | None] = {}
+        self.nodes: NodeGroups | None = None
+        self.route: Route | None = None
+        self.is_dispatch = False
+
+
+def _state(session: Session) -> _State:
+    return session.state(NAME, _State)
+
+
+def _node_size(settings: Settings) -> int | None:
+    size: int | None = settings[NODE_SIZE]
+    if size is None:
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None
+    if size < 1:
+        raise OptionError(f"--moe-node-size takes a number of processes, at least 1, not {size}.")
+    return size
+
+
+def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
+    made, size = _state(session).made, _node_size(session.settings)
+    if group not in made:
+        made[group] = None
+        try:
+            if size is not None:
+                found = made[group] = NodeGroups(group, size)
+                session.on_end(found.close)
+        except ValueError as error:
+            session.fallback(NAME, f"{error}: tokens take one all-to-all")
+    return made[group]
+
+
+def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def dispatch_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = _state(session)
+        state.nodes = _nodes_of(self.ep_group, session)
+        try:
+            return wrapped(self, *args, **kwargs)
+        finally:
+            state.nodes = None
+
+    return dispatch_preprocess
+
+
+def _copied(
+    nodes: NodeGroups, tokens: Any, routing_map: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool
+) -> tuple[Any, Any, Route]:
+    """Rows for nodes, the probabilities of their pairs, and the way."""
+    if drop_and_pad:
+        routing_map = padded_map(routing_map, num_out_tokens // routing_map.shape[1])
+    route = route_of(routing_map, nodes)
+    return spread(tokens, route.tokens.to_nodes), spread(probs.reshape(-1), route.probs.to_nodes), route
+
+
+def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def permute(
+        tokens: Any,
+        routing_map: Any,
+        probs: Any = None,
+        num_out_tokens: Any = None,
+        fused: bool = False,
+        drop_and_pad: bool = False,
+        tokens_per_expert: Any = None,
+        align_size: int = 0,
+    ) -> Any:
+        nodes = _state(session).nodes
+        given = (tokens, routing_map, probs, num_out_tokens)
+        if nodes is None:
+            return wrapped(*given, fused, drop_and_pad, tokens_per_expert, align_size)
+        return *_copied(nodes, *given, drop_and_pad), None, tokens_per_expert
+
+    return permute
+
+
+def _permute_of_three(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def permute(
+        tokens: Any,
+        routing_map: Any,
+        probs: Any = None,
+        num_out_tokens: Any = None,
+        fused: bool = False,
+        drop_and_pad: bool = False,
+    ) -> Any:
+        nodes = _state(session).nodes
+        given = (tokens, routing_map, probs, num_out_tokens)
+        if nodes is None:
+            return wrapped(*given, fused, drop_and_pad)
+        return _copied(nodes, *given, drop_and_pad)
+
+    return permute
+
+
+def _during(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = _state(session)
+            route = getattr(self, _ROUTE)
+            state.route, state.is_dispatch = route if isinstance(route, Route) else None, is_dispatch
+            try:
+                return wrapped(self, *args, **kwargs)
+            finally:
+                state.route = None
+
+        return exchange
+
+    return make
+
+
+def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def all_to_all(
+        group: Any,
+        input_: Any,
+        output_split_sizes_: Any = None,
+        input_split_sizes: Any = None,
+        *more: Any,
+        **named: Any,
+    ) -> Any:
+        state = _state(session)
+        if state.route is None:
+            return wrapped(group, input_, output_split_sizes_, input_split_sizes, *more, **named)
+        if not state.is_dispatch:
+            return collect(input_, state.route.tokens)
+        return spread(input_, state.route.probs if input_.dim() == 1 else state.route.tokens)
+
+    return all_to_all
+
+
+def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def unpermute(permuted_tokens: Any, sorted_indices: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(sorted_indices, Route):
+            return wrapped(permuted_tokens, sorted_indices, *args, **kwargs)
+        return collect(permuted_tokens, sorted_indices.tokens.to_nodes)
+
+    return unpermute
+
+
+def _layout_reason(context: Context, size: int) -> str | None:
+    tensor = context.arg("expert_tensor_parallel_size", None) or context.arg("tensor_model_parallel_size", 1) or 1
+    experts = context.arg("expert_model_parallel_size", 1) or 1
+    ranks = tensor * experts
+    what = f"the {experts} x {tensor} ranks that share experts"
+    if size % ranks == 0:
+        return f"{what} are on one node of {size}: nothing crosses nodes"
+    if ranks % size:
+        return f"{what} cannot be divided among nodes of {size}: give --moe-node-size"
+    return None
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    size = _node_size(context.settings)
+    reasons = []
+    if size is None:
+        reasons.append("neither --moe-node-size nor the launcher (LOCAL_WORLD_SIZE) says how many ranks a node has")
+    if context.host_args is None:
+        return reasons
+    if not context.arg("num_experts", None):
+        reasons.append("--num-experts is not given: the model has no experts")
+    elif (context.arg("expert_model_parallel_size", 1) or 1) == 1:
+        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
+    elif size is not None and (reason := _layout_reason(context, size)):
+        reasons.append(reason)
+    dispatcher = context.arg("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the exchange is that of alltoall")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="experts' tokens cross the network once for each node",
+    options=(
+        Option(
+            "--moe-hierarchical-alltoallv",
+            help="Send one copy of a token to each node that has one of its experts, and copy inside the node.",
+        ),
+        Option(
+            "--moe-node-size",
+            help="Processes of a node, for --moe-hierarchical-alltoallv (default: the launcher's LOCAL_WORLD_SIZE).",
+            default=None,
+            type=int,
+            metavar="N",
+        ),
+    ),
+    numerics="ulp",
+    theme="experts",
+    memory="not predicted: one row for each token and node in the place of one for each expert, on both sides",
+    condition=_why_not,
+    conflicting_args=CUDA_GRAPH_ARGS,
+    conflicts=(Relation("moe_alltoall_overlap_comm", "it takes the messages of one all-to-all apart"),),
+    not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
+    operators=("permute",),
+    patches=(
+        Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess, reads=("ep_group",)),
+        Around(f"{_DISPATCHER}.token_dispatch", _during(True), reads=(_ROUTE,)),
+        Around(f"{_DISPATCHER}.token_combine", _during(False), reads=(_ROUTE,)),
+        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all, order=1),
+        # Outside of --moe-permute-fusion, which serves the calls that are not this dispatcher's.
+        Override(f"{_UTILS}:permute", _permute, versions=">=0.17", order=1),
+        Override(f"{_UTILS}:permute", _permute_of_three, versions="<0.17", order=1),
+        Override(f"{_UTILS}:unpermute", _unpermute, order=1),
+    ),
+)

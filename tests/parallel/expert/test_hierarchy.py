@@ -1,0 +1,219 @@
+"""Experts' tokens on two levels: outputs and every gradient against one process in float64, and what crosses nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite.ops.permute import rows as row_ids
+from mindspeed_lite.parallel.expert import hierarchy
+from mindspeed_lite.parallel.expert.hierarchy import Copies, NodeGroups, padded_map, ranks_per_node
+from mindspeed_lite.parallel.expert.traffic import expected_copies, pairs_to, rows_to
+from tests.harness.expert_hierarchy import (
+    HIDDEN,
+    Counted,
+    Problem,
+    definition,
+    rows_expected,
+    run,
+)
+from tests.harness.process_groups import joined
+from tests.harness.processes import forked, on_ranks
+
+# Ranks of a node -> problems: one expert for each token to all of them, ranks without tokens, experts without.
+PROBLEMS = [
+    Problem(4, 8, (5, 3, 0, 7), 1),
+    Problem(4, 8, (6, 6, 6, 6), 8),
+    Problem(4, 12, (9, 4, 5, 2), 5, idle=(3, 4, 5, 7)),
+    Problem(4, 4, (0, 0, 5, 0), 2),
+    Problem(4, 20, (0, 0, 0, 0), 3),
+]
+NAMES = ("output", "d tokens", "d probs", "d weight")
+
+
+@forked("features")
+@pytest.mark.parametrize("size", [1, 2])
+def test_outputs_and_gradients_are_those_of_one_process(tmp_path, size):
+    def body(rank):
+        nodes = NodeGroups(joined(rank, 4, tmp_path), size)
+        for problem in PROBLEMS:
+            exact = definition(problem)
+            found = run(problem, rank, nodes)
+            assert torch.equal(found["rows"], rows_expected(problem, rank)), "Megatron's rows in Megatron's order"
+            for name in NAMES:
+                torch.testing.assert_close(found[name], exact[name][rank], msg=f"{problem}: {name}")
+        dist.barrier()
+        nodes.close()
+        assert len(dist.distributed_c10d._world.pg_map) == 1, "its groups have gone"
+
+    on_ranks(4, body)
+
+
+# What is broken -> a change that does it, of which the tests above must notice each.
+def _within_unsummed(monkeypatch):
+    """A copy of a row takes the place of the sum over all."""
+    monkeypatch.setattr(
+        Copies, "collect", lambda self, y: y.new_zeros(self.rows, *y.shape[1:]).index_copy_(0, self.index.long(), y)
+    )
+
+
+def _probs_without_gradient(monkeypatch):
+    own = Copies.collect
+    monkeypatch.setattr(Copies, "collect", lambda self, y: own(self, y) * (y.dim() > 1))
+
+
+def _other_experts(monkeypatch):
+    """The experts of a rank change places: as many rows and pairs."""
+    own, each = hierarchy._unpacked, PROBLEMS[2].experts // 4
+
+    def unpacked(packed, count):
+        return own(packed, count).flip(1) if count == each else own(packed, count)
+
+    monkeypatch.setattr(hierarchy, "_unpacked", unpacked)
+
+
+def _other_sources(monkeypatch):
+    own = hierarchy.splits_of
+
+    def splits(*args):
+        found = own(*args)
+        return found._replace(sources=[(0, count) for _, count in found.sources])
+
+    monkeypatch.setattr(hierarchy, "splits_of", splits)
+
+
+def _next_pair(monkeypatch):
+    own = hierarchy._numbers
+    monkeypatch.setattr(
+        hierarchy, "_numbers", lambda wanted: (own(wanted) + 1).remainder(max(1, int(wanted.sum()))).int()
+    )
+
+
+MUTATIONS = (_within_unsummed, _probs_without_gradient, _other_experts, _other_sources, _next_pair)
+
+
+@forked("features")
+@pytest.mark.parametrize("mutation", [each.__name__ for each in MUTATIONS])
+def test_a_wrong_exchange_is_noticed(tmp_path, mutation):
+    def body(rank):
+        nodes = NodeGroups(joined(rank, 4, tmp_path), 2)
+        problem = PROBLEMS[2]
+        exact = definition(problem)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            globals()[mutation](monkeypatch)
+            found = run(problem, rank, nodes)
+        wrong = [not torch.equal(found["rows"], rows_expected(problem, rank))]
+        wrong += [not torch.allclose(found[name], exact[name][rank]) for name in NAMES]
+        everywhere = torch.tensor([int(any(wrong))])
+        dist.all_reduce(everywhere)
+        assert everywhere.item() > 0
+
+    on_ranks(4, body)
+
+
+@forked("features")
+def test_sums_within_a_node_are_in_fp32(tmp_path):
+    """bf16: against float64 of the same rounded inputs, three roundings of a result and no more."""
+
+    def body(rank):
+        nodes = NodeGroups(joined(rank, 4, tmp_path), 2)
+        problem = Problem(4, 16, (40, 40, 40, 40), 8)
+        x, routing_map, _, _ = problem.of_rank(rank)
+        route = hierarchy.route_of(routing_map, nodes)
+        x = (4 * x).round().clamp(-15, 15).bfloat16()
+        arrived = hierarchy.spread(hierarchy.spread(x, route.tokens.to_nodes), route.tokens)
+        out = hierarchy.collect(hierarchy.collect(arrived, route.tokens), route.tokens.to_nodes)
+        # Each of 8 copies comes back: the sum is 8 x, exact in bf16 for small whole numbers, and so are its parts.
+        assert torch.equal(out, 8 * x)
+        arrived = (arrived * torch.linspace(0.5, 1.5, HIDDEN)).bfloat16()
+        # Another factor for every row: what a row has become is known to its own expert alone.
+        factors = 1 + torch.arange(len(arrived), dtype=torch.bfloat16).remainder(7).unsqueeze(-1) / 8
+        y = arrived * factors
+        out = hierarchy.collect(hierarchy.collect(y, route.tokens), route.tokens.to_nodes)
+        exact = hierarchy.collect(hierarchy.collect(y.double(), route.tokens), route.tokens.to_nodes)
+        size = hierarchy.collect(hierarchy.collect(y.double().abs(), route.tokens), route.tokens.to_nodes)
+        # A node's partial sum is rounded once, and the sum over nodes once.
+        assert bool(((out.double() - exact).abs() <= 2 * 2.0**-8 * 1.01 * size).all())
+        own, sent = hierarchy._all_to_all, []
+        hierarchy._all_to_all = lambda x, *rest: sent.append(x.dtype) or own(x, *rest)
+        hierarchy.collect(y, route.tokens)
+        hierarchy.spread(x, route.tokens.to_nodes)
+        assert sent == [torch.float32, torch.bfloat16], "within the node, then between nodes"
+
+    on_ranks(4, body)
+
+
+@forked("features")
+@pytest.mark.parametrize("size", [1, 2])
+def test_bytes_between_nodes_are_a_row_for_each_token_and_node(tmp_path, size):
+    def body(rank):
+        nodes = NodeGroups(joined(rank, 4, tmp_path), size)
+        problem = Problem(4, 32, (50, 60, 0, 70), 8)
+        counted = Counted(4)
+        run(problem, rank, nodes, torch.float32)
+        rows = rows_to(problem.of_rank(rank)[1], 4 // size)
+        received = [rows_to(problem.of_rank(peer)[1], 4 // size)[rank // size] for peer in range(rank % size, 4, size)]
+        # There and back again in both passes, and each time only to the peer of the same place.
+        for node, (there, back) in enumerate(zip(rows, received, strict=True)):
+            for rank_there in range(node * size, (node + 1) * size):
+                if node != rank // size:
+                    wanted = 2 * (there + back) * HIDDEN * 4 if rank_there % size == rank % size else 0
+                    assert counted.rows[rank_there] == wanted
+        elsewhere = [peer for peer in range(4) if peer // size != rank // size]
+        # Probabilities of pairs there and their gradients back, and 8 experts to a byte of indices.
+        pairs = pairs_to(problem.of_rank(rank)[1], 4)
+        back = [pairs_to(problem.of_rank(peer)[1], 4) for peer in range(4)]
+        probs = sum(pairs[peer] for peer in elsewhere)
+        probs += sum(
+            back[peer][mate]
+            for peer in elsewhere
+            if peer % size == rank % size
+            for mate in range(rank // size * size, (rank // size + 1) * size)
+        )
+        indices = sum(count for node, count in enumerate(rows) if node != rank // size) * 32 * size // 4 // 8
+        assert sum(counted.rest[peer] for peer in elsewhere) == 8 * probs + indices
+
+    on_ranks(4, body)
+
+
+def test_the_expected_number_of_copies():
+    assert expected_copies(256, 8, 4) == pytest.approx(3.614, abs=1e-3)
+    assert 8 / expected_copies(256, 8, 4) == pytest.approx(2.21, abs=0.01)
+    assert expected_copies(8, 8, 4) == 4 and expected_copies(64, 1, 8) == pytest.approx(1)
+    made = torch.Generator().manual_seed(1)
+    chosen = torch.rand(20000, 256, generator=made).topk(8, -1).indices
+    routing_map = torch.zeros(20000, 256, dtype=torch.bool).scatter_(1, chosen, True)
+    rows = rows_to(routing_map, 4)
+    assert sum(rows) / 20000 == pytest.approx(expected_copies(256, 8, 4), rel=0.005)
+    assert sum(pairs_to(routing_map, 4)) == 8 * 20000
+
+
+def test_layouts():
+    assert ranks_per_node(range(8), 2) == 2 and ranks_per_node(range(8), 1) == 1
+    assert ranks_per_node([0, 2, 4, 6], 4) == 2, "tensor-parallel experts: every other rank of a node"
+    assert ranks_per_node([4, 5, 8, 9], 4) == 2
+    for ranks, size, text in (
+        (range(4), 4, "on one node of 4"),
+        (range(4, 8), 8, "on one node of 8"),
+        (range(6), 4, "not equally many"),
+        (range(2, 6), 3, "not equally many"),
+        ([0, 2, 1, 3], 2, "not equally many"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            ranks_per_node(ranks, size)
+
+
+def test_the_map_of_padded_experts():
+    routing_map = torch.tensor([[0, 1], [1, 1], [0, 0], [0, 1]], dtype=torch.bool)
+    wanted = torch.tensor([[1, 1], [1, 1], [0, 0], [0, 0]], dtype=torch.bool)
+    assert torch.equal(padded_map(routing_map, 2), wanted), "expert 0 takes token 0 too, and expert 1 its first two"
+
+
+def test_row_ids_of_copies():
+    index = torch.tensor([2, 0, 2, 3], dtype=torch.int32)
+    parts = row_ids.split(row_ids.of_pairs(index, 5, 1), 4)
+    assert parts.pair.tolist() == [2, 0, 2, 3] and parts.order.tolist() == [1, 0, 2, 3]
+    assert parts.offsets.tolist() == [0, 1, 1, 3, 4, 4]
+    y = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
+    assert Copies(index, 5).collect(y).flatten().tolist() == [2, 0, 5, 8, 0]
