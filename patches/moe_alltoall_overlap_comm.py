@@ -19,53 +19,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
-from mindspeed_lite.parallel.expert.exchange import Messages, issue
+from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
+from ._shared import expert_messages
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
-NAME = "moe_alltoall_overlap_comm"
+NAME = expert_messages.ALLTOALL
 SHARED = "moe_shared_expert_overlap"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 
 
-class _State:
-    """The messages of a session, and whether those issued now are the dispatch's, the combine's or others'."""
-
-    def __init__(self) -> None:
-        self.messages = Messages()
-        self.is_dispatch: bool | None = None
-
-
-def _state(session: Session) -> _State:
-    found: _State | None = session.find(NAME)
-    if found is None:
-        found = session.state(NAME, _State)
-        # Weight gradients belong to a backward pass that has been.
-        session.on_end(found.messages.run_jobs)
+def _state(session: Session) -> expert_messages.MessageState:
+    found: expert_messages.MessageState = expert_messages.state_of(session, NAME)
     return found
-
-
-def put(session: Session, accumulate: Callable[[], None]) -> bool:
-    """Let experts' weight gradients be computed beside the next message; False if none is to come."""
-    state = session.find(NAME)
-    return state is not None and state.messages.put(accumulate)
-
-
-def _of(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = _state(session)
-            state.is_dispatch = is_dispatch
-            state.messages.begin()
-            try:
-                return wrapped(self, *args, **kwargs)
-            finally:
-                state.is_dispatch = None
-
-        return exchange
-
-    return make
 
 
 def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -83,7 +50,7 @@ def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
         received, sent = (
             None if each is None else [*map(int, each)] for each in (output_split_sizes_, input_split_sizes)
         )
-        return issue(input_, received, sent, group, state.messages, state.is_dispatch)
+        return issue(input_, AllToAll(received, sent, group), state.messages, state.is_dispatch)
 
     return all_to_all
 
@@ -114,14 +81,6 @@ def _before_without_shared(wrapped: Callable[..., Any], session: Session) -> Cal
         return wrapped(self, *args, **kwargs)
 
     return postprocess
-
-
-def _start(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        _state(session).messages.run_jobs()
-        wrapped(self, *args, **kwargs)
-
-    return start_grad_sync
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -169,8 +128,8 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", _of(True)),
-        Around(f"{_DISPATCHER}.token_combine", _of(False)),
+        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
+        Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
         Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all),
         Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
         Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
@@ -182,6 +141,6 @@ FEATURE = Feature(
         Around(
             f"{_DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
         ),
-        Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", _start),
+        expert_messages.before_gradients_are_reduced(NAME),
     ),
 )

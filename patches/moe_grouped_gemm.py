@@ -33,11 +33,11 @@ from mindspeed_lite.platform.megatron import CONFIG
 from . import (
     delay_wgrad_compute,
     moe_alltoall_mc2,
-    moe_alltoall_overlap_comm,
     moe_wgrad_side_stream,
+    moe_zero_memory,
     recompute_activation_function,
 )
-from ._shared import moe, recompute, wgrad_accumulation
+from ._shared import expert_messages, moe, recompute, wgrad_accumulation
 from ._shared.proxies import AttributeOverride, FunctionModule
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
@@ -58,6 +58,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
+        given_up = moe_zero_memory.taken(session, permuted_local_hidden_states)
         reasons = getattr(self, _REASONS, None)
         if reasons is None:
             reasons = _cannot(self)
@@ -67,7 +68,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons:
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
         together = FunctionModule(
-            lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs), None)
+            lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, given_up), None)
         )
         # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
         one = AttributeOverride(self, num_local_experts=1, local_experts=[together])
@@ -76,7 +77,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
+def _together(
+    session: Session,
+    module: Any,
+    hidden: torch.Tensor,
+    counts: Counts,
+    probs: torch.Tensor,
+    given_up: moe_zero_memory.GivenUp | None,
+) -> torch.Tensor:
     experts = module.local_experts
     first = experts[0]
     fc1 = [expert.linear_fc1 for expert in experts]
@@ -97,11 +105,15 @@ def _together(session: Session, module: Any, hidden: torch.Tensor, counts: Count
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
-    x = _linear(session, fc1, hidden, counts, fc1_biases)
-    if not (_has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)):
+    x = _linear(session, fc1, hidden, counts, fc1_biases, given_up)
+    recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)
+    if not (recomputes or given_up):
         return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
     checkpoint = recompute.checkpoint_without_output()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
+    if given_up is not None:
+        weights = [layer.weight for layer in fc1]
+        given_up.release(hidden, x, out, lambda: grouped_matmul(hidden, weights, counts, fc1_biases))
     checkpoint.discard_output_and_register_recompute(out)
     return _finish(fc2, out, counts, probs)
 
@@ -121,7 +133,12 @@ def _has_moe_act(config: Any) -> bool:
 
 
 def _linear(
-    session: Session, layers: Sequence[Any], x: torch.Tensor, counts: Counts, biases: Sequence[Any] | None = None
+    session: Session,
+    layers: Sequence[Any],
+    x: torch.Tensor,
+    counts: Counts,
+    biases: Sequence[Any] | None = None,
+    given_up: moe_zero_memory.GivenUp | None = None,
 ) -> torch.Tensor:
     weights = [layer.weight for layer in layers]
     together = moe_alltoall_mc2.product_of(session)
@@ -129,7 +146,7 @@ def _linear(
         return together(x, weights, _gradients(session, layers))  # type: ignore[no-any-return]
     if session.verifier is not None:
         _verify(session, x, weights, counts, biases)
-    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers))
+    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, given_up))
 
 
 def _verify(
@@ -168,15 +185,21 @@ def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch
     return (x + biases * probs.unsqueeze(-1)).to(x.dtype)
 
 
-def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
+def _gradients(session: Session, layers: Sequence[Any], given_up: moe_zero_memory.GivenUp | None) -> TakeGradients:
     """What the linear layers of the experts do with their weight gradients, for all of them at once."""
     weights = [layer.weight for layer in layers]
 
+    def arrive() -> None:
+        if given_up is not None:
+            given_up.arrive()
+
     def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
         if not (layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)):
+            arrive()
             return weight_gradients(dy, x, counts)
 
         def accumulate() -> None:
+            arrive()
             accumulate_weight_gradients([weight.main_grad for weight in weights], dy, x, counts)
 
         waiting = [accumulate]
@@ -188,11 +211,11 @@ def _gradients(session: Session, layers: Sequence[Any]) -> TakeGradients:
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
-            if not (
-                moe_alltoall_overlap_comm.put(session, accumulate)
-                or moe_wgrad_side_stream.put(session, layers[0].config, accumulate)
-            ):
-                accumulate()
+            if not expert_messages.put(session, accumulate):
+                # Before the side stream, which waits for no message.
+                arrive()
+                if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
+                    accumulate()
         return [wgrad_accumulation.stand_in(weight) for weight in weights]
 
     return take

@@ -92,6 +92,16 @@ def _states(form: str) -> _Toggle:
     )
 
 
+def _zero_memory(level: str) -> _Toggle:
+    return _Toggle(
+        f"--moe-zero-memory {level}",
+        lambda training: training.moe_zero_memory == level,
+        {"moe_zero_memory": level},
+        {"moe_zero_memory": "", "moe_zero_memory_num_layers": None},
+        lambda training: training.moe_grouped_gemm and training.moe_zero_memory in ("", "disable", level),
+    )
+
+
 # Without any word about an algorithm, and a ring.
 _NO_CHOICE: Mapping[str, object] = {
     "cp_comm_type": (),
@@ -193,6 +203,8 @@ _TOGGLES = (
     _switch("--grad-reduce-in-bf16", lambda training: training.bf16),
     _switch("--accumulate-allreduce-grads-in-fp32", lambda training: training.fp16),
     _switch("--moe-permute-fusion", lambda training: bool(training.num_experts)),
+    _zero_memory("level0"),
+    _zero_memory("level1"),
 )
 
 

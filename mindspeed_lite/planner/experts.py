@@ -5,7 +5,15 @@ Without `--moe-router-force-load-balancing` a router spreads them as it likes, a
 
 from __future__ import annotations
 
-from .pieces import MemoryEntry, activation_is_recomputed, mlp, norm_tokens, tokens
+from .pieces import (
+    MemoryEntry,
+    activation_is_recomputed,
+    given_up,
+    mlp,
+    norm_tokens,
+    tokens,
+    zero_memory_level,
+)
 from .training import TrainingConfig
 
 
@@ -17,12 +25,16 @@ def routed(training: TrainingConfig) -> int:
 
 def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:
     """Of the layer at a place of a chunk; the input of the router is not in it."""
-    gives_up = activation_is_recomputed(training, place, chunk)
+    gives_up, level = activation_is_recomputed(training, place, chunk), zero_memory_level(training, place, chunk)
     rows, chosen = norm_tokens(training), routed(training)
     found = [_router(training, rows), _order(training, rows)]
     size = chosen * training.hidden_size * training.width
-    found.append(MemoryEntry("experts", "tokens in the order of their experts", size))
-    found += mlp(training, "experts", chosen, training.moe_ffn_hidden_size // training.etp, gives_up)
+    found.append(given_up("experts", "tokens in the order of their experts", size, bool(level)))
+    if level:
+        # By which they are permuted again.
+        found.append(MemoryEntry("experts", "map of tokens and experts", rows * training.num_experts))
+    local = training.moe_ffn_hidden_size // training.etp
+    found += mlp(training, "experts", chosen, local, gives_up or bool(level), gives_up_input=level == "level1")
     found.append(MemoryEntry("experts", "weights of the tokens", chosen * training.width))
     if training.moe_shared_expert_intermediate_size:
         local = training.moe_shared_expert_intermediate_size // training.tp

@@ -104,6 +104,7 @@ INTEGERS = {
     "--recompute-num-layers": "recompute_num_layers",
     "--recompute-activation-function-num-layers": "recompute_activation_function_num_layers",
     "--recompute-norm-num-layers": "recompute_norm_num_layers",
+    "--moe-zero-memory-num-layers": "moe_zero_memory_num_layers",
 }
 NUMBERS = {
     "--hidden-dropout": "hidden_dropout",
@@ -117,6 +118,7 @@ TEXTS = {
     "--tokenizer-type": "tokenizer_type",
     "--optimizer": "optimizer",
     "--moe-layer-freq": "moe_layer_freq",
+    "--moe-zero-memory": "moe_zero_memory",
     "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
     "--attention-backend": "attention_backend",
     "--quant-states": "quant_states",

@@ -64,6 +64,17 @@ def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -
     return asked and is_chosen(training, number, place, chunk)
 
 
+def zero_memory_level(training: TrainingConfig, place: int, chunk: int) -> str:
+    """What the experts of a layer give up: "level0", "level1" or nothing."""
+    level, number = training.moe_zero_memory, training.moe_zero_memory_num_layers
+    serves = training.moe_grouped_gemm and training.moe_token_dispatcher_type == "alltoall"
+    if level not in ("level0", "level1") or not serves:
+        return ""
+    if is_chosen(training, number, place, chunk):
+        return level
+    return "level0" if level == "level1" and is_chosen(training, None, place, chunk) else ""
+
+
 def given_up(part: str, name: str, size: int, gives_up: bool) -> MemoryEntry:
     return MemoryEntry(part, name, 0, size) if gives_up else MemoryEntry(part, name, size)
 
@@ -96,10 +107,19 @@ def mask_width(training: TrainingConfig) -> int:
     return training.width if training.device == "cpu" else 1
 
 
-def mlp(training: TrainingConfig, part: str, rows: int, width: int, gives_up: bool, of: str = "") -> list[MemoryEntry]:
+def mlp(
+    training: TrainingConfig,
+    part: str,
+    rows: int,
+    width: int,
+    gives_up: bool,
+    of: str = "",
+    gives_up_input: bool = False,
+) -> list[MemoryEntry]:
     """Of an MLP of this width on so many tokens; its input is not in it."""
     size = rows * width * training.width
-    found = [MemoryEntry(part, f"input of the activation{of}", 2 * size if training.gated else size)]
+    middle = 2 * size if training.gated else size
+    found = [given_up(part, f"input of the activation{of}", middle, gives_up_input)]
     if training.gated and not (training.bias_swiglu_fusion or training.use_fused_swiglu):
         found.append(MemoryEntry(part, f"both factors of the gate{of}", 2 * size))
     return [*found, given_up(part, f"output of the activation{of}", size, gives_up)]

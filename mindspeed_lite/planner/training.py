@@ -131,6 +131,8 @@ class TrainingConfig:
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
     moe_tp_extend_ep: bool = False
+    moe_zero_memory: str = ""
+    moe_zero_memory_num_layers: int | None = None
     recompute_activation_function: bool = False
     recompute_activation_function_num_layers: int | None = None
     recompute_norm: bool = False

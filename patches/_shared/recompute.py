@@ -72,33 +72,44 @@ class Switch:
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
         """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
 
-        def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-            from megatron.core import parallel_state
+        def prepare_chosen(layer: Any, session: Session, turn: int | None) -> None:
+            if is_among(turn, session.settings[self.number]) and can_release(self.feature, layer.config, session):
+                prepare(layer, session)
 
-            signature = inspect.signature(wrapped)
+        return in_layers(prepare_chosen, reads)
 
-            def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
-                wrapped(layer, *args, **kwargs)
-                given = signature.bind(layer, *args, **kwargs).arguments
-                # The number within the chunk, before Megatron adds those of earlier stages.
-                place = given.get("layer_number", 1) - 1
-                chunk = given.get("vp_stage")
-                if "vp_stage" not in signature.parameters:
-                    # Before 0.13 a layer is not told; Megatron keeps that of the chunk it builds.
-                    chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
-                if is_chosen(layer.config, place, chunk, session.settings[self.number]):
-                    # The condition has seen the arguments of a script; a model may be built without any.
-                    reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(layer.config, name, None))
-                    if reasons:
-                        session.fallback(self.feature, "; ".join(reasons))
-                    else:
-                        prepare(layer, session)
 
-            return __init__
+def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
+    """The patch that calls `prepare(layer, session, turn)`, which `reads`, for every layer that is built."""
 
-        return Around(
-            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around, reads=(*_READS, *reads)
-        )
+    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        from megatron.core import parallel_state
+
+        signature = inspect.signature(wrapped)
+
+        def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
+            wrapped(layer, *args, **kwargs)
+            given = signature.bind(layer, *args, **kwargs).arguments
+            chunk = given.get("vp_stage")
+            if "vp_stage" not in signature.parameters:
+                # Before 0.13 a layer is not told; Megatron keeps that of the chunk it builds.
+                chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
+            # The number within the chunk, before Megatron adds those of earlier stages.
+            prepare(layer, session, turn_of(layer.config, given.get("layer_number", 1) - 1, chunk))
+
+        return __init__
+
+    return Around(
+        "megatron.core.transformer.transformer_layer:TransformerLayer.__init__", around, reads=(*_READS, *reads)
+    )
+
+
+def can_release(feature: str, config: Any, session: Session) -> bool:
+    """Whether a model's configuration allows it; says what does not, as the condition may have seen no script."""
+    reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(config, name, None))
+    if reasons:
+        session.fallback(feature, "; ".join(reasons))
+    return not reasons
 
 
 def checkpoint_without_output() -> Any:
@@ -115,11 +126,18 @@ def _takes_fp8(kind: Any) -> bool:
     return "fp8" in inspect.signature(kind).parameters
 
 
-def is_chosen(config: Any, place: int, chunk: int | None, number: int | None) -> bool:
-    """Whether the layer at `place` of this rank's virtual pipeline `chunk` is among the first `number`; None is all."""
+def turn_of(config: Any, place: int, chunk: int | None) -> int | None:
+    """How many layers of this rank come before that at `place` of its virtual pipeline `chunk`.
+
+    None for one that is computed again as a whole.
+    """
     whole = config.recompute_granularity == "full"
     passed_over = config.recompute_num_layers or 0 if whole and config.recompute_method == "block" else 0
     if place < passed_over or (whole and config.recompute_method != "block"):
-        return False
-    turn = (place - passed_over) * (config.virtual_pipeline_model_parallel_size or 1) + (chunk or 0)
-    return number is None or turn < number
+        return None
+    return (place - passed_over) * (config.virtual_pipeline_model_parallel_size or 1) + (chunk or 0)
+
+
+def is_among(turn: int | None, number: int | None) -> bool:
+    """Whether a layer with this turn is among the first `number`; None is all."""
+    return turn is not None and (number is None or turn < number)

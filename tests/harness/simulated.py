@@ -112,6 +112,38 @@ def alltoall_mc2() -> None:
     patch._why_not_here = lambda device: []
 
 
+def rows_exchanged_again() -> None:
+    """Say that rows which had been released came back by a message."""
+    from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
+
+    own, said = RecomputedRows.arrive, []
+
+    def arrive(self: Any) -> None:
+        if self._released is not None and self._collective is not None and not said:
+            assert not self._released._values.untyped_storage().nbytes(), "they were still here"
+            said.append(True)
+            print("rows were exchanged again", flush=True)
+        own(self)
+
+    RecomputedRows.arrive = arrive
+
+
+def a_rank_without_tokens() -> None:
+    """Send all tokens to the first half of the experts, and say that rows came back."""
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    rows_exchanged_again()
+    own = TopKRouter.gating
+
+    def gating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = own(self, *args, **kwargs)
+        experts = torch.arange(logits.shape[-1], device=logits.device)
+        return logits - 100.0 * (experts >= logits.shape[-1] // 2).to(logits.dtype)
+
+    TopKRouter.gating = gating
+
+
 class _SaidLate(LateLane):
     """Says that a job was run, and fails the run if what a job reads was not kept for it."""
 

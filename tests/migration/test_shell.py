@@ -33,7 +33,7 @@ ARGS=(
     --num-layers $LAYERS --noop-layers 61,62,63
     --qk-nope-head-dim $((64 * 2)) --tokenizer-name-or-path "a b/c" --save="${OUT}/x y"
     --data-path ${DATA[@]}
-    --moe-zero-memory $(cat level)
+    --adaptive-recompute-device-size $(cat level)
 )
 torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
     "${ARGS[@]}" \
@@ -68,7 +68,7 @@ ARGS=(
     --num-layers 61 --pipeline-model-parallel-layout "Et*32|t*29L"
     --qk-head-dim $((64 * 2)) --tokenizer-model "a b/c" --save="${OUT}/x y"
     --data-path ${DATA[@]}
-    --moe-zero-memory $(cat level)
+    --adaptive-recompute-device-size $(cat level)
 )
 torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
     "${ARGS[@]}" \
@@ -85,8 +85,10 @@ def test_a_script_is_edited_in_place(tmp_path):
     assert found.text == TRANSLATED
     assert found.others == ("--own-flag",)
     unknown = [step.line for step in found.translation.steps if step.outcome == "unknown value"]
-    assert unknown == ["--moe-zero-memory stays as it is: only the shell knows $(cat level); it is translated "
-                       "when the script runs"]  # fmt: skip
+    assert unknown == [
+        "--adaptive-recompute-device-size stays as it is: only the shell knows $(cat level); it is translated when the "
+        "script runs"
+    ]
     script = tmp_path / "script.sh"
     script.write_text(found.text)
     subprocess.run(["bash", "-n", str(script)], check=True)

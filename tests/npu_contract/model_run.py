@@ -130,11 +130,13 @@ FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
     "context_parallel_algo": "--context-parallel-size above 1 turns it on",
+    "moe_allgather_overlap_comm": "what it gains has not been measured on a device",
     "moe_alltoall_overlap_comm": "what it gains has not been measured on a device",
     "moe_fb_overlap": "it says to Megatron's arguments what a configuration says itself",
     "moe_record_load": "it writes a file",
     "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
     "moe_wgrad_side_stream": "it needs a value, and has never been timed on a device",
+    "moe_zero_memory": "it needs a value, and trades time for memory",
     "quant_states": "it needs a value, and changes what training computes",
     "recompute_activation_function": "it trades time for memory and is asked for by name",
     "recompute_norm": "it trades time for memory and is asked for by name",

@@ -285,6 +285,92 @@ def test_the_flags_of_two_levels(trainer: Callable[[str], Trainer], release: str
     assert len(lm_losses(on)) == 4 and on.history() == off.history()
 
 
+AGAIN: dict[str, tuple[int, dict[str, Any]]] = {
+    **BETWEEN,
+    "tp2": (2, {"tp": 2, "sp": True}),
+    "tp2 ep2": (4, {"tp": 2, "sp": True, "ep": 2}),
+    "norm recomputed": (
+        2,
+        {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}},
+    ),
+    "some layers": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 8}),
+    "unfused wgrad": (2, {"ep": 2, "wgrad_fusion": False}),
+    "a rank without tokens": (2, {"ep": 2}),
+}  # fmt: skip
+AGAIN.pop("recompute")
+AGAIN.pop("recompute full")
+
+
+@pytest.mark.parametrize(
+    ("release", "layout", "level", "overlapped"),
+    matrix.only(
+        [("0.19.2", "shared", "level1", True), ("0.16.1", "a rank without tokens", "level0", True)],
+        [
+            (release, layout, level, overlapped)
+            for release in checkouts.ALL
+            for layout in AGAIN
+            for level in ("level0", "level1")
+            for overlapped in (True, False)
+        ],
+    ),
+)
+def test_rows_that_are_exchanged_again_change_no_bit(
+    trainer: Callable[[str], Trainer], release: str, layout: str, level: str, overlapped: bool
+) -> None:
+    flags = {**MOE, "use_gradient_accumulation_fusion": True}
+    nproc, options = AGAIN[layout]
+    overlaps = overlapped and options.get("ep", 1) > 1
+    flags |= {"moe_alltoall_overlap_comm": True} if overlaps else {}
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options}
+    options["moe"] = {**MOE_CONFIGURED, **options.get("moe", {})}
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "rows_exchanged_again"
+    before = f"tests.harness.simulated:{told}"
+    number = {"moe_zero_memory_num_layers": 3} if layout == "some layers" else {}
+    off = trainer(release).core("features", nproc, options, flags=flags, before=before)
+    on = trainer(release).core(
+        "features", nproc, options, flags={**flags, "moe_zero_memory": level, **number}, before=before
+    )
+    assert len(losses(off)) == 4 and on.history() == off.history()
+    for rank in range(nproc):
+        assert "rows were exchanged again" not in off.log(rank)
+        assert "rows were exchanged again" in on.log(rank) or options.get("ep", 1) == 1
+
+
+GATHERED: dict[str, tuple[int, dict[str, Any]]] = {
+    "ep2": (2, {"ep": 2}),
+    "shared": (2, {"ep": 2, "moe": MODELS["shared"]}),
+    "tp2, shared": (2, {"tp": 2, "sp": True, "moe": MODELS["shared"]}),
+    "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],
+    "pp2_vpp2, shared": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4, "moe": MODELS["shared"]}),
+    "ep4": (4, {"ep": 4}),
+    "distributed": (2, {"ep": 2, "distributed_optimizer": True, "overlap_param_gather": True}),
+    "dropped": (2, {"ep": 2, "moe": MODELS["dropped"]}),
+    "sigmoid, groups, bias": (2, {"ep": 2, "moe": MODELS["sigmoid, groups, bias"]}),
+    "recompute": (2, {"ep": 2, "moe": {
+        **MODELS["shared"], "recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "router in bf16": (2, {"ep": 2, "moe": {**MODELS["shared"], "moe_router_dtype": None}}),
+    "a rank without tokens": (2, {"ep": 2, "moe": MODELS["shared"]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*GATHERED], [], newest=["shared"]))
+def test_tokens_gathered_behind_the_shared_expert_change_no_bit(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    flags = {**MOE, "use_gradient_accumulation_fusion": True}
+    nproc, options = GATHERED[layout]
+    moe = {**MOE_CONFIGURED, **options.get("moe", {}), "moe_token_dispatcher_type": "allgather"}
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options, "moe": moe}
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "counted_messages"
+    before = f"tests.harness.simulated:{told}"
+    off = trainer(release).core("features", nproc, options, flags=flags, before=before)
+    flags = {**flags, "moe_allgather_overlap_comm": True, "strict": True}
+    on = trainer(release).core("features", nproc, options, flags=flags, before=before)
+    assert len(losses(off)) == 4 and on.history() == off.history()
+    for rank in range(nproc):
+        assert told == "a_rank_without_tokens" or "a weight gradient beside a message" in on.log(rank)
+
+
 BESIDE = {
     "ep2": (2, {"ep": 2}),
     "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"],

@@ -1,4 +1,4 @@
-"""An all-to-all that is issued and waited for apart, in both passes: what runs between is beside it.
+"""A collective that is issued and waited for apart, in both passes: what runs between is beside it.
 
     out = issue(x, ...)         forward: the message leaves         backward: its gradient is waited for
     shared_expert(...)                   runs beside it                       runs beside it
@@ -11,12 +11,64 @@ stand between them in the backward pass too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
 Splits = Sequence[int] | None
+
+
+class Collective(Protocol):
+    """What ranks exchange, and what they exchange for its gradient."""
+
+    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """(work, out) of x [rows, ...], contiguous; `out` has its numbers when `work` has been waited for."""
+
+    def reversed(self) -> Collective:
+        """The one that brings gradients back."""
+
+
+class AllToAll(NamedTuple):
+    """`received` and `sent` are rows by rank; None for equal parts."""
+
+    received: Splits
+    sent: Splits
+    group: dist.ProcessGroup
+
+    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        rows = len(x) if self.received is None else int(sum(self.received))
+        out = x.new_empty(rows, *x.shape[1:])
+        return dist.all_to_all_single(out, x, self.received, self.sent, group=self.group, async_op=True), out
+
+    def reversed(self) -> AllToAll:
+        return AllToAll(self.sent, self.received, self.group)
+
+
+class AllGather(NamedTuple):
+    """The rows of all ranks, one rank's behind the other's."""
+
+    group: dist.ProcessGroup
+
+    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        out = x.new_empty(len(x) * self.group.size(), *x.shape[1:])
+        return dist.all_gather_into_tensor(out, x, group=self.group, async_op=True), out
+
+    def reversed(self) -> ReduceScatter:
+        return ReduceScatter(self.group)
+
+
+class ReduceScatter(NamedTuple):
+    """Each rank's part of the sum over all ranks."""
+
+    group: dist.ProcessGroup
+
+    def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        out = x.new_empty(len(x) // self.group.size(), *x.shape[1:])
+        return dist.reduce_scatter_tensor(out, x, group=self.group, async_op=True), out
+
+    def reversed(self) -> AllGather:
+        return AllGather(self.group)
 
 
 class Messages:
@@ -42,24 +94,28 @@ class Messages:
     def __len__(self) -> int:
         return len(self._works) + len(self._jobs)
 
-    def send(self, x: torch.Tensor, received: Splits, sent: Splits, group: dist.ProcessGroup) -> torch.Tensor:
-        """What the ranks of the group exchange of x [rows, ...]; its numbers are there after `wait`."""
+    def send(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
+        """What the ranks exchange of x [rows, ...]; its numbers are there after `wait`."""
         x = x.contiguous()
-        rows = len(x) if received is None else int(sum(received))
-        out = x.new_empty(rows, *x.shape[1:])
-        self._works.append((dist.all_to_all_single(out, x, received, sent, group=group, async_op=True), x, out))
+        work, out = collective.start(x)
+        self._works.append((work, x, out))
         return out
 
-    def wait(self) -> None:
-        """Wait for every message."""
-        while self._works:
+    @torch.no_grad()
+    def wait(self, leaving: int = 0) -> None:
+        """Wait for the messages, the oldest first, until so many are left."""
+        # Without a graph: gloo copies a sum into place while it is waited for.
+        while len(self._works) > leaving:
             self._works.pop(0)[0].wait()
 
-    def put(self, job: Callable[[], None]) -> bool:
-        """Run `job`, whose result no gradient waits for, beside the next message; False if there will be none."""
-        if self.takes_jobs:
+    def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
+        """Run `job` beside the next message, before that is waited for; False if there will be none.
+
+        is_certain: the caller knows that there will be one.
+        """
+        if self.takes_jobs or is_certain:
             self._jobs.append(job)
-        return self.takes_jobs
+        return self.takes_jobs or is_certain
 
     def run_jobs(self) -> None:
         """Run what was put, the oldest first."""
@@ -79,7 +135,7 @@ class _Return(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if ctx.with_jobs:
             ctx.messages.takes_jobs = False
-            ctx.messages.run_jobs()
+        ctx.messages.run_jobs()
         ctx.messages.wait()
         return grad, None, None
 
@@ -88,48 +144,30 @@ class _Leave(torch.autograd.Function):
     """Send the rows, and in the backward pass their gradients back; both are waited for elsewhere."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        received: Splits,
-        sent: Splits,
-        group: dist.ProcessGroup,
-        messages: Messages,
-        with_jobs: bool,
-    ) -> torch.Tensor:
-        ctx.received, ctx.sent, ctx.group, ctx.messages, ctx.with_jobs = received, sent, group, messages, with_jobs
-        return messages.send(x, received, sent, group)
+    def forward(ctx: Any, x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
+        ctx.collective, ctx.messages, ctx.with_jobs = collective, messages, with_jobs
+        return messages.send(x, collective)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.with_jobs:
             # Experts come next, and behind them another message.
             ctx.messages.takes_jobs = True
-        return ctx.messages.send(grad, ctx.sent, ctx.received, ctx.group), None, None, None, None, None
+        return ctx.messages.send(grad, ctx.collective.reversed()), None, None, None
 
 
-def issue(
-    x: torch.Tensor,
-    received: Splits,
-    sent: Splits,
-    group: dist.ProcessGroup,
-    messages: Messages,
-    with_jobs: bool,
-) -> torch.Tensor:
-    """All-to-all of x [rows, ...], whose result is read behind `messages.wait()` alone.
+def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
+    """What the ranks exchange of x [rows, ...], to be read behind `messages.wait()` alone.
 
     Args:
-        received, sent: rows by rank; None for equal parts.
         with_jobs: whether the message of its backward pass is the one that jobs run beside (tokens to experts), or
             one behind which jobs come up (tokens from experts).
     """
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:
         messages.place(back.grad_fn)
-    out: torch.Tensor = _Leave.apply(  # type: ignore[no-untyped-call]
-        back, received, sent, group, messages, with_jobs
-    )
+    out: torch.Tensor = _Leave.apply(back, collective, messages, with_jobs)  # type: ignore[no-untyped-call]
     return out
 
 
-__all__ = ["Messages", "issue"]
+__all__ = ["AllGather", "AllToAll", "Collective", "Messages", "ReduceScatter", "issue"]

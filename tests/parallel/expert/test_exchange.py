@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.expert.exchange import Messages, issue
+from mindspeed_lite.parallel.expert.exchange import AllGather, AllToAll, Messages, ReduceScatter, issue
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -43,7 +43,7 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
             messages, log = Messages(), []
 
             def exchange(t, there, back, with_jobs):
-                out = issue(t, there, back, group, messages, with_jobs)
+                out = issue(t, AllToAll(there, back, group), messages, with_jobs)
                 if not overlapped:
                     messages.wait()
                 return out
@@ -90,7 +90,7 @@ def test_jobs_run_beside_the_next_message_and_not_without_one(tmp_path):
         messages, ran = Messages(), []
         assert not messages.put(lambda: ran.append("no message is to come"))
         x = torch.ones(4, 2, requires_grad=True)
-        tokens = issue(x, None, None, group, messages, True)
+        tokens = issue(x, AllToAll(None, None, group), messages, True)
         messages.wait()
 
         class Expert(torch.autograd.Function):
@@ -103,11 +103,56 @@ def test_jobs_run_beside_the_next_message_and_not_without_one(tmp_path):
                 assert messages.put(lambda: ran.append(len(messages._works)))
                 return grad
 
-        y = issue(Expert.apply(tokens), None, None, group, messages, False)
+        y = issue(Expert.apply(tokens), AllToAll(None, None, group), messages, False)
         messages.wait()
         y.sum().backward()
         assert ran == [1], "its message was under way"
         assert not messages.put(lambda: None) and torch.equal(x.grad, torch.ones(4, 2))
         dist.barrier()
+
+    on_ranks(2, body)
+
+
+@forked("features")
+def test_rows_of_all_and_sums_of_all(tmp_path):
+    """Against one process that holds the rows of both: y = sum over ranks of w_r * x, of which each has its part."""
+
+    def body(rank):
+        group = joined(rank, 2, tmp_path)
+        torch.manual_seed(0)
+        rows = torch.randn(4, 3, dtype=torch.float64)
+        weights = torch.randn(2, 3, dtype=torch.float64)
+        whole, both = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = sum(whole * each for each in both)
+        (y**2).sum().backward()
+
+        x, w = rows[2 * rank :][:2].clone().requires_grad_(), weights[rank].clone().requires_grad_()
+        messages = Messages()
+        messages.begin()
+        everything = issue(x, AllGather(group), messages, True)
+        messages.wait()
+        assert torch.equal(everything.detach(), rows)
+        messages.begin()
+        part = issue(everything * w, ReduceScatter(group), messages, False)
+        messages.wait()
+        torch.testing.assert_close(part, y[2 * rank :][:2])
+        (part**2).sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad[2 * rank :][:2])
+        torch.testing.assert_close(w.grad, both.grad[rank])
+
+    on_ranks(2, body)
+
+
+@forked("features")
+def test_the_oldest_are_waited_for_alone(tmp_path):
+    def body(rank):
+        group = joined(rank, 2, tmp_path)
+        messages = Messages()
+        first = messages.send(torch.full((1,), rank), AllGather(group))
+        second = messages.send(torch.full((1,), rank + 5), AllGather(group))
+        messages.wait(leaving=1)
+        assert first.tolist() == [0, 1] and len(messages) == 1
+        messages.wait()
+        assert second.tolist() == [5, 6] and not len(messages)
 
     on_ranks(2, body)

@@ -1,0 +1,66 @@
+"""Messages of experts' dispatch and combine, issued and waited for apart: what features for each dispatcher share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_lite.engine import Around, Session
+from mindspeed_lite.parallel.expert.exchange import Messages
+
+ALLTOALL, ALLGATHER = "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm"
+
+
+class MessageState:
+    """The messages of a session, and whether those issued now are the dispatch's, the combine's or others'."""
+
+    def __init__(self) -> None:
+        self.messages = Messages()
+        self.is_dispatch: bool | None = None
+
+
+def state_of(session: Session, feature: str, factory: Callable[[], Any] = MessageState) -> Any:
+    """What the feature keeps: a MessageState, or what `factory` makes of it."""
+    found = session.find(feature)
+    if found is None:
+        found = session.state(feature, factory)
+        # Weight gradients belong to a backward pass that has been.
+        session.on_end(found.messages.run_jobs)
+    return found
+
+
+def put(session: Session, job: Callable[[], None]) -> bool:
+    """Let `job`, whose result no gradient waits for, run beside the next message; False if none is to come."""
+    states = (session.find(name) for name in (ALLTOALL, ALLGATHER))
+    return any(each.messages.put(job) for each in states if each is not None)
+
+
+def during(feature: str, is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
+    """Makes what goes around `token_dispatch` or `token_combine`: what they issue are its messages."""
+
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
+            state = state_of(session, feature)
+            state.is_dispatch = is_dispatch
+            state.messages.begin()
+            try:
+                return wrapped(self, *args, **kwargs)
+            finally:
+                state.is_dispatch = None
+
+        return exchange
+
+    return make
+
+
+def before_gradients_are_reduced(feature: str) -> Around:
+    """The first reader of main gradients, before which what has found no message to run beside is computed."""
+
+    def make(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            state_of(session, feature).messages.run_jobs()
+            wrapped(self, *args, **kwargs)
+
+        return start_grad_sync
+
+    return Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", make)

@@ -1,0 +1,231 @@
+"""`--moe-allgather-overlap-comm`: gathering of tokens and scattering of results behind what needs neither.
+
+The `allgather` dispatcher gives every rank all tokens, and each takes those of its experts. Within one micro-batch
+the shared expert needs no token from elsewhere: its first product and activation run beside the gathering of tokens,
+its second beside the scattering of results, and their backward passes beside the gradients of both. The choice of the
+tokens that are here, which needs the routing map alone, runs beside the gathering too. Weight gradients of the experts,
+which `--moe-grouped-gemm` computes, run beside the gradient of the gathering.
+
+Reaches `MoEAllGatherTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
+`gather_from_sequence_parallel_region` and `reduce_scatter_to_sequence_parallel_region`, for these alone;
+`dispatch_postprocess` and `permute`, before which messages must have arrived; `MoELayer.shared_experts_compute` and
+`postprocess`, between which the shared expert is put off; and `_ParamAndGradBucketGroup.start_grad_sync`, the first
+reader of a main gradient. A shared expert with a gate, or one whose activation is recomputed, runs where Megatron has
+it; the reason is logged once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
+
+from . import recompute_activation_function
+from ._shared import expert_messages
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.proxies import AttributeOverride, FunctionModule
+
+NAME = expert_messages.ALLGATHER
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher"
+_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
+_MAPPINGS = "megatron.core.tensor_parallel.mappings"
+_FIRST = torch.iinfo(torch.int).max
+
+
+class _SharedExpert:
+    """The shared expert of one layer and micro-batch, in two parts."""
+
+    def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
+        # A node that is as old as the whole expert would be: gradients add up in the same order.
+        self._mlp, self._hidden = mlp, hidden.view_as(hidden)
+        self._middle: torch.Tensor | None = None
+        self._output: torch.Tensor | None = None
+
+    def first(self) -> torch.Tensor:
+        """The first linear layer and the activation."""
+        if self._middle is None:
+            from megatron.core.transformer.mlp import MLP
+
+            part = AttributeOverride(
+                self._mlp,
+                linear_fc2=FunctionModule(lambda y: (y, None)),
+                **{recompute_activation_function.CHOSEN: False},
+            )
+            self._middle = MLP.forward(part, self._hidden)[0]
+        return self._middle
+
+    def second(self) -> torch.Tensor:
+        """The second linear layer."""
+        if self._output is None:
+            self._output = self._mlp.linear_fc2(self.first())[0]
+        return self._output
+
+
+class _State(expert_messages.MessageState):
+    """And the shared expert that runs beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared: _SharedExpert | None = None
+
+
+def _state(session: Session) -> _State:
+    found: _State = expert_messages.state_of(session, NAME, _State)
+    return found
+
+
+def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def gather_from_sequence_parallel_region(
+        input_: Any,
+        tensor_parallel_output_grad: Any = True,
+        group: Any = None,
+        output_split_sizes: Any = None,
+        use_global_buffer: Any = False,
+    ) -> Any:
+        state = _state(session)
+        if not state.is_dispatch or not input_.is_floating_point() or group.size() == 1:
+            return wrapped(input_, tensor_parallel_output_grad, group, output_split_sizes, use_global_buffer)
+        out = issue(input_, AllGather(group), state.messages, True)
+        # Probabilities come first, tokens last.
+        if use_global_buffer and state.shared is not None:
+            state.is_dispatch = None
+            beside: Any = state.shared.first().grad_fn
+            if beside is not None and out.grad_fn is not None:
+                # Behind the gradients of both messages, which leave first.
+                beside._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
+        return out
+
+    return gather_from_sequence_parallel_region
+
+
+def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def reduce_scatter_to_sequence_parallel_region(
+        input_: Any, group: Any = None, input_split_sizes: Any = None, use_global_buffer: Any = False
+    ) -> Any:
+        state = _state(session)
+        if state.is_dispatch is not False or group.size() == 1:
+            return wrapped(input_, group, input_split_sizes, use_global_buffer)
+        out = issue(input_, ReduceScatter(group), state.messages, False)
+        if state.shared is not None:
+            node: Any = out.grad_fn
+            if node is not None:
+                node._set_sequence_nr(_FIRST)
+            state.is_dispatch = None
+            state.shared.second()
+        # Megatron reads it at once, in another dtype.
+        state.messages.wait()
+        return out
+
+    return reduce_scatter_to_sequence_parallel_region
+
+
+def _postprocess_tokens(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The tokens' message is the last one; probabilities are read first.
+        _state(session).messages.wait(leaving=1)
+        return wrapped(self, *args, **kwargs)
+
+    return dispatch_postprocess
+
+
+def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def permute(*args: Any, **kwargs: Any) -> Any:
+        _state(session).messages.wait()
+        return wrapped(*args, **kwargs)
+
+    return permute
+
+
+def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def shared_experts_compute(self: Any, hidden_states: Any) -> Any:
+        from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher
+
+        state = _state(session)
+        state.shared = None
+        if not self.use_shared_expert or type(self.token_dispatcher) is not MoEAllGatherTokenDispatcher:
+            return wrapped(self, hidden_states)
+        reasons = _cannot(self)
+        if reasons:
+            session.fallback(NAME, "; ".join(reasons))
+            return wrapped(self, hidden_states)
+        state.shared = _SharedExpert(self.shared_experts, hidden_states)
+        return state.shared
+
+    return shared_experts_compute
+
+
+def _cannot(layer: Any) -> list[str]:
+    """Why the shared expert of a layer is not taken apart."""
+    reasons = []
+    if layer.shared_experts.use_shared_expert_gate:
+        reasons.append("a shared expert with a gate (--moe-shared-expert-gate) runs before the router")
+    if recompute_activation_function.is_recomputed(layer.shared_experts):
+        reasons.append("a shared expert whose activation is recomputed runs before the router")
+    if layer.shared_experts_recompute:
+        reasons.append("a shared expert that is recomputed as a whole runs before the router")
+    return reasons
+
+
+def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def postprocess(self: Any, output: Any, shared_expert_output: Any) -> Any:
+        if isinstance(shared_expert_output, _SharedExpert):
+            _state(session).shared = None
+            shared_expert_output = shared_expert_output.second()
+        return wrapped(self, output, shared_expert_output)
+
+    return postprocess
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    arg = context.arg
+    reasons: list[str] = []
+    if context.host_args is None:
+        return reasons
+    ranks = max(arg(name, 1) or 1 for name in ("expert_model_parallel_size", "tensor_model_parallel_size"))
+    if not arg("num_experts", None):
+        reasons.append("--num-experts is not given: the model has no experts")
+    elif ranks == 1:
+        reasons.append(
+            "--expert-model-parallel-size and --tensor-model-parallel-size are 1: tokens stay where they are"
+        )
+    dispatcher = arg("moe_token_dispatcher_type", "allgather")
+    if dispatcher != "allgather":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the messages are those of allgather")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="gathering of tokens behind the shared expert and behind experts' weight gradients",
+    options=(
+        Option(
+            "--moe-allgather-overlap-comm",
+            help="Run the shared expert and experts' weight gradients beside the messages of the allgather dispatcher.",
+        ),
+    ),
+    numerics="bitwise",
+    theme="experts",
+    memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
+    condition=_why_not,
+    conflicting_args=CUDA_GRAPH_ARGS,
+    not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
+    patches=(
+        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
+        Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Override(f"{_MAPPINGS}:gather_from_sequence_parallel_region", _gather),
+        Override(f"{_MAPPINGS}:reduce_scatter_to_sequence_parallel_region", _scatter),
+        Around(f"{_DISPATCHER}.dispatch_postprocess", _postprocess_tokens),
+        Around("megatron.core.transformer.moe.moe_utils:permute", _permute),
+        Override(
+            f"{_LAYER}.shared_experts_compute",
+            _shared_expert,
+            reads=("shared_experts", "shared_experts_recompute", "token_dispatcher", "use_shared_expert"),
+        ),
+        Override(f"{_LAYER}.postprocess", _postprocess),
+        expert_messages.before_gradients_are_reduced(NAME),
+    ),
+)

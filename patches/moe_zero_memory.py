@@ -1,0 +1,277 @@
+"""`--moe-zero-memory`: what experts are given and what they compute is not kept for the backward pass.
+
+`level0` releases the rows that a rank's experts were given and the output of their activation. In the backward pass the
+tokens, which the router keeps anyway, are permuted and exchanged again, and the activation runs again from its input.
+No gradient of a row needs the rows themselves; they are read by the weight gradients of the first layer alone. So the
+message leaves when the experts' gradient is there and is waited for behind all of those. level1 releases the
+activation's input too: the rows are exchanged before the gradient travels, and the first layer runs again, beside it
+with `--moe-alltoall-overlap-comm`. With `--moe-zero-memory-num-layers N` the first N layers of each pipeline rank have
+level1 and the others level0; with level0, the first N have it and the others none.
+
+Reaches `dispatch_preprocess` and `dispatch_postprocess` of `MoEAlltoAllTokenDispatcher`: from the one it keeps the
+tokens, from the other a copy of the dispatcher with its counts, whose own functions put rows in order once more. And
+`token_combine`, whose gradient is the first that comes. The experts are those of `--moe-grouped-gemm`. Layers are
+chosen where `TransformerLayer` builds them. Leaves shared experts alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
+from mindspeed_lite.memory.released import ReleasedTensor
+from mindspeed_lite.parallel.expert.exchange import AllToAll
+from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared import expert_messages, moe, recompute
+
+NAME = "moe_zero_memory"
+NUMBER = "moe_zero_memory_num_layers"
+FLAG = "--moe-zero-memory"
+OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+# Of dispatchers that were built with the feature on: the turn of their layer, None if it keeps everything. It stays
+# while they live, so that the feature can be turned off and on again.
+_BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
+
+
+class GivenUp:
+    """What one layer and micro-batch gives up, between its forward and its backward pass."""
+
+    def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
+        self._rows, self.level, self._session = rows, level, session
+        self._middle: ReleasedTensor | None = None
+        self._again: Callable[[], torch.Tensor] | None = None
+
+    def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
+        """Release the rows x, and at level1 `again()` of them, until the gradient of `out` is there."""
+        self._rows.release(x)
+        if self.level == LEVEL1:
+            self._middle, self._again = ReleasedTensor(middle), again
+        if out.requires_grad:
+            run = self.begin if self.level == LEVEL0 else self.compute
+            out.register_hook(lambda _: run())  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """The backward pass has something to hide a message behind."""
+        self._rows.leave()
+
+    def arrive(self) -> None:
+        """The rows are read now."""
+        self._rows.arrive()
+
+    def compute(self) -> None:
+        """What level1 has released is read now."""
+        self.arrive()
+        middle, again = self._middle, self._again
+        self._middle = self._again = None
+        if middle is not None and again is not None:
+            with torch.no_grad():
+                middle.fill(again())
+
+    def before_the_gradient(self) -> None:
+        """The gradient of what was combined is there, and is about to travel."""
+        self.begin()
+        messages = self._session.find(expert_messages.ALLTOALL)
+        if messages is not None:
+            messages.messages.put(self.compute, is_certain=True)
+
+
+class _State:
+    """The tokens of dispatchers that are between their two halves, and the rows that experts are to be given next."""
+
+    def __init__(self) -> None:
+        self.tokens: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
+        self.given: tuple[torch.Tensor, GivenUp] | None = None
+        self.combined: weakref.WeakKeyDictionary[Any, GivenUp] = weakref.WeakKeyDictionary()
+
+
+def _state(session: Session) -> _State:
+    found: _State = session.find(NAME) or session.state(NAME, _State)
+    return found
+
+
+def taken(session: Session, rows: torch.Tensor) -> GivenUp | None:
+    """What experts with these rows give up; None if they keep it."""
+    state = session.find(NAME)
+    if state is None or state.given is None:
+        return None
+    (given, found), state.given = state.given, None
+    return found if given is rows else None
+
+
+def _prepare(layer: Any, session: Session, turn: int | None) -> None:
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+    if dispatcher is None:
+        return
+    reasons = _layer_reasons(lambda name: getattr(layer.config, name, None))
+    if type(dispatcher) is not MoEAlltoAllTokenDispatcher:
+        reasons.append(f"the dispatcher {type(dispatcher).__name__}: the rows are those of alltoall")
+    if reasons:
+        session.fallback(NAME, "; ".join(reasons))
+    serves = not reasons and recompute.can_release(NAME, layer.config, session)
+    _BUILT[dispatcher] = turn if serves else None
+
+
+def _level(session: Session, dispatcher: Any) -> str | None:
+    """What the layer of a dispatcher gives up."""
+    turn, level = _BUILT.get(dispatcher), session.settings[NAME]
+    if dispatcher not in _BUILT:
+        session.fallback(NAME, "a layer that was built before the feature was enabled")
+        return None
+    if recompute.is_among(turn, session.settings[NUMBER]):
+        return str(level)
+    return LEVEL0 if level == LEVEL1 and turn is not None else None
+
+
+def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
+        if torch.is_grad_enabled() and _level(session, self):
+            _state(session).tokens[self] = hidden_states.detach()
+        return wrapped(self, hidden_states, routing_map, probs)
+
+    return dispatch_preprocess
+
+
+def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def dispatch_postprocess(self: Any, global_input_tokens: Any, global_probs: Any) -> Any:
+        state = _state(session)
+        tokens = state.tokens.pop(self, None)
+        if tokens is None:
+            return wrapped(self, global_input_tokens, global_probs)
+        # Its counts are this micro-batch's own until the next one comes.
+        counts = copy.copy(self)
+        counts.shared_experts = counts.probs = None
+        found = wrapped(self, global_input_tokens, global_probs)
+        given_up = GivenUp(_rows(counts, tokens), _level(session, self) or LEVEL0, session)
+        state.given, state.combined[self] = (found[0], given_up), given_up
+        return found
+
+    return dispatch_postprocess
+
+
+def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
+    """The rows that a dispatcher with these counts makes of its tokens [s, b, hidden]."""
+    from megatron.core.transformer.moe import moe_utils
+
+    def permute() -> torch.Tensor:
+        rows: torch.Tensor = moe_utils.permute(
+            tokens.view(-1, tokens.shape[-1]),
+            dispatcher.routing_map,
+            num_out_tokens=dispatcher.num_out_tokens,
+            fused=dispatcher.config.moe_permute_fusion,
+            drop_and_pad=dispatcher.drop_and_pad,
+        )[0]
+        return rows
+
+    def order(received: torch.Tensor) -> torch.Tensor:
+        # Megatron's own, which no feature that waits for a message stands around.
+        postprocess = inspect.unwrap(type(dispatcher).dispatch_postprocess)
+        rows: torch.Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
+        return rows
+
+    received, sent = (
+        None if each is None else [*map(int, each)] for each in (dispatcher.output_splits, dispatcher.input_splits)
+    )
+    is_sent = dispatcher.ep_size > 1
+    return RecomputedRows(permute, AllToAll(received, sent, dispatcher.ep_group) if is_sent else None, order)
+
+
+def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = wrapped(self, *args, **kwargs)
+        given_up = _state(session).combined.pop(self, None)
+        if given_up is not None and given_up.level == LEVEL1 and self.ep_size > 1 and found.requires_grad:
+            found.register_hook(lambda _: given_up.before_the_gradient())
+        return found
+
+    return token_combine
+
+
+def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
+    """What in a model's arguments leaves nothing to give up, or gives experts other rows."""
+    reasons = []
+    if value_of("recompute_granularity") == "selective" and "moe" in (value_of("recompute_modules") or ()):
+        reasons.append("--recompute-modules moe computes the layer of experts again as a whole")
+    if value_of("moe_apply_probs_on_input"):
+        reasons.append("--moe-apply-probs-on-input gives experts rows that are multiplied first")
+    return reasons
+
+
+def _enabled(settings: Settings) -> bool:
+    return settings.get(NAME) not in (None, OFF) or settings.get(NUMBER) is not None
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    level, number = context.settings.get(NAME), context.settings.get(NUMBER)
+    if number is not None and level in (None, OFF):
+        raise OptionError(f"{FLAG}-num-layers {number} says how many layers, and nothing what they do: add {FLAG}")
+    if number is not None and number < 1:
+        raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
+    if context.host_args is None:
+        return []
+    arg = context.arg
+    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: arg(name, None))]
+    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the rows are those of alltoall")
+    if arg("recompute_granularity", None) == "full" and arg("recompute_method", None) != "block":
+        reasons.append("--recompute-granularity full computes every layer again as a whole")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="experts' inputs and activations given up after use and exchanged and computed again",
+    options=(
+        Option(
+            FLAG,
+            help="Release what experts are given and their activation (level0), and the activation's input (level1).",
+            default=None,
+            choices=(OFF, LEVEL0, LEVEL1),
+            metavar=f"{{{OFF},{LEVEL0},{LEVEL1}}}",
+        ),
+        Option(
+            f"{FLAG}-num-layers",
+            help="level1 for the first N layers of each pipeline rank, level0 for the others; "
+            "with level0, the first N alone.",
+            default=None,
+            type=int,
+            metavar="N",
+        ),
+    ),
+    enabled=_enabled,
+    numerics="bitwise",
+    theme="memory",
+    condition=_why_not,
+    conflicting_args={
+        **recompute.CONFLICTING_ARGS,
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm takes layers apart and frees what "
+        "the parts read",
+    },
+    conflicts=(Relation("moe_fb_overlap", "its schedule takes layers apart and frees what the parts read"),),
+    requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
+    not_auto=recompute.NOT_AUTO,
+    patches=(
+        recompute.in_layers(_prepare, ("mlp", f"{CONFIG}.recompute_modules")),
+        Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess),
+        Around(
+            f"{_DISPATCHER}.dispatch_postprocess",
+            _postprocess,
+            reads=(
+                *("drop_and_pad", "ep_group", "ep_size", "input_splits", "num_out_tokens", "output_splits"),
+                *("config", "probs", "routing_map", "shared_experts", f"{CONFIG}.moe_permute_fusion"),
+            ),
+        ),
+        Around(f"{_DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
+    ),
+)

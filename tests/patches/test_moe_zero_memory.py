@@ -1,0 +1,176 @@
+"""`--moe-zero-memory` in real Megatron: the same bits, the memory that the prediction gives, and when it says no."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.patches.moe_zero_memory import FEATURE
+from mindspeed_lite.planner.experts import experts
+from mindspeed_lite.planner.training import TrainingConfig
+from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
+from tests.harness.processes import forked
+from tests.harness.swapped import reasons
+
+GROUPED = {"moe_grouped_gemm": True, "strict": True}
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN, "moe_router_dtype": "fp32",
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+TOKENS = SEQUENCE * BATCH
+# What stays for it in every layer: which token goes to which expert.
+MAP = TOKENS * 4
+# Level and number of layers -> how many layers have level0 and level1.
+CHOSEN = [("level0", None, (3, 0)), ("level0", 2, (2, 0)), ("level1", None, (0, 3)), ("level1", 1, (2, 1))]
+
+
+def predicted(level, layers, number, **more):
+    """Bytes that the experts of all layers keep."""
+    training = TrainingConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=4, seq_length=SEQUENCE, micro_batch_size=BATCH,
+        device="cpu", swiglu=True, bf16=True, num_experts=4, moe_ffn_hidden_size=FFN, moe_grouped_gemm=True,
+        moe_token_dispatcher_type="alltoall", moe_zero_memory=level, moe_zero_memory_num_layers=number, **more,
+    )  # fmt: skip
+    return sum(entry.bytes for place in layers for entry in experts(training, place, 0))
+
+
+@pytest.mark.parametrize(("level", "number", "counts"), CHOSEN)
+@forked("megatron")
+def test_rows_and_activations_are_not_kept(level, number, counts):
+    with mindspeed_lite.enabled(**GROUPED):
+        off = step(model_of(**EXPERTS))
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level, moe_zero_memory_num_layers=number):
+        on = step(model_of(**EXPERTS))
+        again = step(model_of(**EXPERTS))
+    assert same(on, off) and same(again, off)
+    rows = 2 * TOKENS * 2
+    level0, level1 = (rows * HIDDEN + rows * FFN, rows * HIDDEN + 3 * rows * FFN)
+    saved = counts[0] * level0 + counts[1] * level1
+    assert off[0] - on[0] == saved
+    layers = range(LAYERS)
+    foreseen = predicted("", layers, None) - predicted(level, layers, number)
+    assert abs(saved - sum(counts) * MAP - foreseen) <= 0.01 * foreseen
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bias_activation_fusion": False},
+        {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu, "bias_activation_fusion": False},
+        {"moe_expert_capacity_factor": 1.0},
+        {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        {"num_moe_experts": 1, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+        {"moe_permute_fusion": True},
+        {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe_act", "layernorm"],
+            "moe_grouped_gemm": True,
+        },
+    ],
+    ids=["unfused", "plain", "dropped", "padded", "one expert", "permute fused", "recompute"],
+)
+@forked("megatron")
+def test_every_kind_of_layer(fields):
+    flags = {**GROUPED, "moe_permute_fusion": fields.get("moe_permute_fusion", False)}
+    with mindspeed_lite.enabled(**flags):
+        off = step(model_of(**{**EXPERTS, **fields}))
+    for level in ("level0", "level1"):
+        with mindspeed_lite.enabled(**flags, moe_zero_memory=level):
+            on = step(model_of(**{**EXPERTS, **fields}))
+        assert same(on, off) and on[0] < off[0]
+
+
+@forked("megatron")
+def test_on_a_live_model_it_is_turned_off_and_on_again():
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level1"):
+        model = model_of(**EXPERTS)
+        on = step(model)
+    with mindspeed_lite.enabled(**GROUPED):
+        off = step(model)
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level0"):
+        between = step(model)
+    assert on[0] < between[0] < off[0] and same(on, off) and same(between, off)
+
+
+@forked("megatron")
+def test_a_model_that_was_built_before_keeps_what_it_keeps():
+    flags = {**GROUPED, "strict": False}
+    with mindspeed_lite.enabled(**flags):
+        model = model_of(**EXPERTS)
+        off = step(model)
+    with mindspeed_lite.enabled(**flags, moe_zero_memory="level0"):
+        on = step(model)
+        (said,) = mindspeed_lite.report().fallbacks
+    assert on[0] == off[0] and same(on, off) and "built before" in str(said)
+
+
+@forked("megatron")
+def test_a_wrong_row_gives_a_wrong_gradient():
+    from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
+
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level0"):
+        model = model_of(**EXPERTS)
+        right = step(model)
+        own = RecomputedRows.arrive
+
+        def arrive(self):
+            if self._released is not None:
+                order, self._order = self._order, lambda received: order(received).roll(1, 0)
+            own(self)
+
+        RecomputedRows.arrive = arrive
+        wrong = step(model)
+    assert torch.equal(wrong[1][1], right[1][1]), "no gradient of a row needs the rows"
+    assert not same(wrong, right)
+
+
+@forked("megatron")
+def test_without_gradients_nothing_is_given_up():
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level1"), torch.no_grad():
+        model = model_of(**EXPERTS)
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN).bfloat16()
+        assert torch.equal(model(x, attention_mask=None), model(x, attention_mask=None))
+
+
+MODEL = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
+
+
+def context(settings=None, **args):
+    return Context(Settings(settings or {"moe_zero_memory": "level0"}), "cpu", {}, {**MODEL, **args})
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"num_experts": None}, "--num-experts"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
+        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "--recompute-granularity full"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
+        ({"overlap_moe_expert_parallel_comm": True}, "takes layers apart"),
+        ({"fp8": "hybrid"}, "--fp8-format"),
+    ],
+)
+def test_when_there_is_nothing_to_give_up(args, text):
+    (reason,) = reasons(FEATURE, context(**args))
+    assert text in reason
+
+
+def test_what_its_flags_say():
+    assert reasons(FEATURE, context()) == []
+    for settings, text in [
+        ({"moe_zero_memory_num_layers": 2}, "add --moe-zero-memory"),
+        ({"moe_zero_memory": "disable", "moe_zero_memory_num_layers": 2}, "add --moe-zero-memory"),
+        ({"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 0}, "at least 1"),
+    ]:
+        assert FEATURE.enabled(Settings(settings))
+        with pytest.raises(OptionError, match=text):
+            FEATURE.condition(context(settings))
+    assert not FEATURE.enabled(Settings({"moe_zero_memory": "disable"})) and not FEATURE.enabled(Settings({}))
+
+
+def test_auto_leaves_it_off():
+    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
+    assert "memory" in left_off
