@@ -243,7 +243,13 @@ def _arguments(context: Context) -> Mapping[str, Any]:
         found["create_attention_mask_in_dataloader"] = False
     degree, size = context.settings["ulysses_degree_in_cp"], context.settings["context_parallel_size"]
     if degree is not None and degree > 0:
-        found["hierarchical_context_parallel_sizes"] = [degree, size // degree]
+        found["hierarchical_context_parallel_sizes"] = wanted = [degree, size // degree]
+        given = context.arg("hierarchical_context_parallel_sizes", None)
+        if given and list(given) != wanted:
+            raise OptionError(
+                f"{NAME}: --ulysses-degree-in-cp {degree} and --hierarchical-context-parallel-sizes "
+                f"{' '.join(map(str, given))} contradict each other: leave one out."
+            )
     return found
 
 

@@ -246,6 +246,9 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         context(host={"reset_attention_mask": True}, ulysses_degree_in_cp=2, context_parallel_size=8)
     )
     assert asked == {"hierarchical_context_parallel_sizes": [2, 4]}
+    with pytest.raises(OptionError, match="--hierarchical-context-parallel-sizes 4 2 contradict each other"):
+        sizes = {"hierarchical_context_parallel_sizes": [4, 2]}
+        FEATURE.arguments(context(host=sizes, ulysses_degree_in_cp=2, context_parallel_size=8))
 
 
 DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embedding_type": "none"}
