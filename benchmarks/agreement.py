@@ -1,7 +1,7 @@
 """Losses with features on beside those with them off, over 100 steps on real text: `python -m benchmarks.agreement`.
 
     python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--layouts single experts ...]
-                                   [--features reuse_fp32_param quant_states=bf16 ...] [--page FILE]
+                                   [--features reuse_fp32_param quant_states=bf16 ...] [--page FILE [--add]]
 
 Every feature alone, on one process and under tensor and sequence parallelism, and all of them together on every layout,
 in a training loop on Megatron-core: a model of two layers reads the English help texts of Python's standard library, a
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -118,15 +119,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--features", nargs="+", default=[], metavar="FEATURE[=VALUE]", help="these alone, in each layout"
     )
     parser.add_argument("--page", default=str(ROOT / "docs" / "benchmarks" / "agreement.md"), metavar="FILE")
+    parser.add_argument("--add", action="store_true", help="keep the rows that FILE has and that are not measured now")
     options = parser.parse_args(arguments)
-    rows: list[dict[str, Any]] = []
+    page, failed = Path(options.page), False
+    rows = {row[:3]: row for row in _read(page, options.steps)} if options.add else {}
     for release in options.releases:
         for row in _measure(release, options.steps, _chosen(options.layouts), options.features):
             print(_line(row), flush=True)
-            rows.append(row)
-        Path(options.page).write_text(_page(rows, options.steps, options.layouts, options.features))
-        print(f"wrote {options.page}")
-    return int(any(row["share"] > ALLOWED for row in rows))
+            failed = failed or row["share"] > ALLOWED
+            rows[row["release"], row["layout"], row["features"]] = _cells(row)
+            page.write_text(_page([*rows.values()], options.steps, options.features))
+    print(f"wrote {page}")
+    return int(failed)
+
+
+def _read(page: Path, steps: int) -> list[tuple[str, ...]]:
+    """The cells of a page's rows."""
+    text = page.read_text()
+    if f"--steps {steps} " not in text:
+        raise SystemExit(f"{page} is of another number of steps than {steps}: give that, or leave --add out")
+    return [
+        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line[2:3].isdigit()
+    ]
 
 
 def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -250,10 +264,20 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def _page(rows: list[dict[str, Any]], steps: int, layouts: Sequence[str], features: Sequence[str]) -> str:
-    held = sum(row["share"] <= ALLOWED for row in rows)
-    ran = " ".join(dict.fromkeys(row["release"] for row in rows))
-    command = f"python -m benchmarks.agreement --steps {steps} --releases {ran}"
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    losses = f"{row['first']:.3f}, {row['last']:.3f}, {row['on']:.3f}"
+    # Rounded up: what is just beyond the yardstick must not read as if it were within.
+    numbers = f"{row['apart']:.1e}", f"{row['yardstick']:.1e}", f"{math.ceil(100 * row['share']) / 100:.2f}"
+    return (row["release"], row["layout"], row["features"], losses, *numbers)
+
+
+def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> str:
+    """The newest release first, layouts in the order above."""
+    order = [*LAYOUTS, *EXPERT_LAYOUTS, *CONTEXT_LAYOUTS]
+    rows = sorted(rows, key=lambda row: (-checkouts.ALL.index(row[0]), order.index(row[1])))
+    held = sum(float(row[-1]) <= ALLOWED for row in rows)
+    releases, layouts = (list(dict.fromkeys(row[column] for row in rows)) for column in (0, 1))
+    command = f"python -m benchmarks.agreement --steps {steps} --releases {' '.join(releases)}"
     if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
         command += f" --layouts {shlex.join(layouts)}"
     if features:
@@ -267,13 +291,8 @@ def _page(rows: list[dict[str, Any]], steps: int, layouts: Sequence[str], featur
         "",
         "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Yardstick's | Worst share |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
+        *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['release']} | {row['layout']} | {row['features']} | {row['first']:.3f}, {row['last']:.3f}, "
-            f"{row['on']:.3f} | "
-            f"{row['apart']:.1e} | {row['yardstick']:.1e} | {row['share']:.2f} |"
-        )
     return "\n".join([*lines, ""])
 
 

@@ -53,6 +53,8 @@ def refuse_what_is_not_here(args: Any) -> None:
     absent = {
         "--fim-data": bool(args.fim_data),
         "--sft": bool(args.sft),
+        "--hybrid-context-parallel": bool(getattr(args, "hybrid_context_parallel", False)),
+        "--dataloader-inter-document-masking": bool(getattr(args, "dataloader_inter_document_masking", False)),
     }
     asked = [flag for flag, given in absent.items() if given]
     if asked:

@@ -23,7 +23,7 @@ from typing import Any
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Provide, Session, Settings
 from mindspeed_lite.parallel import context as cp
 from mindspeed_lite.parallel.context import layout as layouts
-from mindspeed_lite.parallel.context.ulysses import split_heads
+from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared.attention_core import (
     CORE,
@@ -35,17 +35,16 @@ from ._shared.attention_core import (
     why_not_packed,
     without_head_sizes,
 )
-from ._shared.context_groups import ALGORITHMS, COMM_TYPES, Options, algorithm_of, group_of, least_exposed
+from ._shared.context_flags import NAME, algorithm_named, check, check_heads, splits_as_one
+from ._shared.context_groups import ALGORITHMS, Options, algorithm_of, group_of, least_exposed
 
-NAME = "context_parallel_algo"
 _UTILS = "megatron.core.utils"
+_OF_CONFIG = (f"{CONFIG}.context_parallel_size", f"{CONFIG}.cp_comm_type")
+# What a session keeps of models that were split.
+_SPLIT = "split models"
 _CAUSAL, _FREE = (-1, 0), (-1, -1)
-_KIND = "cp_comm_type"
-_RING_FLAGS = {
-    "cp_window_size": 1,
-    "use_cp_send_recv_overlap": False,
-    "context_parallel_kv_cache_policy": None,
-}
+# What a micro-batch holds besides its rows.
+_NOT_OF_ROWS = {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}
 
 
 def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -60,13 +59,14 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         given["config"].context_parallel_size = 1
         build(**given, **sizes)
         self.config = config
-        session.mark(self, _KIND, given.get(_KIND))
 
     return __init__
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    options = Options.of(session)
+    options, before = Options.of(session), session.find(_SPLIT)
+    if before is not None:  # with other flags
+        session.state(_SPLIT, lambda: _warn_at_end(*before, session))
 
     def forward(
         self: Any,
@@ -78,14 +78,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        group = group_of(self, packed_seq_params)
-        if group is None or group.size() == 1:
+        # A model without context parallelism, as an image encoder's, may stand beside one that has it.
+        group = group_of(self, packed_seq_params) if self.config.context_parallel_size > 1 else None
+        if group is None:
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
         is_pack = packed_seq_params is not None
         call = read_call(self, query, attention_mask, is_pack)
         reasons = [] if attention_bias is None else ["an attention bias"]
         if is_pack:
             reasons += why_not_packed(self, query, packed_seq_params)
+            reasons += [] if reasons else _why_not_split(packed_seq_params)
         elif query.shape[0] != key.shape[0]:
             reasons.append(f"{query.shape[0]} queries and {key.shape[0]} keys on a rank, as in cross attention")
         if reasons:
@@ -95,21 +97,40 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             )
         if session.verifier is not None:
             session.verifier.leave_out(NAME, "attention", "Megatron's local attention has no context parallelism")
-        layout = _pack_layout(packed_seq_params, group) if is_pack else _layout(query, group)
+        session.state(_SPLIT, lambda: _warn_at_end(type(self), self.config.context_parallel_size, session))
+        layout = _pack_layout(query, packed_seq_params, group, session.context) if is_pack else _layout(query, group)
         tensors, rest = (query, key, value), {"scale": call.scale, "dropout_p": call.dropout_p, "sink": call.sink}
+        kind = algorithm_named(self, session.context)
         if call.mask is not None:
+            if kind not in (None, "gathered"):
+                session.log_decision(f"{NAME}: keys and values are gathered, since an attention mask is given")
             with dropout_generator(self, call.dropout_p):
                 out = cp.attend_masked(*tensors, layout, group, call.mask, **rest)
             return out.flatten(-2)
         band = call.window or (_CAUSAL if call.causal else _FREE)
-        kind = _kind(self, session) or least_exposed(*tensors, group, call.causal, session)
+        kind = kind or least_exposed(*tensors, group, call.causal, session)
         algorithm = algorithm_of(kind, group, self.layer_number, options, session)
         if algorithm.ulysses is not None:
-            _check_heads(query.shape[-2], key.shape[-2], algorithm.ulysses.size())
+            check_heads(query.shape[-2], key.shape[-2], algorithm.ulysses.size())
         with dropout_generator(self, call.dropout_p):
             return cp.attend(*tensors, layout, algorithm, band=band, **rest).flatten(-2)
 
     return forward
+
+
+def _warn_at_end(core: Any, ranks: int, session: Session) -> tuple[Any, int]:
+    """Say, when the feature ends for good, what a model whose sequences are split then lacks; returns the first two."""
+
+    def warn() -> None:
+        # With other flags the feature goes on.
+        if not hasattr(core.forward, "__wrapped__"):
+            session.log_decision(
+                f"{NAME}: taken back; a model of --context-parallel-size {ranks} attends to each rank's own rows alone "
+                "from now on: turn it on again, or build the model anew"
+            )
+
+    session.on_end(warn)
+    return core, ranks
 
 
 def _layout(query: Any, group: Any) -> layouts.Layout:
@@ -122,43 +143,30 @@ def _layout(query: Any, group: Any) -> layouts.Layout:
     return layouts.zigzag(rows * ranks, ranks)
 
 
-def _pack_layout(params: Any, group: Any) -> layouts.Layout:
+def _why_not_split(params: Any) -> list[str]:
+    packing = packing_of(params)
+    return [] if packing.q == packing.k else ["a pack whose queries and keys have sequences of different lengths"]
+
+
+def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layouts.Layout:
     """The split of a pack; Megatron's cumulative lengths are those of the whole sequences."""
-    documents = packing_of(params).q
+    total = query.shape[0] * group.size()
     starts = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
-    ends = starts.tolist()
-    return layouts.packed_zigzag(documents, tuple(itertools.pairwise(ends)), group.size())
+    padded = ((0, total),) if splits_as_one(context) else _spans(starts, total)
+    return _packed_zigzag(packing_of(params).q, padded, group.size())
 
 
-def _kind(module: Any, session: Session) -> str | None:
-    """The algorithm that a flag names for a layer, or None."""
-    settings = session.settings
-    asked = _asked(settings)
-    if asked is not None:
-        return asked
-    given = getattr(module, _KIND, None)
-    if given is None or (given == "p2p" and not _comm_type_given(session.context)):
-        return None
-    if given not in COMM_TYPES:
-        raise OptionError(f"--cp-comm-type {given}: not one of {', '.join(COMM_TYPES)}.")
-    return COMM_TYPES[given]
+def _spans(cu_seqlens: Any, total: int) -> layouts.Spans:
+    """Each sequence with its padding, and as one more what stands behind them in `total` rows."""
+    ends = cu_seqlens.tolist()
+    return tuple(itertools.pairwise([*ends, total] if ends[-1] < total else ends))
 
 
-def _comm_type_given(context: Context) -> bool:
-    """Whether the user named a type; p2p is Megatron's default."""
-    return "cp_comm_type" in context.explicit or tuple(context.arg("cp_comm_type", None) or ("p2p",)) != ("p2p",)
-
-
-def _asked(settings: Mapping[str, Any]) -> str | None:
-    """The algorithm that MindSpeed's flags name or imply."""
-    algorithm = settings["context_parallel_algo"]
-    if algorithm is not None:
-        return ALGORITHMS[algorithm]
-    if settings["ulysses_degree_in_cp"] is not None:
-        return "hybrid"
-    if settings["use_ulysses_allgather_kv"]:
-        return "ulysses"
-    return "ring" if any(settings[name] != off for name, off in _RING_FLAGS.items()) else None
+def _packed_zigzag(documents: layouts.Spans, padded: layouts.Spans, ranks: int) -> layouts.Layout:
+    try:
+        return layouts.packed_zigzag(documents, padded, ranks)
+    except ValueError as error:
+        raise OptionError(f"{error}, twice --context-parallel-size.") from error
 
 
 def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -179,9 +187,11 @@ def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
         size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
         rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
         if size > 1:
-            index = thd_partition(cu_seqlens_padded, batch["tokens"].size(1), size, rank)
-            for name in batch.keys() - {"attention_mask", "cu_seqlens", "cu_seqlens_padded", "max_seqlen"}:
-                batch[name] = batch[name].index_select(1, index)
+            # Megatron's own data set of packs pads its sequences and says no more; a last stage has no tokens.
+            ends = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
+            rows = {name: its for name, its in batch.items() if its is not None and name not in _NOT_OF_ROWS}
+            index = thd_partition(ends, next(iter(rows.values())).size(1), size, rank)
+            batch.update((name, its.index_select(1, index)) for name, its in rows.items())
         return batch, params
 
     return get_thd_batch_on_this_cp_rank
@@ -191,11 +201,8 @@ def thd_partition(cu_seqlens: Any, total: int, size: int, rank: int) -> Any:
     """The rows [total / size] int64 of a pack that a rank holds: Transformer Engine's thd_get_partitioned_indices."""
     import torch
 
-    ends = cu_seqlens.tolist()
-    spans = tuple(itertools.pairwise(ends))
-    if ends[-1] < total:
-        spans += ((ends[-1], total),)
-    rows = layouts.stream_rows(layouts.packed_zigzag(spans, spans, size), rank)
+    spans = _spans(cu_seqlens, total)
+    rows = layouts.stream_rows(_packed_zigzag(spans, spans, size), rank)
     return torch.tensor(rows, dtype=torch.int64, device=cu_seqlens.device)
 
 
@@ -224,69 +231,8 @@ def _enabled(settings: Settings) -> bool:
 def _why_not(context: Context) -> Sequence[str]:
     if context.arg("transformer_impl", "local") == "transformer_engine":
         return ["--transformer-impl transformer_engine uses Transformer Engine's own attention"]
-    _check(context)
+    check(context)
     return []
-
-
-def _check(context: Context) -> None:
-    """Raise OptionError for flags that contradict each other or the layout."""
-    settings = context.settings
-    size, degree = settings["context_parallel_size"], settings["ulysses_degree_in_cp"]
-    algorithm, kind = settings["context_parallel_algo"], _asked(settings)
-    if algorithm is not None and "cp_comm_type" in context.explicit:
-        types = {COMM_TYPES.get(each) for each in context.arg("cp_comm_type", None) or ()}
-        if types != {kind}:
-            raise OptionError(
-                f"{NAME}: --context-parallel-algo {algorithm} and --cp-comm-type contradict each other: leave one out."
-            )
-    if kind not in (None, "ring", "hybrid"):
-        given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]
-        if given:
-            raise OptionError(
-                f"{NAME}: --{given[0].replace('_', '-')} is about a ring, and --context-parallel-algo {algorithm} has "
-                "none: leave it out, or take megatron_cp_algo or hybrid_cp_algo."
-            )
-    if settings["use_ulysses_allgather_kv"] and kind not in ("ulysses", "hybrid"):
-        raise OptionError(
-            f"{NAME}: --use-ulysses-allgather-kv is about Ulysses: take ulysses_cp_algo or hybrid_cp_algo."
-        )
-    if settings["context_parallel_cache_interval"] and settings["context_parallel_kv_cache_policy"] is None:
-        raise OptionError(
-            f"{NAME}: --context-parallel-cache-interval says in which layers --context-parallel-kv-cache-policy holds: "
-            "give that too."
-        )
-    if kind == "hybrid":
-        sizes = context.arg("hierarchical_context_parallel_sizes", None)
-        if degree is None and context.host_args is not None and not sizes:
-            raise OptionError(
-                f"{NAME}: hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads."
-            )
-        if degree is not None and (degree < 2 or size % degree or degree == size):
-            raise OptionError(
-                f"{NAME}: --ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 "
-                "and it; for Ulysses alone take --context-parallel-algo ulysses_cp_algo."
-            )
-    elif degree is not None:
-        raise OptionError(f"{NAME}: --ulysses-degree-in-cp is about hybrid_cp_algo, not {algorithm}: leave one out.")
-    ring = size // (degree or 1) if kind == "hybrid" else size
-    window = settings["cp_window_size"]
-    if window < 1 or ring % window:
-        raise OptionError(f"{NAME}: --cp-window-size {window} must divide the ring's {ring} ranks.")
-    heads = context.arg("num_attention_heads", None)
-    kinds = {kind} if kind else {COMM_TYPES.get(each) for each in context.arg("cp_comm_type", None) or ()}
-    if kinds & {"ulysses", "hybrid"} and heads:
-        tensor = context.arg("tensor_model_parallel_size", 1) or 1
-        groups = context.arg("num_query_groups", None) if context.arg("group_query_attention", False) else None
-        inner = degree or (context.arg("hierarchical_context_parallel_sizes", None) or (size,))[0]
-        for each in kinds & {"ulysses", "hybrid"}:
-            _check_heads(heads // tensor, max(1, (groups or heads) // tensor), size if each == "ulysses" else inner)
-
-
-def _check_heads(heads: int, groups: int, ranks: int) -> None:
-    try:
-        split_heads(heads, groups, ranks)
-    except ValueError as error:
-        raise OptionError(f"{NAME}: {error} (--ulysses-degree-in-cp with hybrid_cp_algo).") from error
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -296,8 +242,14 @@ def _arguments(context: Context) -> Mapping[str, Any]:
     if not context.arg("reset_attention_mask", False):
         found["create_attention_mask_in_dataloader"] = False
     degree, size = context.settings["ulysses_degree_in_cp"], context.settings["context_parallel_size"]
-    if degree is not None:
-        found["hierarchical_context_parallel_sizes"] = [degree, size // degree]
+    if degree is not None and degree > 0:
+        found["hierarchical_context_parallel_sizes"] = wanted = [degree, size // degree]
+        given = context.arg("hierarchical_context_parallel_sizes", None)
+        if given and list(given) != wanted:
+            raise OptionError(
+                f"{NAME}: --ulysses-degree-in-cp {degree} and --hierarchical-context-parallel-sizes "
+                f"{' '.join(map(str, given))} contradict each other: leave one out."
+            )
     return found
 
 
@@ -362,7 +314,7 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
-        Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number")),
+        Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG)),
         Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18", absent_in="<0.16"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18", variant_of=f"{_UTILS}:get_thd_batch_on_this_cp_rank"),
     ),

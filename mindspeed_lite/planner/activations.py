@@ -25,8 +25,13 @@ from .pieces import (
 from .training import TrainingConfig
 
 
-def layer(training: TrainingConfig, number: int, place: int, chunk: int) -> list[MemoryEntry]:
-    """Of the transformer layer with this number in the whole model, at a place of a model chunk; all from 0."""
+def layer(
+    training: TrainingConfig, number: int, place: int, chunk: int, *, attention: int | None = None
+) -> list[MemoryEntry]:
+    """Of the transformer layer with this number in the whole model, at a place of a model chunk; all from 0.
+
+    attention: the number that its attention goes by, where that is another one.
+    """
     has_experts = training.is_moe(number)
     gives_up, hidden = norm_is_recomputed(training, place, chunk), hidden_bytes(training)
     part = "experts" if has_experts else "mlp"
@@ -44,7 +49,7 @@ def layer(training: TrainingConfig, number: int, place: int, chunk: int) -> list
     return [
         _norm(training, "attention", gives_up),
         given_up("attention", "input of the qkv layer", hidden, gives_up),
-        *_attention(training, number),
+        *_attention(training, number if attention is None else attention),
         *_dropout(training, "attention"),
         _norm(training, part, gives_up),
         given_up(part, name, hidden, gives_up),

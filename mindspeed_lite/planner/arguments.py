@@ -139,7 +139,9 @@ def _checked(training: TrainingConfig) -> TrainingConfig:
             "--virtual-optimizer and --swap-optimizer both keep Adam's moments in host memory: drop one"
         )
     if training.num_experts:
-        _check_pattern(training)
+        _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
+    if training.window_attn_skip_freq:
+        _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
     if len(training.virtual_optimizer) not in (0, 1, training.pp):
         raise ArgumentError(
             f"--virtual-optimizer has {len(training.virtual_optimizer)} budgets for {training.pp} pipeline stages: "
@@ -148,15 +150,16 @@ def _checked(training: TrainingConfig) -> TrainingConfig:
     return training
 
 
-def _check_pattern(training: TrainingConfig) -> None:
-    text = training.moe_layer_freq
+def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
     try:
         found = pattern(text)
     except (ValueError, SyntaxError, TypeError):
-        raise ArgumentError(f"--moe-layer-freq is a number or a list of 0 and 1, not {text!r}") from None
+        raise ArgumentError(f"{flag} is a number or a list of 0 and 1, not {text!r}") from None
+    if found == 0:
+        raise ArgumentError(f"{flag} is at least 1, not 0")
     if not isinstance(found, int) and len(found) != training.num_layers:
         raise ArgumentError(
-            f"--moe-layer-freq {text} has {len(found)} entries for {training.num_layers} layers: change one of them"
+            f"{flag} {text} has {len(found)} entries for {training.num_layers} layers: change one of them"
         )
 
 
@@ -182,6 +185,8 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
             # Sizes are the one list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
             found[flags.LISTS[flag]] = tuple(_number(flag, each, int) if is_sizes else each for each in values)
+        elif flag == "--window-size":
+            found["window_size"] = _window(_one(flag, values))
         elif flag in flags.TEXTS:
             found[flags.TEXTS[flag]] = _one(flag, values)
         elif flag in flags.INTEGERS or flag in flags.NUMBERS:
@@ -194,6 +199,15 @@ def _one(flag: str, values: Sequence[str]) -> str:
     if not values:
         raise ArgumentError(f"{flag} has no value: give one after it")
     return values[0]
+
+
+def _window(text: str) -> tuple[int, int]:
+    """Two numbers as Megatron reads them, with or without parentheses."""
+    try:
+        before, after = (int(each) for each in text.strip("()").split(","))
+    except ValueError:
+        raise ArgumentError(f"--window-size is two numbers such as 127,0, not {text!r}") from None
+    return before, after
 
 
 def _number(flag: str, text: str, kind: type[int] | type[float]) -> int | float:
@@ -215,7 +229,8 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     """Flags that are none of those read here but look like one, each with what it may stand for."""
-    known = [*flags.ON, *flags.OFF, *flags.INTEGERS, *flags.NUMBERS, *flags.TEXTS, *flags.LISTS, *flags.REFUSED]
+    tables = flags.ON, flags.OFF, flags.INTEGERS, flags.NUMBERS, flags.TEXTS, flags.LISTS, flags.REFUSED
+    known = ["--window-size", *(flag for table in tables for flag in table)]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]
     return [(flag, found[0]) for flag, found in close if found]

@@ -1,15 +1,18 @@
 """Predicts what a sequence that is split over ranks keeps in its attention, by algorithm and layer.
 
 A ring and gathered keys keep what attention on one rank keeps, of the rank's own rows; a ring's cache adds what it
-received. Ulysses keeps its queries, keys, values and output as exchanged, and the output once more as sent back.
+received, but for blocks outside of a sliding window. Ulysses keeps its queries, keys, values and output as exchanged,
+and the output once more as sent back.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Literal
 
 from .pieces import MemoryEntry, tokens
-from .training import ArgumentError, TrainingConfig
+from .training import ArgumentError, TrainingConfig, Window
 
 Algorithm = Literal["ring", "ulysses", "hybrid", "gathered"]
 
@@ -33,14 +36,16 @@ def algorithm(training: TrainingConfig, layer: int) -> Algorithm:
     """Of the layer with this number, from 0."""
     if training.context_parallel_algo:
         return ALGORITHMS[training.context_parallel_algo]
+    types = training.cp_comm_type
+    if types:
+        return COMM_TYPES[types[layer] if len(types) > 1 else types[0]]
     if training.ulysses_degree_in_cp:
         return "hybrid"
     if training.use_ulysses_allgather_kv:
         return "ulysses"
     if training.cp_window_size > 1 or training.use_cp_send_recv_overlap or training.context_parallel_kv_cache_policy:
         return "ring"
-    types = training.cp_comm_type
-    return COMM_TYPES[types[layer] if len(types) > 1 else types[0]] if types else _least_exposed(training)
+    return _least_exposed(training)
 
 
 def sharing(training: TrainingConfig, layer: int) -> int:
@@ -70,15 +75,39 @@ def exchanged(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
 
 def received(training: TrainingConfig, layer: int) -> list[MemoryEntry]:
     """The keys and values of other ranks that a ring keeps for the backward pass."""
-    policy, others = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer) - 1
+    policy, ranks = training.context_parallel_kv_cache_policy, training.cp // sharing(training, layer)
     if not policy or algorithm(training, layer) not in ("ring", "hybrid"):
         return []
     if layer % (training.context_parallel_cache_interval + 1):
         return []
     name = "keys and values" if policy == "full" else "keys"
     sizes = (training.query_size, training.value_size)[: 2 if policy == "full" else 1]
-    size = others * sum(_heads(training, layer, each) for each in sizes)
+    blocks = blocks_received(ranks, training.seq_length // (2 * ranks), training.window_of(layer))
+    size = blocks * sum(_heads(training, layer, each) for each in sizes)
     return [MemoryEntry("attention", f"{name} that the ring received", size)]
+
+
+@functools.lru_cache(maxsize=64)
+def blocks_received(ranks: int, chunk: int, window: Window | None) -> int:
+    """Blocks of other ranks that a ring's rank computes with, and so may keep: of the rank that has most.
+
+    Rank r holds the chunks r and 2P - 1 - r, of `chunk` rows each. A sliding window leaves out the chunks beyond it.
+    """
+    if window is None:
+        return ranks - 1
+    before, after = (math.inf if limit < 0 else limit for limit in window)
+
+    def owner(number: int) -> int:
+        return min(number, 2 * ranks - 1 - number)
+
+    def is_seen(keys: int, queries: int) -> bool:
+        return (keys + 1) * chunk - 1 >= queries * chunk - before and keys * chunk <= (queries + 1) * chunk - 1 + after
+
+    def owners(rank: int) -> set[int]:
+        own = rank, 2 * ranks - 1 - rank
+        return {owner(keys) for keys in range(2 * ranks) for queries in own if is_seen(keys, queries)} - {rank}
+
+    return max(len(owners(rank)) for rank in range(ranks))
 
 
 def _heads(training: TrainingConfig, layer: int, size: int) -> int:
@@ -100,8 +129,9 @@ def check(training: TrainingConfig) -> None:
             f"--context-parallel-size {size} ranks{' times tensor parallelism' if rows > 2 * size else ''}: change one "
             "of them"
         )
-    for flag, name in (("--reset-attention-mask", "reset_attention_mask"), ("--sft", "sft")):
+    for name in ("reset_attention_mask", "sft", "dataloader_inter_document_masking"):
         if getattr(training, name):
+            flag = f"--{name.replace('_', '-')}"
             raise ArgumentError(f"{flag}: masks and packs under context parallelism are not predicted: leave it out")
     _check_names(training)
     if degree and (degree < 2 or size % degree or degree == size):

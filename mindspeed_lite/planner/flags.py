@@ -52,6 +52,7 @@ ON = {
     "--use-ulysses-allgather-kv": "use_ulysses_allgather_kv",
     "--reset-attention-mask": "reset_attention_mask",
     "--sft": "sft",
+    "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
 }
 # Switches that set a name to False.
 OFF = {
@@ -122,6 +123,7 @@ TEXTS = {
     "--moe-token-dispatcher-type": "moe_token_dispatcher_type",
     "--attention-backend": "attention_backend",
     "--quant-states": "quant_states",
+    "--window-attn-skip-freq": "window_attn_skip_freq",
     "--recompute-granularity": "recompute_granularity",
     "--recompute-method": "recompute_method",
     "--transformer-impl": "transformer_impl",

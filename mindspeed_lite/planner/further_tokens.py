@@ -32,7 +32,8 @@ def groups(training: TrainingConfig, place: int, chunk: int) -> list[list[Memory
     if training.sequence_parallel and keeps_norm_input(training):
         # Of the output that ranks gather each keeps its tokens, as a view of all.
         joined.append(MemoryEntry(PART, "output of the layer that joins them", (training.tp - 1) * hidden))
-    layer = activations.layer(training, training.num_layers - 1, place, chunk)
+    # The model's last layer once more, but that Megatron counts these from 1 again.
+    layer = activations.layer(training, training.num_layers - 1, place, chunk, attention=0)
     behind = [MemoryEntry(PART, "norm", norm)]
     if training.recompute_granularity == "full" and training.recompute_method == "uniform":
         inside = [*joined, *layer, *behind]

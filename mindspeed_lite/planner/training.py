@@ -6,6 +6,9 @@ import ast
 import dataclasses
 from dataclasses import dataclass
 
+# Keys that a query sees before its own and after it; -1 is no limit.
+Window = tuple[int, int]
+
 
 class ArgumentError(ValueError):
     """The command does not say what is needed, or asks for what is not predicted; one line."""
@@ -84,6 +87,9 @@ class TrainingConfig:
     use_ulysses_allgather_kv: bool = False
     reset_attention_mask: bool = False
     sft: bool = False
+    dataloader_inter_document_masking: bool = False
+    window_size: Window | None = None
+    window_attn_skip_freq: str = ""
     num_layers_per_virtual_pipeline_stage: int = 0
     num_virtual_stages_per_pipeline_rank: int = 0
     microbatch_group_size_per_vp_stage: int = 0
@@ -254,13 +260,20 @@ class TrainingConfig:
         every = pattern(self.moe_layer_freq)
         return layer % every == 0 if isinstance(every, int) else bool(every[layer])
 
+    def window_of(self, layer: int) -> Window | None:
+        """The sliding window of the layer with this number, from 0; None if it has none."""
+        skipped = pattern(self.window_attn_skip_freq) if self.window_attn_skip_freq else []
+        if isinstance(skipped, int):
+            return self.window_size if (layer + 1) % skipped else None
+        return self.window_size if not skipped or skipped[layer] else None
+
     def replace(self, **changed: object) -> TrainingConfig:
         """The same training with some arguments changed."""
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
 def pattern(text: str) -> int | list[int]:
-    """`--moe-layer-freq`: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
+    """`--moe-layer-freq` and its like: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
     text = text.strip()
     if text.isdigit():
         return int(text)

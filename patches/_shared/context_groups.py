@@ -53,16 +53,25 @@ class Options(NamedTuple):
 
 
 def group_of(module: Any, packed_seq_params: Any) -> Any:
-    """The ranks that share a call's sequence, or None."""
+    """The ranks that share a call's sequence; None where each has its own.
+
+    Raises:
+        OptionError: Megatron's groups are not of as many ranks as the module's configuration says.
+    """
     from megatron.core import parallel_state
 
     dynamic = getattr(packed_seq_params, "cp_group", None)
-    if dynamic is not None:
-        return dynamic
-    if (getattr(packed_seq_params, "local_cp_size", None) or 0) == 1:
-        return None
+    if dynamic is not None or (getattr(packed_seq_params, "local_cp_size", None) or 0) == 1:
+        return dynamic if dynamic is not None and dynamic.size() > 1 else None
     own = getattr(getattr(module, "pg_collection", None), "cp", None)
-    return own if own is not None else parallel_state.get_context_parallel_group(check_initialized=False)
+    group = own if own is not None else parallel_state.get_context_parallel_group(check_initialized=False)
+    wanted, found = module.config.context_parallel_size, 0 if group is None else group.size()
+    if found != wanted:
+        raise OptionError(
+            f"context_parallel_algo: the model's context_parallel_size is {wanted}, and Megatron's context-parallel "
+            f"groups have {found or 'no'} ranks: call initialize_model_parallel(context_parallel_size={wanted})."
+        )
+    return group
 
 
 def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: Session) -> Algorithm:

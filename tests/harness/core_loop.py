@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
+# Ends of the documents of a micro-batch that is a pack, one of them empty and two padded, without and with padding.
+DOCUMENTS, PADDED = (0, 21, 29, 29, 59), (0, 24, 32, 32, 64)
 
 
 def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str, torch.Tensor]]:
@@ -169,6 +171,29 @@ def _part_of_context(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
+def _part_of_pack(batch: dict[str, torch.Tensor], has_padding: bool) -> tuple[dict[str, Any], Any]:
+    """A micro-batch as one pack of documents, this rank's rows of it, and what Megatron tells attention.
+
+    has_padding: Megatron is told of the padding; its own data set of packs counts it to the documents.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core import utils
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends, starts = (torch.tensor(each, dtype=torch.int32) for each in (DOCUMENTS if has_padding else PADDED, PADDED))
+    padded = starts if has_padding else None
+    longest = torch.tensor([SEQUENCE], dtype=torch.int32)
+    rows: dict[str, Any] = {name: each.reshape(1, -1) for name, each in batch.items()}
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):
+        split: tuple[dict[str, Any], Any] = utils.get_thd_batch_on_this_cp_rank(rows, ends, padded, longest)
+        return split
+    whole = None if padded is None else padded.unsqueeze(0)
+    told = {"cu_seqlens": ends.unsqueeze(0), "cu_seqlens_padded": whole, "max_seqlen": longest}
+    rows = utils.get_batch_on_this_cp_rank({**rows, **told}, False, cp_group=ps.get_context_parallel_group())
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": SEQUENCE, "max_seqlen_kv": SEQUENCE}
+    return rows, PackedSeqParams(qkv_format="thd", **lengths, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded)
+
+
 class Training:
     """A model, its configuration and its optimizer, trained a step at a time; needs torchrun's variables."""
 
@@ -226,13 +251,17 @@ class Training:
         """What Megatron's schedules call for each micro-batch."""
         from megatron.core import parallel_state as ps
 
-        batch = _part_of_context(next(iterator))
-        mask = None
+        mask, packs = None, {}
+        if "packed" in self.options:
+            batch, packs["packed_seq_params"] = _part_of_pack(next(iterator), self.options["packed"] == "padded")
+        else:
+            batch = _part_of_context(next(iterator))
         if self.options.get("mask_tensor"):
             mask = torch.triu(torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda"), diagonal=1).bool()
         # The combined schedule of --overlap-moe-expert-parallel-comm asks for a plan instead of an output.
         call = model.build_schedule_plan if return_schedule_plan else model
-        output = call(batch["tokens"].cuda(), batch["position_ids"].cuda(), mask, labels=batch["labels"].cuda())
+        tokens, positions, labels = (batch[name].cuda() for name in ("tokens", "position_ids", "labels"))
+        output = call(tokens, positions, mask, labels=labels, **packs)
 
         def loss_of(losses: torch.Tensor) -> Any:
             loss = losses.float().mean()

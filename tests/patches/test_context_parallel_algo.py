@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel.context import zigzag
 from mindspeed_lite.parallel.context.layout import stream_rows
+from mindspeed_lite.patches._shared.context_flags import algorithm_named
 from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
 from tests.harness.attention_modules import HEADS, SIZE, module_of, pack_of
 from tests.harness.compare import error
@@ -17,6 +20,8 @@ from tests.harness.processes import forked, on_ranks
 
 RANKS, ROWS, BATCH = 2, 24, 2
 PACK, PADDED = (5, 1, 0, 8), (8, 4, 0, 12)
+# Of ROWS rows, and of no length that could be split.
+DOCUMENTS = (5, 1, 11, 7)
 
 # module fields, shapes, what `enable` is given, mask
 CASES = {
@@ -93,6 +98,8 @@ def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
         exact[name] = run(module, tensors, dout, document_mask() if masked else None)
     packs = draw(padded, batch=0)
     exact["pack"] = run(module_of(), *packs, None, pack)
+    documents = pack_of(*DOCUMENTS)
+    exact["documents"] = run(module_of(), *draw(ROWS, batch=0), None, documents)
     mindspeed_lite.disable()
 
     def body(rank):
@@ -119,7 +126,16 @@ def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
                 tensors, dout = packs
                 got = run(module_of(context_parallel_size=RANKS), [t[own] for t in tensors], dout[own], None, pack)
             compare(f"pack, {algorithm}", got, [t[own] for t in exact["pack"]])
-        assert refusal(module_of, rank)
+        own = torch.tensor(stream_rows(layout, rank))
+        whole = SimpleNamespace(dataloader_inter_document_masking=True)
+        with mindspeed_lite.enabled(host_args=whole, context_parallel_size=RANKS):
+            tensors, dout = draw(ROWS, batch=0)
+            got = run(module_of(context_parallel_size=RANKS), [t[own] for t in tensors], dout[own], None, documents)
+        compare("documents of a sequence that is split as a whole", got, [t[own] for t in exact["documents"]])
+        with mindspeed_lite.enabled(context_parallel_size=RANKS):
+            got = run(module_of(), *draw(ROWS), None)
+        compare("a model beside it that is not split", got, exact["chosen"])
+        assert refusal(rank) and told_at_its_end()
 
     on_ranks(RANKS, body)
 
@@ -134,7 +150,7 @@ def compare(name, got, exact):
         assert error(ours, truth) < 3e-6, f"{name}: {error(ours, truth):.2g}"
 
 
-def refusal(module_of, rank):
+def refusal(rank):
     """What a layer cannot do is an error that names the flag."""
     import mindspeed_lite
 
@@ -147,6 +163,34 @@ def refusal(module_of, rank):
             module(q, torch.zeros(12, 1, HEADS, SIZE), torch.zeros(12, 1, HEADS, SIZE), None)
         with pytest.raises(OptionError, match=r"a rank has 7 rows.*divisible by 4"):
             module(q[:7], q[:7], q[:7], None)
+        row = q[:, 0]
+        with pytest.raises(OptionError, match=r"a sequence of 6 rows cannot be split.*twice --context-parallel-size"):
+            module(row, row, row, None, packed_seq_params=pack_of(6, 10))
+        with pytest.raises(OptionError, match="queries and keys have sequences of different lengths"):
+            params = pack_of(8, 8)
+            params.cu_seqlens_kv = pack_of(4, 12).cu_seqlens_q
+            module(row, row, row, None, packed_seq_params=params)
+        with pytest.raises(OptionError, match=r"context_parallel_size is 4, and .* groups have 2 ranks: call"):
+            module_of(context_parallel_size=4)(q, q, q, None)
+    return True
+
+
+def told_at_its_end():
+    """A model that is split cannot go on without the feature: not when it is taken back, unlike with other flags."""
+    import mindspeed_lite
+
+    found, handler = [], logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())
+    logging.getLogger("mindspeed_lite").addHandler(handler)
+    q = torch.zeros(8, 1, HEADS, SIZE)
+    with mindspeed_lite.enabled(context_parallel_size=RANKS):
+        module_of(context_parallel_size=RANKS)(q, q, q, None)
+        with mindspeed_lite.enabled(context_parallel_algo="ulysses_cp_algo"):
+            module_of(context_parallel_size=RANKS)(q, q, q, None)
+        assert not [text for text in found if "taken back" in text]
+    (text,) = [text for text in found if "taken back" in text]
+    assert f"--context-parallel-size {RANKS} attends to each rank's own rows alone" in text
+    logging.getLogger("mindspeed_lite").removeHandler(handler)
     return True
 
 
@@ -202,6 +246,12 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         context(host={"reset_attention_mask": True}, ulysses_degree_in_cp=2, context_parallel_size=8)
     )
     assert asked == {"hierarchical_context_parallel_sizes": [2, 4]}
+    with pytest.raises(OptionError, match="--hierarchical-context-parallel-sizes 4 2 contradict each other"):
+        sizes = {"hierarchical_context_parallel_sizes": [4, 2]}
+        FEATURE.arguments(context(host=sizes, ulysses_degree_in_cp=2, context_parallel_size=8))
+
+
+DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embedding_type": "none"}
 
 
 @pytest.mark.parametrize(
@@ -219,12 +269,56 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         ("--cp-window-size 4 must divide the ring's 2 ranks", {"cp_window_size": 4, "ulysses_degree_in_cp": 2}, {}),
         ("2 query heads in 2 groups", {"context_parallel_algo": "ulysses_cp_algo"}, {"num_attention_heads": 2}),
         ("2 query heads in 2 groups", {}, {"num_attention_heads": 2, "cp_comm_type": ["p2p", "a2a"]}),
+        ("--cp-comm-type ring: not one of p2p", {}, {"cp_comm_type": ["ring"]}),
+        ("has 3 values for 2 layers", {}, {"cp_comm_type": ["p2p", "a2a", "p2p"], "num_layers": 2}),
+        ("--cp-window-size is about a ring, and --cp-comm-type a2a", {"cp_window_size": 2}, {"cp_comm_type": ["a2a"]}),
+        ("not --cp-comm-type p2p", {"ulysses_degree_in_cp": 2}, {"cp_comm_type": ["p2p"]}),
+        ("--cp-comm-type p2p has none", {"use_ulysses_allgather_kv": True}, {"cp_comm_type": ["p2p"]}),
+        ("--use-ulysses-allgather-kv has none", {"use_ulysses_allgather_kv": True, "cp_window_size": 2}, {}),
+        ("--reset-position-ids instead", {}, {**DOCUMENTS_APART, "position_embedding_type": "rope"}),
+        ("--reset-position-ids instead", {}, {**DOCUMENTS_APART, "mtp_num_layers": 1}),
     ],
 )
 def test_flags_that_contradict_each_other_or_the_layout_are_refused(words, settings, host):
     explicit = {"cp_comm_type"} & host.keys()
     with pytest.raises(OptionError, match=words):
         FEATURE.condition(context(explicit, host or None, **settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "host"),
+    [
+        ({"context_parallel_kv_cache_policy": "full"}, {"cp_comm_type": ["p2p", "a2a"], "num_layers": 2}),
+        ({"use_ulysses_allgather_kv": True}, {"cp_comm_type": ["p2p", "a2a"], "num_layers": 2}),
+        ({"ulysses_degree_in_cp": 2, "cp_window_size": 2}, {"cp_comm_type": ["a2a+p2p"]}),
+        ({}, DOCUMENTS_APART),
+        ({}, {**DOCUMENTS_APART, "position_embedding_type": "rope", "sft": True}),
+    ],
+)
+def test_flags_that_go_together_are_taken(settings, host):
+    assert FEATURE.condition(context({"cp_comm_type"} & host.keys(), host, **settings)) == []
+
+
+@pytest.mark.parametrize(
+    ("types", "settings", "host", "names"),
+    [
+        (None, {}, None, [None, None]),
+        # The default of Megatron's parser, and what is asked of its configuration alone.
+        ("p2p", {}, {}, [None, None]),
+        ("p2p", {}, None, ["ring", "ring"]),
+        ("p2p", {}, {"cp_comm_type": ["p2p"]}, ["ring", "ring"]),
+        (["p2p", "a2a"], {}, {"cp_comm_type": ["p2p", "a2a"]}, ["ring", "ulysses"]),
+        # What is about a ring leaves the types of layers alone.
+        (["p2p", "a2a"], {"cp_window_size": 2}, {"cp_comm_type": ["p2p", "a2a"]}, ["ring", "ulysses"]),
+        ("p2p", {"use_ulysses_allgather_kv": True}, {}, ["ulysses", "ulysses"]),
+        (None, {"ulysses_degree_in_cp": 2}, None, ["hybrid", "hybrid"]),
+        ("p2p", {"context_parallel_algo": "kvallgather_cp_algo"}, {}, ["gathered", "gathered"]),
+    ],
+)
+def test_the_algorithm_of_each_layer_is_what_flags_or_configuration_name(types, settings, host, names):
+    its = context({"cp_comm_type"} & (host or {}).keys(), host, **settings)
+    layers = [SimpleNamespace(config=SimpleNamespace(cp_comm_type=types), layer_number=number) for number in (1, 2)]
+    assert [algorithm_named(layer, its) for layer in layers] == names
 
 
 @pytest.mark.parametrize("name", ["adaptive_cp_algo", "hybrid_adaptive_cp_algo", "none_such"])

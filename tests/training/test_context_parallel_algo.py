@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.harness import checkouts, matrix
+from tests.harness.core_trainings import losses
 from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
 from tests.harness.training import Trainer
 
@@ -59,6 +61,32 @@ def test_losses_are_those_of_one_rank(trainer: Callable[[str], Trainer], release
     assert len(lm_losses(many)) == len(lm_losses(one)) == 4
     assert lm_losses(many) == pytest.approx(lm_losses(one), rel=CLOSE)
     assert many.history() != one.history(), "another order of summation differs in the last digits"
+
+
+RING_ALONE, ALL_HEADS = {"context_parallel_algo": "megatron_cp_algo"}, {"context_parallel_algo": "ulysses_cp_algo"}
+PACKS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "ring": (2, "padded", RING_ALONE),
+    "ulysses": (2, "documents", ALL_HEADS),
+    "gathered": (2, "padded", {"context_parallel_algo": "kvallgather_cp_algo"}),
+    "double ring": (4, "documents", {**RING_ALONE, "cp_window_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("release", "name"),
+    matrix.pairs([*PACKS], [("0.16.1", "ring"), ("0.17.1", "ulysses")], newest=["ring"]),
+)
+def test_packs_are_split_and_trained_on_as_on_one_rank(
+    trainer: Callable[[str], Trainer], release: str, name: str
+) -> None:
+    """By Megatron's own partition of a pack, which each release has under another name."""
+    ranks, packed, algorithm = PACKS[name]
+    options, flash = {"packed": packed, "steps": 4, "lr": 1e-3}, {"use_flash_attn": True, "strict": True}
+    split = {**flash, **algorithm, "context_parallel_size": ranks}
+    one = trainer(release).core("features", 1, options, flags=flash)
+    many = trainer(release).core("features", ranks, {**options, "cp": ranks}, flags=split)
+    assert losses(many) == pytest.approx(losses(one), rel=CLOSE)
+    assert len(losses(one)) == 4 and losses(one)[-1] < losses(one)[0] - 0.1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""What the flags of context parallelism name and imply, and where they contradict each other or the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, OptionError
+from mindspeed_lite.parallel.context.ulysses import split_heads
+
+from .context_groups import ALGORITHMS, COMM_TYPES
+
+NAME = "context_parallel_algo"
+_RING_FLAGS = {
+    "cp_window_size": 1,
+    "use_cp_send_recv_overlap": False,
+    "context_parallel_kv_cache_policy": None,
+}
+
+
+def algorithm_named(module: Any, context: Context) -> str | None:
+    """The algorithm that a flag or the configuration names for a layer's core attention, or None."""
+    types, asked = module.config.cp_comm_type, context.settings["context_parallel_algo"]
+    if asked is not None:
+        return ALGORITHMS[asked]
+    given = types[module.layer_number - 1] if isinstance(types, list) else types
+    # p2p is the default of Megatron's parser, and None that of a configuration.
+    if given is not None and (context.host_args is None or _is_type_given(context)):
+        _check_types([given])
+        return COMM_TYPES[given]
+    return _implied(context.settings)
+
+
+def splits_as_one(context: Context) -> bool:
+    """Whether Megatron splits a sequence as a whole although its documents see themselves only."""
+    return bool(context.arg("dataloader_inter_document_masking", False) and not context.arg("sft", False))
+
+
+def check_heads(heads: int, groups: int, ranks: int) -> None:
+    """Raise OptionError unless each of so many ranks of Ulysses gets a head."""
+    try:
+        split_heads(heads, groups, ranks)
+    except ValueError as error:
+        raise OptionError(f"{NAME}: {error} (--ulysses-degree-in-cp with hybrid_cp_algo).") from error
+
+
+def check(context: Context) -> None:
+    """Raise OptionError for flags that contradict each other or the layout."""
+    settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
+    size, degree = settings["context_parallel_size"], settings["ulysses_degree_in_cp"]
+    named, kinds = _named(context)
+    if settings["context_parallel_algo"] is not None and "cp_comm_type" in context.explicit:
+        if {COMM_TYPES.get(each) for each in types} != kinds:
+            raise OptionError(f"{NAME}: {named} and --cp-comm-type contradict each other: leave one out.")
+    elif named.startswith("--cp-comm-type") and len(types) not in (1, context.arg("num_layers", len(types))):
+        raise OptionError(
+            f"{NAME}: --cp-comm-type has {len(types)} values for {context.arg('num_layers', None)} layers: give one, "
+            "or one for each layer."
+        )
+    given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]
+    if given and kinds and not kinds & {"ring", "hybrid"}:
+        raise OptionError(
+            f"{NAME}: --{given[0].replace('_', '-')} is about a ring, and {named} has none: leave it out, or take "
+            "megatron_cp_algo or hybrid_cp_algo."
+        )
+    if settings["use_ulysses_allgather_kv"] and not kinds & {"ulysses", "hybrid"}:
+        raise OptionError(
+            f"{NAME}: --use-ulysses-allgather-kv is about Ulysses, and {named} has none: leave it out, or take "
+            "ulysses_cp_algo or hybrid_cp_algo."
+        )
+    if settings["context_parallel_cache_interval"] and settings["context_parallel_kv_cache_policy"] is None:
+        raise OptionError(
+            f"{NAME}: --context-parallel-cache-interval says in which layers --context-parallel-kv-cache-policy holds: "
+            "give that too."
+        )
+    sizes = context.arg("hierarchical_context_parallel_sizes", None)
+    if "hybrid" in kinds:
+        if degree is None and context.host_args is not None and not sizes:
+            raise OptionError(
+                f"{NAME}: hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads."
+            )
+        if degree is not None and (degree < 2 or size % degree or degree == size):
+            raise OptionError(
+                f"{NAME}: --ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 "
+                "and it; for Ulysses alone take --context-parallel-algo ulysses_cp_algo."
+            )
+    elif degree is not None:
+        raise OptionError(f"{NAME}: --ulysses-degree-in-cp is about hybrid_cp_algo, not {named}: leave one out.")
+    inner, window = degree or (sizes or (1,))[0], settings["cp_window_size"]
+    for ring in [size // inner] * ("hybrid" in kinds) + [size] * (kinds != {"hybrid"}):
+        if window < 1 or ring % window:
+            raise OptionError(f"{NAME}: --cp-window-size {window} must divide the ring's {ring} ranks.")
+    heads = context.arg("num_attention_heads", None)
+    if heads:
+        tensor = context.arg("tensor_model_parallel_size", 1) or 1
+        groups = context.arg("num_query_groups", None) if context.arg("group_query_attention", False) else None
+        for each in sorted(kinds & {"ulysses", "hybrid"}):
+            check_heads(heads // tensor, max(1, (groups or heads) // tensor), size if each == "ulysses" else inner)
+    if splits_as_one(context) and _goes_by_documents(context):
+        raise OptionError(
+            f"{NAME}: with --dataloader-inter-document-masking Megatron splits a sequence as a whole, and its rotary "
+            "embedding and multi-token prediction read it as if each document were split: use --reset-attention-mask "
+            "--reset-position-ids instead."
+        )
+
+
+def _goes_by_documents(context: Context) -> bool:
+    """Whether something beside attention takes each document for split by itself."""
+    has_rows = context.arg("position_embedding_type", "learned_absolute") in ("learned_absolute", "none")
+    return bool(not has_rows or context.arg("multi_latent_attention", False) or context.arg("mtp_num_layers", None))
+
+
+def _named(context: Context) -> tuple[str, set[str]]:
+    """The flag that names algorithms, and those that it names; nothing if each layer's is chosen."""
+    settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
+    asked, implied = settings["context_parallel_algo"], _implied(settings)
+    if asked is not None:
+        return f"--context-parallel-algo {asked}", {ALGORITHMS[asked]}
+    if types and _is_type_given(context):
+        _check_types(types)
+        return f"--cp-comm-type {' '.join(types)}", {COMM_TYPES[each] for each in types}
+    return ("--use-ulysses-allgather-kv" if implied == "ulysses" else ""), {implied} if implied else set()
+
+
+def _is_type_given(context: Context) -> bool:
+    """Whether the user named a type; p2p is the default of Megatron's parser."""
+    return "cp_comm_type" in context.explicit or tuple(context.arg("cp_comm_type", None) or ("p2p",)) != ("p2p",)
+
+
+def _check_types(types: Sequence[str]) -> None:
+    for each in types:
+        if each not in COMM_TYPES:
+            raise OptionError(f"{NAME}: --cp-comm-type {each}: not one of {', '.join(COMM_TYPES)}.")
+
+
+def _implied(settings: Mapping[str, Any]) -> str | None:
+    """The algorithm that flags about one imply."""
+    if settings["ulysses_degree_in_cp"] is not None:
+        return "hybrid"
+    if settings["use_ulysses_allgather_kv"]:
+        return "ulysses"
+    return "ring" if any(settings[name] != off for name, off in _RING_FLAGS.items()) else None
