@@ -125,7 +125,7 @@ def v_placement(ranks: int) -> Placement:
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
 
 
-class Tensor(str, enum.Enum):
+class Payload(str, enum.Enum):
     """What a message carries."""
 
     ACTIVATION = "activation"
@@ -140,12 +140,12 @@ class Message(NamedTuple):
 
     source: int
     target: int
-    tensor: Tensor
+    payload: Payload
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.tensor.value} of stage {self.stage}, micro-batch {self.microbatch}, {self.source}->{self.target}"
+        return f"{self.payload.value} of stage {self.stage}, micro-batch {self.microbatch}, {self.source}->{self.target}"
 
 
 class Exchange(NamedTuple):
@@ -291,8 +291,8 @@ def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
         return None
     stage = schedule.stage(rank, step.chunk)
     if step.kind is Kind.FORWARD:
-        return Message(rank, target, Tensor.ACTIVATION, stage + 1, step.microbatch)
-    return Message(rank, target, Tensor.GRADIENT, stage - 1, step.microbatch)
+        return Message(rank, target, Payload.ACTIVATION, stage + 1, step.microbatch)
+    return Message(rank, target, Payload.GRADIENT, stage - 1, step.microbatch)
 
 
 def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
@@ -300,8 +300,8 @@ def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
     source = schedule.input_source(rank, step)
     if source is None or source[0] == rank:
         return None
-    tensor = Tensor.ACTIVATION if step.kind is Kind.FORWARD else Tensor.GRADIENT
-    return Message(source[0], rank, tensor, schedule.stage(rank, step.chunk), step.microbatch)
+    payload = Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
+    return Message(source[0], rank, payload, schedule.stage(rank, step.chunk), step.microbatch)
 
 
 def messages(schedule: Schedule, rank: int, lookahead: int = 0) -> tuple[Exchange, ...]:
