@@ -137,7 +137,9 @@ def evaluate(
     found, refused = [], {}
     for name in dict.fromkeys(every):
         try:
-            schedule = _schedule(name, training, replace(given, max_live=command.max_live) if name == own else given)
+            # The command's own order is what it is, whatever the limit.
+            known = replace(given, max_live=command.max_live, limit=None) if name == own else given
+            schedule = _schedule(name, training, known)
             found.append(_evaluated(name, schedule, training, given))
         except (OrderError, planner.ArgumentError) as error:
             if name in wanted:
@@ -189,25 +191,25 @@ def _shape(training: planner.TrainingConfig, chunks: int) -> PipelineShape:
 def _automatic(
     name: str, shape: PipelineShape, placement: Placement, training: planner.TrainingConfig, given: Given
 ) -> Schedule:
-    """The automatic zero-bubble order as a training finds it: for stages and steps that all take the same time."""
-    bound = given.max_live
-    if bound is None and given.limit is not None:
-        bound = min(_room(training, placement, given.limit), 2 * shape.ranks * shape.chunks)
+    """The automatic zero-bubble order as a training finds it: for stages and steps that all take the same time.
+
+    Its bound is the one that is given, or the largest that fits into the memory limit.
+    """
     alike = costs.uniform(shape.ranks * shape.chunks)
-    return replace(zero_bubble.automatic(shape, alike, bound, placement), name=name)
 
+    def at(bound: int | None) -> Schedule:
+        return replace(zero_bubble.automatic(shape, alike, bound, placement), name=name)
 
-def _room(training: planner.TrainingConfig, placement: Placement, limit: float) -> int:
-    """How many chunk activations every rank has room for within a limit."""
-    predicted = pipeline_costs.costs(training, len(placement[0]))
-    constant = pipeline_costs.constant_bytes(training, placement)
-    return int(
-        min(
-            (limit * GIB - constant[rank] - max(predicted.backward_bytes[stage] for stage in row))
-            / max(predicted.activation_bytes[stage] for stage in row)
-            for rank, row in enumerate(placement)
-        )
-    )
+    if given.max_live is not None or given.limit is None:
+        return at(given.max_live)
+    least, most = shape.chunks, 2 * shape.ranks * shape.chunks
+    while least < most:
+        middle = (least + most + 1) // 2
+        if _evaluated(name, at(middle), training, given).fits:
+            least = middle
+        else:
+            most = middle - 1
+    return at(least)
 
 
 def _in_advance(schedule: Schedule, training: planner.TrainingConfig, given: Given) -> Schedule:

@@ -26,9 +26,10 @@ def report(
     """The command's schedule drawn, its ranks, and where there are several orders all of them side by side."""
     width, color = terminal.width(), terminal.has_color()
     own = found[0]
+    chunks = own.simulation.schedule.num_chunks
     head = (
-        f"{own.name}: {training.pp} pipeline ranks, {own.simulation.schedule.num_chunks} model chunks each, "
-        f"{training.microbatches} micro-batches"
+        f"{own.name}: {_counted(training.pp, 'pipeline rank')}, {_counted(chunks, 'model chunk')} each, "
+        f"{_counted(training.microbatches, 'micro-batch', 'es')}"
     )
     lines = [terminal.paint(head, "bold", color), "", *draw.text(own.simulation, width, color), ""]
     lines += _ranks(own, width, color)
@@ -42,6 +43,9 @@ def report(
         lines += ["", *_orders(found, limit, has_seconds, width, color)]
     for name, reason in refused.items():
         lines += terminal.wrap(f"{name} does not apply: {reason}", width)
+    if any(each.name == "zb-auto" for each in found[1:]):
+        note = "Pass what `chunks live` says of zb-auto with --pipeline-schedule-max-live to run it within that."
+        lines += terminal.wrap(note, width)
     fastest = best(found)
     under = f" within {limit:g} GiB" if limit is not None else ""
     if fastest is None:
@@ -161,6 +165,10 @@ def _orders(found: Sequence[Candidate], limit: float | None, has_seconds: bool, 
         rows.append((*row, "yes" if each.fits else "no") if limit is not None else row)
     headers = ("order", "chunks", "step", "idle", "of it messages", "chunks live", "peak memory")
     return _table((*headers, "fits") if limit is not None else headers, rows, width, color)
+
+
+def _counted(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _time(value: float, has_seconds: bool) -> str:

@@ -82,7 +82,7 @@ def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
         return " " * size if color else _IDLE * size
     letter = _PAIR_LETTER if isinstance(entry, OverlappedPair) else _LETTERS[entry.kind]
     labels = [_label(entry, has_chunks), letter]
-    label = next(each for each in labels if len(each) < size or len(each) == 1)
+    label = next(each for each in labels if len(each) <= size or len(each) == 1)
     if not color:
         return label.ljust(size, "-")
     return f"\x1b[48;5;{_BACKGROUNDS[letter]}m\x1b[38;5;16m{label.ljust(size)}\x1b[0m"
@@ -119,7 +119,7 @@ def png(
         _draw(axes[-1, 0], bars)
         _finish(axes[-1, 0], "executed", rows[-1])
     axes[-1, 0].set_xlabel(f"time{f' ({unit})' if unit else ''}")
-    axes[0, 0].legend(handles=_handles(simulations.values()), ncols=5, loc="upper right", fontsize=7)
+    figure.legend(handles=_handles(simulations.values()), ncols=5, loc="outside upper right", fontsize=7, frameon=False)
     figure.savefig(file, dpi=110)
 
 

@@ -56,13 +56,13 @@ def run(capsys, *options, flags=()):
 def test_the_order_is_the_one_that_the_flags_choose(flags, name, capsys):
     code, out, err = run(capsys, flags=flags)
     assert (code, err) == (0, "")
-    chunks = 1 if name in ("1f1b", "zb-h1", "zb-auto") else 2
-    assert out.startswith(f"{name}: 4 pipeline ranks, {chunks} model chunks each, 8 micro-batches\n")
+    chunks = "1 model chunk" if name in ("1f1b", "zb-h1", "zb-auto") else "2 model chunks"
+    assert out.startswith(f"{name}: 4 pipeline ranks, {chunks} each, 8 micro-batches\n")
 
 
 def test_without_a_pipeline_passes_alternate(capsys):
     assert schedule.main(["--", "python", "x.py", *MODEL]) == 0
-    assert capsys.readouterr().out.startswith("1f1b: 1 pipeline ranks")
+    assert capsys.readouterr().out.startswith("1f1b: 1 pipeline rank, 1 model chunk each")
 
 
 def test_figures_of_1f1b_are_those_of_the_formula_and_of_the_memory_command(tmp_path, capsys):
