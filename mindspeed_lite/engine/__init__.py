@@ -45,7 +45,7 @@ from .options import add_arguments as add_arguments
 from .options import given_options as given_options
 from .plan import Outcome as Outcome
 from .plan import Plan as Plan
-from .plan import Step as Step
+from .plan import PlannedPatch as PlannedPatch
 from .plan import automatic_reasons as automatic_reasons
 from .plan import make_plan as make_plan
 from .report import Entry as Entry

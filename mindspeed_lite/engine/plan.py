@@ -24,7 +24,7 @@ ALLOW_UNVERIFIED = "--mindspeed-lite-allow-unverified"
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class PlannedPatch:
     """One patch that is to be applied, and how well its target is known."""
 
     feature: str
@@ -39,7 +39,7 @@ class Outcome:
     feature: Feature
     status: Status
     reasons: list[str] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[PlannedPatch] = field(default_factory=list)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -287,7 +287,7 @@ class _FeaturePlanner:
         reasons += [self.without[feature.name]] if feature.name in self.without else []
         doubts: list[str] = []
         unresolved: list[TargetError] = []
-        steps: list[Step] = []
+        steps: list[PlannedPatch] = []
         patches, unfit = feature.patches_for(self.host_version)
         reasons += unfit
         for patch in patches:
@@ -309,7 +309,7 @@ class _FeaturePlanner:
         reasons += [str(error) for error in unresolved]
         return Outcome(feature, "skipped" if reasons else "applied", reasons, [] if reasons else steps)
 
-    def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> Step:
+    def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> PlannedPatch:
         if isinstance(patch, Provide):
             module = patch.wanted_by or parse(patch.target)[0]
             name = (parse(patch.target)[1] or (patch.target,))[-1]
@@ -317,7 +317,7 @@ class _FeaturePlanner:
             verdict = "provided" if vacant else "already provided by the host"
             if vacant and not mentions(module, name):
                 self._doubt(f"`{patch.target}`: nothing in `{module}` looks for it", patch, doubts)
-            return Step(feature.name, patch, verdict)
+            return PlannedPatch(feature.name, patch, verdict)
         target = resolve(patch.target)
         verdict, objection = self.fingerprints.judge(patch, target.raw)
         if objection:
@@ -326,7 +326,7 @@ class _FeaturePlanner:
             missing = self._missing(text, patch.target, target.owner)
             if missing:
                 self._doubt(f"`{patch.target}`: {missing}", patch, doubts)
-        return Step(feature.name, patch, verdict if verdict == "verified" else f"unverified: {verdict}")
+        return PlannedPatch(feature.name, patch, verdict if verdict == "verified" else f"unverified: {verdict}")
 
     def _doubt(self, problem: str, patch: Patch, doubts: list[str]) -> None:
         if not self.allow_unverified:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mindspeed_lite.pipeline import orders
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.steps import Kind, Step
+
 from .training import TrainingConfig
 
 Pass = tuple[str, int]  # ("forward" or "backward", model chunk)
@@ -19,21 +23,10 @@ def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
     group = min(training.microbatch_group_size_per_vp_stage or training.pp, count)
     # Later micro-batches repeat what these do.
     count = min(count, 4 * max(training.pp, group)) if count % group == 0 else count
-    order = [
-        chunk
-        for begin in range(0, count, group)
-        for chunk in range(chunks)
-        for _ in range(begin, min(begin + group, count))
-    ]
-    behind = training.pp - stage - 1
-    ahead = min(2 * behind + (chunks - 1) * group if chunks > 1 else behind, len(order))
-    for chunk in order[:ahead]:
-        yield "forward", chunk
-    for forward, backward in zip(order[ahead:], order, strict=False):
-        yield "forward", forward
-        yield "backward", chunks - 1 - backward
-    for chunk in order[len(order) - ahead :]:
-        yield "backward", chunks - 1 - chunk
+    order = orders.interleaved if chunks > 1 else orders.one_forward_one_backward
+    for step in order(stage, PipelineShape(training.pp, count, chunks, group)):
+        assert isinstance(step, Step)
+        yield ("forward" if step.kind is Kind.FORWARD else "backward"), step.chunk
 
 
 def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
