@@ -41,6 +41,7 @@ RUN_HERE = (
     "mindspeed-lite memory --device ",
     "mindspeed-lite memory --explain ",
     "mindspeed-lite migrate ",
+    "mindspeed-lite schedule ",
 )
 # Read by Megatron's parser; trained with by the tests of training, patches and verify.
 PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|bench)) .*?pretrain_gpt\.py |^(?=--[a-z])")
@@ -185,6 +186,8 @@ def test_commands_that_take_no_time() -> None:
         for name in ("pretrain.sh", "pretrain_qwen3_30b.sh"):
             Path(name).write_text(f"torchrun pretrain_gpt.py {MODEL} --use-mc2\n")
         Path("pretrain_gpt.py").write_text("from mindspeed import megatron_adaptor\n")
+        example = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/pipeline.md").read_text(), re.M | re.S)[0]
+        Path("orders.py").write_text(example)
         for page, command in ALL:
             text = filled(command)
             if not text.startswith(RUN_HERE) or "torch-cross-entropy" in text or text in done:

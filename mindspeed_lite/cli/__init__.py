@@ -26,6 +26,7 @@ COMMANDS = {
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "plan": "the fastest layouts of a training command over so many devices, by prediction",
     "calibrate": "time this machine's operators and collectives, for `plan --device here`",
+    "schedule": "the pipeline schedule of a training command, drawn and simulated, beside other orders",
     "load": "how even the experts of a training were loaded, as a table and a picture",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",

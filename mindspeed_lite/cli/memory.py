@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING
 from mindspeed_lite import planner
 from mindspeed_lite.planner.arguments import misspelt
 
-from . import memory_text, terminal
+from . import memory_text, terminal, training_command
 from .terminal import fail
 
 if TYPE_CHECKING:
@@ -38,8 +37,6 @@ examples:
 exit code: 0; 1 where with --measure the run fails, or a category of a rank over 1 MB is more than 5 % from its
 prediction; 2 for bad input; 130 after Ctrl-C."""
 
-_LAUNCHER = {"--nproc-per-node": "per node", "--nproc_per_node": "per node", "--nnodes": "nodes"}
-
 
 def main(arguments: Sequence[str]) -> int:
     """Predict, and measure where that is asked for; returns the exit code."""
@@ -55,8 +52,10 @@ def main(arguments: Sequence[str]) -> int:
     if options.json and (problem := terminal.why_not_writable(options.json)):
         return fail(PROGRAM, f"--json {options.json}: {problem}")
     try:
-        world_size = _world_size(options, command)
-        training = planner.read(command, world_size, options.device or _device(), options.vocabulary or 0)
+        world_size = training_command.world_size(options.world_size, command)
+        training = planner.read(
+            command, world_size, options.device or training_command.device(), options.vocabulary or 0
+        )
         planner.ranks(training)
     except planner.ArgumentError as error:
         return fail(PROGRAM, error)
@@ -119,35 +118,6 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, 
         return fail(PROGRAM, error, 1), None
     shutil.rmtree(folder, ignore_errors=True)
     return 0, found
-
-
-def _world_size(options: argparse.Namespace, command: Sequence[str]) -> int:
-    """How many ranks: by our flag, by torchrun's flags, by the environment, or one."""
-    if options.world_size is not None:
-        if options.world_size < 1:
-            raise planner.ArgumentError(f"--world-size is at least 1, not {options.world_size}")
-        return int(options.world_size)
-    found: dict[str, str] = {}
-    for place, word in enumerate(command):
-        flag, has_value, value = word.partition("=")
-        if flag in _LAUNCHER:
-            found[_LAUNCHER[flag]] = value if has_value else next(iter(command[place + 1 : place + 2]), "")
-    if "per node" not in found:
-        return int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        return int(found["per node"]) * int(found.get("nodes", "1"))
-    except ValueError:
-        raise planner.ArgumentError(
-            "--nproc-per-node and --nnodes do not say how many ranks there will be: add --world-size N before the `--`"
-        ) from None
-
-
-def _device() -> str:
-    """The device that is asked for, the accelerator that is here, or the kind that most trainings are for."""
-    asked = os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
-    if asked in ("cpu", "cuda", "npu"):
-        return asked
-    return "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
 
 
 def _parser() -> argparse.ArgumentParser:

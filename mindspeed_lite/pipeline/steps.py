@@ -4,16 +4,11 @@ A schedule holds one tuple of entries per rank. An entry is a `Step` or an `Over
 
 - `Placement`: `placement[rank][chunk]` is the stage of a model chunk. Stage 0 holds the first layers of the model.
 - Data dependencies: `Schedule.predecessors(rank, step)`. A step runs after these, and after the entry before it.
-- Messages: `messages(schedule, rank)`. No step sends or receives. A forward of stage s needs the activation of the
-  forward of stage s-1. A backward of stage s needs the gradient of the backward of stage s+1. If the two stages are on
-  different ranks, one message goes from one to the other, else the tensor is handed over on the rank.
-
-A link is a pair (source rank, target rank). Its messages are sent in the order of the source's steps and received in
-the same order, so both sides agree without tags. The receiver issues a receive early where the link's order needs that,
-and keeps the tensor until its step. A link carries activations and gradients alike: with the V placement, rank r sends
-rank r+1 both. The two directions between two ranks are two links. If an executor puts them in one communicator whose
-operations run in issue order (NCCL), it must batch the operations of one `Exchange`, or use a communicator for each
-direction.
+- Messages: `input_message` and `output_message` of a step. No step sends or receives. A forward of stage s needs the
+  activation of the forward of stage s-1. A backward of stage s needs the gradient of the backward of stage s+1. If the
+  two stages are on different ranks, one message goes from one to the other, else the tensor is handed over on the rank.
+  With the V placement, rank r sends rank r+1 both activations and gradients. `program` derives the calls that carry
+  messages, in one order on both sides.
 
 An executor that records what it ran writes a JSON object per line: `rank`, `kind` (the value of `Kind`), `chunk`,
 `microbatch`, and `begin` and `end` in seconds of one clock. The two steps of an overlapped pair are two lines.
@@ -22,14 +17,13 @@ An executor that records what it ran writes a JSON object per line: `rank`, `kin
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
 
 Placement = tuple[tuple[int, ...], ...]
-Link = tuple[int, int]
 
 
 class Kind(str, enum.Enum):
@@ -145,14 +139,9 @@ class Message(NamedTuple):
     microbatch: int
 
     def __str__(self) -> str:
-        return f"{self.payload.value} of stage {self.stage}, micro-batch {self.microbatch}, {self.source}->{self.target}"
-
-
-class Exchange(NamedTuple):
-    """The messages a rank issues between two of its entries: the outputs of the one, receives for what follows."""
-
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+        return (
+            f"{self.payload.value} of stage {self.stage}, micro-batch {self.microbatch}, {self.source}->{self.target}"
+        )
 
 
 @dataclass(frozen=True)
@@ -202,6 +191,11 @@ class Schedule:
     def is_forward_only(self) -> bool:
         """Whether no rank runs a backward, as in an evaluation."""
         return all(step.kind is Kind.FORWARD for rank in range(self.num_ranks) for step in self.steps(rank))
+
+    @cached_property
+    def has_weight_grads(self) -> bool:
+        """Whether weight gradients are steps of their own anywhere."""
+        return any(step.kind is Kind.WEIGHT_GRAD for rank in range(self.num_ranks) for step in self.steps(rank))
 
     @cached_property
     def backward_kinds(self) -> Mapping[tuple[int, int], Kind]:
@@ -263,26 +257,6 @@ class Schedule:
             before.append((rank, Step(kept_by, chunk, microbatch)))
         return tuple(before)
 
-    @cached_property
-    def links(self) -> Mapping[Link, tuple[Message, ...]]:
-        """The messages of each link in order: that of the source's steps."""
-        found: dict[Link, list[Message]] = {}
-        for rank in range(self.num_ranks):
-            for step in self.steps(rank):
-                message = output_message(self, rank, step)
-                if message is not None:
-                    found.setdefault((rank, message.target), []).append(message)
-        return MappingProxyType({link: tuple(sent) for link, sent in found.items()})
-
-    def gradients_complete(self, rank: int) -> dict[int, int]:
-        """Chunk -> index of the entry after which the chunk's weight gradients are complete and may be reduced."""
-        last: dict[int, int] = {}
-        for index, entry in enumerate(self.ranks[rank]):
-            for step in steps_of(entry):
-                if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD):
-                    last[step.chunk] = index
-        return last
-
 
 def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
     """Return the message that carries a step's output, None where it stays on the rank or no stage takes it."""
@@ -302,40 +276,6 @@ def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
         return None
     payload = Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
     return Message(source[0], rank, payload, schedule.stage(rank, step.chunk), step.microbatch)
-
-
-def messages(schedule: Schedule, rank: int, lookahead: int = 0) -> tuple[Exchange, ...]:
-    """Return the exchanges of a rank, one before each of its entries and one after the last.
-
-    Exchange i sends the outputs of entry i-1 and issues the receives that entry i needs, or entry i + lookahead. The
-    rank waits for a receive only where `input_message` of a step names it. On each link both sides have one order; a
-    receive is issued before an earlier entry than its own where that order asks for it.
-    """
-    entries = schedule.ranks[rank]
-    needed: dict[Message, int] = {}
-    sends: list[list[Message]] = [[] for _ in range(len(entries) + 1)]
-    receives: list[list[Message]] = [[] for _ in range(len(entries) + 1)]
-    for index, entry in enumerate(entries):
-        for step in steps_of(entry):
-            wanted, sent = input_message(schedule, rank, step), output_message(schedule, rank, step)
-            if wanted is not None:
-                needed[wanted] = index
-            if sent is not None:
-                sends[index + 1].append(sent)
-    for (_, target), link in schedule.links.items():
-        if target == rank:
-            issued = _issued(link, needed, len(entries))
-            for message, index in zip(link, issued, strict=True):
-                receives[max(0, index - lookahead)].append(message)
-    return tuple(Exchange(tuple(out), tuple(into)) for out, into in zip(sends, receives, strict=True))
-
-
-def _issued(link: Sequence[Message], needed: Mapping[Message, int], end: int) -> list[int]:
-    """The entry before which each message of a link is received: its own, or that of a later one in the link."""
-    issued: list[int] = []
-    for message in reversed(link):
-        issued.append(min(needed.get(message, end), issued[-1] if issued else end))
-    return issued[::-1]
 
 
 def build(name: str, microbatches: int, placement: Placement, ranks: Iterable[Iterable[Entry]]) -> Schedule:

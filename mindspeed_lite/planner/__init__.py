@@ -14,6 +14,7 @@ further_tokens  the same for multi-token prediction
 pieces       what its layers have in common
 experts      the same for a layer of experts
 schedule     how many micro-batches a stage keeps at once, and what it keeps then
+pipeline_costs  seconds and bytes of the steps of a pipeline schedule
 estimate     all of it, for every kind of rank
 changes      what each feature gives or takes
 """

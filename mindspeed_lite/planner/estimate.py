@@ -114,6 +114,19 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     return sum(kept), _summed(entries)
 
 
+def sizes(training: TrainingConfig, chunk: Chunk, number: int) -> tuple[int, int]:
+    """Bytes that a micro-batch keeps in a chunk after its forward pass, and at the worst moment of its backward pass.
+
+    number: of the chunk among those of its rank.
+    """
+    return _bytes(_after_forward(training, chunk, number)), _bytes(_in_backward(training, chunk, number))
+
+
+def kept_once(training: TrainingConfig, chunk: Chunk) -> int:
+    """Bytes that all micro-batches of a chunk share."""
+    return _bytes(activations.once(training, len(chunk.layers) + chunk.further, _has_mask(training, chunk)))
+
+
 def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
     """What a micro-batch keeps in a chunk from its forward to its backward pass."""
     found = [entry for group in _groups(training, chunk, number) for entry in group]

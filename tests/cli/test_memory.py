@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite.bench.memory_run import Measured, Run, compare
-from mindspeed_lite.cli import memory, memory_text
+from mindspeed_lite.cli import memory_text, training_command
 from mindspeed_lite.planner import ranks, read
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
@@ -69,8 +69,8 @@ def test_how_many_ranks_there_are(words, environment, ranks, monkeypatch) -> Non
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert memory._world_size(memory._parser().parse_args([]), words) == ranks
-    assert memory._world_size(memory._parser().parse_args(["--world-size", "6"]), words) == 6
+    assert training_command.world_size(None, words) == ranks
+    assert training_command.world_size(6, words) == 6
 
 
 def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from mindspeed_lite.planner import read, schedule
 from mindspeed_lite.planner.training import TrainingConfig
-from tests.harness.processes import forked
 
 BASE = "--num-layers 24 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1".split()
 
@@ -37,19 +36,6 @@ def test_every_pass_has_its_other_half(shape: tuple[int, int], rounds: int) -> N
             backward = [place for place, each in enumerate(passes) if each == ("backward", chunk)]
             assert len(forward) == len(backward) > 0
             assert all(there < back for there, back in zip(forward, backward, strict=True))
-
-
-@forked("megatron")
-def test_the_order_is_that_of_megatron() -> None:
-    from megatron.core.pipeline_parallel.schedules import get_schedule_table
-
-    for stages, microbatches, chunks, group in ((2, 4, 2, 2), (4, 8, 3, 4), (2, 6, 2, 3), (2, 5, 2, 3)):
-        table = get_schedule_table(microbatches, chunks, group)
-        for stage in range(stages):
-            passes = list(schedule.passes(training(stages, microbatches, chunks, group), stage))
-            assert [chunk for kind, chunk in passes if kind == "forward"] == [chunk for _, chunk in table]
-            ahead = min(2 * (stages - stage - 1) + (chunks - 1) * group, len(table))
-            assert [kind for kind, _ in passes].index("backward") == min(ahead + 1, len(table))
 
 
 @pytest.mark.parametrize(("stage", "kept"), [(0, 5), (1, 3)])

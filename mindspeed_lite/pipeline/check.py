@@ -1,0 +1,167 @@
+"""Checks a schedule before it may run, whether we have generated it or a user has written it.
+
+A user's order is a function of (rank, shape) that yields steps. Its attribute `placement`, a function of the number of
+ranks, says where the stages are if not interleaved. Its attribute `chunks` says how many model chunks a rank has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from . import costs as costs_module
+from . import orders
+from .orders import OrderError, PipelineShape
+from .simulate import DeadlockError, simulate
+from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Placement, Schedule, Step, steps_of
+
+# In this order the steps of one micro-batch and chunk stand on a rank.
+_IN_ORDER = ((Kind.FORWARD,), (Kind.RECOMPUTE,), BACKWARDS, (Kind.WEIGHT_GRAD,))
+
+
+class ScheduleError(ValueError):
+    """A schedule cannot run; one line with the first thing that is wrong."""
+
+
+def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
+    """Return the schedule if it is complete, in order, free of deadlock and within memory, else raise ScheduleError.
+
+    max_live: chunk activations that a rank may hold at once; None for any number.
+    """
+    for problem in problems(schedule, max_live):
+        raise ScheduleError(f"{schedule.name}: {problem}")
+    return schedule
+
+
+def problems(schedule: Schedule, max_live: int | None = None) -> Iterator[str]:
+    """Yield what is wrong with a schedule, one line each; what is found first may be the cause of the rest."""
+    found = [*_problems_of_placement(schedule.placement)]
+    if not found and len(schedule.ranks) != schedule.num_ranks:
+        found = [f"it has entries for {len(schedule.ranks)} ranks, and its placement {schedule.num_ranks}"]
+    if not found:
+        for rank, entries in enumerate(schedule.ranks):
+            found += [f"rank {rank}: {each}" for each in _problems_of_entries(schedule, entries)]
+    if not found:
+        for rank in range(schedule.num_ranks):
+            found += [f"rank {rank}: {each}" for each in _problems_of_rank(schedule, rank)]
+    yield from found
+    if found:
+        return
+    try:
+        simulate(schedule, costs_module.uniform(schedule.num_stages))
+    except DeadlockError as error:
+        yield str(error).removeprefix(f"{schedule.name}: ")
+        return
+    for rank in range(schedule.num_ranks):
+        live = costs_module.peak_live(schedule, rank)
+        if max_live is not None and live > max_live:
+            yield f"rank {rank} holds {live} chunk activations at once, more than the {max_live} that are allowed"
+
+
+def _problems_of_placement(placement: Placement) -> Iterator[str]:
+    if not placement or not placement[0] or len({len(row) for row in placement}) != 1:
+        yield "its placement has a row for each rank, and every row as many chunks"
+        return
+    stages = sorted(stage for row in placement for stage in row)
+    if stages != list(range(len(stages))):
+        yield f"its placement has the stages {stages}: it has each from 0 to {len(stages) - 1} once"
+
+
+def _problems_of_entries(schedule: Schedule, entries: tuple[Entry, ...]) -> Iterator[str]:
+    for place, entry in enumerate(entries):
+        if not isinstance(entry, Step | OverlappedPair) or not all(
+            isinstance(each.kind, Kind) for each in steps_of(entry)
+        ):
+            yield f"entry {place} is no step and no overlapped pair, but {entry!r}"
+            continue
+        for step in steps_of(entry):
+            if step.chunk not in range(schedule.num_chunks):
+                yield f"entry {place} ({entry}): there is no chunk {step.chunk}, only 0 to {schedule.num_chunks - 1}"
+            if step.microbatch not in range(schedule.microbatches):
+                yield (
+                    f"entry {place} ({entry}): there is no micro-batch {step.microbatch}, only 0 to "
+                    f"{schedule.microbatches - 1}"
+                )
+        if isinstance(entry, OverlappedPair) and entry.forward[1:] == entry.backward[1:]:
+            yield f"entry {place} ({entry}): a backward cannot be overlapped with the forward that it needs"
+
+
+def _problems_of_rank(schedule: Schedule, rank: int) -> Iterator[str]:
+    places: dict[Step, int] = {}
+    for place, entry in enumerate(schedule.ranks[rank]):
+        for step in steps_of(entry):
+            if step in places:
+                yield f"{step} stands twice, at entries {places[step]} and {place}"
+            places[step] = place
+    for chunk in range(schedule.num_chunks):
+        for microbatch in range(schedule.microbatches):
+            yield from _problems_of_unit(schedule, places, chunk, microbatch)
+
+
+def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, microbatch: int) -> Iterator[str]:
+    """What is wrong with the steps of one chunk and micro-batch."""
+    found = {kind: places[step] for kind in Kind if (step := Step(kind, chunk, microbatch)) in places}
+    unit = f"chunk {chunk}, micro-batch {microbatch}"
+    if Kind.FORWARD not in found:
+        yield f"{unit}: there is no forward (F)"
+    backwards = [kind for kind in BACKWARDS if kind in found]
+    if len(backwards) > 1:
+        yield f"{unit}: there are a full backward (B) and an input gradient (BI): one of them is enough"
+    elif not backwards and not schedule.is_forward_only:
+        yield f"{unit}: there is no backward (B or BI)"
+    if (Kind.INPUT_GRAD in found) != (Kind.WEIGHT_GRAD in found):
+        missing, there = ("W", "BI") if Kind.INPUT_GRAD in found else ("BI", "W")
+        yield f"{unit}: there is a {there} and no {missing}"
+    in_order = [(kind, found[kind]) for kinds in _IN_ORDER for kind in kinds if kind in found]
+    for (first, place), (second, later) in pairwise(in_order):
+        if place >= later and len(backwards) < 2:
+            yield f"{unit}: {second.value} stands at entry {later}, before the {first.value} that it needs, at {place}"
+
+
+def load(name: str, shape: PipelineShape) -> Schedule:
+    """Return the checked schedule of a user's order, `module:function` or `FILE.py:function`.
+
+    Raises ScheduleError if it cannot be imported, does not yield steps, or fails a check.
+    """
+    function = _function(name)
+    chunks = getattr(function, "chunks", shape.chunks)
+    shape = replace(shape, chunks=chunks)
+    placement = getattr(function, "placement", None)
+    try:
+        schedule = orders.from_function(name, function, shape, placement(shape.ranks) if placement else None)
+    except OrderError as error:
+        raise ScheduleError(f"{name}: {error}") from None
+    except Exception as error:
+        raise ScheduleError(f"{name}: it raises {type(error).__name__}: {error}") from error
+    return check(schedule)
+
+
+def _function(name: str) -> Any:
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise ScheduleError(f"{name}: an order of your own is module:function or FILE.py:function")
+    try:
+        module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+    except Exception as error:
+        raise ScheduleError(f"{name}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        raise ScheduleError(f"{name}: {source} has no function {attribute}")
+    return function
+
+
+def _module_of_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"_mindspeed_lite_order_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,128 @@
+"""Simulates a pipeline schedule: when each entry runs, where ranks wait, and whether they wait forever.
+
+A rank runs its entries in order. An entry begins when the one before has ended and its inputs are there. Messages are
+sent at the end of an entry and run beside computation; a link carries one after the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from . import costs as costs_module
+from .costs import Costs
+from .steps import Entry, Schedule, Step, output_message, steps_of
+
+
+class DeadlockError(ValueError):
+    """Ranks wait for each other; one line with a rank and what it waits for."""
+
+
+@dataclass(frozen=True)
+class TimedEntry:
+    """An entry and when it ran, in seconds.
+
+    exposed: how long the rank waited for a message that was under way.
+    """
+
+    entry: Entry
+    begin: float
+    end: float
+    exposed: float = 0.0
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """A schedule and when its entries run; `ranks[rank]` are those of a rank in order."""
+
+    schedule: Schedule
+    costs: Costs
+    ranks: tuple[tuple[TimedEntry, ...], ...]
+
+    @cached_property
+    def makespan(self) -> float:
+        """Seconds from the first entry's begin to the last one's end, over all ranks."""
+        return max((entries[-1].end for entries in self.ranks if entries), default=0.0)
+
+    def busy(self, rank: int) -> float:
+        return sum(each.end - each.begin for each in self.ranks[rank])
+
+    def idle(self, rank: int) -> float:
+        """Return the seconds of the makespan in which a rank does not compute."""
+        return self.makespan - self.busy(rank)
+
+    def exposed(self, rank: int) -> float:
+        """Return the seconds of them in which it waits for a message that is under way."""
+        return sum(each.exposed for each in self.ranks[rank])
+
+    @property
+    def bubble(self) -> float:
+        """Share of all ranks' time that is idle; waiting for messages is part of it."""
+        whole = self.makespan * len(self.ranks)
+        return sum(self.idle(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
+
+    @property
+    def exposed_share(self) -> float:
+        """Share of all ranks' time that is spent waiting for messages that are under way."""
+        whole = self.makespan * len(self.ranks)
+        return sum(self.exposed(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
+
+    def live(self, rank: int) -> Iterator[tuple[float, float, int, float]]:
+        """Yield (begin, end, chunk activations, bytes) of each entry of a rank."""
+        stages = self.schedule.placement[rank]
+        for timed, now in zip(self.ranks[rank], costs_module.held(self.schedule, rank), strict=True):
+            yield timed.begin, timed.end, now.live, now.bytes(self.costs, stages)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Simulation:
+    """Return when each entry of a schedule runs; DeadlockError if one never does."""
+    ranks = range(schedule.num_ranks)
+    timed: list[list[TimedEntry]] = [[] for _ in ranks]
+    # (rank that reads it, rank that ran it, step) -> when its output was sent, and when it is there.
+    ready: dict[tuple[int, int, Step], tuple[float, float]] = {}
+    link_free: dict[tuple[int, int], float] = {}
+    waiting: dict[tuple[int, int, Step], int] = {}
+    clock = [0.0] * schedule.num_ranks
+    runnable = deque(ranks)
+    while runnable:
+        rank = runnable.popleft()
+        while len(timed[rank]) < len(schedule.ranks[rank]):
+            entry = schedule.ranks[rank][len(timed[rank])]
+            inputs = [(rank, *each) for step in steps_of(entry) for each in schedule.predecessors(rank, step)]
+            missing = next((each for each in inputs if each not in ready), None)
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            sent, there = max((ready[each] for each in inputs), key=lambda pair: pair[1], default=(0.0, 0.0))
+            begin = max(clock[rank], there)
+            exposed = max(0.0, begin - max(clock[rank], sent)) if there == begin else 0.0
+            clock[rank] = end = begin + costs.seconds(schedule, rank, entry)
+            timed[rank].append(TimedEntry(entry, begin, end, exposed))
+            for step in steps_of(entry):
+                ready[rank, rank, step] = (end, end)
+                message = output_message(schedule, rank, step)
+                if message is not None:
+                    link = (rank, message.target)
+                    link_free[link] = arrival = max(end, link_free.get(link, 0.0)) + costs.message
+                    ready[message.target, rank, step] = (end, arrival)
+                    if (message.target, rank, step) in waiting:
+                        runnable.append(waiting.pop((message.target, rank, step)))
+    for rank in ranks:
+        if len(timed[rank]) < len(schedule.ranks[rank]):
+            raise DeadlockError(_deadlock(schedule, rank, len(timed[rank]), ready))
+    return Simulation(schedule, costs, tuple(map(tuple, timed)))
+
+
+def _deadlock(
+    schedule: Schedule, rank: int, place: int, ready: dict[tuple[int, int, Step], tuple[float, float]]
+) -> str:
+    entry = schedule.ranks[rank][place]
+    missing = [
+        f"{step} of rank {source}"
+        for each in steps_of(entry)
+        for source, step in schedule.predecessors(rank, each)
+        if (rank, source, step) not in ready
+    ]
+    return f"{schedule.name}: deadlock: rank {rank} waits at entry {place} ({entry}) for {' and '.join(missing)}"

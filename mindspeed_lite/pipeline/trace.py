@@ -1,0 +1,129 @@
+"""Reads what an executor has recorded, and compares it with a schedule.
+
+A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin and end in seconds of one clock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .steps import Kind, Schedule, Step
+
+
+class TraceError(ValueError):
+    """A file holds no trace, or one of another schedule; one line."""
+
+
+@dataclass(frozen=True)
+class ExecutedStep:
+    """A step that a rank has run, and when, in seconds."""
+
+    rank: int
+    step: Step
+    begin: float
+    end: float
+
+
+def read(path: str | Path) -> list[ExecutedStep]:
+    """Return the records of a file, or of each `*.jsonl` of a folder, in order.
+
+    Of several files with the same pipeline rank, which are data-parallel ranks, the first counts.
+    Raises TraceError if a line is no record.
+    """
+    if not Path(path).is_dir():
+        return _read_file(path)
+    found: dict[int, list[ExecutedStep]] = {}
+    for file in sorted(Path(path).glob("*.jsonl")):
+        records = _read_file(file)
+        found.setdefault(records[0].rank, records)
+    if not found:
+        raise TraceError(f"{path}: there is no *.jsonl in this folder")
+    return [record for rank in sorted(found) for record in found[rank]]
+
+
+def _read_file(path: str | Path) -> list[ExecutedStep]:
+    found = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            step = Step(Kind(data["kind"]), int(data["chunk"]), int(data["microbatch"]))
+            found.append(ExecutedStep(int(data["rank"]), step, float(data["begin"]), float(data["end"])))
+        except (ValueError, KeyError, TypeError):
+            wanted = "rank, kind, chunk, microbatch, begin and end"
+            raise TraceError(f"{path}: line {number} is no record: it has {wanted}") from None
+    if not found:
+        raise TraceError(f"{path}: there are no records in it")
+    return found
+
+
+def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
+    """Return the records of each whole training step: those of a rank follow each other, as many as it has steps.
+
+    Raises TraceError if a rank has run other steps than the schedule's, or in another order.
+    """
+    ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
+    for record in records:
+        if record.rank not in range(schedule.num_ranks):
+            raise TraceError(f"the trace has rank {record.rank}, and the schedule {schedule.num_ranks} ranks")
+        ranks[record.rank].append(record)
+    planned = [list(schedule.steps(rank)) for rank in range(schedule.num_ranks)]
+    rounds = min(len(run) // len(plan) for run, plan in zip(ranks, planned, strict=True) if plan)
+    for rank, (run, plan) in enumerate(zip(ranks, planned, strict=True)):
+        for place, record in enumerate(run[: rounds * len(plan)]):
+            wanted = plan[place % len(plan)]
+            if record.step != wanted:
+                raise TraceError(
+                    f"rank {rank} ran {record.step} as step {place % len(plan)} where {schedule.name} has {wanted}"
+                )
+    if rounds == 0:
+        short = next(rank for rank, (run, plan) in enumerate(zip(ranks, planned, strict=True)) if len(run) < len(plan))
+        raise TraceError(
+            f"the trace holds no whole training step: {len(ranks[short])} of rank {short}'s {len(planned[short])} steps"
+        )
+    return [
+        [
+            record
+            for run, plan in zip(ranks, planned, strict=True)
+            for record in run[n * len(plan) : (n + 1) * len(plan)]
+        ]
+        for n in range(rounds)
+    ]
+
+
+def makespan(records: Sequence[ExecutedStep]) -> float:
+    """Return the seconds from the first begin to the last end."""
+    return max(each.end for each in records) - min(each.begin for each in records)
+
+
+def bubble(records: Sequence[ExecutedStep]) -> float:
+    """Return the share of the ranks' time in which no step runs."""
+    ranks = {each.rank for each in records}
+    covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
+    return 1 - covered / (makespan(records) * len(ranks))
+
+
+def _covered(records: Sequence[ExecutedStep]) -> float:
+    """Seconds in which at least one step runs: the two of an overlapped pair run at once."""
+    total, until = 0.0, float("-inf")
+    for each in sorted(records, key=lambda record: record.begin):
+        total += max(0.0, each.end - max(each.begin, until))
+        until = max(until, each.end)
+    return total
+
+
+def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
+    """Return (kind, stage) -> median seconds of a step: what `costs.from_measured` takes."""
+    found: dict[tuple[Kind, int], list[float]] = {}
+    for each in records:
+        stage = schedule.stage(each.rank, each.step.chunk)
+        found.setdefault((each.step.kind, stage), []).append(each.end - each.begin)
+    return {key: sorted(values)[len(values) // 2] for key, values in found.items()}

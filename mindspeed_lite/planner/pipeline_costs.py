@@ -1,0 +1,154 @@
+"""Predicts what pipeline steps of a training take: bytes of each stage from its tensors, seconds from its operations.
+
+Seconds are relative unless measured ones are given: 1 is the forward pass of one micro-batch on an average rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mindspeed_lite.pipeline.costs import Costs
+from mindspeed_lite.pipeline.steps import Placement
+
+from . import estimate, optimizer, parameters
+from .layers import Chunk, stages
+from .pieces import tokens
+from .training import ArgumentError, TrainingConfig
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Measured seconds of a micro-batch on an average rank, all its chunks together, and of a message."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    message: float = 0.0
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating-point operations of one micro-batch on one rank; a backward's two parts apart."""
+
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+
+    def __add__(self, other: Flops) -> Flops:
+        return Flops(
+            self.forward + other.forward, self.input_grad + other.input_grad, self.weight_grad + other.weight_grad
+        )
+
+
+def model_stages(training: TrainingConfig, chunks: int) -> list[Chunk]:
+    """Return the chunks of the model in its order, if each rank has so many.
+
+    Raises ArgumentError if the layers cannot be divided so.
+    """
+    if training.pipeline_model_parallel_layout and chunks != training.vpp:
+        raise ArgumentError(
+            f"--pipeline-model-parallel-layout gives each rank {training.vpp} model chunks, not {chunks}"
+        )
+    if chunks != training.vpp or training.pp == 1:
+        training = training.replace(num_virtual_stages_per_pipeline_rank=chunks)
+    held = stages(training)
+    return [held[stage % training.pp][stage // training.pp] for stage in range(training.pp * chunks)]
+
+
+def costs(
+    training: TrainingConfig, chunks: int, seconds: StepSeconds | None = None, recompute_steps: bool = False
+) -> Costs:
+    """Return the costs of every stage of a training whose ranks have so many model chunks.
+
+    recompute_steps: whether recomputations are steps of the schedule: they bring back all activations of a chunk.
+    """
+    held = model_stages(training, chunks)
+    work = [flops(training, chunk) for chunk in held]
+    unit = sum(each.forward for each in work) / training.pp
+    scale = seconds or StepSeconds(
+        1.0,
+        sum(each.input_grad for each in work) / training.pp / unit,
+        sum(each.weight_grad for each in work) / training.pp / unit,
+    )
+    is_full = training.recompute_granularity == "full"
+    stored = training.replace(recompute_granularity="") if recompute_steps else training
+    again = (
+        training
+        if is_full
+        else training.replace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    )
+    kept, worst = zip(
+        *(estimate.sizes(stored, each, stage // training.pp) for stage, each in enumerate(held)), strict=True
+    )
+    inputs = [estimate.sizes(again, each, stage // training.pp)[0] for stage, each in enumerate(held)]
+    found = Costs(
+        forward=_scaled([each.forward for each in work], scale.forward * training.pp),
+        input_grad=_scaled([each.input_grad for each in work], scale.input_grad * training.pp),
+        weight_grad=_scaled([each.weight_grad for each in work], scale.weight_grad * training.pp),
+        message=scale.message,
+        recomputes=is_full,
+        activation_bytes=kept,
+        input_bytes=inputs,
+        backward_bytes=[most - least for most, least in zip(worst, kept, strict=True)],
+    )
+    if not (recompute_steps and is_full):
+        return found
+    # The last stage has no recomputations of its own: it keeps inputs, and gets layers back one by one.
+    last, (least, most) = len(held) - 1, estimate.sizes(training, held[-1], chunks - 1)
+    return replace(
+        found,
+        activation_bytes=[*kept[:last], least],
+        backward_bytes=[*list(found.backward_bytes)[:last], most - least],
+    )
+
+
+def constant_bytes(training: TrainingConfig, placement: Placement) -> list[int]:
+    """Return for each rank the bytes that no micro-batch changes: of weights, gradients, optimizer, masks."""
+    held = model_stages(training, len(placement[0]))
+    found = []
+    for rank, row in enumerate(placement):
+        chunks = [held[stage] for stage in row]
+        states = optimizer.states(training, parameters.of_stage(training, chunks), rank)
+        shared = sum(estimate.kept_once(training, chunk) for chunk in chunks)
+        found.append(states.weights + states.gradients + states.optimizer + shared)
+    return found
+
+
+def flops(training: TrainingConfig, chunk: Chunk) -> Flops:
+    """Return the operations of a chunk for one micro-batch on one rank: matrix products alone.
+
+    A linear layer takes 2 operations for each weight and token, in the forward pass and for each of the two gradients.
+    The products of attention have no weights; their backward takes twice as many.
+    """
+    rows = tokens(training)
+    found = Flops()
+    for number in (*chunk.layers, *[training.num_layers - 1] * chunk.further):
+        found += _linear(2 * rows * _active_parameters(training, number)) + _attention(training, rows)
+    outputs = (1 if chunk.computes_loss else 0) + chunk.further
+    return found + _linear(2 * rows * training.hidden_size * (training.padded_vocab_size // training.tp) * outputs)
+
+
+def _active_parameters(training: TrainingConfig, number: int) -> float:
+    """Weights of a layer that a token meets on a rank; of experts those that it is routed to, evenly over ranks."""
+    held = parameters.of_layer(training, training.is_moe(number))
+    if not training.is_moe(number):
+        return held.dense
+    one_expert = held.experts / (training.num_experts // training.ep)
+    return held.dense + one_expert * training.moe_router_topk * training.etp / training.tp
+
+
+def _attention(training: TrainingConfig, rows: int) -> Flops:
+    """Scores and their product with the values, of which the causal mask leaves half."""
+    heads = training.num_attention_heads / training.tp
+    forward = rows * training.seq_length * heads * (training.query_size + training.value_size)
+    return Flops(forward, 2 * forward)
+
+
+def _linear(forward: float) -> Flops:
+    return Flops(forward, forward, forward)
+
+
+def _scaled(work: Sequence[float], total: float) -> list[float]:
+    whole = sum(work)
+    return [total * each / whole for each in work]

@@ -1,0 +1,213 @@
+"""`mindspeed-lite schedule`: which order a command runs, orders side by side, pictures, JSON, traces, errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mindspeed_lite.cli import schedule
+from mindspeed_lite.cli.schedule_candidates import Command
+from mindspeed_lite.pipeline.costs import uniform
+from mindspeed_lite.pipeline.orders import PipelineShape, build
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.planner import ranks, read
+from mindspeed_lite.planner.pipeline_costs import constant_bytes, costs, flops, model_stages
+from tests.harness.commands import python
+
+MODEL = (
+    "--num-layers 8 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256 "
+    "--max-position-embeddings 256 --micro-batch-size 1 --global-batch-size 8 --bf16 --swiglu --normalization RMSNorm "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --tokenizer-type NullTokenizer --vocab-size 2047 --use-flash-attn"
+).split()
+COMMAND = ["torchrun", "--nproc-per-node", "4", "pretrain_gpt.py", *MODEL, "--pipeline-model-parallel-size", "4"]
+FULL = "--recompute-granularity full --recompute-method uniform".split()
+INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
+
+
+def run(capsys, *options, flags=()):
+    code = schedule.main([*options, "--", *COMMAND, *flags])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ([], "1f1b"),
+        (INTERLEAVED, "interleaved"),
+        ([*INTERLEAVED, "--overlap-moe-expert-parallel-comm", "--delay-wgrad-compute"], "interleaved-overlap"),
+        (["--schedules-method", "dualpipev"], "dualpipev"),
+        (["--schedules-method=dualpipev", "--dualpipev-dw-detach"], "dualpipev-dw-detach"),
+        (["--pipeline-schedule", "zb-h1"], "zb-h1"),
+        (["--pipeline-schedule", "zb-auto", "--pipeline-schedule-max-live", "5"], "zb-auto"),
+        ([*INTERLEAVED, "--recompute-in-bubble"], "interleaved+recompute-in-bubble"),
+        (
+            [
+                *INTERLEAVED,
+                "--recompute-in-advance",
+                *"--recompute-granularity full --recompute-method uniform".split(),
+            ],
+            "interleaved+recompute-in-advance",
+        ),
+    ],
+)
+def test_the_order_is_the_one_that_the_flags_choose(flags, name, capsys):
+    code, out, err = run(capsys, flags=flags)
+    assert (code, err) == (0, "")
+    chunks = "1 model chunk" if name in ("1f1b", "zb-h1", "zb-auto") else "2 model chunks"
+    assert out.startswith(f"{name}: 4 pipeline ranks, {chunks} each, 8 micro-batches\n")
+
+
+def test_without_a_pipeline_passes_alternate(capsys):
+    assert schedule.main(["--", "python", "x.py", *MODEL]) == 0
+    assert capsys.readouterr().out.startswith("1f1b: 1 pipeline rank, 1 model chunk each")
+
+
+def test_figures_of_1f1b_are_those_of_the_formula_and_of_the_memory_command(tmp_path, capsys):
+    file = tmp_path / "schedule.json"
+    code, out, _ = run(capsys, "--times", "10,8,6", "--json", str(file), "--steps")
+    assert code == 0 and "fastest" not in out
+    (order,) = json.loads(file.read_text())["orders"]
+    training = read([*MODEL, "--pipeline-model-parallel-size", "4"], 4)
+    # Stages differ by the output layer alone, which the last one has.
+    work = costs(training, 1)
+    assert order["step"] == pytest.approx(
+        simulate(build("1f1b", PipelineShape(4, 8)), costs_in(work, 10, 8, 6)).makespan
+    )
+    predicted = ranks(training)
+    for rank, each in enumerate(order["ranks"]):
+        assert each["peak_live"] == predicted[rank].kept == 4 - rank
+        assert each["constant_bytes"] + each["activation_bytes"] == pytest.approx(predicted[rank].total, rel=1e-9)
+        assert each["entries"][0]["steps"] == ["F0:0"]
+
+
+def costs_in(work, *milliseconds):
+    """The same costs where an average rank takes so long."""
+    from dataclasses import replace
+
+    names = ("forward", "input_grad", "weight_grad")
+    found = {
+        name: [each * 4 * total / 1000 / sum(getattr(work, name)) for each in getattr(work, name)]
+        for name, total in zip(names, milliseconds, strict=True)
+    }
+    return replace(work, **found)
+
+
+def test_orders_are_compared_and_the_fastest_that_fits_is_named(tmp_path, capsys):
+    file = tmp_path / "schedule.json"
+    code, out, _ = run(capsys, "--order", "all", "--times", "10,10,10,0.5", "--json", str(file))
+    assert code == 0
+    found = json.loads(file.read_text())
+    names = [each["name"] for each in found["orders"]]
+    assert names[0] == "1f1b" and {"zb-h1", "zb-auto", "zbv-auto", "dualpipev", "interleaved"} <= set(names)
+    assert "recompute-granularity full" in found["not_applicable"]["interleaved+recompute-in-advance"]
+    fastest = min(found["orders"], key=lambda each: each["step"])
+    assert found["fastest"] == fastest["name"] and f"fastest: {fastest['name']}" in out
+    least = min(found["orders"], key=lambda each: each["peak_bytes"])
+    tight = (least["peak_bytes"] + 1) / 2**30
+    code, out, _ = run(capsys, "--order", "1f1b,zb-h1,interleaved,dualpipev", "--memory", f"{tight:.12f}")
+    assert code == 0 and f"GiB: {least['name']}" in out
+    code, out, _ = run(capsys, "--memory", "0.0001")
+    assert code == 1 and "no order fits within 0.0001 GiB" in out
+
+
+def test_own_orders_pictures_and_traces(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from mindspeed_lite.pipeline.orders import zb_h1\ndef mine(rank, shape):\n    yield from zb_h1(rank, shape)\n"
+    )
+    trace, picture = tmp_path / "steps.jsonl", tmp_path / "schedule.png"
+    ran = simulate(build("zb-h1", PipelineShape(4, 8)), uniform(4, 0.01, 0.01, 0.01))
+    trace.write_text(
+        "\n".join(
+            json.dumps(
+                {
+                    "rank": rank, "kind": timed.entry.kind.value, "chunk": 0, "microbatch": timed.entry.microbatch,
+                    "begin": timed.begin, "end": timed.end,
+                }
+            )
+            for rank, entries in enumerate(ran.ranks)
+            for timed in entries
+        )
+    )  # fmt: skip
+    flags = ["--pipeline-schedule", f"{own}:mine"]
+    code, out, err = run(capsys, "--trace", str(trace), "--png", str(picture), flags=flags)
+    assert (code, err) == (0, "")
+    assert "executed in this order, last training step: 270.0 ms, idle 11.1 %" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    code, out, err = run(capsys, "--trace", str(trace))
+    assert code == 2 and "where 1f1b has" in err and out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "flags", "words"),
+    [
+        (["--order", "zigzag"], [], ["'zigzag'", "zb-h1"]),
+        (["--order", "dualpipev"], ["--global-batch-size", "4"], ["dualpipev", "at least 7 micro-batches, not 4"]),
+        (["--order", "nowhere.py:f"], [], ["nowhere.py"]),
+        (["--times", "1,2"], [], ["--times", "F,B,W"]),
+        (["--times", "1,x,2"], [], ["--times", "F,B,W"]),
+        (["--memory", "0"], [], ["--memory"]),
+        (["--overlap", "-1"], [], ["--overlap"]),
+        (["--trace", "/nowhere"], [], ["/nowhere", "cannot be read"]),
+        (["--png", "/nowhere/x.png"], [], ["--png", "no such folder"]),
+        (["--order", "interleaved+recompute-in-advance"], [], ["--recompute-granularity full"]),
+        ([], ["--num-layers", "6"], ["--num-layers 6"]),
+        ([], ["--pipeline-schedule"], ["--pipeline-schedule has no value"]),
+        ([], ["--pipeline-schedule", "zb-auto", "--pipeline-schedule-max-live", "x"], ["--pipeline-schedule-max-live"]),
+    ],
+)
+def test_bad_input_is_one_line(options, flags, words, capsys):
+    code, out, err = run(capsys, *options, flags=flags)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("mindspeed-lite schedule: error: ")
+    for word in words:
+        assert word in err
+
+
+def test_no_command_is_one_line(capsys):
+    assert schedule.main([]) == 2
+    assert "no command" in capsys.readouterr().err
+
+
+def test_it_is_instant_and_needs_no_torch():
+    words = ["schedule", "--order", "all", "--", *COMMAND]
+    code = (
+        "import sys\nfrom mindspeed_lite.cli import main\n"
+        f"code = main({words!r})\n"
+        "assert not {'torch', 'megatron', 'matplotlib'} & set(sys.modules)\nsys.exit(code)\n"
+    )
+    ran = python("-c", code)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_words_that_choose_the_order_are_kept_from_the_planner():
+    command = Command.read(
+        ["a", "--schedules-method", "dualpipev", "b", "--pipeline-schedule-trace=x", "--recompute-in-bubble"]
+    )
+    assert list(command.rest) == ["a", "b"]
+    assert command.values == {"--schedules-method": "dualpipev", "--pipeline-schedule-trace": "x"}
+
+
+def test_operations_are_two_for_each_weight_and_token_and_attentions_own():
+    training = read([*MODEL, "--pipeline-model-parallel-size", "2"], 2)
+    first, last = (flops(training, chunk) for chunk in model_stages(training, 1))
+    layer = 4 * 128 * 128 + 3 * 128 * 384
+    norms = 2 * 128
+    attention = 256 * 256 * 128 * 2
+    assert first.forward == 4 * (2 * 256 * (layer + norms) + attention)
+    assert first.weight_grad == first.forward - 4 * attention
+    assert first.input_grad == first.forward + 4 * attention
+    assert last.forward - first.forward == 2 * 256 * 128 * training.padded_vocab_size
+
+
+def test_on_the_v_placement_the_first_rank_has_embedding_and_loss():
+    training = read([*MODEL, "--pipeline-model-parallel-size", "4"], 4)
+    straight, v = (
+        constant_bytes(training, ((0,), (1,), (2,), (3,))),
+        constant_bytes(training, ((0, 7), (1, 6), (2, 5), (3, 4))),
+    )
+    assert sum(straight) == sum(v)
+    assert v[0] == max(v) and v[1] == v[2] == v[3] == straight[1]

@@ -1,0 +1,197 @@
+"""What is wrong with a schedule is found, in one line; mutations of right ones are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindspeed_lite.pipeline import check
+from mindspeed_lite.pipeline.check import ScheduleError, problems
+from mindspeed_lite.pipeline.orders import ORDERS, TRAINING_ORDERS, PipelineShape, build
+from mindspeed_lite.pipeline.steps import Kind, OverlappedPair, Step, backward, forward, recompute, steps_of
+
+SHAPE = PipelineShape(3, 6)
+
+
+def plain(name="1f1b", ranks=3, microbatches=6):
+    chunks = ORDERS[name].chunks or 2
+    return build(name, PipelineShape(ranks, microbatches, chunks))
+
+
+def changed(schedule, rank, entries):
+    return replace(schedule, ranks=(*schedule.ranks[:rank], tuple(entries), *schedule.ranks[rank + 1 :]))
+
+
+def first(schedule, max_live=None):
+    return next(problems(schedule, max_live), None)
+
+
+def test_a_right_one_is_returned():
+    schedule = plain()
+    assert check.check(schedule, 3) is schedule
+
+
+@pytest.mark.parametrize("name", TRAINING_ORDERS)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_step_that_is_left_out_is_noticed(name, data):
+    schedule = plain(name)
+    rank = data.draw(st.integers(0, 2))
+    place = data.draw(st.integers(0, len(schedule.ranks[rank]) - 1))
+    entries = list(schedule.ranks[rank])
+    del entries[place]
+    assert first(changed(schedule, rank, entries)) is not None
+
+
+@pytest.mark.parametrize("name", TRAINING_ORDERS)
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_a_pair_that_is_swapped_is_noticed_where_a_step_needs_the_other(name, data):
+    schedule = plain(name)
+    rank = data.draw(st.integers(0, 2))
+    entries = list(schedule.ranks[rank])
+    places = {step: place for place, entry in enumerate(entries) for step in steps_of(entry)}
+    needs = [
+        (places[needed], place)
+        for step, place in places.items()
+        for source, needed in schedule.predecessors(rank, step)
+        if source == rank
+    ]
+    one, other = data.draw(st.sampled_from(needs))
+    entries[one], entries[other] = entries[other], entries[one]
+    assert first(changed(schedule, rank, entries)) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "dropped", "words"),
+    [
+        ("zb-h1", Kind.WEIGHT_GRAD, "there is a BI and no W"),
+        ("zb-h1", Kind.INPUT_GRAD, "there is no backward"),
+        ("1f1b", Kind.BACKWARD, "there is no backward (B or BI)"),
+        ("1f1b", Kind.FORWARD, "there is no forward (F)"),
+    ],
+)
+def test_what_is_missing_is_named(name, dropped, words):
+    schedule = plain(name)
+    entries = [each for each in schedule.ranks[1] if each != Step(dropped, 0, 2)]
+    found = first(changed(schedule, 1, entries))
+    assert found.startswith("rank 1: chunk 0, micro-batch 2: ") and words in found
+
+
+@pytest.mark.parametrize(
+    ("added", "words"),
+    [
+        ((forward(0, 2),), "F0:2 stands twice"),
+        ((Step(Kind.INPUT_GRAD, 0, 2),), "one of them is enough"),
+        ((Step(Kind.WEIGHT_GRAD, 0, 2),), "there is a W and no BI"),
+        ((recompute(0, 2),), "before the R that it needs"),
+        ((forward(1, 2),), "there is no chunk 1"),
+        ((forward(0, 6),), "there is no micro-batch 6"),
+        (("F0:2",), "is no step and no overlapped pair, but 'F0:2'"),
+        ((None,), "is no step"),
+    ],
+)
+def test_what_is_too_much_is_named(added, words):
+    schedule = plain()
+    found = first(changed(schedule, 1, (*schedule.ranks[1], *added)))
+    assert words in found and "\n" not in found
+
+
+def test_a_pair_of_one_micro_batch_is_no_pair():
+    schedule = plain("interleaved-overlap")
+    entries = [
+        OverlappedPair(each.forward, backward(*each.forward[1:])) if isinstance(each, OverlappedPair) else each
+        for each in schedule.ranks[0]
+    ]
+    assert "cannot be overlapped with the forward that it needs" in first(changed(schedule, 0, entries))
+    with pytest.raises(ValueError, match="a forward and a backward"):
+        OverlappedPair(forward(0, 1), forward(0, 2))
+
+
+def test_ranks_that_go_through_micro_batches_in_other_orders_are_a_deadlock():
+    schedule = plain()
+    turned = {kind: dict(zip(range(6), reversed(range(6)), strict=True)) for kind in Kind}
+    entries = [Step(kind, chunk, turned[kind][microbatch]) for kind, chunk, microbatch in schedule.ranks[2]]
+    assert "deadlock: rank 0 waits at entry 3 (B0:0)" in first(changed(schedule, 2, entries))
+
+
+def test_the_order_of_two_forwards_may_differ_from_rank_to_rank():
+    schedule = plain("1f1b", 2, 4)
+    entries = list(schedule.ranks[0])
+    entries[0], entries[1] = entries[1], entries[0]
+    assert first(changed(schedule, 0, entries)) is None
+
+
+@pytest.mark.parametrize(
+    ("placement", "words"),
+    [(((0,), (1,), (1,)), "[0, 1, 1]"), (((0,), (1,), (2, 3)), "as many chunks"), ((), "a row for each rank")],
+)
+def test_a_placement_has_every_stage_once(placement, words):
+    assert words in first(replace(plain(), placement=placement))
+    assert "entries for 3 ranks" in first(replace(plain(), placement=((0,), (1,))))
+
+
+def test_memory_over_the_bound_is_noticed():
+    assert first(plain(), 2) == "rank 0 holds 3 chunk activations at once, more than the 2 that are allowed"
+
+
+OWN = """
+from mindspeed_lite.pipeline.steps import backward, forward, v_placement
+
+def straight(rank, shape):
+    for microbatch in range(shape.microbatches):
+        yield forward(0, microbatch)
+        yield backward(0, microbatch)
+
+def v(rank, shape):
+    for microbatch in range(shape.microbatches):
+        yield from (forward(0, microbatch), forward(1, microbatch), backward(1, microbatch), backward(0, microbatch))
+
+v.placement, v.chunks = v_placement, 2
+
+def short(rank, shape):
+    yield forward(0, 0)
+
+def broken(rank, shape):
+    return 1 / 0
+
+nothing = 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return path
+
+
+def test_an_order_of_a_users_own_is_loaded_from_a_file_or_a_module(file, monkeypatch):
+    schedule = check.load(f"{file}:straight", SHAPE)
+    assert (schedule.num_ranks, schedule.num_chunks, schedule.microbatches) == (3, 1, 6)
+    assert check.load(f"{file}:v", SHAPE).placement == ((0, 5), (1, 4), (2, 3))
+    monkeypatch.syspath_prepend(str(file.parent))
+    assert check.load("own:straight", SHAPE).ranks == schedule.ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("{}:short", ["rank 0: chunk 0, micro-batch 1", "no forward"]),
+        ("{}:broken", ["raises ZeroDivisionError"]),
+        ("{}:nothing", ["no function nothing"]),
+        ("{}:absent", ["no function absent"]),
+        ("{}", ["module:function or FILE.py:function"]),
+        ("/nowhere/own.py:f", ["no file /nowhere/own.py"]),
+        ("no.such.module:f", ["cannot be imported", "ModuleNotFoundError"]),
+    ],
+)
+def test_what_cannot_be_loaded_is_told_in_one_line(file, name, words):
+    with pytest.raises(ScheduleError) as error:
+        check.load(name.format(file), SHAPE)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)

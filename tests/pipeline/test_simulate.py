@@ -1,0 +1,203 @@
+"""The simulator: against closed formulas, for messages, memory and deadlock, and for any order and durations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_lite.pipeline import orders
+from mindspeed_lite.pipeline.check import problems
+from mindspeed_lite.pipeline.costs import Costs, held, peak_bytes, peak_live, uniform
+from mindspeed_lite.pipeline.orders import OrderError, PipelineShape, build
+from mindspeed_lite.pipeline.simulate import DeadlockError, simulate
+from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, backward, forward, steps_of
+
+TIMES = st.floats(0.1, 10.0)
+
+
+def idle(name, ranks, microbatches, chunks=1, **times):
+    """The idle time of each rank."""
+    schedule = build(name, PipelineShape(ranks, microbatches, chunks))
+    found = simulate(schedule, uniform(ranks * chunks, **times))
+    return [found.idle(rank) for rank in range(ranks)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 12), TIMES, TIMES, TIMES)
+def test_1f1b_idles_p_minus_1_forwards_and_backwards(ranks, microbatches, f, b, w):
+    wanted = (ranks - 1) * (f + b + w)
+    found = idle("1f1b", ranks, microbatches, forward=f, input_grad=b, weight_grad=w)
+    assert found == pytest.approx([wanted] * ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 4), TIMES, TIMES, TIMES)
+def test_interleaved_idles_as_much_less_as_chunks_are_smaller(ranks, rounds, chunks, f, b, w):
+    wanted = (ranks - 1) * (f + b + w)
+    found = idle("interleaved", ranks, ranks * rounds, chunks, forward=f, input_grad=b, weight_grad=w)
+    assert found == pytest.approx([wanted] * ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 6), TIMES, TIMES, TIMES)
+def test_zb_h1_idles_by_a_weight_gradient_less_for_each_rank(ranks, more, f, b, w):
+    """Table 2 of the paper: (P - 1)(F + B - W), B without weight gradients; longer ones fill no more than the gap."""
+    found = idle("zb-h1", ranks, 2 * ranks + more, forward=f, input_grad=b, weight_grad=w)
+    assert found == pytest.approx([(ranks - 1) * max(f, b, f + b - w)] * ranks)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 6), TIMES, st.floats(0.05, 1.0))
+def test_dualpipev_idles_as_its_authors_say(ranks, more, t, share):
+    """(P - 1)(F&B + B - W), and 3 W with weight gradients detached; F&B is an overlapped pair, B a full backward.
+
+    Where forward and input gradient take the same, and weight gradients no longer.
+    """
+    weight = share * t
+    overlapped, whole = 2 * t + weight, t + weight
+    for name, filled in (("dualpipev", weight), ("dualpipev-dw-detach", 3 * weight)):
+        found = idle(name, ranks, 2 * ranks + more, 2, forward=t, input_grad=t, weight_grad=weight)
+        assert found == pytest.approx([(ranks - 1) * (overlapped + whole - filled)] * ranks)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 6), st.floats(2 / 3, 1.0))
+def test_dualpipev_gains_by_overlap_as_its_authors_say(ranks, more, pair):
+    """The rank that idles most does so for that time; the others run fewer pairs."""
+    for name, filled in (("dualpipev", 1.0), ("dualpipev-dw-detach", 3.0)):
+        found = idle(name, ranks, 2 * ranks + more, 2, pair=pair)
+        assert max(found) == pytest.approx((ranks - 1) * (pair * 3.0 + 2.0 - filled))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 16))
+def test_a_rank_of_1f1b_holds_as_many_as_ranks_from_it_on(ranks, microbatches):
+    schedule = build("1f1b", PipelineShape(ranks, microbatches))
+    assert [peak_live(schedule, rank) for rank in range(ranks)] == [
+        min(ranks - rank, microbatches) for rank in range(ranks)
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(2, 16))
+def test_every_rank_of_zb_h1_holds_as_many_as_the_first_of_1f1b(ranks, microbatches):
+    schedule = build("zb-h1", PipelineShape(ranks, microbatches))
+    assert max(peak_live(schedule, rank) for rank in range(ranks)) == min(ranks, microbatches)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 8), st.integers(0, 10), st.sampled_from(["dualpipev", "dualpipev-dw-detach"]))
+def test_dualpipev_holds_two_chunks_for_each_rank_and_one(ranks, more, name):
+    schedule = build(name, PipelineShape(ranks, 2 * ranks + 1 + more, 2))
+    assert [peak_live(schedule, rank) for rank in range(ranks)] == [2 * ranks + 1] * ranks
+
+
+@st.composite
+def shapes(draw):
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    return PipelineShape(ranks, draw(st.integers(1, 14)), chunks, draw(st.sampled_from([0, 0, ranks, ranks + 1])))
+
+
+@st.composite
+def scheduled(draw):
+    """Any published order for any shape that it has."""
+    name, shape = draw(st.sampled_from(sorted(orders.ORDERS))), draw(shapes())
+    chunks = orders.ORDERS[name].chunks or shape.chunks
+    try:
+        return build(name, replace(shape, chunks=chunks))
+    except OrderError:
+        assume(False)
+
+
+def drawn_costs(draw, stages):
+    times = st.lists(st.floats(0.0, 5.0), min_size=stages, max_size=stages)
+    return Costs(
+        draw(times), draw(times), draw(times), message=draw(st.floats(0.0, 3.0)), pair=draw(st.floats(0.5, 1.2))
+    )
+
+
+@settings(max_examples=120, deadline=None)
+@given(scheduled(), st.data())
+def test_every_order_ends_for_any_durations_with_all_that_a_step_needs_before_it(schedule, data):
+    costs = drawn_costs(data.draw, schedule.num_stages)
+    found = simulate(schedule, costs)
+    assert not list(problems(schedule))
+    ended = {
+        (rank, step): timed.end
+        for rank, run in enumerate(found.ranks)
+        for timed in run
+        for step in steps_of(timed.entry)
+    }
+    for rank, run in enumerate(found.ranks):
+        before = 0.0
+        for timed in run:
+            assert timed.begin >= before
+            before = timed.end
+            for step in steps_of(timed.entry):
+                for source, needed in schedule.predecessors(rank, step):
+                    lag = costs.message if source != rank else 0.0
+                    assert ended[source, needed] + lag <= timed.begin + 1e-9
+        assert found.busy(rank) == pytest.approx(costs.busy(schedule, rank))
+        assert 0 <= found.exposed(rank) <= found.idle(rank) + 1e-9
+    kinds = [step.kind for rank in range(schedule.num_ranks) for step in schedule.steps(rank)]
+    units = schedule.num_stages * schedule.microbatches
+    assert kinds.count(Kind.FORWARD) == units
+    assert sum(map(kinds.count, BACKWARDS)) == (0 if schedule.is_forward_only else units)
+
+
+def test_a_rank_that_could_not_begin_sooner_waits_for_the_message_alone():
+    schedule = build("1f1b", PipelineShape(2, 1))
+    found = simulate(schedule, uniform(2, message=0.25))
+    assert [(timed.begin, timed.end) for timed in found.ranks[1]] == [(1.25, 2.25), (2.25, 4.25)]
+    assert (found.exposed(1), found.exposed(0)) == (0.25, 0.25)
+    assert found.makespan == 6.5
+    assert found.idle(1) == 3.5 and found.bubble == pytest.approx(7 / 13)
+
+
+def test_messages_of_a_link_follow_each_other():
+    schedule = build("1f1b", PipelineShape(2, 2))
+    found = simulate(schedule, uniform(2, message=4.0))
+    # The activations leave at 1 and 2; the second has the link from 5 on.
+    arrivals = [timed.begin for timed in found.ranks[1] if timed.entry.kind is Kind.FORWARD]
+    assert arrivals == [5.0, 9.0]
+
+
+def test_a_stage_on_the_same_rank_gets_no_message():
+    schedule = build("forward-only-v", PipelineShape(2, 1, 2))
+    found = simulate(schedule, uniform(4, message=10.0))
+    assert [timed.begin for timed in found.ranks[1]] == [11.0, 12.0]
+
+
+def test_ranks_that_wait_for_each_other_are_told():
+    shape = PipelineShape(2, 2)
+
+    def order(rank, shape):
+        # The first rank wants the gradient of 0 before it runs 1, and the second runs 1 first.
+        yield from (
+            (forward(0, 0), backward(0, 0), forward(0, 1), backward(0, 1))
+            if rank == 0
+            else (forward(0, 1), backward(0, 1), forward(0, 0), backward(0, 0))
+        )
+
+    with pytest.raises(DeadlockError, match=r"crossed: deadlock: rank 0 waits at entry 1 \(B0:0\) for B0:0 of rank 1"):
+        simulate(orders.from_function("crossed", order, shape), uniform(2))
+
+
+def test_bytes_are_those_of_what_is_held():
+    costs = Costs(
+        [1.0] * 2, [1.0] * 2, [1.0] * 2,
+        activation_bytes=[100, 10], input_bytes=[7, 3], backward_bytes=[5, 50], weight_grad_bytes=[40, 4],
+    )  # fmt: skip
+    schedule = build("zb-h1", PipelineShape(2, 3))
+    # F, F, BI: two are held, and the backward's own; W: one has been freed, and weight gradients wait.
+    assert [each.bytes(costs, (0,)) for each in held(schedule, 0)][:4] == [100, 200, 205, 140]
+    assert peak_bytes(schedule, 0, costs) == 205
+    # F BI F BI: the first one's weight gradients wait for the second backward.
+    assert [each.bytes(costs, (1,)) for each in held(schedule, 1)][:4] == [10, 60, 14, 64]
+
+
+def test_an_evaluation_holds_nothing():
+    assert peak_live(build("forward-only", PipelineShape(2, 4)), 0) == 0

@@ -1,0 +1,103 @@
+"""Records of an executor: read, compared with a schedule, and made into costs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mindspeed_lite.pipeline import trace
+from mindspeed_lite.pipeline.costs import Costs, from_measured, uniform
+from mindspeed_lite.pipeline.orders import PipelineShape, build
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.steps import steps_of
+from mindspeed_lite.pipeline.trace import TraceError
+
+SCHEDULE = build("zb-h1", PipelineShape(2, 3))
+
+
+def lines(schedule=SCHEDULE, begin=0.0, costs=None):
+    run = simulate(schedule, costs or uniform(schedule.num_stages))
+    return [
+        json.dumps(
+            {
+                "rank": rank, "kind": step.kind.value, "chunk": step.chunk, "microbatch": step.microbatch,
+                "begin": begin + timed.begin, "end": begin + timed.end,
+            }
+        )
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+        for step in steps_of(timed.entry)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "trace.jsonl"
+
+
+def test_whole_training_steps_are_told_apart(file):
+    file.write_text("\n".join([*lines(), *lines(begin=20.0), *lines(begin=40.0)[:3]]) + "\n\n")
+    found = trace.training_steps(trace.read(file), SCHEDULE)
+    assert [len(each) for each in found] == [18, 18]
+    assert [min(record.begin for record in each) for each in found] == [0.0, 20.0]
+    assert trace.makespan(found[1]) == simulate(SCHEDULE, uniform(2)).makespan
+    assert trace.bubble(found[1]) == pytest.approx(simulate(SCHEDULE, uniform(2)).bubble)
+
+
+def test_of_a_folder_one_file_for_each_pipeline_rank_counts(tmp_path):
+    for number, rank in enumerate((0, 0, 1, 1)):
+        mine = [line for line in lines() if json.loads(line)["rank"] == rank]
+        (tmp_path / f"rank{number}.jsonl").write_text("\n".join(mine))
+    assert len(trace.training_steps(trace.read(tmp_path), SCHEDULE)[0]) == 18
+
+
+def test_overlapping_steps_count_once():
+    schedule = build("dualpipev", PipelineShape(2, 4, 2))
+    run = simulate(schedule, uniform(4))
+    records = [
+        trace.ExecutedStep(rank, step, timed.begin, timed.end)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+        for step in steps_of(timed.entry)
+    ]
+    assert trace.bubble(records) == pytest.approx(run.bubble)
+
+
+def test_measured_times_give_the_simulation_back(file):
+    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])
+    file.write_text("\n".join(lines(costs=costs)))
+    (step,) = trace.training_steps(trace.read(file), SCHEDULE)
+    found = from_measured(trace.median_seconds(step, SCHEDULE), 2)
+    assert simulate(SCHEDULE, found).makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
+
+
+def test_a_backward_measured_as_a_whole_is_halved():
+    found = from_measured({(kind, 0): 3.0 for kind in ("F", "B")}, 1)  # a Kind is equal to its value
+    assert (found.forward[0], found.input_grad[0], found.weight_grad[0]) == (3.0, 1.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no records"),
+        ("not json", "line 1 is no record"),
+        ('{"rank": 0}', "line 1 is no record"),
+        (lines()[0].replace('"F"', '"Z"'), "line 1 is no record"),
+        (lines()[0].replace('"rank": 0', '"rank": 7'), "rank 7"),
+        ("\n".join(lines()[:4]), "no whole training step: 4 of rank 0's 9 steps"),
+        ("\n".join([lines()[1], lines()[0], *lines()[2:]]), "rank 0 ran F0:1 as step 0 where zb-h1 has F0:0"),
+    ],
+)
+def test_what_is_no_trace_of_the_schedule_is_told(file, text, words):
+    file.write_text(text)
+    with pytest.raises(TraceError) as error:
+        trace.training_steps(trace.read(file), SCHEDULE)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_told(file):
+    with pytest.raises(TraceError, match="cannot be read"):
+        trace.read(file)
+    with pytest.raises(TraceError, match=r"no \*\.jsonl"):
+        trace.read(file.parent)
