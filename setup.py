@@ -56,7 +56,7 @@ setup(
         "mindspeed_lite.cli": ["features.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },
-    install_requires=["torch>=2.6", "megatron-core>=0.16", "wrapt>=1.16", "packaging>=23"],
+    install_requires=["torch>=2.6", "megatron-core>=0.12.1", "wrapt>=1.16", "packaging>=23"],
     extras_require={
         "npu": ["torch-npu"],
         "bench": BENCH,

@@ -454,7 +454,6 @@ PLAIN = (
 @forked("megatron")
 def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
     import torch
-    from packaging.specifiers import SpecifierSet
 
     from mindspeed_lite.platform import megatron
 
@@ -463,10 +462,7 @@ def test_without_a_flag_only_the_argument_hooks_and_the_device_layer_differ():
     }
     hooks.add("megatron.training.yaml_arguments:validate_yaml")
     of_device = {
-        patch.target
-        for feature in megatron.ASSUMPTIONS
-        for patch in feature.patches
-        if megatron.version() in SpecifierSet(patch.versions)
+        patch.target for feature in megatron.ASSUMPTIONS for patch in feature.patches_for(megatron.version())[0]
     }
     before, of_torch = places.snapshot(), [dict(vars(each)) for each in (torch, torch.cuda, torch.distributed)]
     from megatron.training import arguments

@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not roots:
         roots = {each: checkouts.folder(each) for each in checkouts.EVERY}
     kept = json.loads(FILE.read_text(encoding="utf-8")).get("releases", {}) if FILE.exists() else {}
+    environment = {"torch": torch.__version__, "python": platform.python_version()}
     faults = 0
     for version, root in roots.items():
         rows = dict(sorted(_release(version, root)))
@@ -56,9 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, fault in failed.items():
             print(f"  {name}: {fault}")
         faults += len(failed)
-    environment = {"torch": torch.__version__, "python": platform.python_version()}
-    document = {"environment": environment, "releases": dict(sorted(kept.items(), key=lambda row: Version(row[0])))}
-    FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        # After each: what trains for minutes is not lost if the next one fails.
+        document = {"environment": environment, "releases": dict(sorted(kept.items(), key=lambda row: Version(row[0])))}
+        FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(faults > 0)
 
 

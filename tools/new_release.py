@@ -150,12 +150,12 @@ def _root_of(release: str) -> Path:
             wheel.extractall(target)
         return target
     version = str(Version(release))
-    target = checkouts.folder(version)
-    if target is None:
+    folder = checkouts.folder(version)
+    if folder is None:
         return megatron.root() or Path()
-    if not (target / "megatron").is_dir():
-        subprocess.run([*checkouts.PIP_INSTALL, "--target", str(target), f"megatron-core=={version}"], check=True)
-    return target
+    if not (folder / "megatron").is_dir():
+        subprocess.run([*checkouts.PIP_INSTALL, "--target", str(folder), f"megatron-core=={version}"], check=True)
+    return folder
 
 
 def _version_of(root: Path) -> str:

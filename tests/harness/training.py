@@ -54,6 +54,8 @@ class Trainer:
             "OMP_NUM_THREADS": "1",
             "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
+            # Megatron 0.15 is imported here before the device layer, which sets it, is on.
+            "TORCH_CUDA_ARCH_LIST": "8.0",
         }
         self._errors = (scratch / "forker.log").open("w")
         self._process = subprocess.Popen(
@@ -98,5 +100,5 @@ class Trainer:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._process.wait(timeout=120)
         self._errors.close()

@@ -21,7 +21,7 @@ from dataclasses import replace
 import pytest
 
 from mindspeed_lite import cli, platform, runtime
-from mindspeed_lite.engine import Around, Context, EngineError, Override, Provide, Settings, make_plan, matches, resolve
+from mindspeed_lite.engine import Around, Context, EngineError, Override, Provide, Settings, make_plan, resolve
 from mindspeed_lite.engine.source import definitions, reader_of
 from mindspeed_lite.engine.target import parse
 from mindspeed_lite.platform import megatron
@@ -37,9 +37,8 @@ def declared():
     version = megatron.version()
     for features, table in ((runtime.catalogue(), runtime.fingerprints()), (megatron.ASSUMPTIONS, megatron._known())):
         for feature in features:
-            for patch in feature.patches:
-                if matches(patch.versions, version):
-                    yield feature, patch, table
+            for patch in feature.patches_for(version)[0]:
+                yield feature, patch, table
 
 
 class Copy:
@@ -117,7 +116,7 @@ def assert_features_follow(results):
     refused = {feature.name for feature, _, applied, _ in results if not applied}
     features = {feature.name: (feature, table) for feature, _, table in declared()}
     for name, (feature, table) in features.items():
-        patches = [patch for patch in feature.patches if matches(patch.versions, megatron.version())]
+        patches, _ = feature.patches_for(megatron.version())
         assert planned(feature, patches, table)[0] == (name not in refused), name
 
 

@@ -16,7 +16,7 @@ from types import FunctionType, ModuleType
 import pytest
 
 from mindspeed_lite import runtime
-from mindspeed_lite.engine import Around, Override, matches, resolve
+from mindspeed_lite.engine import Around, Override, resolve
 from mindspeed_lite.engine.source import _attributes
 from mindspeed_lite.engine.target import is_class, parse
 from mindspeed_lite.platform import megatron
@@ -195,8 +195,8 @@ def in_full(text, target):
 CASES = [
     pytest.param(patch, id=f"{feature.name}-{patch.target.rpartition(':')[2]}-{index}")
     for feature in [*runtime.catalogue(), *megatron.ASSUMPTIONS]
-    for index, patch in enumerate(feature.patches)
-    if isinstance(patch, Around | Override) and matches(patch.versions, megatron.version())
+    for index, patch in enumerate(feature.patches_for(megatron.version())[0])
+    if isinstance(patch, Around | Override)
 ]
 
 

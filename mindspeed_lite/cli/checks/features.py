@@ -49,6 +49,8 @@ def _drift(feature: Any, host: found.Host | None) -> list[str]:
 
     if host is None:
         return []
+    patches: list[Any]
+    reasons: list[str]
     patches, reasons = feature.patches_for(host.version)
     for patch in patches:
         if isinstance(patch, Provide):

@@ -1,0 +1,43 @@
+"""`python -m tools.new_release`: what a release changes, from source alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_lite.platform import megatron
+from tests.harness import checkouts
+from tools import new_release
+
+OLDER, NEWER = "0.18.2", "0.19.2"
+
+
+def found() -> dict[str, new_release.Change]:
+    root, other = megatron.root(), checkouts.folder(OLDER)
+    assert root is not None and other is not None
+    return {each.target: each for each in new_release.changes(root, NEWER, other, OLDER)}
+
+
+def test_each_changed_target_comes_with_its_difference_and_the_features_it_hits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    changes = found()
+    loss = changes["megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"]
+    assert loss.how.startswith("has the signature (vocab_parallel_logits, target, label_smoothing=, tp_group=)")
+    assert "use_fused_cross_entropy" in {feature.name for feature, _ in loss.patches}
+    assert any(line.startswith("+") and "tp_group" in line for line in loss.lines)
+    # The same in both releases.
+    assert "megatron.core.fusions.fused_bias_dropout:bias_dropout_add_fused_train" not in changes
+    assert new_release._refuses(loss, "use_fused_cross_entropy", NEWER)
+    around = changes["megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params.__init__"]
+    assert around.how == "has another body" and not new_release._refuses(around, "reuse_fp32_param", NEWER)
+    new_release._print(loss)
+    assert "use_fused_cross_entropy (override)" in capsys.readouterr().out
+    assert new_release.main([NEWER, "--against", NEWER]) == 0
+    assert "0 of" in capsys.readouterr().out
+
+
+def test_a_place_without_megatron_is_one_line(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert new_release.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path}: there is no megatron/core in it\n"
+    assert new_release.main(["no version"]) == 2
+    assert "no version" in capsys.readouterr().err
