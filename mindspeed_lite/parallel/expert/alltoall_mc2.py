@@ -99,7 +99,7 @@ class AlltoAllMC2:
     def linear_combine(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """[A, K], by expert of this rank -> [T, N], by expert of the group: the way back, behind x w_e^T."""
+        """[A, K], by expert of this rank -> [T, N], by expert of the group: returned, behind x w_e^T."""
         y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
