@@ -73,7 +73,7 @@ class _Exchange:
         out: torch.Tensor = dispatcher.combine_postprocess(
             dispatcher.token_combine(dispatcher.combine_preprocess(weighed))
         )
-        out.backward(self.dy)
+        out.backward(self.dy)  # type: ignore[no-untyped-call]
         return out.detach()
 
 

@@ -1,6 +1,6 @@
 """`--moe-alltoall-mc2`: experts' exchange and their products in one operator of an NPU.
 
-The all-to-all to the experts goes with their first product, the way back with their second one, and likewise in the
+The all-to-all to the experts goes with their first product, the one from them with their second one; likewise in the
 backward pass. Megatron's `alltoall` dispatcher keeps its steps, but neither sends rows of tokens nor sorts them: the
 operators of `--moe-grouped-gemm`, which this needs, do both.
 
@@ -54,19 +54,14 @@ def product_of(session: Session) -> Callable[..., Any] | None:
     return state.exchange.dispatch_linear if state.left else state.exchange.linear_combine
 
 
-def _call(wrapped: Callable[..., Any], session: Session, *args: Any, **kwargs: Any) -> Any:
-    state = _state(session)
-    state.is_dispatcher_call = True
-    try:
-        return wrapped(*args, **kwargs)
-    finally:
-        state.is_dispatcher_call = False
-
-
 def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = _call(wrapped, session, self, *args, **kwargs)
         state = _state(session)
+        state.is_dispatcher_call = True
+        try:
+            found = wrapped(self, *args, **kwargs)
+        finally:
+            state.is_dispatcher_call = False
         # Behind the dispatcher's own wait for these numbers.
         received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
         counts = ExpertCounts(
@@ -82,19 +77,33 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
 
 def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return _call(wrapped, session, self, *args, **kwargs)
+        state = _state(session)
+        state.is_dispatcher_call = True
+        try:
+            return wrapped(self, *args, **kwargs)
+        finally:
+            state.is_dispatcher_call = False
 
     return run
 
 
+def _check_exchanged(state: _State) -> None:
+    if state.left:
+        raise RuntimeError(
+            "moe_alltoall_mc2: the experts did not compute with --moe-grouped-gemm, whose reason was logged, so that "
+            "no token was exchanged: leave --moe-alltoall-mc2 out."
+        )
+
+
 def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _state(session).left:
-            raise RuntimeError(
-                "moe_alltoall_mc2: the experts did not compute with --moe-grouped-gemm, whose reason was logged, so "
-                "that no token was exchanged: leave --moe-alltoall-mc2 out."
-            )
-        return _call(wrapped, session, self, *args, **kwargs)
+        state = _state(session)
+        _check_exchanged(state)
+        state.is_dispatcher_call = True
+        try:
+            return wrapped(self, *args, **kwargs)
+        finally:
+            state.is_dispatcher_call = False
 
     return combine_preprocess
 

@@ -7,7 +7,8 @@ added up inside the node, and one row for each token and node comes back.
 Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, whose call of `permute` then copies for nodes and keeps the
 way of the tokens in the place of the row ids; `token_dispatch` and `token_combine`, whose calls of `all_to_all` take
 that way; and `unpermute`, which adds up nodes. Experts get the rows that they get without it, in the same order.
-Leaves alone splits, sorting, tensor-parallel gathers and the shared expert, and the other dispatchers. Falls back where the ranks that share experts are on one node, or not equally many on each.
+Leaves alone splits, sorting, tensor-parallel gathers, the shared expert, and the other dispatchers. Falls back where
+the ranks that share experts are on one node, or not equally many on each.
 """
 
 from __future__ import annotations

@@ -371,3 +371,38 @@ def test_a_missing_library_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r"pip install 'mindspeed-lite\[bench\]'"):
         call(bench_reports.single(), tmp_path)
+
+
+def test_experts_exchange_is_a_table_in_every_form() -> None:
+    from types import SimpleNamespace
+
+    from mindspeed_lite.bench import compose
+    from mindspeed_lite.bench.render_tables import experts_table
+
+    told = [
+        {
+            "step_seconds": 2.0,
+            "exposed_seconds": 0.5,
+            "dispatch_seconds": 0.2,
+            "combine_seconds": 0.4,
+            "sent": {"1": 70},
+        },
+        {
+            "step_seconds": 2.1,
+            "exposed_seconds": 0.4,
+            "dispatch_seconds": 0.4,
+            "combine_seconds": 0.6,
+            "sent": {"0": 90},
+        },
+    ]
+    processes = [SimpleNamespace(rank=rank, experts=each) for rank, each in enumerate(told)]
+    found = compose._experts([SimpleNamespace(processes=processes)])
+    assert found is not None and found["bytes"] == [[0, 70], [90, 0]]
+    assert (found["exposed_seconds"], found["exposed_share"]) == (0.5, 0.25)
+    assert found["in_flight_seconds"] == pytest.approx({"dispatch": 0.3, "combine": 0.5})
+    assert compose._experts([SimpleNamespace(processes=[SimpleNamespace(rank=0, experts=None)])]) is None
+    report = {"kind": "bench", "arms": [{"name": "off", "experts": found}, {"name": "on", "experts": None}]}
+    table = experts_table(report)
+    assert table is not None
+    assert table.rows == [["off", "500.0 ms", "25.0 %", "300.0 ms", "500.0 ms", "90.0 B", "90.0 B (1 to 0)"]]
+    assert experts_table({"arms": [{"name": "off"}]}) is None

@@ -237,7 +237,7 @@ LEVELS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "tp2_ep2": (4, 2, {"tp": 2, "sp": True, "ep": 2}),
     "pp2_vpp2": (4, 1, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}),
     "distributed": (4, 2, {"ep": 4, "distributed_optimizer": True, "overlap_param_gather": True}),
-    "ep2, top 1": (2, 1, {"ep": 2, "moe": {"moe_router_topk": 1}}),
+    "ep2, top 1": (2, 1, {"ep": 2, "moe": {"moe_router_topk": 1, "moe_router_pre_softmax": True}}),
     "ep4, top 5": (4, 2, {"ep": 4, "experts": 8, "moe": {"moe_router_topk": 5}}),
     "ep2, all": (2, 1, {"ep": 2, "experts": 8, "moe": {"moe_router_topk": 8}}),
     **{
@@ -273,6 +273,32 @@ def test_an_exchange_on_two_levels_trains_as_one_on_one(
         assert on.history() == off.history()
     for rank in range(nproc):
         assert "rows crossed nodes once" in on.log(rank)
+
+
+MC2 = {"ep2": (2, {"ep": 2}), "ep4": (4, {"ep": 4}), "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"]}
+
+
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*MC2], [], newest=["ep2"]))
+def test_exchange_and_product_in_one_train_as_separate_steps(
+    trainer: Callable[[str], Trainer], release: str, layout: str
+) -> None:
+    """With a twin of CANN's operators over gloo."""
+    nproc, options = MC2[layout]
+    flags = {**MOE, "use_gradient_accumulation_fusion": True}
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "moe": MOE_CONFIGURED, **options}
+    off = trainer(release).core("features", nproc, options, flags=flags)
+    on = trainer(release).core(
+        "features",
+        nproc,
+        options,
+        flags={**flags, "moe_alltoall_mc2": True},
+        before="tests.harness.simulated:alltoall_mc2",
+    )
+    assert len(losses(off)) == 4
+    for a, b in zip(losses(off), losses(on), strict=True):
+        assert abs(a - b) <= DRIFT * abs(a)
+    for rank in range(nproc):
+        assert "exchange and product in one" in on.log(rank)
 
 
 @pytest.mark.parametrize("release", matrix.only([], checkouts.WITH_TRAINING))

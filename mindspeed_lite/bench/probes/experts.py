@@ -32,7 +32,8 @@ def install(timeline: Timeline) -> Callable[[], None]:
                 groups = [getattr(self, name, None) for name in ("ep_group", "tp_ep_group")]
                 with timeline.expert_call(lane, [each for each in groups if each is not None]):
                     found = wrapped(self, *args, **kwargs)
-                for node in {getattr(each, "grad_fn", None) for each in tree_leaves(found)} - {None}:
+                nodes: set[Any] = {getattr(each, "grad_fn", None) for each in tree_leaves(found)}
+                for node in nodes - {None}:
                     node.register_prehook(begin_backward)
                 return found
 

@@ -99,7 +99,7 @@ class AlltoAllMC2:
     def linear_combine(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """[A, K], by expert of this rank -> [T, N], by expert of the group: the way back, behind x w_e^T."""
+        """[A, K], by expert of this rank -> [T, N], by expert of the group: returned, behind x w_e^T."""
         y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
@@ -109,9 +109,9 @@ class AlltoAllMC2:
         """(products, rows that have arrived): products with w_e^T if `transposed`, else with w_e."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
+            name = communicator(self.group, x.device)
             import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-            name = communicator(self.group, x.device)
             y, _, arrived = torch_npu.npu_alltoallv_gmm(
                 x.contiguous(), torch.stack([*weights]), name, ranks, sent, received,
                 trans_gmm_weight=transposed, permute_out_flag=True,
@@ -125,9 +125,9 @@ class AlltoAllMC2:
         """Products of this rank's rows, brought to where the rows came from."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
+            name = communicator(self.group, x.device)
             import torch_npu
 
-            name = communicator(self.group, x.device)
             y, _ = torch_npu.npu_gmm_alltoallv(
                 x.contiguous(), torch.stack([*weights]), name, ranks, received, sent, trans_gmm_weight=transposed
             )

@@ -4,8 +4,8 @@
 
 Peers between nodes are the ranks of the same place on each node. Results come back on the same way: a rank adds up its
 experts' rows of a token, a node its ranks' rows, both in fp32; one row for each token and node crosses the network
-again, and its source adds up the nodes. `spread` is the way there, `collect` the way back; each is the other's
-gradient. Probabilities take the same way without copies, for each pair of a token and an expert is on one rank alone.
+again, and its source adds up the nodes. `spread` brings rows to experts, `collect` results to tokens; each is the
+other's gradient. Probabilities take the same way without copies, for a pair of a token and an expert is on one rank.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -275,13 +275,13 @@ class _Collect(torch.autograd.Function):
 
 
 def spread(x: torch.Tensor, way: Copies | Path) -> torch.Tensor:
-    """The way there, differentiable: the gradient of a row is the sum over its copies. Keeps indices alone."""
+    """Rows to experts, differentiable: the gradient of a row is the sum over its copies. Keeps indices alone."""
     out: torch.Tensor = _Spread.apply(x, way)  # type: ignore[no-untyped-call]
     return out
 
 
 def collect(y: torch.Tensor, way: Copies | Path) -> torch.Tensor:
-    """The way back, differentiable: the gradient of a copy is that of its row. Keeps indices alone."""
+    """Results to tokens, differentiable: the gradient of a copy is that of its row. Keeps indices alone."""
     out: torch.Tensor = _Collect.apply(y, way)  # type: ignore[no-untyped-call]
     return out
 
