@@ -11,7 +11,8 @@ level1 and the others level0; with level0, the first N have it and the others no
 Reaches `dispatch_preprocess` and `dispatch_postprocess` of `MoEAlltoAllTokenDispatcher`: from the one it keeps the
 tokens, from the other a copy of the dispatcher with its counts, whose own functions put rows in order once more. And
 `token_combine`, whose gradient is the first that comes. The experts are those of `--moe-grouped-gemm`. Layers are
-chosen where `TransformerLayer` builds them. Leaves shared experts alone.
+chosen where `TransformerLayer` builds them. Leaves shared experts alone. Runs in Megatron's combined schedule too
+(`--moe-fb-overlap`).
 """
 
 from __future__ import annotations
@@ -253,12 +254,7 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="memory",
     condition=_why_not,
-    conflicting_args={
-        **recompute.CONFLICTING_ARGS,
-        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm takes layers apart and frees what "
-        "the parts read",
-    },
-    conflicts=(Relation("moe_fb_overlap", "its schedule takes layers apart and frees what the parts read"),),
+    conflicting_args=recompute.CONFLICTING_ARGS,
     requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),
     not_auto=recompute.NOT_AUTO,
     patches=(

@@ -86,6 +86,11 @@ TRAININGS: dict[str, tuple[int, int, str]] = {
         f"{MOE} {ON} {GROUPED} --expert-model-parallel-size 2 --moe-shared-expert-intermediate-size 256 "
         "--use-distributed-optimizer --recompute-activation-function",
     ),
+    "ep2, rows given up": (
+        2,
+        4,
+        f"{MOE} {ON} {GROUPED} --expert-model-parallel-size 2 --moe-zero-memory level1 --moe-zero-memory-num-layers 2",
+    ),
     "tp2 ep2": (
         4,
         8,

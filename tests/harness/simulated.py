@@ -112,6 +112,43 @@ def alltoall_mc2() -> None:
     patch._why_not_here = lambda device: []
 
 
+def shared_expert_beside_messages() -> None:
+    """Say that both parts of the shared expert ran while a message of the exchange was under way, in both passes."""
+    from mindspeed_lite.parallel.expert.exchange import Messages
+    from mindspeed_lite.patches import moe_allgather_overlap_comm as patch
+
+    counted_messages()
+    send, first, second = Messages.send, patch._SharedExpert.first, patch._SharedExpert.second
+    seen: set[str] = set()
+    last: list[Any] = []
+
+    def note(what: str) -> None:
+        if last[0]._works and what not in seen:
+            seen.add(what)
+            print(f"{what} beside a message", flush=True)
+
+    def sending(self: Any, *args: Any) -> Any:
+        last[:] = [self]
+        return send(self, *args)
+
+    def first_part(self: Any) -> Any:
+        if self._middle is None:
+            note("its first part")
+            found = first(self)
+            if found.grad_fn is not None:
+                found.register_hook(lambda _: note("its second backward part"))
+                found.grad_fn.next_functions[0][0].register_hook(lambda *_: note("its first backward part"))
+        return first(self)
+
+    def second_part(self: Any) -> Any:
+        if self._output is None:
+            note("its second part")
+        return second(self)
+
+    Messages.send = sending
+    patch._SharedExpert.first, patch._SharedExpert.second = first_part, second_part
+
+
 def rows_exchanged_again() -> None:
     """Say that rows which had been released came back by a message."""
     from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows

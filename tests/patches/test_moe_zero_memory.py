@@ -149,7 +149,6 @@ def context(settings=None, **args):
         ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
         ({"recompute_granularity": "full", "recompute_method": "uniform"}, "--recompute-granularity full"),
         ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
-        ({"overlap_moe_expert_parallel_comm": True}, "takes layers apart"),
         ({"fp8": "hybrid"}, "--fp8-format"),
     ],
 )

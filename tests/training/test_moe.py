@@ -315,10 +315,7 @@ AGAIN: dict[str, tuple[int, dict[str, Any]]] = {
     **BETWEEN,
     "tp2": (2, {"tp": 2, "sp": True}),
     "tp2 ep2": (4, {"tp": 2, "sp": True, "ep": 2}),
-    "norm recomputed": (
-        2,
-        {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}},
-    ),
+    "norm recomputed": (2, {"ep": 2}),
     "some layers": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 8}),
     "unfused wgrad": (2, {"ep": 2, "wgrad_fusion": False}),
     "a rank without tokens": (2, {"ep": 2}),
@@ -347,6 +344,7 @@ def test_rows_that_are_exchanged_again_change_no_bit(
     nproc, options = AGAIN[layout]
     overlaps = overlapped and options.get("ep", 1) > 1
     flags |= {"moe_alltoall_overlap_comm": True} if overlaps else {}
+    flags |= {"recompute_norm": True} if layout == "norm recomputed" else {}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options}
     options["moe"] = {**MOE_CONFIGURED, **options.get("moe", {})}
     told = "a_rank_without_tokens" if layout == "a rank without tokens" else "rows_exchanged_again"
@@ -362,6 +360,29 @@ def test_rows_that_are_exchanged_again_change_no_bit(
         assert "rows were exchanged again" in on.log(rank) or options.get("ep", 1) == 1
 
 
+@matrix.whole
+@pytest.mark.parametrize("release", ["0.16.1", "0.19.2"])
+@pytest.mark.parametrize("layout", ["ep2", "tp2_etp1_ep2", "pp2_vpp2", "shared"])
+@pytest.mark.parametrize("level", ["level0", "level1"])
+def test_rows_are_exchanged_again_in_the_combined_schedule(
+    trainer: Callable[[str], Trainer], release: str, layout: str, level: str
+) -> None:
+    nproc, options = COMBINED[layout]
+    flags = {**MOE, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
+    options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options}
+    options |= {"ddp_delay_wgrad_compute": True, "moe": {**MOE_CONFIGURED, **options.get("moe", {})},
+                "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}}  # fmt: skip
+    late = "tests.harness.simulated:late_messages"
+    off = trainer(release).core("features", nproc, options, flags=flags, before=late)
+    on = trainer(release).core("features", nproc, options, flags={**flags, "moe_zero_memory": level}, before=late)
+    assert len(losses(off)) == 4 and on.history() == off.history()
+    told = "tests.harness.simulated:rows_exchanged_again"
+    again = trainer(release).core("features", nproc, options, flags={**flags, "moe_zero_memory": level}, before=told)
+    assert again.history() == off.history()
+    for rank in range(nproc):
+        assert "rows were exchanged again" in again.log(rank)
+
+
 GATHERED: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2": (2, {"ep": 2}),
     "shared": (2, {"ep": 2, "moe": MODELS["shared"]}),
@@ -374,7 +395,8 @@ GATHERED: dict[str, tuple[int, dict[str, Any]]] = {
     "sigmoid, groups, bias": (2, {"ep": 2, "moe": MODELS["sigmoid, groups, bias"]}),
     "recompute": (2, {"ep": 2, "moe": {
         **MODELS["shared"], "recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
-    "router in bf16": (2, {"ep": 2, "moe": {**MODELS["shared"], "moe_router_dtype": None}}),
+    "router in bf16": (2, {"ep": 2, "moe": {
+        **MODELS["shared"], "moe_router_dtype": None, "moe_router_fusion": False}}),
     "a rank without tokens": (2, {"ep": 2, "moe": MODELS["shared"]}),
 }  # fmt: skip
 
@@ -387,14 +409,58 @@ def test_tokens_gathered_behind_the_shared_expert_change_no_bit(
     nproc, options = GATHERED[layout]
     moe = {**MOE_CONFIGURED, **options.get("moe", {}), "moe_token_dispatcher_type": "allgather"}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options, "moe": moe}
-    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "counted_messages"
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "shared_expert_beside_messages"
     before = f"tests.harness.simulated:{told}"
     off = trainer(release).core("features", nproc, options, flags=flags, before=before)
     flags = {**flags, "moe_allgather_overlap_comm": True, "strict": True}
     on = trainer(release).core("features", nproc, options, flags=flags, before=before)
     assert len(losses(off)) == 4 and on.history() == off.history()
     for rank in range(nproc):
-        assert told == "a_rank_without_tokens" or "a weight gradient beside a message" in on.log(rank)
+        if told == "a_rank_without_tokens":
+            continue
+        assert "a weight gradient beside a message" in on.log(rank)
+        for part in ("first part", "second part", "first backward part", "second backward part"):
+            assert (f"its {part} beside a message" in on.log(rank)) == ("moe_shared_expert_intermediate_size" in moe)
+
+
+GIVEN = [*NO_DROPOUT, *SCRIPT_LAYOUTS["ep2"][1].split(), "--moe-grouped-gemm", "--gradient-accumulation-fusion"]
+EXCHANGES = {
+    "alltoall": ("alltoall", "--moe-alltoall-overlap-comm"),
+    "level1": ("alltoall", "--moe-zero-memory level1"),
+    "alltoall, level0": ("alltoall", "--moe-alltoall-overlap-comm --moe-zero-memory level0"),
+    "allgather": ("allgather", "--moe-allgather-overlap-comm"),
+}
+
+
+@matrix.whole
+@pytest.mark.parametrize("exchange", [*EXCHANGES])
+@pytest.mark.parametrize(
+    "more", ["--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", "--mtp-num-layers 1"]
+)
+def test_the_exchange_beside_split_sequences_and_further_tokens(
+    trainer: Callable[[str], Trainer], exchange: str, more: str
+) -> None:
+    dispatcher, flags = EXCHANGES[exchange]
+    given = [*GIVEN, *more.split(), "--moe-token-dispatcher-type", dispatcher]
+    off = train(trainer("0.19.2"), "adaptor", 2, given).check()
+    on = train(trainer("0.19.2"), "adaptor", 2, [*given, *flags.split(), "--mindspeed-lite-strict"]).check()
+    assert len(lm_losses(on)) == 4 and on.history() == off.history()
+
+
+@matrix.whole
+@pytest.mark.parametrize("exchange", ["alltoall, level0", "allgather"])
+def test_checkpoints_of_the_exchange_go_on_without_it_and_the_reverse(
+    trainer: Callable[[str], Trainer], exchange: str, tmp_path: Path
+) -> None:
+    dispatcher, flags = EXCHANGES[exchange]
+    given = [*GIVEN, "--moe-token-dispatcher-type", dispatcher, "--use-distributed-optimizer"]
+    whole = lm_losses(train(trainer("0.19.2"), "adaptor", 2, given, 6).check())
+    for writer, reader in ((flags.split(), []), ([], flags.split())):
+        folder = str(tmp_path / ("on" if writer else "off"))
+        saving = ["--save", folder, "--save-interval", "3", "--exit-interval", "3"]
+        train(trainer("0.19.2"), "adaptor", 2, [*given, *writer, *saving], 6).check()
+        rest = train(trainer("0.19.2"), "adaptor", 2, [*given, *reader, "--load", folder], 6).check()
+        assert lm_losses(rest) == whole[3:]
 
 
 BESIDE = {
