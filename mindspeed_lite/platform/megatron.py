@@ -41,6 +41,7 @@ from mindspeed_lite.engine.fingerprints import Table
 HOST = "megatron-core"
 CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
 DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
+_TRAINING = "megatron.training.training"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 # Where arguments from a YAML file hold the model's fields.
@@ -289,6 +290,19 @@ def _without_transformer_engine(wrapped: Callable[..., Any], session: Session) -
     return __init__
 
 
+def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The sums of a pack's lengths are there already where the original would name a CUDA device by number for them."""
+
+    def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
+        training = sys.modules[_TRAINING]
+        if training._seqlen_stats_in_iteration is None:  # type: ignore[attr-defined]
+            sums = torch.zeros(2, dtype=torch.float64)
+            training._seqlen_stats_in_iteration = sums  # type: ignore[attr-defined]
+        wrapped(cu_seqlens)
+
+    return update_seqlen_stats_from_cu_seqlens
+
+
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
     """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
 
@@ -340,6 +354,12 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         ("cpu", "npu"),
         Override("megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _without_transformer_engine),
         Override("megatron.core.tensor_parallel.random:_get_share_storage", _given_back, versions=">=0.17"),
+    ),
+    _assumption(
+        "device_packed_lengths",
+        "packed sequences train: sums of their lengths need no CUDA device",
+        ("cpu",),
+        Around(f"{_TRAINING}:update_seqlen_stats_from_cu_seqlens", _lengths_counted_on_host, versions=">=0.18"),
     ),
     _assumption(
         "device_router_gemm",
