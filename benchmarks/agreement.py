@@ -276,24 +276,29 @@ def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> s
     order = [*LAYOUTS, *EXPERT_LAYOUTS, *CONTEXT_LAYOUTS]
     rows = sorted(rows, key=lambda row: (-checkouts.ALL.index(row[0]), order.index(row[1])))
     held = sum(float(row[-1]) <= ALLOWED for row in rows)
-    releases, layouts = (list(dict.fromkeys(row[column] for row in rows)) for column in (0, 1))
-    command = f"python -m benchmarks.agreement --steps {steps} --releases {' '.join(releases)}"
-    if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
-        command += f" --layouts {shlex.join(layouts)}"
-    if features:
-        command += f" --features {shlex.join(features)}"
+    found: dict[tuple[str, ...], list[str]] = {}
+    for release in dict.fromkeys(row[0] for row in rows):
+        found.setdefault(tuple(dict.fromkeys(row[1] for row in rows if row[0] == release)), []).append(release)
+    commands = [_command(steps, releases, layouts, features) for layouts, releases in found.items()]
     lines = [
         "# Losses on against off",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
         "",
-        f"`{command}`, on CPU in bf16. {held} of {len(rows)} hold.",
+        f"{' and '.join(f'`{each}`' for each in commands)}, on CPU in bf16. {held} of {len(rows)} hold.",
         "",
         "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Yardstick's | Worst share |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
     return "\n".join([*lines, ""])
+
+
+def _command(steps: int, releases: Sequence[str], layouts: Sequence[str], features: Sequence[str]) -> str:
+    command = f"python -m benchmarks.agreement --steps {steps} --releases {' '.join(releases)}"
+    if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
+        command += f" --layouts {shlex.join(layouts)}"
+    return command + (f" --features {shlex.join(features)}" if features else "")
 
 
 if __name__ == "__main__":

@@ -66,7 +66,8 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     options, before = Options.of(session), session.find(_SPLIT)
     if before is not None:  # with other flags
-        session.state(_SPLIT, lambda: _warn_at_end(*before, session))
+        core, ranks = before
+        session.state(_SPLIT, lambda: _warn_at_end(core, ranks, session))
 
     def forward(
         self: Any,

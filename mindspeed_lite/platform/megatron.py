@@ -40,6 +40,7 @@ from mindspeed_lite.engine.fingerprints import Table
 HOST = "megatron-core"
 CONFIG = "megatron.core.transformer.transformer_config:TransformerConfig"
 DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:DistributedDataParallelConfig"
+_TRAINING = "megatron.training.training"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 # Where arguments from a YAML file hold the model's fields.
@@ -308,6 +309,19 @@ def _only_fp8_is_quantized(wrapped: Callable[..., Any], session: Session) -> Cal
     return quantize_param_shard
 
 
+def _lengths_counted_on_host(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The sums of a pack's lengths are there already where the original would name a CUDA device by number for them."""
+
+    def update_seqlen_stats_from_cu_seqlens(cu_seqlens: Any) -> None:
+        training = sys.modules[_TRAINING]
+        if training._seqlen_stats_in_iteration is None:  # type: ignore[attr-defined]
+            sums = torch.zeros(2, dtype=torch.float64)
+            training._seqlen_stats_in_iteration = sums  # type: ignore[attr-defined]
+        wrapped(cu_seqlens)
+
+    return update_seqlen_stats_from_cu_seqlens
+
+
 def _assumption(name: str, summary: str, devices: Sequence[str], *patches: Patch) -> Feature:
     """A feature that is in force on `devices` without a flag; where Megatron runs without it, no number changes."""
 
@@ -369,6 +383,12 @@ ASSUMPTIONS: tuple[Feature, ...] = (
         "0.12's distributed optimizer asks Transformer Engine about parameters in fp8, whether there are any or not",
         ("cpu", "npu"),
         Override("megatron.core.fp8_utils:quantize_param_shard", _only_fp8_is_quantized, versions="<0.13"),
+    ),
+    _assumption(
+        "device_packed_lengths",
+        "packed sequences train: sums of their lengths need no CUDA device",
+        ("cpu",),
+        Around(f"{_TRAINING}:update_seqlen_stats_from_cu_seqlens", _lengths_counted_on_host, versions=">=0.18"),
     ),
     _assumption(
         "device_router_gemm",

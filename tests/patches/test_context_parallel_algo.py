@@ -12,7 +12,6 @@ import torch
 from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel.context import zigzag
 from mindspeed_lite.parallel.context.layout import stream_rows
-from mindspeed_lite.patches._shared.context_flags import algorithm_named
 from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
 from tests.harness.attention_modules import HEADS, SIZE, module_of, pack_of
 from tests.harness.compare import error
@@ -297,28 +296,6 @@ def test_flags_that_contradict_each_other_or_the_layout_are_refused(words, setti
 )
 def test_flags_that_go_together_are_taken(settings, host):
     assert FEATURE.condition(context({"cp_comm_type"} & host.keys(), host, **settings)) == []
-
-
-@pytest.mark.parametrize(
-    ("types", "settings", "host", "names"),
-    [
-        (None, {}, None, [None, None]),
-        # The default of Megatron's parser, and what is asked of its configuration alone.
-        ("p2p", {}, {}, [None, None]),
-        ("p2p", {}, None, ["ring", "ring"]),
-        ("p2p", {}, {"cp_comm_type": ["p2p"]}, ["ring", "ring"]),
-        (["p2p", "a2a"], {}, {"cp_comm_type": ["p2p", "a2a"]}, ["ring", "ulysses"]),
-        # What is about a ring leaves the types of layers alone.
-        (["p2p", "a2a"], {"cp_window_size": 2}, {"cp_comm_type": ["p2p", "a2a"]}, ["ring", "ulysses"]),
-        ("p2p", {"use_ulysses_allgather_kv": True}, {}, ["ulysses", "ulysses"]),
-        (None, {"ulysses_degree_in_cp": 2}, None, ["hybrid", "hybrid"]),
-        ("p2p", {"context_parallel_algo": "kvallgather_cp_algo"}, {}, ["gathered", "gathered"]),
-    ],
-)
-def test_the_algorithm_of_each_layer_is_what_flags_or_configuration_name(types, settings, host, names):
-    its = context({"cp_comm_type"} & (host or {}).keys(), host, **settings)
-    layers = [SimpleNamespace(config=SimpleNamespace(cp_comm_type=types), layer_number=number) for number in (1, 2)]
-    assert [algorithm_named(layer, its) for layer in layers] == names
 
 
 @pytest.mark.parametrize("name", ["adaptive_cp_algo", "hybrid_adaptive_cp_algo", "none_such"])
