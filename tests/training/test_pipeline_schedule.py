@@ -87,14 +87,8 @@ def histories(result: Result) -> list[Any]:
     ("release", "layout"),
     matrix.pairs(
         [*LAYOUTS],
-        [("0.16.1", "virtual stages"), ("0.17.1", "two stages")],
-        newest=[
-            "two stages, multi-token prediction",
-            "two stages, reduced as it comes",
-            "virtual stages, a rest",
-            "virtual stages, reduced together",
-            "four stages of two, not overlapped",
-        ],
+        [("0.16.1", "virtual stages")],
+        newest=["two stages, multi-token prediction", "virtual stages, a rest", "virtual stages, reduced together"],
     ),
 )
 def test_megatrons_orders_give_the_same_bits(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
@@ -127,10 +121,10 @@ SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("order", ["zb-h1", "zb-auto"])
+@pytest.mark.parametrize("order", matrix.only(["zb-auto"], ["zb-h1", "zb-auto"]))
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.pairs([*SPLIT], [("0.16.1", "two stages")], newest=["two stages, reduced as it comes"]),
+    matrix.pairs([*SPLIT], [], newest=["two stages, reduced as it comes"]),
 )
 def test_weight_gradients_apart_give_the_same_bits(
     trainer: Callable[[str], Trainer], release: str, layout: str, order: str
@@ -142,6 +136,7 @@ def test_weight_gradients_apart_give_the_same_bits(
     assert histories(on) == histories(off)
 
 
+@matrix.whole
 def test_weight_gradients_of_virtual_stages_apart_give_the_same_bits(trainer: Callable[[str], Trainer]) -> None:
     options = {**VPP2, **STEPS, "wgrad_fusion": True}
     off = trainer("0.19.2").core("features", 2, options, flags=FUSION)
@@ -162,7 +157,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", matrix.only(["zb-h1"], [*ORDERS]))
 def test_what_is_executed_is_the_order(trainer: Callable[[str], Trainer], order: str, tmp_path: Path) -> None:
     flags = {**FUSION, "pipeline_schedule": order, "pipeline_schedule_trace": str(tmp_path)}
     trainer("0.19.2").core("features", 2, {**PP2, "steps": 2, "wgrad_fusion": True}, flags=flags)
