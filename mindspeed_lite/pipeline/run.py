@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from .program import Program, Transfer
-from .steps import Kind, Message, Payload, Step
+from .program import Program
+from .steps import Kind, Step
 
 Wait = Callable[[], object]
+Hook = Callable[[], object]
 
 
 class Passes(Protocol):
@@ -41,20 +42,16 @@ class Passes(Protocol):
         """Free the storage of an output that has been sent; its graph stays."""
 
 
-class Exchanged(NamedTuple):
-    """What a call brought, and what to wait for where it has only begun."""
-
-    from_prev: Any = None
-    from_next: Any = None
-    received: Wait | None = None
-    sent: Wait | None = None
+# What a call brought from the previous and from the next rank, and what to wait for where it has only begun: for what
+# it brought, and for what it sent.
+Exchanged = tuple[Any, Any, Wait | None, Wait | None]
 
 
 class Transport(Protocol):
     """How tensors travel between neighbours."""
 
     def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> Exchanged:
-        """Send what is not None and receive where asked to, all at once."""
+        """Send what is not None and receive where asked to, all at once. Where it has only begun, it goes one way."""
 
 
 @dataclass
@@ -74,80 +71,95 @@ class Trace:
         self.done.clear()
 
 
-def run(program: Program, passes: Passes, transport: Transport, keep: bool = True, trace: Trace | None = None) -> None:
+def run(
+    program: Program,
+    passes: Passes,
+    transport: Transport,
+    keep: bool = True,
+    trace: Trace | None = None,
+    before: Mapping[int, Hook] = {},
+    after: Mapping[int, Hook] = {},
+) -> None:
     """Execute a program.
 
     keep: hold inputs and outputs for backward passes, and release outputs once they are sent.
+    before, after: what to call before and after the step at a place of the program.
     """
-    arrived: dict[Message, tuple[Any, Wait | None]] = {}
-    leaving: dict[Message, Any] = {}
-    kept: dict[tuple[int, int], tuple[Any, Any]] = {}
+    instructions = program.instructions
+    tensors: list[Any] = [None] * (2 * len(instructions))
+    kept: list[Any] = [None] * len(instructions)
+    waits: dict[int, Wait] = {}
     sending: tuple[Wait | None, Sequence[Any]] = (None, ())
-
-    def call(transfer: Transfer) -> None:
-        nonlocal sending
-        sends = [(each, leaving.pop(each)) if each is not None else (None, None) for each in transfer[:2]]
-        done = transport.exchange(
-            sends[0][1], sends[1][1], transfer.from_prev is not None, transfer.from_next is not None
-        )
-        if transfer.from_prev is not None:
-            arrived[transfer.from_prev] = (done.from_prev, done.received)
-        if transfer.from_next is not None:
-            arrived[transfer.from_next] = (done.from_next, done.received)
-        if transfer.to_next is not None or transfer.to_prev is not None:
-            finish()
-            outputs = [tensor for message, tensor in sends if message and message.payload is Payload.ACTIVATION]
-            sending = (done.sent, outputs)
-            if done.sent is None:
-                finish()
+    exchange, release = transport.exchange, passes.release
 
     def finish() -> None:
+        """Wait for the last call that sends, and release what it has sent."""
         nonlocal sending
         wait, outputs = sending
+        sending = (None, ())
         if wait is not None:
             wait()
         if keep:
             for output in outputs:
-                passes.release(output)
-        sending = (None, ())
+                release(output)
 
-    for index, (step, takes, gives) in enumerate(program.works):
-        for transfer in program.transfers[index]:
-            call(transfer)
+    for index, (calls, kind, step, unit, takes, gives) in enumerate(instructions):
+        for to_next, to_prev, from_prev, from_next, outputs in calls:
+            ahead = behind = None
+            if to_next >= 0:
+                ahead = tensors[to_next]
+            if to_prev >= 0:
+                behind = tensors[to_prev]
+            got_prev, got_next, received, sent = exchange(ahead, behind, from_prev >= 0, from_next >= 0)
+            if from_prev >= 0:
+                tensors[from_prev] = got_prev
+            if from_next >= 0:
+                tensors[from_next] = got_next
+            if received is not None:
+                waits[from_prev if from_prev >= 0 else from_next] = received
+            if to_next >= 0 or to_prev >= 0:
+                if sending[0] is not None:
+                    finish()
+                if sent is not None:
+                    sending = (sent, [tensors[place] for place in outputs])
+                elif keep:
+                    for place in outputs:
+                        release(tensors[place])
+                tensors[to_next if to_next >= 0 else to_prev] = tensors[to_prev if to_prev >= 0 else to_next] = None
+        if step is None:
+            break
+        if index in before:
+            before[index]()
         tensor = made = None
-        if takes is not None:
-            tensor, wait = arrived.pop(takes)
-            if wait is not None:
-                wait()
+        if takes >= 0:
+            tensor, tensors[takes] = tensors[takes], None
+            if takes in waits:
+                waits.pop(takes)()
         begin = time.perf_counter() if trace is not None else 0.0
-        kind, where = step.kind, (step.chunk, step.microbatch)
         if kind is Kind.FORWARD:
             made = passes.forward(step, tensor)
             if keep:
-                kept[where] = (tensor, made)
+                kept[unit] = (tensor, made)
         elif kind is Kind.WEIGHT_GRAD:
             passes.weight_grad(step)
         elif kind is Kind.RECOMPUTE:
-            tensor, _ = kept[where]
-            kept[where] = (tensor, passes.recompute(step, tensor))
+            tensor, _ = kept[unit]
+            kept[unit] = (tensor, passes.recompute(step, tensor))
         else:
-            received, output = kept.pop(where)
-            if any(each is output for each in sending[1]):
+            tensor_in, output = kept[unit]
+            kept[unit] = None
+            if sending[0] is not None and any(each is output for each in sending[1]):
                 finish()
-            made = passes.backward(step, received, output, tensor)
-            received = output = None
+            made = passes.backward(step, tensor_in, output, tensor)
+            tensor_in = output = None
         if trace is not None:
             trace.done.append((step, begin, time.perf_counter()))
-        if gives is None:
-            continue
-        if gives.source != gives.target:
-            leaving[gives] = made
-        elif gives.payload is Payload.GRADIENT:
-            arrived[gives] = (made, None)
-        else:
-            arrived[gives] = (passes.hand_over(made), None)
-            if keep:
-                passes.release(made)
-    for transfer in program.transfers[-1]:
-        call(transfer)
+        if index in after:
+            after[index]()
+        if gives >= 0:
+            tensors[gives] = made
+        elif gives < -1:
+            tensors[-2 - gives] = passes.hand_over(made) if kind is Kind.FORWARD else made
+            if keep and kind is Kind.FORWARD:
+                release(made)
     finish()

@@ -8,6 +8,7 @@ Megatron's configuration says how: `no_sync_func`, `grad_sync_func` and `param_s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,15 @@ class DataParallelSync:
         self._closing = plan.last_backward | plan.complete
         self._reduced: set[int] = set()
         self._held_back = contextlib.ExitStack()
+
+    def hooks(self, steps: Sequence[Step]) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
+        """Return what to call before and after steps, by their place."""
+        before, after = {}, {}
+        for place, step in enumerate(steps):
+            if step in self._closing or step in self._plan.gathered or step in self._plan.reduced:
+                before[place] = functools.partial(self.before, step)
+                after[place] = functools.partial(self.after, step)
+        return before, after
 
     def begin(self) -> None:
         """Hold back reductions, and gather what the first forwards need."""

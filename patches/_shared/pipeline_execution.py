@@ -113,7 +113,7 @@ def execute(
     sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
     delays = pipeline_orders.delays_weight_gradients(session.settings) and not forward_only
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, sync, delayed)
+    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed)
     tensor_shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -127,9 +127,10 @@ def execute(
         p2p_communicator, tensor_shapes[0]
     )
     trace = None if forward_only else _trace(session, rank)
+    before, after = ({}, {}) if sync is None else sync.hooks(planned.program.steps)
     if sync is not None:
         sync.begin()
-    run(planned.program, passes, transport, keep=not forward_only, trace=trace)
+    run(planned.program, passes, transport, not forward_only, trace, before, after)
     if sync is not None:
         sync.end()
     if trace is not None:

@@ -80,6 +80,10 @@ def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only:
     if is_v or name in NAMES:
         return orders.build(name, shape)
     schedule = check.load(name, shape)
+    if schedule.recomputed:
+        raise ValueError(
+            f"{name}: it has recomputations as steps, which are not executed: recompute with Megatron's flags"
+        )
     if schedule.placement != interleaved_placement(shape.ranks, shape.chunks):
         has = "the V placement" if schedule.placement == v_placement(shape.ranks) else "another one"
         raise ValueError(f"{name}: the model is built on Megatron's placement of stages, and the order has {has}")

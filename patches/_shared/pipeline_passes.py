@@ -16,7 +16,7 @@ import torch
 from mindspeed_lite.pipeline.run import Exchanged
 from mindspeed_lite.pipeline.steps import Kind, Schedule, Step
 
-from .data_parallel_sync import DataParallelSync, SyncPlan
+from .data_parallel_sync import SyncPlan
 from .delayed_wgrads import DelayedWgrads
 
 
@@ -45,7 +45,7 @@ class TrainingStep:
 class MegatronPasses:
     """The computations of a rank, by Megatron's functions.
 
-    sync: None in an evaluation; `delayed`: the weight gradients of each chunk, in orders that have steps for them.
+    delayed: the weight gradients of each chunk, in orders that have steps for them.
     """
 
     def __init__(
@@ -55,10 +55,9 @@ class MegatronPasses:
         schedule: Schedule,
         rank: int,
         plan: SyncPlan,
-        sync: DataParallelSync | None,
         delayed: Sequence[DelayedWgrads] = (),
     ) -> None:
-        self._schedules, self._this, self._plan, self._sync, self._delayed = schedules, this, plan, sync, delayed
+        self._schedules, self._this, self._plan, self._delayed = schedules, this, plan, delayed
         # Megatron numbers model chunks where there are several.
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         self._is_last = [stage == schedule.num_stages - 1 for stage in schedule.placement[rank]]
@@ -68,8 +67,6 @@ class MegatronPasses:
 
     def forward(self, step: Step, received: Any) -> Any:
         this, chunk = self._this, step.chunk
-        if self._sync is not None:
-            self._sync.before(step)
         is_first = self._schedules.check_first_val_step(this.first_val_step, this.forward_only, step.microbatch == 0)
         output, num_tokens = self._schedules.forward_step(
             this.forward_step_func,
@@ -81,7 +78,7 @@ class MegatronPasses:
             this.config,
             cp_group_size=this.cp_size,
             collect_non_loss_data=this.collect_non_loss_data,
-            checkpoint_activations_microbatch=this.checkpointed.get(step),
+            checkpoint_activations_microbatch=this.checkpointed.get(step) if this.checkpointed else None,
             is_first_microbatch=is_first,
             current_microbatch=step.microbatch,
             vp_stage=self._vp_stages[chunk],
@@ -94,21 +91,15 @@ class MegatronPasses:
         raise NotImplementedError(f"step {step}: recomputation is a step of no order here")
 
     def backward(self, step: Step, received: Any, output: Any, gradient: Any) -> Any:
-        assert self._sync is not None
-        self._sync.before(step)
         found = self._schedules.backward_step(received, output, gradient, *self._more, self._this.config)
         if self._delayed:
             self._delayed[step.chunk].seal(step in self._plan.last_backward)
             if step.kind is Kind.BACKWARD:
                 self._delayed[step.chunk].run(step in self._plan.complete)
-        self._sync.after(step)
         return found
 
     def weight_grad(self, step: Step) -> None:
-        assert self._sync is not None
-        self._sync.before(step)
         self._delayed[step.chunk].run(step in self._plan.complete)
-        self._sync.after(step)
 
     def hand_over(self, output: Any) -> Any:
         return output.detach().requires_grad_(torch.is_grad_enabled())
@@ -125,11 +116,10 @@ class MegatronTransport:
 
     def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> Exchanged:
         """Send and receive, and wait for all of it."""
-        return Exchanged(
-            *self._communicator.send_forward_backward_recv_forward_backward(
-                to_next, to_prev, recv_prev=from_prev, recv_next=from_next, tensor_shape=self._shape
-            )
+        got_prev, got_next = self._communicator.send_forward_backward_recv_forward_backward(
+            to_next, to_prev, recv_prev=from_prev, recv_next=from_next, tensor_shape=self._shape
         )
+        return got_prev, got_next, None, None
 
 
 class OverlappedTransport(MegatronTransport):
@@ -141,11 +131,11 @@ class OverlappedTransport(MegatronTransport):
             tensor, handles = self._communicator.send_forward_recv_forward(
                 to_next, recv_prev=from_prev, tensor_shape=self._shape, overlap_p2p_comm=True
             )
-            return Exchanged(tensor, None, _wait(handles, "recv_prev"), _wait(handles, "send_next"))
+            return tensor, None, _wait(handles, "recv_prev"), _wait(handles, "send_next")
         tensor, handles = self._communicator.send_backward_recv_backward(
             to_prev, recv_next=from_next, tensor_shape=self._shape, overlap_p2p_comm=True
         )
-        return Exchanged(None, tensor, _wait(handles, "recv_next"), _wait(handles, "send_prev"))
+        return None, tensor, _wait(handles, "recv_next"), _wait(handles, "send_prev")
 
 
 def _wait(handles: Mapping[str, Any], name: str) -> Callable[[], object] | None:

@@ -130,7 +130,7 @@ class Transport:
                 assert each.content is not None, "released before the call that sends it has ended"
                 self.unfinished.remove(each)
 
-        return Exchanged(
+        return (
             found[self.behind][0] if from_prev else None,
             found[self.ahead][0] if from_next else None,
             received,

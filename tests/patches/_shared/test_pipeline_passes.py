@@ -21,7 +21,7 @@ def passes(chunks, rank, deallocate=False):
     this = TrainingStep(None, [None] * chunks, [SimpleNamespace()] * chunks, config, 2, 1, False, False, None)
     schedules.get_model_type = lambda model: None
     plan = sync_plan(list(schedule.steps(rank)), chunks, rank)
-    return MegatronPasses(schedules, this, schedule, rank, plan, None)
+    return MegatronPasses(schedules, this, schedule, rank, plan)
 
 
 @forked("megatron")
