@@ -34,7 +34,7 @@ class Transfer(NamedTuple):
     from_next: Message | None = None
 
 
-class Call(NamedTuple):
+class TransferCall(NamedTuple):
     """A transfer by the places of its tensors, -1 for none; `outputs`: of those sent, the ones to release then."""
 
     to_next: int
@@ -44,7 +44,7 @@ class Call(NamedTuple):
     outputs: tuple[int, ...]
 
 
-class Work(NamedTuple):
+class BoundStep(NamedTuple):
     """A step, the tensor it takes and the one it gives; a message to the rank itself is handed over there."""
 
     step: Step
@@ -53,14 +53,14 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """What a rank executes.
 
     works: its steps in order.
     transfers: `transfers[i]` are the calls before step i; the last entry holds those after the last step.
     """
 
-    works: tuple[Work, ...]
+    works: tuple[BoundStep, ...]
     transfers: tuple[tuple[Transfer, ...], ...]
 
     @property
@@ -68,7 +68,7 @@ class Program:
         return tuple(work.step for work in self.works)
 
     @cached_property
-    def instructions(self) -> tuple[tuple[tuple[Call, ...], Kind | None, Step | None, int, int, int], ...]:
+    def instructions(self) -> tuple[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int], ...]:
         """The same for the executor, which has tensors in numbered places: (calls, kind, step, kept, takes, gives).
 
         calls: those before the step. kept: the place of its micro-batch and chunk. takes, gives: places of tensors; -1
@@ -80,7 +80,7 @@ class Program:
                 if message is not None:
                     numbers.setdefault(message, len(numbers))
         units: dict[tuple[int, int], int] = {}
-        found: list[tuple[tuple[Call, ...], Kind | None, Step | None, int, int, int]] = []
+        found: list[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int]] = []
         for transfers, work in zip(self.transfers, self.works, strict=False):
             calls = tuple(_call(each, numbers) for each in transfers)
             unit = units.setdefault(work.step[1:], len(units))
@@ -94,13 +94,13 @@ class Program:
         return tuple(found)
 
 
-def _call(transfer: Transfer, numbers: Mapping[Message, int]) -> Call:
-    places = [-1 if each is None else numbers[each] for each in transfer]
+def _call(transfer: Transfer, numbers: Mapping[Message, int]) -> TransferCall:
+    to_next, to_prev, from_prev, from_next = (-1 if each is None else numbers[each] for each in transfer)
     outputs = [each for each in transfer[:2] if each is not None and each.payload is Payload.ACTIVATION]
-    return Call(*places, tuple(numbers[each] for each in outputs))
+    return TransferCall(to_next, to_prev, from_prev, from_next, tuple(numbers[each] for each in outputs))
 
 
-def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all") -> Program:
+def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all") -> RankProgram:
     """Return the program of a rank. The steps of an overlapped pair run one after the other.
 
     lookahead: how many steps before its own a receive is issued, where the global order allows it.
@@ -111,13 +111,13 @@ def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: 
         ValueError: ranks wait for each other, or a message goes to a rank that is no neighbour in the ring.
     """
     works = tuple(
-        Work(step, _taken(schedule, rank, step), _given(schedule, rank, step)) for step in schedule.steps(rank)
+        BoundStep(step, _taken(schedule, rank, step), _given(schedule, rank, step)) for step in schedule.steps(rank)
     )
     order = [each for each in _global_order(schedule) if rank in (each.source, each.target)]
     calls: list[list[Message]] = [[] for _ in range(len(works) + 1)]
     for message, place in zip(order, _places(works, order, rank, lookahead), strict=True):
         calls[place].append(message)
-    return Program(works, tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls))
+    return RankProgram(works, tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls))
 
 
 def _taken(schedule: Schedule, rank: int, step: Step) -> Message | None:
@@ -149,7 +149,7 @@ def _global_order(schedule: Schedule) -> list[Message]:
     return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
-def _places(works: Sequence[Work], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
+def _places(works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
     """The step before which each message of `order` is issued; never earlier than the message before it."""
     own: dict[Message, int] = {}
     for index, work in enumerate(works):

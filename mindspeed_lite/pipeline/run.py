@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from .program import Program
+from .program import RankProgram
 from .steps import Kind, Step
 
 Wait = Callable[[], object]
@@ -72,7 +72,7 @@ class Trace:
 
 
 def run(
-    program: Program,
+    program: RankProgram,
     passes: Passes,
     transport: Transport,
     keep: bool = True,

@@ -77,7 +77,8 @@ class DataParallelSync:
 
     def hooks(self, steps: Sequence[Step]) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
         """Return what to call before and after steps, by their place."""
-        before, after = {}, {}
+        before: dict[int, Callable[[], None]] = {}
+        after: dict[int, Callable[[], None]] = {}
         for place, step in enumerate(steps):
             if step in self._closing or step in self._plan.gathered or step in self._plan.reduced:
                 before[place] = functools.partial(self.before, step)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mindspeed_lite.engine import Session
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.program import Joining, Program, compile_program
+from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_program
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
@@ -25,7 +25,7 @@ from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransp
 class PlannedStep:
     """What a shape of training step runs on this rank."""
 
-    def __init__(self, schedule: Schedule, program: Program, sync: SyncPlan) -> None:
+    def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_lite.pipeline import orders, program, steps, zero_bubble
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape
-from mindspeed_lite.pipeline.program import Joining, Program, Transfer, compile_program
+from mindspeed_lite.pipeline.program import Joining, RankProgram, Transfer, compile_program
 from mindspeed_lite.pipeline.steps import Message, Payload, Schedule, backward, forward
 
 
@@ -31,7 +31,7 @@ def schedules() -> Iterator[Schedule]:
 SCHEDULES = [*schedules()]
 
 
-def programs(schedule: Schedule, lookahead: int, joining: Joining) -> list[Program]:
+def programs(schedule: Schedule, lookahead: int, joining: Joining) -> list[RankProgram]:
     return [compile_program(schedule, rank, lookahead, joining) for rank in range(schedule.num_ranks)]
 
 
@@ -39,11 +39,11 @@ def messages_of(transfer: Transfer) -> set[Message]:
     return {each for each in transfer if each is not None}
 
 
-def calls_of(each: Program) -> list[Transfer]:
+def calls_of(each: RankProgram) -> list[Transfer]:
     return [transfer for transfers in each.transfers for transfer in transfers]
 
 
-def is_run_by_rendezvous(ranks: list[Program]) -> bool:
+def is_run_by_rendezvous(ranks: list[RankProgram]) -> bool:
     """Whether all calls return if each blocks until the other ends of all its messages have been issued."""
     calls = [calls_of(each) for each in ranks]
     done = [0] * len(ranks)
