@@ -14,15 +14,17 @@ import torch
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.attention import attention, cpu_native, prepare
 from tests.harness import attention_reference as reference
+from tests.harness.attention import slack, term_sizes
 from tests.harness.errors import assert_within, bound, is_within, mutations
 
 _KERNEL = Path(cpu_native.__file__).with_name("cpu.cpp")
-_digest = hashlib.sha256(_KERNEL.read_bytes() + _KERNEL.with_name("call.h").read_bytes())
+_TEXTS = (_KERNEL, *sorted(_KERNEL.parent.glob("*.h")))
+_digest = hashlib.sha256(b"\0".join(each.read_bytes() for each in _TEXTS))
 _PRODUCTS = native.Library(
     Path(__file__).with_name("attention_products.cpp"),
     {**cpu_native._library.functions, "begin": "ll", "found": "p"},
     # The kernel's own text decides which compiled library serves, too.
-    flags=(f"-I{_KERNEL.parent}", f"-DKERNEL=0x{_digest.hexdigest()[:15]}"),
+    flags=(f"-I{_KERNEL.parent}", f"-DKERNEL=0x{_digest.hexdigest()[:15]}", "-DPRODUCTS_OF_ONEDNN"),
     returns_status=True,
 )
 _without_products = pytest.mark.skipif(_PRODUCTS.unusable() is not None, reason=str(_PRODUCTS.unusable()))
@@ -38,6 +40,9 @@ CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
     ((150, 323, 1, 3, 1, 24, 16), {"causal": True}),
     ((323, 150, 1, 2, 2, 24, 16), {"window": (60, 33)}),
     ((193, 193, 1, 2, 1, 64, 64), {}),
+    # Heads of several panels of columns and parts of one; a last tile of a few queries.
+    ((144, 260, 1, 2, 1, 112, 80), {"causal": True, "window": (150, 0)}),
+    ((70, 300, 1, 2, 2, 128, 160), {"window": (-1, 90)}),
 ]
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -186,3 +191,35 @@ def test_results_do_not_depend_on_threads_where_heads_share_keys() -> None:
         torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(mine, first) for mine, first in zip(other, results[0], strict=True))
+
+
+@_without_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_that_grow_and_fall_along_the_keys(dtype: torch.dtype) -> None:
+    # The largest score so far is exceeded many times, within a tile too, by more than a sum's range.
+    q, k, v, dout = make((150, 300, 1, 2, 1, 16, 16), dtype)
+    heights = torch.cat([torch.linspace(0.0, 12.0, 200), torch.linspace(12.0, -12.0, 100)])
+    k = (k.float() * 0.1 + heights.reshape(-1, 1, 1, 1)).to(dtype)
+    q = (q.float() * 0.1 + torch.linspace(-3.0, 3.0, 150).reshape(-1, 1, 1, 1)).to(dtype)
+    tensors = [q, k, v, dout]
+    got, exact = run(attention, tensors), run(reference.attention, [t.double() for t in tensors])
+    # Scores and the logarithm of their sum are rounded, and are large here.
+    allowed = bound(dtype, 600, 4) + 2 * slack(q, k, None, 0.25)
+    for name, mine, true, size in zip(NAMES, got, exact, term_sizes((q, k, v), dout, {}), strict=True):
+        assert_within(mine, true, allowed, size, name)
+
+
+@_without_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_passes_drop_the_same(dtype: torch.dtype) -> None:
+    # With v and dout the identity the output is the matrix of probabilities, and dv its transpose.
+    s = 176
+    q, k, _, _ = make((s, s, 1, 1, 1, 16, 16), dtype)
+    eye = torch.eye(s).reshape(s, 1, 1, s).to(dtype)
+    torch.manual_seed(4)
+    out, _, _, dv = run(attention, [q, k, eye, eye], dropout_p=0.3)
+    plain = attention(q, k, eye).reshape(s, s)
+    dropped = out.reshape(s, s) == 0
+    assert abs(float(dropped.float().mean()) - 0.3) < 0.015
+    assert_within(out.reshape(s, s), plain.double().masked_fill(dropped, 0.0) / 0.7, bound(dtype, s, 4))
+    assert_within(dv.reshape(s, s), out.reshape(s, s).T.double(), bound(dtype, s, 2))

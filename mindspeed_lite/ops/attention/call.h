@@ -53,20 +53,20 @@ constexpr int64_t PART = 32;
 int64_t rounded_up(int64_t count, int64_t most) { return std::min(most, up(count, count <= 16 ? 8 : PART)); }
 
 // How a call is cut.
-template <typename M>
 struct Cut {
     int64_t pairs, per_group;      // batch x key heads; query heads of each
-    int64_t tiles;                 // of queries
+    int64_t queries, tiles;        // queries of a tile, and how many there are
     int64_t height, key_tiles;     // keys of a tile
     int64_t together;              // pairs whose K and V lie ready at a time
     int threads;
 
     template <typename In>
-    Cut(const Call<In>& call, int most)
+    Cut(const Call<In>& call, int most, int64_t queries, int64_t height)
         : pairs(call.b * call.g),
           per_group(call.n / call.g),
-          tiles((call.sq + QUERIES - 1) / QUERIES),
-          height(rounded_up(call.sk, KEYS<M>)),
+          queries(queries),
+          tiles((call.sq + queries - 1) / queries),
+          height(height),
           key_tiles((call.sk + height - 1) / height) {
         const double work = 1.0 * call.b * call.n * call.sq * call.sk * (call.d + call.dv);
         const double worth = std::min<double>(1.0 + work / SERIAL, pairs * per_group * tiles);

@@ -1,4 +1,5 @@
-// Attention forward and backward on the CPU, tile by tile, with every matrix product in oneDNN's micro-kernels.
+// Attention forward and backward on the CPU, tile by tile, with matrix products in oneDNN's micro-kernels, or in bf16 in
+// kernels of its own where the processor has AVX-512 BF16 and no matrix unit (`fused_forward.h`, `fused_backward.h`).
 //
 // A tile is KEYS keys by QUERIES queries and is kept transposed, S^T[k][q] = k . q: maximum, sum and everything that
 // belongs to a query then lies along the vector, nothing is reduced across lanes, and the probabilities come out as
@@ -10,31 +11,14 @@
 // backward pass adds to the gradients of K and V in a fixed order: a piece of work waits for its turn at each tile of
 // keys, so that results do not depend on the number of threads.
 //
-// Inputs are multiplied as they are where the processor has the micro-kernel, else as fp32 (`M` below). Micro-kernels
+// Inputs are multiplied as they are where oneDNN has the micro-kernel, else as fp32 (`M` below). Micro-kernels
 // are built for each size that they are called with: tiles have few sizes (`rounded_up`).
 //
 // Shapes: q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides with the last one 1; out [sq, b, n, dv]
 // contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys.
-#include <optional>
-#include <thread>
-#include <vector>
-
-#include "call.h"
+#include "fused_backward.h"
 
 namespace {
-
-// Writes sums [size][width] as rows of a result, each number times its query's factor.
-template <typename In>
-void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch, In* to,
-                int64_t stride) {
-    for (int64_t j = 0; j < size; ++j) {
-        float* row = sums + j * width;
-#pragma omp simd
-        for (int64_t q = 0; q < width; ++q) row[q] *= factor[q];
-    }
-    transpose(sums, size, width, scratch);
-    for (int64_t q = 0; q < queries; ++q) round_row(scratch + q * size, size, to + q * stride);
-}
 
 // The softmax of a tile of queries, as far as their keys have been seen: e^(scale (score - base)) and their sum.
 struct Running {
@@ -99,15 +83,17 @@ struct ForwardSpace {
           lines(std::max(call.d, call.dv) * std::max(QUERIES, KEYS<M>)),
           query(call.d * QUERIES),
           weights(PAIRS<M> == 2 ? KEYS<M> * QUERIES : 0) {}
+    static void done() { done_multiplying<M>(); }
 };
 
 template <typename M, typename In>
 void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guard) {
-    const Cut<M> cut(call, threads);
+    const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height;
     // K and V^T, tile by tile: [pair][tile][height][d] and [pair][tile][dv][height].
     Buffer<M> all_keys(cut.together * padded * call.d), all_values(cut.together * padded * call.dv);
-    const auto prepare = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t k0) {
+    const auto prepare = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t tile) {
+        const int64_t k0 = tile * height;
         const int64_t keys = std::min(height, call.sk - k0), batch = pair / call.g, group = pair % call.g;
         const int64_t place = slot * padded + k0;
         rows(call.k + k0 * call.ks + batch * call.kb + group * call.kn, call.ks, keys, call.d, height,
@@ -116,9 +102,10 @@ void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guar
         rows(call.v + k0 * call.vs + batch * call.vb + group * call.vn, call.vs, keys, call.dv, height, lines);
         transpose(lines, height, call.dv, all_values + place * call.dv);
     };
-    const auto run = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t member, int64_t q0) {
+    const auto run = [&](ForwardSpace<M>& space, int64_t pair, int64_t slot, int64_t member, int64_t number) {
         float *const scores = space.scores, *const sums = space.sums;
         M *const lines = space.lines, *const query = space.query, *const weights = space.weights;
+        const int64_t q0 = number * QUERIES;
         const int64_t batch = pair / call.g, head = pair % call.g * cut.per_group + member, i = batch * call.n + head;
         const int64_t queries = std::min(QUERIES, call.sq - q0), width = rounded_up(queries, QUERIES);
         rows(call.q + q0 * call.qs + batch * call.qb + head * call.qn, call.qs, queries, call.d, width, lines);
@@ -166,25 +153,7 @@ void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guar
         write_rows(sums, running.factor, queries, width, call.dv, space.scratch, out + (q0 * call.b * call.n + i) * call.dv,
                    call.b * call.n * call.dv);
     };
-#pragma omp parallel num_threads(cut.threads)
-    {
-        std::optional<ForwardSpace<M>> space;
-        guard([&] { space.emplace(call); });
-        for (int64_t first = 0; first < cut.pairs; first += cut.together) {
-            const int64_t count = std::min(cut.together, cut.pairs - first);
-#pragma omp for collapse(2)
-            for (int64_t slot = 0; slot < count; ++slot)
-                for (int64_t tile = 0; tile < cut.key_tiles; ++tile)
-                    guard([&] { prepare(*space, first + slot, slot, tile * height); });
-            // The last tiles have the most keys under a causal mask: they go first.
-#pragma omp for collapse(3) schedule(dynamic)
-            for (int64_t last = 0; last < cut.tiles; ++last)
-                for (int64_t member = 0; member < cut.per_group; ++member)
-                    for (int64_t slot = 0; slot < count; ++slot)
-                        guard([&] { run(*space, first + slot, slot, member, (cut.tiles - 1 - last) * QUERIES); });
-        }
-        guard.always([] { done_multiplying<M>(); });
-    }
+    in_pieces<ForwardSpace<M>>(call, cut, guard, prepare, run, [](int64_t, int64_t, int64_t) {});
 }
 
 // What a thread of the backward pass works with.
@@ -208,42 +177,20 @@ struct BackwardSpace {
           q_rows(call.d * QUERIES),
           dout_columns(call.dv * QUERIES),
           dout_rows(call.dv * QUERIES) {}
-};
-
-// Who adds next to the gradients of each tile of keys.
-class Turns {
-    std::vector<std::atomic<int64_t>> next_;
-
-   public:
-    explicit Turns(int64_t count) : next_(count) {}
-    void reset(int64_t place) { next_[place].store(0, std::memory_order_relaxed); }
-    void wait(int64_t place, int64_t turn, const Guard& guard) const {
-        for (int64_t spins = 0; next_[place].load(std::memory_order_acquire) != turn && !guard.status(); ++spins) {
-            // Threads may be more than processors.
-            if (spins > 1000) std::this_thread::yield();
-        }
-    }
-    void end(int64_t place, int64_t turn) { next_[place].store(turn + 1, std::memory_order_release); }
+    static void done() { done_multiplying<M>(); }
 };
 
 // dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
 template <typename M, typename In>
 void backward(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t os, int64_t ob, int64_t on,
               In* dq, In* dk, In* dv, int threads, Guard& guard) {
-    const Cut<M> cut(call, threads);
+    const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height, d = call.d, size = call.dv;
     Buffer<M> all_keys(cut.together * padded * d), all_values(cut.together * padded * size);
     Buffer<M> all_columns(cut.together * padded * d);  // K^T
     Buffer<float> to_k(cut.together * padded * d), to_v(cut.together * padded * size);
-    Turns turns(cut.together * cut.key_tiles);
-    std::atomic<int64_t> next{0};
-    // The last tile of queries that sees some key of each tile: it goes first.
-    std::vector<int64_t> last(cut.key_tiles, -1);
-    for (int64_t tile = 0; tile < cut.tiles; ++tile) {
-        const int64_t q0 = tile * QUERIES, end = call.end_key(std::min(call.sq, q0 + QUERIES));
-        for (int64_t k0 = call.first_key(q0) / height * height; k0 < end; k0 += height) last[k0 / height] = tile;
-    }
-    const auto prepare = [&](int64_t pair, int64_t slot, int64_t tile) {
+    Turns turns(call, cut);
+    const auto prepare = [&](BackwardSpace<M>&, int64_t pair, int64_t slot, int64_t tile) {
         const int64_t k0 = tile * height, keys = std::min(height, call.sk - k0), place = slot * padded + k0;
         const int64_t batch = pair / call.g, group = pair % call.g;
         M* const to = all_keys + place * d;
@@ -253,7 +200,7 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         transpose(to, height, d, all_columns + place * d);
         std::fill(to_k + place * d, to_k + (place + height) * d, 0.0f);
         std::fill(to_v + place * size, to_v + (place + height) * size, 0.0f);
-        turns.reset(slot * cut.key_tiles + tile);
+        turns.reset(slot, tile);
     };
     const auto finish = [&](int64_t pair, int64_t slot, int64_t tile) {
         const int64_t k0 = tile * height, keys = std::min(height, call.sk - k0), place = slot * padded + k0;
@@ -279,16 +226,7 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         paired_columns(lines, width, size, space.dout_columns);
         paired_rows(lines, width, size, space.dout_rows);
         alignas(64) float logs[QUERIES] = {}, dots[QUERIES] = {};
-        for (int64_t q = 0; q < queries; ++q) {
-            const In* o = out + ((q0 + q) * call.b * call.n + i) * size;
-            float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t j = 0; j < size; ++j) sum += load(o + j) * load(grad + q * os + j);
-            dots[q] = sum;
-            // Without a key every probability is zero.
-            const float log = lse[i * call.sq + q0 + q];
-            logs[q] = log == -INF ? INF : log;
-        }
+        read_softmax(call, out + (q0 * call.b * call.n + i) * size, lse + i * call.sq + q0, grad, os, queries, logs, dots);
         std::fill(sums, sums + d * width, 0.0f);
         const int64_t end = call.end_key(q0 + queries);
         for (int64_t k0 = call.first_key(q0) / height * height; k0 < end;) {
@@ -331,46 +269,38 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
             }
             const M* const across = all_columns + (place - k0 % height) * d + k0 % height;
             multiply(d, columns, tile.rows, across, height, slope_pairs, width, sums + from, width, true);
-            const int64_t number_of_keys = k0 / height, at = slot * cut.key_tiles + number_of_keys;
-            const int64_t turn = (last[number_of_keys] - number) * cut.per_group + member;
-            turns.wait(at, turn, guard);
+            const int64_t key_tile = k0 / height, turn = turns.wait(slot, key_tile, number, member, guard);
             multiply(tile.rows, size, columns, weights, width, space.dout_rows + from * size, to_v + place * size, size,
                      true);
             multiply(tile.rows, d, columns, slope_rows, width, space.q_rows + from * d, to_k + place * d, d, true);
             k0 += tile.rows;
-            if (k0 >= end || k0 % height == 0) turns.end(at, turn);
+            if (k0 >= end || k0 % height == 0) turns.end(slot, key_tile, turn);
         }
         std::fill(logs, logs + width, call.scale);
         write_rows(sums, logs, queries, width, d, space.scratch, dq + (q0 * call.b * call.n + i) * d,
                    call.b * call.n * d);
     };
-#pragma omp parallel num_threads(cut.threads)
-    {
-        std::optional<BackwardSpace<M>> space;
-        guard([&] { space.emplace(call); });
-        for (int64_t first = 0; first < cut.pairs; first += cut.together) {
-            const int64_t count = std::min(cut.together, cut.pairs - first);
-#pragma omp single nowait
-            next = 0;
-#pragma omp for collapse(2)
-            for (int64_t slot = 0; slot < count; ++slot)
-                for (int64_t tile = 0; tile < cut.key_tiles; ++tile) guard([&] { prepare(first + slot, slot, tile); });
-            // In this order, which a schedule of OpenMP's does not promise: work waits for earlier work only.
-            const int64_t items = cut.tiles * cut.per_group * count;
-            for (int64_t item; (item = next++) < items;) {
-                guard([&] {
-                    const int64_t slot = item % count, rest = item / count;
-                    run(*space, first + slot, slot, rest % cut.per_group, cut.tiles - 1 - rest / cut.per_group);
-                });
-            }
-#pragma omp barrier
-#pragma omp for collapse(2)
-            for (int64_t slot = 0; slot < count; ++slot)
-                for (int64_t tile = 0; tile < cut.key_tiles; ++tile) guard([&] { finish(first + slot, slot, tile); });
-        }
-        guard.always([] { done_multiplying<M>(); });
-    }
+    in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
+
+#ifdef MULTIPLIES_PAIRS
+template <>
+void forward<bf16>(const Call<bf16>& call, bf16* out, float* lse, int threads, Guard& guard) {
+    FusedForward pass(call, out, lse, threads);
+    in_pieces<FusedForwardSpace>(
+        call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
+        [&](auto&&... where) { pass.run(where...); }, [](int64_t, int64_t, int64_t) {});
+}
+
+template <>
+void backward<bf16>(const Call<bf16>& call, const bf16* out, const float* lse, const bf16* dout, int64_t os, int64_t ob,
+                    int64_t on, bf16* dq, bf16* dk, bf16* dv, int threads, Guard& guard) {
+    FusedBackward pass(call, out, lse, dout, os, ob, on, dq, dk, dv, threads);
+    in_pieces<FusedBackwardSpace>(
+        call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
+        [&](auto&&... where) { pass.run(where..., guard); }, [&](auto&&... where) { pass.finish(where...); });
+}
+#endif
 
 // The numbers of a call in the order of Call, from `sq` on.
 template <typename In>

@@ -1,7 +1,8 @@
-"""attention on CPU in C++ (`cpu.cpp`): nothing of size sq x sk, and every product in oneDNN's micro-kernels.
+"""attention on CPU in C++ (`cpu.cpp`): nothing of size sq x sk, and products in micro-kernels.
 
-It takes bf16 and fp32 on processors with AVX2: PyTorch exports the micro-kernels, and has none for less. Processors
-with AVX-512 or AMX multiply bf16 as it is; on others K, V and each tile of queries are widened to fp32 once.
+It takes bf16 and fp32 on processors with AVX2: PyTorch exports oneDNN's micro-kernels, and has none for less.
+Processors with AVX-512 BF16 or AMX multiply bf16 as it is; on others K, V and each tile of queries are widened to fp32
+once. With AVX-512 BF16 and no AMX the kernel multiplies bf16 itself, and keeps scores and their softmax in registers.
 Dropout is drawn from a seed by position, so that the backward pass drops the same and nothing of it is stored; the seed
 comes from the default generator.
 

@@ -1,0 +1,132 @@
+// How the passes of attention are cut into pieces of work, and what all of them read and write alike.
+#pragma once
+
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "call.h"
+
+namespace {
+
+// A pass: `prepare` for each tile of keys, `run` for each tile of queries of each head, `finish` for each tile of keys.
+//
+// Pairs of a sequence and a key head go together as many at a time as there are threads; `slot` is a pair's number among
+// those. Pieces are taken in a fixed order, which a schedule of OpenMP's does not promise: work waits for earlier work
+// only. The last tiles have the most keys under a causal mask: they go first.
+template <typename Space, typename In, typename Prepare, typename Run, typename Finish>
+void in_pieces(const Call<In>& call, const Cut& cut, Guard& guard, const Prepare& prepare, const Run& run,
+               const Finish& finish) {
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(cut.threads)
+    {
+        std::optional<Space> space;
+        guard([&] { space.emplace(call); });
+        for (int64_t first = 0; first < cut.pairs; first += cut.together) {
+            const int64_t count = std::min(cut.together, cut.pairs - first);
+#pragma omp single nowait
+            next = 0;
+#pragma omp for collapse(2)
+            for (int64_t slot = 0; slot < count; ++slot)
+                for (int64_t tile = 0; tile < cut.key_tiles; ++tile)
+                    guard([&] { prepare(*space, first + slot, slot, tile); });
+            const int64_t items = cut.tiles * cut.per_group * count;
+            for (int64_t item; (item = next++) < items;) {
+                guard([&] {
+                    const int64_t slot = item % count, rest = item / count;
+                    run(*space, first + slot, slot, rest % cut.per_group, cut.tiles - 1 - rest / cut.per_group);
+                });
+            }
+#pragma omp barrier
+#pragma omp for collapse(2)
+            for (int64_t slot = 0; slot < count; ++slot)
+                for (int64_t tile = 0; tile < cut.key_tiles; ++tile) guard([&] { finish(first + slot, slot, tile); });
+        }
+        guard.always(Space::done);
+    }
+}
+
+// Who adds next to the gradients of each tile of keys: tiles of queries from the last one on that sees some of it, and
+// heads in their order.
+class Turns {
+    std::vector<std::atomic<int64_t>> next_;
+    std::vector<int64_t> last_;  // the last tile of queries of each tile of keys
+    int64_t tiles_, per_group_;
+
+   public:
+    template <typename In>
+    Turns(const Call<In>& call, const Cut& cut)
+        : next_(cut.together * cut.key_tiles), last_(cut.key_tiles, -1), tiles_(cut.key_tiles), per_group_(cut.per_group) {
+        for (int64_t tile = 0; tile < cut.tiles; ++tile) {
+            const int64_t q0 = tile * cut.queries, end = call.end_key(std::min(call.sq, q0 + cut.queries));
+            for (int64_t k = call.first_key(q0) / cut.height; k * cut.height < end; ++k) last_[k] = tile;
+        }
+    }
+    void reset(int64_t slot, int64_t tile) { next_[slot * tiles_ + tile].store(0, std::memory_order_relaxed); }
+    // Until it is the turn of a tile of queries of a head, whose number it returns.
+    int64_t wait(int64_t slot, int64_t tile, int64_t queries, int64_t member, const Guard& guard) const {
+        const int64_t turn = (last_[tile] - queries) * per_group_ + member;
+        const auto& next = next_[slot * tiles_ + tile];
+        for (int64_t spins = 0; next.load(std::memory_order_acquire) != turn && !guard.status(); ++spins) {
+            // Threads may be more than processors.
+            if (spins > 1000) std::this_thread::yield();
+        }
+        return turn;
+    }
+    void end(int64_t slot, int64_t tile, int64_t turn) {
+        next_[slot * tiles_ + tile].store(turn + 1, std::memory_order_release);
+    }
+};
+
+// Writes sums [size][width] as rows of a result, each number times its query's factor.
+template <typename In>
+void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch, In* to,
+                int64_t stride) {
+    // On their way while the rows are made.
+    for (int64_t q = 0; q < queries; ++q) {
+        for (int64_t j = 0; j < size; j += 64 / sizeof(In)) __builtin_prefetch(to + q * stride + j, 1);
+    }
+    for (int64_t j = 0; j < size; ++j) {
+        float* row = sums + j * width;
+#pragma omp simd
+        for (int64_t q = 0; q < width; ++q) row[q] *= factor[q];
+    }
+    transpose(sums, size, width, scratch);
+    for (int64_t q = 0; q < queries; ++q) round_row(scratch + q * size, size, to + q * stride);
+}
+
+// a . b of `size` numbers.
+template <typename In>
+float dot(const In* a, const In* b, int64_t size) {
+    float sum = 0.0f;
+    int64_t done = 0;
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<In, bf16>) {
+        __m512 sums = _mm512_setzero_ps();
+        for (; done + 32 <= size; done += 32) {
+            const __m512i left = _mm512_loadu_si512(a + done), right = _mm512_loadu_si512(b + done);
+            sums = _mm512_dpbf16_ps(sums, (__m512bh)left, (__m512bh)right);
+        }
+        sum = _mm512_reduce_add_ps(sums);
+    }
+#endif
+#pragma omp simd reduction(+ : sum)
+    for (int64_t j = done; j < size; ++j) sum += load(a + j) * load(b + j);
+    return sum;
+}
+
+// What the backward pass needs of the softmax of some queries of a head, from rows of its output and their gradients.
+//
+// logs: of the denominator; infinite for a query without keys, whose probabilities are zero. dots: output . gradient.
+template <typename In>
+void read_softmax(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t stride, int64_t queries,
+                  float* logs, float* dots) {
+    for (int64_t q = 0; q < queries; ++q) {
+        const int64_t step = call.b * call.n * call.dv;
+        for (int64_t j = 0; j < call.dv; j += 64 / sizeof(In)) __builtin_prefetch(out + (q + AHEAD) * step + j);
+        dots[q] = dot(out + q * step, dout + q * stride, call.dv);
+        logs[q] = lse[q] == -INF ? INF : lse[q];
+    }
+}
+
+}  // namespace
