@@ -27,13 +27,13 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Pr
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared import combined_schedule, wgrad_accumulation
+from ._shared import combined_schedule, pipeline_orders, wgrad_accumulation
+from ._shared.delayed_wgrads import QUEUE as _QUEUE
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _READS = ("config", "gradient_accumulation_fusion", "weight")
-_QUEUE = "wgrad_queue"
 _HANDOVERS = "wgrad_handovers"
 # How many gradients Megatron may leave in a buffer of ours, each of which is for one.
 _LIMIT = 1
@@ -80,11 +80,15 @@ def put(layer: Any, compute: Callable[[], None]) -> bool:
     return queue is not None
 
 
+def _is_asked_for(config: Any, session: Session) -> bool:
+    return getattr(config, ARGUMENT, False) or pipeline_orders.delays_weight_gradients(session.settings)
+
+
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, *args, **kwargs)
         # Layers inside a transformer layer have such a name; the output layer has none.
-        if kwargs.get("tp_comm_buffer_name") is None or not getattr(self.config, ARGUMENT, False):
+        if kwargs.get("tp_comm_buffer_name") is None or not _is_asked_for(self.config, session):
             return
         if not self.gradient_accumulation_fusion:
             session.fallback(FEATURE.name, "the model's configuration has no gradient_accumulation_fusion")
@@ -127,6 +131,10 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             under_way.add(handover)
             kwargs["grad_output_buffer"] = handover
             kwargs["wgrad_deferral_limit"] = _LIMIT
+            bias = kwargs.get("bias")
+            if bias is not None:
+                # Megatron's way to defer, made for a layer without bias, would round the sum over tokens twice.
+                return wrapped(self, input, weight, *args, **{**kwargs, "bias": None}) + bias
         return wrapped(self, input, weight, *args, **kwargs)
 
     return _forward_impl
@@ -151,7 +159,9 @@ def _queued(model: Any) -> Iterator[Any]:
 
 def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if getattr(config, ARGUMENT, False) and ddp_config.overlap_grad_reduce and not ddp_config.delay_wgrad_compute:
+        if pipeline_orders.delays_weight_gradients(session.settings):
+            session.mark(ddp_config, ARGUMENT, True)
+        elif getattr(config, ARGUMENT, False) and ddp_config.overlap_grad_reduce and not ddp_config.delay_wgrad_compute:
             session.fallback(
                 FEATURE.name,
                 "overlap_grad_reduce without delay_wgrad_compute in DistributedDataParallelConfig would reduce "
@@ -196,7 +206,9 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
-    is_asked_for = context.settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context)
+    is_asked_for = pipeline_orders.delays_weight_gradients(settings) or (
+        settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context)
+    )
     if context.host_args is not None and not context.arg(combined_schedule.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
     if context.arg("cpu_offloading_num_layers", 0):
@@ -220,7 +232,10 @@ FEATURE = Feature(
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",
     condition=_why_not,
-    enabled=lambda settings: bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False)),
+    enabled=lambda settings: (
+        bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False))
+        or pipeline_orders.delays_weight_gradients(settings)
+    ),
     patches=(
         Around(f"{_LAYERS}:ColumnParallelLinear.__init__", _init, reads=_READS),
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 from mindspeed_lite import planner
 from mindspeed_lite.pipeline import check, costs, draw, orders, trace
 from mindspeed_lite.pipeline.steps import Schedule
+from mindspeed_lite.planner.arguments import misspelt
 from mindspeed_lite.planner.pipeline_costs import StepSeconds
 
 from . import schedule_candidates as candidates
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         words = candidates.Command.read(command)
         ranks = training_command.world_size(options.world_size, command)
         training = planner.read(words.rest, ranks, options.device or training_command.device(), options.vocabulary or 0)
+        for word, meant in misspelt(words.rest):
+            print(f"{PROGRAM}: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
         known = _given(options)
         found, refused = candidates.evaluate(words, training, options.order, known)
         executed = _executed(options.trace, found[0].simulation.schedule) if options.trace else []

@@ -21,7 +21,6 @@ DERIVED = ("zb-auto", "zbv-auto", f"interleaved{_IN_ADVANCE}", f"interleaved{_IN
 _VALUES = ("--schedules-method", "--pipeline-schedule", "--pipeline-schedule-max-live", "--pipeline-schedule-trace")
 _SWITCHES = (
     "--dualpipev-dw-detach", "--recompute-in-bubble", "--recompute-in-advance", "--overlap-moe-expert-parallel-comm",
-    "--delay-wgrad-compute",
 )  # fmt: skip
 
 

@@ -65,14 +65,12 @@ def title(candidate: Candidate, has_seconds: bool) -> str:
 
 
 def compared_with_trace(candidate: Candidate, executed: Sequence[trace.ExecutedStep]) -> list[str]:
-    """What the last recorded training step took, beside the same schedule simulated with its median step times."""
-    schedule = candidate.simulation.schedule
-    medians = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
-    simulation = simulate(schedule, medians)
+    """What the last recorded training step took, beside a simulation whose steps take as long as they did."""
+    simulation = simulate(candidate.simulation.schedule, trace.recorded_costs(executed))
     measured, predicted = trace.makespan(executed), simulation.makespan
     return [
         f"executed in this order, last training step: {in_seconds(measured)}, idle {percent(trace.bubble(executed))}; "
-        f"simulated with its step times: {in_seconds(predicted)}, idle {percent(simulation.bubble)}"
+        f"simulated with the times of its steps: {in_seconds(predicted)}, idle {percent(simulation.bubble)}"
     ]
 
 

@@ -139,17 +139,18 @@ def _bars(entries: Sequence[TimedEntry]) -> list[tuple[Step, float, float, float
 
 def _draw(axes: Any, bars: Sequence[_Bar]) -> None:
     longest = max((begin + length for _, _, begin, length, _, _ in bars), default=1.0)
+    # One object for all bars of a row and colour: a large schedule has tens of thousands.
+    alike: dict[tuple[Kind, float, float, float], list[tuple[float, float]]] = {}
     for rank, step, begin, length, offset, height in bars:
-        lightness = 1.0 - 0.45 * min(step.chunk, 1)
-        low = rank - 0.42 + 0.84 * offset
-        axes.broken_barh(
-            [(begin, length)], (low, 0.84 * height), facecolor=_COLORS[step.kind], alpha=lightness, edgecolor="white",
-            linewidth=0.4,
-        )  # fmt: skip
+        low, opacity = rank - 0.42 + 0.84 * offset, 1.0 - 0.45 * min(step.chunk, 1)
+        alike.setdefault((step.kind, opacity, low, 0.84 * height), []).append((begin, length))
         if length / longest > 0.007:
             size = 6 if height == 1 else 4
             middle = (begin + length / 2, low + 0.42 * height)
             axes.text(*middle, str(step.microbatch), ha="center", va="center", fontsize=size, clip_on=True)
+    for (kind, opacity, low, height), spans in alike.items():
+        color = _COLORS[kind]
+        axes.broken_barh(spans, (low, height), facecolor=color, alpha=opacity, edgecolor="white", linewidth=0.4)
 
 
 def _finish(axes: Any, title: str, ranks: int) -> None:

@@ -6,11 +6,12 @@ A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from .steps import Kind, Schedule, Step
+from .costs import Costs
+from .steps import Entry, Kind, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
@@ -118,6 +119,21 @@ def _covered(records: Sequence[ExecutedStep]) -> float:
         total += max(0.0, each.end - max(each.begin, until))
         until = max(until, each.end)
     return total
+
+
+@dataclass(frozen=True)
+class RecordedCosts(Costs):
+    """Each step takes as long as it did in a recorded training step; an overlapped pair as long as either ran."""
+
+    recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
+
+    def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
+        return _covered([self.recorded[rank, step] for step in steps_of(entry)])
+
+
+def recorded_costs(records: Iterable[ExecutedStep]) -> RecordedCosts:
+    """Return the costs with which a simulation shows what a schedule and its steps' times explain of what has run."""
+    return RecordedCosts([], [], [], recorded={(each.rank, each.step): each for each in records})
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:

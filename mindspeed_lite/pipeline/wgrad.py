@@ -8,7 +8,7 @@ meanwhile.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 
 class WgradQueue:
@@ -34,12 +34,37 @@ class WgradQueue:
         """Call `hook` whenever the gradients that were put aside are there, so that they can be reduced."""
         self._hooks.append(hook)
 
-    def drain(self, announce: bool = True) -> int:
-        """Compute all of them, the oldest first, and call the hooks; returns how many there were."""
-        count = len(self._waiting)
-        while self._waiting:
+    def drain(self, announce: bool = True, most: int | None = None) -> int:
+        """Compute all of them or `most`, the oldest first, and call the hooks; returns how many."""
+        count = len(self._waiting) if most is None else most
+        for _ in range(count):
             self._waiting.popleft()()
         # Once: those of earlier micro-batches are not reduced apart.
         for hook in self._hooks if count and announce else ():
             hook()
         return count
+
+
+class WgradBatches:
+    """The weight gradients of several layers in batches: one for each backward pass, the oldest first."""
+
+    def __init__(self, queues: Sequence[WgradQueue]) -> None:
+        self._queues = tuple(queues)
+        self._batches: deque[list[int]] = deque()
+        self._sealed = [0] * len(self._queues)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def seal(self) -> None:
+        """Make what has been queued since the last call one batch."""
+        lengths = list(map(len, self._queues))
+        self._batches.append([length - before for length, before in zip(lengths, self._sealed, strict=True)])
+        self._sealed = lengths
+
+    def run(self, announce: bool) -> None:
+        """Compute the oldest batch; `announce`: then call the hooks of its queues."""
+        batch = self._batches.popleft()
+        for queue, count in zip(self._queues, batch, strict=True):
+            queue.drain(announce, count)
+        self._sealed = [before - count for before, count in zip(self._sealed, batch, strict=True)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -48,8 +48,14 @@ def automatic(
     def seconds(schedule: Schedule) -> float:
         return simulate(schedule, costs).makespan
 
-    every = [_Settings(bound, *each) for each in product((0.0, 0.5, 1.0), (0.0, 0.5, 1.0), (True, False))]
-    found = [run(min(every, key=lambda settings: seconds(run(settings, tried))))]
+    def shortest(settings: Iterable[_Settings]) -> _Settings:
+        return min(settings, key=lambda each: seconds(run(each, tried)))
+
+    every = product((0.0, 0.5, 1.0), (0.0, 0.5, 1.0), (True, False))
+    chosen = shortest(_Settings(bound, *each) for each in every)
+    # More memory does not always help a heuristic.
+    bounds = sorted({max(bound * share // 8, shape.chunks) for share in (4, 5, 6, 7, 8)}, reverse=True)
+    found = [run(shortest(replace(chosen, bound=each) for each in bounds))]
     if shape.chunks == 1:
         zb_h1 = orders.from_function("zb-auto", orders.zb_h1, shape)
         if max(peak_live(zb_h1, rank) for rank in range(shape.ranks)) <= bound:

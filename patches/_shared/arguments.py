@@ -30,7 +30,7 @@ from mindspeed_lite.engine import (
 )
 from mindspeed_lite.platform import megatron
 
-from . import megatron_defaults, preflight
+from . import megatron_defaults, pipeline_orders, preflight
 
 
 class _Parsed:
@@ -226,6 +226,8 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
     for dest in megatron_defaults.REFUSED:
         # It is on where the feature of that name makes it work, asked for by name or not.
         applied = in_force.plan.outcome(dest).status == "applied"
+        # An order of passes that asks for delayed gradients is none of Megatron's, whose configuration refuses them.
+        applied = applied and not pipeline_orders.delays_weight_gradients(request.flags)
         if applied or dest in hidden:
             _set(megatron.argument_holders(final), {dest: applied})
     runtime.show_report(in_force)

@@ -167,6 +167,11 @@ def test_bad_input_is_one_line(options, flags, words, capsys):
         assert word in err
 
 
+def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys):
+    code, out, err = run(capsys, flags=["--use-flash-atn"])
+    assert code == 0 and out.startswith("1f1b") and "--use-flash-atn" in err and "--use-flash-attn" in err
+
+
 def test_no_command_is_one_line(capsys):
     assert schedule.main([]) == 2
     assert "no command" in capsys.readouterr().err

@@ -6,6 +6,8 @@ as exact hexadecimal floats.
 
 from __future__ import annotations
 
+import hashlib
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +37,11 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
     and `unchecked` ones, which are set past the configuration's checks."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_layer_local_spec,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
@@ -109,6 +115,9 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         stage: dict[str, Any] = {"vp_stage": chunk} if vpp is not None else {}
         first = ps.is_pipeline_first_stage(ignore_virtual=False, **stage)
         last = ps.is_pipeline_last_stage(ignore_virtual=False, **stage)
+        more: dict[str, Any] = {}
+        if config.mtp_num_layers:
+            more["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
         model = GPTModel(
             config=config,
             transformer_layer_spec=spec,
@@ -119,6 +128,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             share_embeddings_and_output_weights=options.get("tied", False),
             position_embedding_type="rope",
             **stage,
+            **more,
         )
         chunks.append(model)
     return chunks, config
@@ -134,12 +144,16 @@ def _nudge(chunks: list[Any], seed: int) -> None:
 
 
 def _weigh_by_name(chunks: list[Any], local_experts: int) -> None:
-    """Give every matrix weights that follow from its name, an expert's from its number among all: alike in any layout
-    of experts and of the sequence."""
+    """Give every matrix weights that follow from its name, a layer's and an expert's from its number among all: alike
+    in any layout of the pipeline, of experts and of the sequence."""
     from megatron.core import parallel_state as ps
 
     for chunk in chunks:
+        layers = getattr(chunk.decoder, "layers", ())
         for name, parameter in chunk.named_parameters():
+            within = re.match(r"(decoder\.layers\.)(\d+)(.*)", name)
+            if within:
+                name = f"{within[1]}{layers[int(within[2])].layer_number - 1}{within[3]}"
             before, _, number_and_rest = name.partition("local_experts.")
             if number_and_rest:
                 number, _, rest = number_and_rest.partition(".")
@@ -192,6 +206,7 @@ class Training:
             overlap_grad_reduce=options.get("overlap_grad_reduce", False),
             overlap_param_gather=options.get("overlap_param_gather", False),
             delay_wgrad_compute=options.get("ddp_delay_wgrad_compute", False),
+            align_param_gather=options.get("align_param_gather", False),
             bucket_size=options.get("bucket_size"),
         )
         self.models = [
@@ -214,11 +229,15 @@ class Training:
         text = Path(options["text"]).read_bytes() if "text" in options else b""
         self.iterators = [_batches(options.get("seed", 1), ps.get_data_parallel_rank(), text) for _ in self.models]
         self.losses: list[torch.Tensor] = []
+        self.checkpointed: list[bool | None] = []
 
-    def forward_step(self, iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
+    def forward_step(
+        self, iterator: Any, model: Any, is_checkpointed: bool | None = None, return_schedule_plan: bool = False
+    ) -> Any:
         """What Megatron's schedules call for each micro-batch."""
         from megatron.core import parallel_state as ps
 
+        self.checkpointed.append(is_checkpointed)
         batch = _part_of_context(next(iterator))
         mask = None
         if self.options.get("mask_tensor"):
@@ -240,13 +259,16 @@ class Training:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
         self.losses.clear()
+        self.checkpointed.clear()
 
-    def forward_backward(self) -> None:
+    def forward_backward(self, forward_only: bool = False) -> None:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if self.options.get("no_sync"):
             # As Megatron's script: gradients are ready after the last micro-batch alone.
             self.config.no_sync_func = self.models[0].no_sync
+        if self.options.get("sync_functions"):
+            self._set_sync_functions()
         get_forward_backward_func()(
             forward_step_func=self.forward_step,
             data_iterator=self.iterators if len(self.models) > 1 else self.iterators[0],
@@ -254,10 +276,36 @@ class Training:
             num_microbatches=self.options.get("micro_batches", MICRO_BATCHES),
             seq_length=SEQUENCE,
             micro_batch_size=MICRO_BATCH,
-            forward_only=False,
+            forward_only=forward_only,
         )
         # It holds the model, which a copy of the configuration would copy.
-        self.config.no_sync_func = None
+        self.config.no_sync_func = self.config.grad_sync_func = self.config.param_sync_func = None
+
+    def _set_sync_functions(self) -> None:
+        """As Megatron's script: one function, or one for each model chunk."""
+
+        def each(name: str) -> Any:
+            functions = [getattr(model, name) for model in self.models]
+            return functions if len(functions) > 1 else functions[0]
+
+        self.config.no_sync_func, self.config.grad_sync_func = each("no_sync"), each("start_grad_sync")
+        if self.options.get("align_param_gather"):
+            self.config.param_sync_func = each("start_param_sync")
+
+    def digest(self) -> str:
+        """The main gradients of this rank, all bits of them, and which forwards recompute fully, as one short text."""
+        found = hashlib.sha256(repr(self.checkpointed).encode())
+        for model in self.models:
+            for name, parameter in model.named_parameters():
+                found.update(name.encode() + parameter.main_grad.contiguous().view(torch.uint8).numpy().tobytes())
+        return found.hexdigest()[:16]
+
+    def evaluate(self) -> list[tuple[str, str]]:
+        """The losses of one evaluation, exact, where there are losses."""
+        self.losses.clear()
+        with torch.no_grad():
+            self.forward_backward(forward_only=True)
+        return [("evaluation", float(loss).hex()) for loss in self.losses]
 
     def step(self) -> list[tuple[str, str]]:
         """One step; its loss and gradient norm as exact hexadecimal floats where there is a loss."""
@@ -265,20 +313,26 @@ class Training:
 
         self.zero()
         self.forward_backward()
+        digest = [("gradients", self.digest())] if self.options.get("digest") else []
         _, grad_norm, _ = self.optimizer.step()
         if not self.losses:
-            return []
+            return digest
         loss = torch.stack(self.losses).mean()
         if ps.get_context_parallel_world_size() > 1:
             dist.all_reduce(loss, group=ps.get_context_parallel_group())
             loss /= ps.get_context_parallel_world_size()
-        return [(float(loss).hex(), float(grad_norm).hex())]
+        return [(float(loss).hex(), float(grad_norm).hex()), *digest]
 
 
 def train(options: dict[str, Any]) -> list[tuple[str, str]]:
     """Train `options["steps"]` steps; needs an environment of torchrun's variables."""
     training = Training(options)
-    return [each for _ in range(options.get("steps", 5)) for each in training.step()]
+    found = []
+    for _ in range(options.get("steps", 5)):
+        found += training.step()
+        if options.get("evaluate"):
+            found += training.evaluate()
+    return found
 
 
 def destroy() -> None:

@@ -72,6 +72,19 @@ def test_measured_times_give_the_simulation_back(file):
     assert simulate(SCHEDULE, found).makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
 
 
+def test_steps_that_take_as_long_as_they_did_explain_what_has_run(file):
+    """The messages that took half a second each are what is missing."""
+    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], message=0.5)
+    file.write_text("\n".join(lines(costs=costs)))
+    (step,) = trace.training_steps(trace.read(file), SCHEDULE)
+    found = simulate(SCHEDULE, trace.recorded_costs(step))
+    assert found.makespan == pytest.approx(simulate(SCHEDULE, Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])).makespan)
+    schedule = build("dualpipev", PipelineShape(2, 4, 2))
+    file.write_text("\n".join(lines(schedule, costs=uniform(4, pair=0.75))))
+    (step,) = trace.training_steps(trace.read(file), schedule)
+    assert simulate(schedule, trace.recorded_costs(step)).makespan == pytest.approx(trace.makespan(step))
+
+
 def test_a_backward_measured_as_a_whole_is_halved():
     found = from_measured({(kind, 0): 3.0 for kind in ("F", "B")}, 1)  # a Kind is equal to its value
     assert (found.forward[0], found.input_grad[0], found.weight_grad[0]) == (3.0, 1.5, 1.5)

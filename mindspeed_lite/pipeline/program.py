@@ -1,0 +1,195 @@
+"""Derives what one rank executes from a schedule: its steps, and the calls that carry messages between them.
+
+A call may block until the rank at the other end makes its own (a rendezvous), and a communicator may run its operations
+in the order of issue. Either can end in ranks that wait for each other. So all ranks issue their messages in one global
+order: that in which the senders' steps end when the schedule is simulated. Then the first unfinished message of that
+order can always proceed. What its sender computes before needs earlier messages only, and the receiver issues nothing
+before it that comes later in the order.
+
+A send follows the step that makes it. A receive stands right before the step that needs it, `lookahead` steps earlier,
+or before a later message of the global order, whatever comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from .costs import uniform
+from .simulate import simulate
+from .steps import Kind, Message, Payload, Schedule, Step, steps_of
+
+# What one call may carry: messages of all neighbours, only those that go one way round the ring, or a single one.
+Joining = Literal["all", "one way", "none"]
+
+
+class Transfer(NamedTuple):
+    """The messages of one call: at most one to and one from each neighbour in the ring of ranks."""
+
+    to_next: Message | None = None
+    to_prev: Message | None = None
+    from_prev: Message | None = None
+    from_next: Message | None = None
+
+
+class TransferCall(NamedTuple):
+    """A transfer by the places of its tensors, -1 for none; `outputs`: of those sent, the ones to release then."""
+
+    to_next: int
+    to_prev: int
+    from_prev: int
+    from_next: int
+    outputs: tuple[int, ...]
+
+
+class BoundStep(NamedTuple):
+    """A step, the tensor it takes and the one it gives; a message to the rank itself is handed over there."""
+
+    step: Step
+    takes: Message | None
+    gives: Message | None
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """What a rank executes.
+
+    works: its steps in order.
+    transfers: `transfers[i]` are the calls before step i; the last entry holds those after the last step.
+    """
+
+    works: tuple[BoundStep, ...]
+    transfers: tuple[tuple[Transfer, ...], ...]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        return tuple(work.step for work in self.works)
+
+    @cached_property
+    def instructions(self) -> tuple[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int], ...]:
+        """The same for the executor, which has tensors in numbered places: (calls, kind, step, kept, takes, gives).
+
+        calls: those before the step. kept: the place of its micro-batch and chunk. takes, gives: places of tensors; -1
+        is none, and a tensor for the rank itself is given to -2 - place. The last one holds the last calls alone.
+        """
+        numbers: dict[Message, int] = {}
+        for work in self.works:
+            for message in (work.takes, work.gives):
+                if message is not None:
+                    numbers.setdefault(message, len(numbers))
+        units: dict[tuple[int, int], int] = {}
+        found: list[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int]] = []
+        for transfers, work in zip(self.transfers, self.works, strict=False):
+            calls = tuple(_call(each, numbers) for each in transfers)
+            unit = units.setdefault(work.step[1:], len(units))
+            gives = -1
+            if work.gives is not None:
+                place = numbers[work.gives]
+                gives = -2 - place if work.gives.source == work.gives.target else place
+            takes = -1 if work.takes is None else numbers[work.takes]
+            found.append((calls, work.step.kind, work.step, unit, takes, gives))
+        found.append((tuple(_call(each, numbers) for each in self.transfers[-1]), None, None, -1, -1, -1))
+        return tuple(found)
+
+
+def _call(transfer: Transfer, numbers: Mapping[Message, int]) -> TransferCall:
+    to_next, to_prev, from_prev, from_next = (-1 if each is None else numbers[each] for each in transfer)
+    outputs = [each for each in transfer[:2] if each is not None and each.payload is Payload.ACTIVATION]
+    return TransferCall(to_next, to_prev, from_prev, from_next, tuple(numbers[each] for each in outputs))
+
+
+def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all") -> RankProgram:
+    """Return the program of a rank. The steps of an overlapped pair run one after the other.
+
+    lookahead: how many steps before its own a receive is issued, where the global order allows it.
+    joining: what one call may carry. Where a call waits for something else, such as lengths, before it sends, messages
+        that depend on each other may not share one: "none".
+
+    Raises:
+        ValueError: ranks wait for each other, or a message goes to a rank that is no neighbour in the ring.
+    """
+    works = tuple(
+        BoundStep(step, _taken(schedule, rank, step), _given(schedule, rank, step)) for step in schedule.steps(rank)
+    )
+    order = [each for each in _global_order(schedule) if rank in (each.source, each.target)]
+    calls: list[list[Message]] = [[] for _ in range(len(works) + 1)]
+    for message, place in zip(order, _places(works, order, rank, lookahead), strict=True):
+        calls[place].append(message)
+    return RankProgram(works, tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls))
+
+
+def _taken(schedule: Schedule, rank: int, step: Step) -> Message | None:
+    source = schedule.input_source(rank, step)
+    stage = schedule.stage(rank, step.chunk)
+    return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)
+
+
+def _given(schedule: Schedule, rank: int, step: Step) -> Message | None:
+    target = schedule.output_target(rank, step)
+    stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
+    return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
+
+
+def _payload(step: Step) -> Payload:
+    return Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
+
+
+def _global_order(schedule: Schedule) -> list[Message]:
+    """All messages between ranks, by the time at which the steps that make them end."""
+    found: list[tuple[float, int, Message]] = []
+    for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
+        for timed in entries:
+            for step in steps_of(timed.entry):
+                message = _given(schedule, rank, step)
+                if message is not None and message.target != rank:
+                    found.append((timed.end, rank, message))
+    # A sort keeps the order of what ends at the same time: the two steps of a pair.
+    return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
+
+
+def _places(works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
+    """The step before which each message of `order` is issued; never earlier than the message before it."""
+    own: dict[Message, int] = {}
+    for index, work in enumerate(works):
+        if work.takes is not None:
+            own[work.takes] = index
+        if work.gives is not None:
+            own[work.gives] = index + 1
+    latest: list[int] = []
+    for message in reversed(order):
+        latest.append(min(own[message], latest[-1]) if latest else own[message])
+    places: list[int] = []
+    for message, place in zip(order, reversed(latest), strict=True):
+        wanted = place if message.source == rank else max(0, place - lookahead)
+        places.append(max(wanted, places[-1]) if places else wanted)
+    return places
+
+
+def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
+    """Yield as few calls as keep the order: a call takes the next message if its slot is free."""
+    call: dict[str, Message] = {}
+    for message in messages:
+        slot = _slot(message, rank, ranks)
+        fits = {"all": True, "one way": call.keys() <= _SAME_WAY[slot], "none": False}[joining]
+        if call and (slot in call or not fits):
+            yield Transfer(**call)
+            call = {}
+        call[slot] = message
+    if call:
+        yield Transfer(**call)
+
+
+_ONWARD, _BACKWARD = frozenset(("to_next", "from_prev")), frozenset(("to_prev", "from_next"))
+_SAME_WAY = {slot: way for way in (_ONWARD, _BACKWARD) for slot in way}
+
+
+def _slot(message: Message, rank: int, ranks: int) -> str:
+    ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
+    # Two ranks are each other's next and previous one: all sends take one slot, and all receives the other.
+    if message.source == rank and message.target in (ahead, behind):
+        return "to_next" if message.target == ahead else "to_prev"
+    if message.target == rank and message.source in (ahead, behind):
+        return "from_prev" if message.source == behind else "from_next"
+    raise ValueError(f"message {message}: only neighbours in the ring of ranks exchange tensors")

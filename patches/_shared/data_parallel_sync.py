@@ -1,0 +1,134 @@
+"""When the steps of a pipeline schedule start the reduction of gradients and the gathering of parameters.
+
+Megatron's schedules decide this by the number of a step in their own order. Here it follows from any order. Gradients
+of a model chunk are complete after its last step that adds to them. Parameters of a chunk are gathered one chunk ahead.
+Megatron's configuration says how: `no_sync_func`, `grad_sync_func` and `param_sync_func`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, Step
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Where in a rank's order something is started.
+
+    chunks: how many model chunks the rank has.
+    last_backward: the last backward pass of each chunk.
+    complete: the step after which all gradients of a chunk are there.
+    reduced: step after which to start the reduction of a chunk -> the chunk.
+    gathered: forward before which to start gathering a chunk's parameters -> the chunk.
+    """
+
+    chunks: int
+    last_backward: frozenset[Step]
+    complete: frozenset[Step]
+    reduced: Mapping[Step, int]
+    gathered: Mapping[Step, int]
+
+
+def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
+    """Return the plan of a rank. As in Megatron, ranks with several chunks start together: the first ones later.
+
+    A rank starts the reduction of a chunk `rank` steps after the chunk is complete, because the ranks before it
+    complete it that much later. It gathers parameters as many steps earlier.
+    """
+    adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
+    complete = {step.chunk: index for index, step in enumerate(adding)}
+    forwards = [step for step in steps if step.kind is Kind.FORWARD]
+    gathered = {
+        forwards[index - rank]: step.chunk + 1
+        for index, step in enumerate(forwards)
+        if step.microbatch == 0 and 1 < step.chunk + 1 < chunks and index >= rank
+    }
+    return SyncPlan(
+        chunks,
+        frozenset({step.chunk: step for step in steps if step.kind in BACKWARDS}.values()),
+        frozenset(adding[index] for index in complete.values()),
+        {adding[index + rank]: chunk for chunk, index in complete.items() if index + rank < len(adding)},
+        gathered,
+    )
+
+
+class DataParallelSync:
+    """The reductions and gathers of one training step.
+
+    config: Megatron's; `models`: the chunks; `is_first_stage`: whether the rank is the first of the pipeline.
+    """
+
+    def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
+        self._models, self._plan = models, plan
+        self._no_sync = _listed(config.no_sync_func, 1)
+        self._reduce = _listed(config.grad_sync_func, plan.chunks)
+        self._gather = _listed(config.param_sync_func, plan.chunks) if plan.chunks > 1 else []
+        # Where nothing says how to start them, gradients start their own reduction as they come. So they do on the
+        # first rank of one chunk: the others reduce in the bubble at the end, and it has none.
+        self._starts_itself = not self._reduce or (plan.chunks == 1 and is_first_stage)
+        self._closing = plan.last_backward | plan.complete
+        self._reduced: set[int] = set()
+        self._held_back = contextlib.ExitStack()
+
+    def hooks(self, steps: Sequence[Step]) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
+        """Return what to call before and after steps, by their place."""
+        before: dict[int, Callable[[], None]] = {}
+        after: dict[int, Callable[[], None]] = {}
+        for place, step in enumerate(steps):
+            if step in self._closing or step in self._plan.gathered or step in self._plan.reduced:
+                before[place] = functools.partial(self.before, step)
+                after[place] = functools.partial(self.after, step)
+        return before, after
+
+    def begin(self) -> None:
+        """Hold back reductions, and gather what the first forwards need."""
+        self._hold_back()
+        for chunk in range(min(2, len(self._gather))):
+            self._gather[chunk](self._models[chunk].parameters())
+
+    def before(self, step: Step) -> None:
+        """Start what is due before a step."""
+        if step.kind is Kind.FORWARD:
+            chunk = self._plan.gathered.get(step)
+            if chunk is not None and self._gather:
+                self._gather[chunk](self._models[chunk].parameters())
+        elif self._starts_itself and step in self._closing:
+            self._held_back.close()
+
+    def after(self, step: Step) -> None:
+        """Start what is due after a step."""
+        if self._starts_itself:
+            if step in self._closing:
+                self._hold_back()
+        elif self._plan.chunks > 1 and step in self._plan.reduced:
+            self._held_back.close()
+            self._start(self._plan.reduced[step])
+            self._hold_back()
+
+    def end(self) -> None:
+        """Start what has not been started."""
+        self._held_back.close()
+        if not self._starts_itself:
+            for chunk in range(self._plan.chunks):
+                if chunk not in self._reduced:
+                    self._start(chunk)
+
+    def _hold_back(self) -> None:
+        for no_sync in self._no_sync:
+            self._held_back.enter_context(no_sync())
+
+    def _start(self, chunk: int) -> None:
+        self._reduce[chunk](self._models[chunk].parameters())
+        self._reduced.add(chunk)
+
+
+def _listed(functions: Any, count: int) -> list[Callable[..., Any]]:
+    """Megatron's field: a function, one for each chunk, or none."""
+    if functions is None:
+        return []
+    return list(functions) if isinstance(functions, (list, tuple)) else [functions] * count

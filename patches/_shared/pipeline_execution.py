@@ -1,0 +1,189 @@
+"""One training step or evaluation by a schedule that is data, with what Megatron's schedules do before and after.
+
+Megatron's parts are called: its passes, communicator, reductions and `finalize_model_grads`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite.engine import Session
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_program
+from mindspeed_lite.pipeline.run import Trace, run
+from mindspeed_lite.pipeline.steps import Kind, Schedule
+
+from . import pipeline_orders
+from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
+from .delayed_wgrads import DelayedWgrads
+from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
+
+
+class PlannedStep:
+    """What a shape of training step runs on this rank."""
+
+    def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
+        self.schedule, self.program, self.sync = schedule, program, sync
+        kinds = [step.kind for step in program.steps]
+        forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
+        ahead = next((place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD), len(kinds))
+        # Megatron recomputes those of each window of so many forwards wholly that have this number or a later one.
+        self.place_in_window = {step: place % ahead for place, step in enumerate(forwards)}
+
+
+class ExecutorState:
+    """What a session keeps: programs by shape, delayed weight gradients by model chunk, and whether it is in force."""
+
+    def __init__(self, session: Session) -> None:
+        self.planned: dict[Any, PlannedStep] = {}
+        self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
+        self.is_on = True
+        session.on_end(self.end)
+
+    def end(self) -> None:
+        self.is_on = False
+
+    def delayed_of(self, model: Any) -> DelayedWgrads:
+        if model not in self.delayed:
+            self.delayed[model] = DelayedWgrads(model)
+        return self.delayed[model]
+
+
+def listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
+def execute(
+    session: Session,
+    state: ExecutorState,
+    *,
+    forward_step_func: Callable[..., Any],
+    data_iterator: Any,
+    model: Any,
+    num_microbatches: int,
+    seq_length: int,
+    micro_batch_size: int,
+    decoder_seq_length: int | None = None,
+    forward_only: bool = False,
+    collect_non_loss_data: bool = False,
+    first_val_step: bool | None = None,
+    adjust_tensor_shapes_fn: None = None,
+    p2p_communicator: Any = None,
+    pg_collection: Any = None,
+    force_all_reduce: bool | None = False,
+) -> list[Any]:
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import schedules
+
+    models, config = listed(model), schedules.get_model_config(listed(model)[0])
+    tp = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
+    cp = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+    if p2p_communicator is None:
+        pp = parallel_state.get_pipeline_model_parallel_group()
+        p2p_communicator = schedules.P2PCommunicator(pp_group=pp, config=config)
+    ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
+    group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
+    shape = PipelineShape(ranks, num_microbatches, len(models), group)
+    planned = _planned(session, state, shape, rank, forward_only, config)
+    last_rank = planned.schedule.locations[planned.schedule.num_stages - 1][0]
+    finalizes = config.finalize_model_grads_func is not None and not forward_only
+    if finalizes:
+        embedding = schedules.clear_embedding_activation_buffer(config, model, rank == last_rank)
+    if config.timers is not None:
+        config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    this = TrainingStep(
+        forward_step_func,
+        listed(data_iterator),
+        models,
+        config,
+        num_microbatches,
+        cp.size(),
+        forward_only,
+        collect_non_loss_data,
+        first_val_step,
+        num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+    )
+    fully = config.num_microbatches_with_partial_activation_checkpoints
+    if fully is not None and not forward_only:
+        this.checkpointed = {step: place >= fully for step, place in planned.place_in_window.items()}
+    sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
+    delays = pipeline_orders.delays_weight_gradients(session.settings) and not forward_only
+    delayed = [state.delayed_of(each) for each in models] if delays else []
+    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed)
+    tensor_shapes = schedules.get_tensor_shapes(
+        seq_length=seq_length,
+        micro_batch_size=micro_batch_size,
+        # With several chunks Megatron goes by the other length alone.
+        decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
+        config=config,
+        tp_group=tp,
+        cp_group=cp,
+    )
+    transport = (OverlappedTransport if config.overlap_p2p_comm else MegatronTransport)(
+        p2p_communicator, tensor_shapes[0]
+    )
+    trace = None if forward_only else _trace(session, rank)
+    before, after = ({}, {}) if sync is None else sync.hooks(planned.program.steps)
+    if sync is not None:
+        sync.begin()
+    run(planned.program, passes, transport, not forward_only, trace, before, after)
+    if sync is not None:
+        sync.end()
+    if trace is not None:
+        trace.write()
+    if last_rank != ranks - 1:
+        _hand_on(this, p2p_communicator.pp_group, last_rank)
+    if finalizes:
+        schedules.finish_embedding_wgrad_compute(config, embedding, rank == last_rank, tp)
+        config.finalize_model_grads_func(
+            models,
+            this.num_tokens if config.calculate_per_token_loss else None,
+            **({} if pg_collection is None else {"pg_collection": pg_collection}),
+            force_all_reduce=force_all_reduce,
+        )
+    if config.timers is not None:
+        config.timers("forward-backward").stop()
+    return this.losses
+
+
+def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
+    """Give the losses to the last rank of the pipeline, which Megatron asks for them, and the count of tokens."""
+    import torch.distributed as dist
+
+    source, target = dist.get_global_rank(group, source), dist.get_global_rank(group, group.size() - 1)
+    given = [this.losses, this.num_tokens]
+    if dist.get_rank() == source:
+        dist.send_object_list(given, target, group=group)
+    elif dist.get_rank() == target:
+        dist.recv_object_list(given, source, group=group)
+        this.losses, this.num_tokens = given
+
+
+def _planned(
+    session: Session, state: ExecutorState, shape: PipelineShape, rank: int, forward_only: bool, config: Any
+) -> PlannedStep:
+    # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
+    exchanges_lengths = config.variable_seq_lengths or config.mtp_standalone
+    joining: Joining = "none" if exchanges_lengths else "one way" if config.overlap_p2p_comm else "all"
+    lookahead = int(config.overlap_p2p_comm)
+    key = (shape, rank, forward_only, joining, lookahead)
+    if key not in state.planned:
+        schedule = pipeline_orders.schedule_of(session.settings, shape, forward_only)
+        # A receive that is begun a step early runs beside that step.
+        program = compile_program(schedule, rank, lookahead, joining)
+        state.planned[key] = PlannedStep(schedule, program, sync_plan(program.steps, shape.chunks, rank))
+    return state.planned[key]
+
+
+def _trace(session: Session, rank: int) -> Trace | None:
+    import torch
+
+    folder = session.settings["pipeline_schedule_trace"]
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    return Trace(rank, Path(folder) / f"rank{torch.distributed.get_rank()}.jsonl")

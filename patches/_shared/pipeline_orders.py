@@ -1,0 +1,90 @@
+"""Which pipeline schedule the flags ask for, and what it demands of the model's layout.
+
+`--pipeline-schedule` names an order; `--schedules-method dualpipev` is MindSpeed's flag for one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mindspeed_lite.engine import Context, OptionError
+from mindspeed_lite.pipeline import check, costs, orders, zero_bubble
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.steps import Schedule, interleaved_placement, v_placement
+
+SCHEDULE = "pipeline_schedule"
+METHOD = "schedules_method"
+AUTOMATIC = "zb-auto"
+# Megatron's own orders, and those of ours that run on its placement of layers.
+NAMES = ("1f1b", "interleaved", "zb-h1", AUTOMATIC)
+_ONE_CHUNK = ("1f1b", "zb-h1")
+# Flags from which Megatron derives how many model chunks a rank has.
+_DERIVED_FROM = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
+
+
+def parse_name(text: str) -> str:
+    """The flag's value: a name, or a function of the user's. Raises ValueError with what it takes."""
+    if text not in NAMES and ":" not in text:
+        raise ValueError(f"one of {', '.join(NAMES)}, or an order of your own as FILE.py:function")
+    return text
+
+
+def name_of(settings: Mapping[str, Any]) -> str | None:
+    """The order that is asked for."""
+    if settings.get(METHOD):
+        return "dualpipev-dw-detach" if settings.get("dualpipev_dw_detach") else "dualpipev"
+    return settings.get(SCHEDULE)
+
+
+def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
+    """Whether the order may have weight gradients as steps of their own."""
+    return name_of(settings) not in (None, "1f1b", "interleaved")
+
+
+def chunks_of(context: Context) -> int | None:
+    """How many model chunks a rank has; None while Megatron has not derived it from other arguments."""
+    derived = context.arg("virtual_pipeline_model_parallel_size", None)
+    given = context.arg("num_virtual_stages_per_pipeline_rank", None)
+    if derived or given:
+        return int(derived or given)
+    is_open = context.host_args is None or any(context.arg(name, None) for name in _DERIVED_FROM)
+    return None if is_open else 1
+
+
+def check_layout(context: Context) -> None:
+    """Raise OptionError where the order has another number of model chunks than the arguments say."""
+    name, chunks = name_of(context.settings), chunks_of(context)
+    if name in _ONE_CHUNK and chunks is not None and chunks > 1:
+        raise OptionError(
+            f"{SCHEDULE}: {name} has one model chunk a rank, and {chunks} are asked for: leave out "
+            f"--num-virtual-stages-per-pipeline-rank, or take interleaved or {AUTOMATIC}."
+        )
+    if name == "interleaved" and chunks == 1:
+        raise OptionError(
+            f"{SCHEDULE}: interleaved needs several model chunks a rank: add --num-virtual-stages-per-pipeline-rank 2, "
+            "or take 1f1b."
+        )
+
+
+def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only: bool) -> Schedule:
+    """Return the schedule of a step. Raises ValueError (one line) if there is none for this shape."""
+    name = name_of(settings)
+    assert name is not None
+    is_v = bool(settings.get(METHOD))
+    if forward_only:
+        return orders.build("forward-only-v" if is_v else "forward-only", shape)
+    if name == AUTOMATIC:
+        stages = costs.uniform(shape.ranks * shape.chunks)
+        return zero_bubble.automatic(shape, stages, settings["pipeline_schedule_max_live"])
+    if is_v or name in NAMES:
+        return orders.build(name, shape)
+    schedule = check.load(name, shape)
+    if schedule.recomputed:
+        raise ValueError(
+            f"{name}: it has recomputations as steps, which are not executed: recompute with Megatron's flags"
+        )
+    if schedule.placement != interleaved_placement(shape.ranks, shape.chunks):
+        has = "the V placement" if schedule.placement == v_placement(shape.ranks) else "another one"
+        raise ValueError(f"{name}: the model is built on Megatron's placement of stages, and the order has {has}")
+    return schedule

@@ -1,0 +1,137 @@
+"""`--pipeline-schedule`: the order of forward and backward passes is data, generated, checked, executed and traced.
+
+Megatron's schedules are functions in which order, messages and gradient reduction are woven together. Here a schedule
+is a list of steps for each rank, and the rest follows from it. `1f1b` and `interleaved` are Megatron's own orders,
+`zb-h1` and `zb-auto` have weight gradients as steps of their own, and FILE.py:function is an order of the user's.
+
+Reaches `get_forward_backward_func`, which every training loop calls: with a pipeline it returns a function that
+executes the order. The passes, messages and reductions in it are Megatron's own functions, called. Leaves training
+without a pipeline alone. Hands a call back to Megatron's schedule where that does something an order does not describe:
+overlapped experts' communication, several modules, tensors of other shapes, recorded graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+
+from . import delay_wgrad_compute
+from ._shared import pipeline_orders
+from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from ._shared.pipeline_execution import ExecutorState, execute, listed
+
+NAME = pipeline_orders.SCHEDULE
+_PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+_LEFT_TO_MEGATRON = {
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm has a schedule of its own",
+    "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
+    "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
+    **CUDA_GRAPH_ARGS,
+}
+
+
+def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        function = wrapped(*args, **kwargs)
+        return _executing(function, session) if function.__name__ in _PIPELINED else function
+
+    return get_forward_backward_func
+
+
+def _executing(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    state = session.state(NAME, lambda: ExecutorState(session))
+
+    @functools.wraps(original)
+    def forward_backward(**given: Any) -> Any:
+        # A training loop holds this function, whatever becomes of the session.
+        if not state.is_on:
+            return original(**given)
+        reasons = _reasons_to_leave(given)
+        if reasons:
+            if session.settings.get(pipeline_orders.METHOD):
+                raise RuntimeError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
+            session.fallback(NAME, "; ".join(reasons))
+            return original(**given)
+        return execute(session, state, **given)
+
+    return forward_backward
+
+
+def _reasons_to_leave(given: dict[str, Any]) -> list[str]:
+    from megatron.core.pipeline_parallel import schedules
+
+    config = schedules.get_model_config(listed(given["model"])[0])
+    reasons = conflict_reasons(_LEFT_TO_MEGATRON, lambda name: getattr(config, name, None))
+    if given.get("adjust_tensor_shapes_fn") is not None:
+        reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
+    communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
+    if communicator is not None and type(communicator).__name__ != "P2PCommunicator":
+        reasons.append(f"{type(communicator).__name__}: several modules exchange tensors")
+    if (communicator is None) is not (groups is None):
+        reasons.append("p2p_communicator and pg_collection are given one without the other")
+    return reasons
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    settings, name = context.settings, pipeline_orders.name_of(context.settings)
+    if name is None:
+        raise OptionError(f"{NAME}: --pipeline-schedule-trace records an order: name it with --pipeline-schedule.")
+    if settings.get("pipeline_schedule_max_live") is not None and name != pipeline_orders.AUTOMATIC:
+        raise OptionError(f"{NAME}: --pipeline-schedule-max-live bounds zb-auto, not {name}: leave one out.")
+    if context.host_args is None:
+        return []
+    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
+        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    if pipeline_orders.delays_weight_gradients(settings):
+        reasons = delay_wgrad_compute.FEATURE.condition
+        assert reasons is not None
+        if found := reasons(context):
+            return found
+    pipeline_orders.check_layout(context)
+    return []
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="the order of passes in a pipeline as data: Megatron's, zero-bubble, or your own",
+    options=(
+        Option(
+            "--pipeline-schedule",
+            help="The order of passes: 1f1b, interleaved, zb-h1, zb-auto, or FILE.py:function.",
+            default=None,
+            type=pipeline_orders.parse_name,
+            metavar="ORDER",
+        ),
+        Option(
+            "--pipeline-schedule-max-live",
+            help="zb-auto: the most chunk activations that a rank holds; as 1F1B's first rank if not given.",
+            default=None,
+            type=_positive,
+            metavar="N",
+        ),
+        Option(
+            "--pipeline-schedule-trace",
+            help="Write what each rank has executed, and when, to FOLDER/rankN.jsonl.",
+            default=None,
+            metavar="FOLDER",
+        ),
+    ),
+    numerics="bitwise",
+    theme="communication",
+    condition=_why_not,
+    enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
+    conflicting_args=_LEFT_TO_MEGATRON,
+    not_auto="Megatron's own schedule runs the same orders: choose another with its flag",
+    memory="not predicted: zero-bubble orders hold what weight gradients wait for",
+    patches=(Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),),
+)

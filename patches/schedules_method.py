@@ -1,0 +1,155 @@
+"""`--schedules-method`: DualPipeV, a pipeline that goes down the ranks and up again, with both ends on the first rank.
+
+Every rank holds two model chunks: rank r of P the stages r and 2P-1-r. A micro-batch goes down the ranks through the
+first chunks and up through the second ones, so the embedding, the output layer and the loss are all on rank 0. Forward
+passes of one half fill the bubble of backward passes of the other, at the activations of 1F1B (2P+1 chunks).
+
+Reaches the four places of Megatron from which its model is built: which layers a chunk has
+(`get_transformer_layer_offset`) and which chunk is the last (`is_vp_last_stage`, `is_pp_last_stage`,
+`is_pipeline_last_stage`). Layers keep their numbers, so checkpoints interchange with other layouts.
+`mtp_on_this_rank` lets rank 0 have tokens and labels of a batch. The order is executed by `pipeline_schedule`, which is
+turned on too. Leaves the model, its messages' form and the optimizer alone. The two passes of an overlapped pair run
+one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared import pipeline_orders
+
+NAME = pipeline_orders.METHOD
+_UTILS = "megatron.core.pipeline_parallel.utils"
+_CONFLICTING_ARGS = {
+    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout places the stages itself",
+    "num_layers_in_first_pipeline_stage": "--decoder-first-pipeline-num-layers: all stages have as many layers",
+    "num_layers_in_last_pipeline_stage": "--decoder-last-pipeline-num-layers: all stages have as many layers",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers: all stages have as many layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers: all stages have as many layers",
+    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split counts one stage at each end",
+    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split counts one stage at each end",
+    "mtp_num_layers": "--mtp-num-layers: the embedding it shares is in another chunk of the same rank",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step follows Megatron's stages",
+}
+
+
+def _is_up(vp_stage: int | None) -> bool:
+    """Whether a chunk is one of those that go up the ranks."""
+    return vp_stage == 1
+
+
+def _offset(wrapped: Callable[..., int], session: Session) -> Callable[..., int]:
+    from megatron.core import parallel_state
+
+    def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
+        if not _is_up(vp_stage):
+            return wrapped(config, vp_stage, pp_rank)
+        rank = parallel_state.get_pipeline_model_parallel_rank() if pp_rank is None else pp_rank
+        return wrapped(config, vp_stage, config.pipeline_model_parallel_size - 1 - rank)
+
+    return get_transformer_layer_offset
+
+
+def _vp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+    from megatron.core import parallel_state
+
+    def is_vp_last_stage(vp_stage: int, vp_size: int | None) -> bool:
+        return wrapped(vp_stage, vp_size) and parallel_state.get_pipeline_model_parallel_rank() == 0
+
+    return is_vp_last_stage
+
+
+def _pp_last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+    def is_pp_last_stage(pp_group: Any) -> bool:
+        # The rank of the last stage, and the one that Megatron asks for the losses, which it is given.
+        return wrapped(pp_group) or pp_group.rank() == 0
+
+    return is_pp_last_stage
+
+
+def _last(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+    from megatron.core import parallel_state
+
+    def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
+        if ignore_virtual:
+            return wrapped(ignore_virtual, vp_stage)
+        return _is_up(vp_stage) and parallel_state.get_pipeline_model_parallel_rank() == 0
+
+    return is_pipeline_last_stage
+
+
+def _needs_all(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
+    from megatron.core import parallel_state
+
+    def mtp_on_this_rank(*args: Any, **kwargs: Any) -> bool:
+        # Of a batch, such a rank is given tokens and labels; without these layers nothing else asks.
+        return wrapped(*args, **kwargs) or parallel_state.get_pipeline_model_parallel_rank() == 0
+
+    return mtp_on_this_rank
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    arg = context.arg
+    if context.settings["dualpipev_dw_detach"] and not context.settings[NAME]:
+        raise OptionError(f"{NAME}: --dualpipev-dw-detach is about DualPipeV: add --schedules-method dualpipev.")
+    if context.settings[pipeline_orders.SCHEDULE]:
+        raise OptionError(f"{NAME}: --schedules-method and --pipeline-schedule both name an order: leave one out.")
+    if context.host_args is None:
+        return []
+    size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
+    if size == 1:
+        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    reasons = []
+    chunks = pipeline_orders.chunks_of(context)
+    if chunks is not None and chunks > 2:
+        reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")
+    if layers and layers % (2 * size):
+        reasons.append(f"--num-layers {layers} must be a multiple of {2 * size}, the number of stages")
+    if not arg("untie_embeddings_and_output_weights", True):
+        reasons.append("the embedding and the output layer share a weight: add --untie-embeddings-and-output-weights")
+    return reasons
+
+
+def _arguments(context: Context) -> Mapping[str, Any]:
+    if context.host_args is None or context.arg("num_layers_per_virtual_pipeline_stage", None):
+        return {}
+    return {"num_virtual_stages_per_pipeline_rank": 2}
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="DualPipeV: two model chunks a rank in a V, embedding and loss on the first rank",
+    options=(
+        Option(
+            "--schedules-method",
+            help="dualpipev: a pipeline that goes down the ranks and up again.",
+            default=None,
+            choices=("dualpipev",),
+        ),
+        Option("--dualpipev-dw-detach", help="DualPipeV: compute weight gradients apart at the end of the step."),
+    ),
+    numerics="ulp",
+    theme="communication",
+    condition=_why_not,
+    enabled=lambda settings: bool(settings.get(NAME) or settings.get("dualpipev_dw_detach")),
+    conflicting_args=_CONFLICTING_ARGS,
+    requires=(Relation(pipeline_orders.SCHEDULE, "it executes the order"),),
+    not_auto="it places layers in another way: enable it explicitly with its flag",
+    arguments=_arguments,
+    memory="not predicted: a rank holds up to 2P+1 chunk activations, and the first one both ends of the model",
+    patches=(
+        Override(
+            "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
+            _offset,
+            reads=(f"{CONFIG}.pipeline_model_parallel_size",),
+        ),
+        Override(f"{_UTILS}:is_vp_last_stage", _vp_last),
+        Override(f"{_UTILS}:is_pp_last_stage", _pp_last),
+        Override("megatron.core.parallel_state:is_pipeline_last_stage", _last),
+        Override("megatron.core.transformer.multi_token_prediction:mtp_on_this_rank", _needs_all),
+    ),
+)

@@ -1,0 +1,70 @@
+"""Which order the flags ask for, and what does not fit them."""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches._shared import pipeline_orders
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.steps import Kind
+
+
+def settings(name=None, **more):
+    return Settings({"pipeline_schedule": name, "pipeline_schedule_max_live": None, "schedules_method": None, **more})
+
+
+def test_names():
+    assert pipeline_orders.parse_name("zb-h1") == "zb-h1" and pipeline_orders.parse_name("a.py:b") == "a.py:b"
+    with pytest.raises(ValueError, match="one of 1f1b"):
+        pipeline_orders.parse_name("zb-h7")
+    assert pipeline_orders.name_of(settings(schedules_method="dualpipev")) == "dualpipev"
+    detached = settings(schedules_method="dualpipev", dualpipev_dw_detach=True)
+    assert pipeline_orders.name_of(detached) == "dualpipev-dw-detach"
+
+
+def test_which_orders_have_weight_gradients_of_their_own():
+    asked = [pipeline_orders.delays_weight_gradients(settings(name)) for name in (None, "1f1b", "interleaved", "zb-h1")]
+    assert asked == [False, False, False, True]
+    assert pipeline_orders.delays_weight_gradients(settings(schedules_method="dualpipev"))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "text"),
+    [
+        ("1f1b", {"virtual_pipeline_model_parallel_size": 2}, "leave out --num-virtual-stages"),
+        ("zb-h1", {"num_virtual_stages_per_pipeline_rank": 3}, "3 are asked for"),
+        ("interleaved", {}, "add --num-virtual-stages"),
+    ],
+)
+def test_another_number_of_chunks_is_an_error(name, args, text):
+    context = Context(settings(name), "cpu", {}, args)
+    with pytest.raises(OptionError, match=text):
+        pipeline_orders.check_layout(context)
+
+
+def test_what_megatron_has_not_derived_yet_is_no_error():
+    for args in ({"num_layers_per_virtual_pipeline_stage": 1}, {"pipeline_model_parallel_layout": "Et|tL"}):
+        pipeline_orders.check_layout(Context(settings("interleaved"), "cpu", {}, args))
+    pipeline_orders.check_layout(Context(settings("interleaved"), "cpu", {}, None))
+
+
+def test_schedules():
+    found = pipeline_orders.schedule_of(settings("zb-auto"), PipelineShape(2, 4), False)
+    assert any(step.kind is Kind.WEIGHT_GRAD for step in found.steps(0))
+    assert pipeline_orders.schedule_of(settings("zb-auto"), PipelineShape(2, 4), True).is_forward_only
+    v = settings(schedules_method="dualpipev")
+    assert pipeline_orders.schedule_of(v, PipelineShape(2, 4, 2), True).placement == ((0, 3), (1, 2))
+    with pytest.raises(ValueError, match="at least 3 micro-batches"):
+        pipeline_orders.schedule_of(v, PipelineShape(2, 2, 2), False)
+
+
+def test_an_order_of_the_users_stands_on_megatrons_placement(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from mindspeed_lite.pipeline.orders import dualpipev as mine\n"
+        "from mindspeed_lite.pipeline.steps import v_placement\n"
+        "mine.placement, mine.chunks = v_placement, 2\n"
+    )
+    with pytest.raises(ValueError, match="the V placement"):
+        pipeline_orders.schedule_of(settings(f"{file}:mine"), PipelineShape(2, 4, 2), False)

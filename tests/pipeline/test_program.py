@@ -1,0 +1,143 @@
+"""What a rank executes: no two ranks ever wait for each other, however calls block and communicators order them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from mindspeed_lite.pipeline import orders, program, steps, zero_bubble
+from mindspeed_lite.pipeline.costs import uniform
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.program import Joining, RankProgram, Transfer, compile_program
+from mindspeed_lite.pipeline.steps import Message, Payload, Schedule, backward, forward
+
+
+def schedules() -> Iterator[Schedule]:
+    for ranks, microbatches in itertools.product((2, 3, 4), (1, 4, 7)):
+        for name in orders.ORDERS:
+            for chunks, group in ((1, 0), (2, 0), (2, ranks + 1), (3, 0)):
+                try:
+                    yield orders.build(name, PipelineShape(ranks, microbatches, chunks, group))
+                except orders.OrderError:
+                    continue
+        for chunks, placement in ((1, None), (2, None), (2, steps.v_placement(ranks))):
+            shape = PipelineShape(ranks, microbatches, chunks)
+            if microbatches < 8 and ranks < 4:
+                yield zero_bubble.automatic(shape, uniform(ranks * chunks, 1.0, 1.5, 0.7), placement=placement)
+
+
+SCHEDULES = [*schedules()]
+
+
+def programs(schedule: Schedule, lookahead: int, joining: Joining) -> list[RankProgram]:
+    return [compile_program(schedule, rank, lookahead, joining) for rank in range(schedule.num_ranks)]
+
+
+def messages_of(transfer: Transfer) -> set[Message]:
+    return {each for each in transfer if each is not None}
+
+
+def calls_of(each: RankProgram) -> list[Transfer]:
+    return [transfer for transfers in each.transfers for transfer in transfers]
+
+
+def is_run_by_rendezvous(ranks: list[RankProgram]) -> bool:
+    """Whether all calls return if each blocks until the other ends of all its messages have been issued."""
+    calls = [calls_of(each) for each in ranks]
+    done = [0] * len(ranks)
+    moved = True
+    while moved:
+        moved = False
+        issued = [
+            {message for transfer in own[: count + 1] for message in messages_of(transfer)}
+            for own, count in zip(calls, done, strict=True)
+        ]
+        for rank, own in enumerate(calls):
+            if done[rank] < len(own) and all(
+                message in issued[message.source] and message in issued[message.target]
+                for message in messages_of(own[done[rank]])
+            ):
+                done[rank] += 1
+                moved = True
+    return done == [len(own) for own in calls]
+
+
+@pytest.mark.parametrize(("lookahead", "joining"), [(0, "all"), (1, "one way"), (3, "none"), (2, "all")])
+def test_every_call_returns_where_calls_block(lookahead: int, joining: Joining) -> None:
+    for schedule in SCHEDULES:
+        assert is_run_by_rendezvous(programs(schedule, lookahead, joining)), (schedule.name, schedule.num_ranks)
+
+
+def test_receives_right_before_their_steps_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def own_places(works, order, rank, lookahead):
+        places = {}
+        for index, work in enumerate(works):
+            places |= {work.takes: index, work.gives: index + 1}
+        return [places[message] for message in order]
+
+    monkeypatch.setattr(program, "_places", own_places)
+    assert not all(is_run_by_rendezvous(programs(each, 0, "all")) for each in SCHEDULES)
+
+
+@pytest.mark.parametrize(("lookahead", "joining"), [(0, "all"), (1, "one way")])
+def test_both_ends_of_a_pair_of_ranks_issue_messages_in_one_order(lookahead: int, joining: Joining) -> None:
+    for schedule in SCHEDULES:
+        ranks = programs(schedule, lookahead, joining)
+        numbers = [
+            {message: number for number, transfer in enumerate(calls_of(each)) for message in messages_of(transfer)}
+            for each in ranks
+        ]
+        for one, other in itertools.combinations(range(schedule.num_ranks), 2):
+            shared = sorted(
+                numbers[one].keys() & numbers[other].keys(), key=lambda each: (numbers[one][each], numbers[other][each])
+            )
+            order = [numbers[other][each] for each in shared]
+            assert order == sorted(order)
+
+
+def test_every_message_is_sent_after_it_is_made_and_received_before_it_is_needed() -> None:
+    for schedule in SCHEDULES:
+        for rank in range(schedule.num_ranks):
+            compiled = compile_program(schedule, rank, 1, "one way")
+            assert compiled.steps == tuple(schedule.steps(rank))
+            place = {
+                message: index
+                for index, transfers in enumerate(compiled.transfers)
+                for transfer in transfers
+                for message in messages_of(transfer)
+            }
+            for index, work in enumerate(compiled.works):
+                if work.takes is not None and work.takes.source != rank:
+                    assert place.pop(work.takes) <= index
+                if work.gives is not None and work.gives.target != rank:
+                    assert place.pop(work.gives) == index + 1
+            assert not place
+
+
+def test_1f1b_has_megatrons_calls() -> None:
+    """Send and receive of neighbours' exchange are one call, as `send_forward_recv_backward` is."""
+    compiled = compile_program(orders.build("1f1b", PipelineShape(2, 2)), 0)
+    activation, gradient = Payload.ACTIVATION, Payload.GRADIENT
+    assert compiled.transfers == (
+        (),
+        (Transfer(to_next=Message(0, 1, activation, 1, 0)),),
+        (Transfer(to_next=Message(0, 1, activation, 1, 1), from_prev=Message(1, 0, gradient, 0, 0)),),
+        (Transfer(from_prev=Message(1, 0, gradient, 0, 1)),),
+        (),
+    )
+
+
+def test_a_stage_on_the_same_rank_takes_no_message() -> None:
+    compiled = compile_program(orders.build("dualpipev", PipelineShape(2, 4, 2)), 1)
+    handed = [work.gives for work in compiled.works if work.gives is not None and work.gives.target == 1]
+    assert len(handed) == 8 and {each.source for each in handed} == {1}
+    assert not any(message in handed for call in calls_of(compiled) for message in messages_of(call))
+
+
+def test_only_neighbours_exchange_tensors() -> None:
+    order = [forward(0, 0), backward(0, 0)]
+    schedule = steps.build("own", 1, ((0,), (2,), (1,), (3,)), [order] * 4)
+    with pytest.raises(ValueError, match="only neighbours in the ring"):
+        compile_program(schedule, 0)

@@ -1,0 +1,212 @@
+"""The executor, with threads as ranks and numbers as tensors: what each step is given, waits for and gives up."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_lite.pipeline import orders, recompute_plan, trace
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.program import compile_program
+from mindspeed_lite.pipeline.run import Exchanged, Trace, run
+from mindspeed_lite.pipeline.steps import Kind, Schedule, Step
+
+TIMEOUT = 20.0
+
+
+class Value:
+    """Stands for a tensor: the stages and micro-batch it has passed; released, it holds nothing."""
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+class Passes:
+    def __init__(self, schedule: Schedule, rank: int) -> None:
+        self.schedule, self.rank = schedule, rank
+        self.log: list[tuple[str, Step | Any]] = []
+
+    def _stage(self, step: Step) -> int:
+        return self.schedule.stage(self.rank, step.chunk)
+
+    def forward(self, step: Step, received: Value | None) -> Value:
+        stage = self._stage(step)
+        assert (received is None) == (stage == 0)
+        assert received is None or received.content == ("activation", stage - 1, step.microbatch)
+        self.log.append(("forward", step))
+        return Value(("activation", stage, step.microbatch))
+
+    def recompute(self, step: Step, received: Value | None) -> Value:
+        self.log.append(("recompute", step))
+        return Value("recomputed")
+
+    def backward(self, step: Step, received: Value | None, output: Value, gradient: Value | None) -> Value:
+        stage = self._stage(step)
+        is_last = stage == self.schedule.num_stages - 1
+        assert (gradient is None) == is_last
+        assert gradient is None or gradient.content == ("gradient", stage + 1, step.microbatch)
+        assert output.content in ("recomputed", None if not is_last else ("activation", stage, step.microbatch))
+        self.log.append(("backward", step))
+        return Value(("gradient", stage, step.microbatch))
+
+    def weight_grad(self, step: Step) -> None:
+        self.log.append(("weight_grad", step))
+
+    def hand_over(self, output: Value) -> Value:
+        return Value(output.content)
+
+    def release(self, output: Value) -> None:
+        assert output.content is not None, "released twice"
+        self.log.append(("release", output.content))
+        output.content = None
+
+
+class Link:
+    """Messages from one rank to another: a receive is for the next of them when it is issued."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.issued = 0
+        self.changed = threading.Condition()
+
+    def put(self, content: Any) -> None:
+        with self.changed:
+            self.sent.append(content)
+            self.changed.notify_all()
+
+    def receive(self) -> Callable[[], Any]:
+        number = self.issued
+        self.issued += 1
+
+        def wait() -> Any:
+            with self.changed:
+                assert self.changed.wait_for(lambda: len(self.sent) > number, TIMEOUT)
+                return self.sent[number]
+
+        return wait
+
+
+class Transport:
+    """Messages between threads; `is_async`: a call returns at once, and only its wait brings what is received."""
+
+    def __init__(self, links: dict[tuple[int, int], Link], rank: int, ranks: int, is_async: bool) -> None:
+        self.links, self.rank, self.is_async = links, rank, is_async
+        self.ahead, self.behind = (rank + 1) % ranks, (rank - 1) % ranks
+        self.unfinished: list[Value] = []
+
+    def _send(self, tensor: Value | None, target: int) -> None:
+        if tensor is not None:
+            assert tensor.content is not None, "sent after it was released"
+            self.links[self.rank, target].put(tensor.content)
+
+    def exchange(self, to_next: Value | None, to_prev: Value | None, from_prev: bool, from_next: bool) -> Exchanged:
+        self._send(to_next, self.ahead)
+        self._send(to_prev, self.behind)
+        found = {
+            source: (Value(None), self.links[source, self.rank].receive())
+            for source, wanted in ((self.behind, from_prev), (self.ahead, from_next))
+            if wanted
+        }
+
+        def receive() -> None:
+            for value, wait in found.values():
+                value.content = wait()
+
+        received = None
+        if found and self.is_async:
+            received = receive
+        elif found:
+            receive()
+        sent = [each for each in (to_next, to_prev) if each is not None]
+        self.unfinished += sent if self.is_async else []
+
+        def finish() -> None:
+            for each in sent:
+                assert each.content is not None, "released before the call that sends it has ended"
+                self.unfinished.remove(each)
+
+        return (
+            found[self.behind][0] if from_prev else None,
+            found[self.ahead][0] if from_next else None,
+            received,
+            finish if self.is_async and sent else None,
+        )
+
+
+def executed(schedule: Schedule, is_async: bool, keep: bool = True, traces: Path | None = None) -> list[Passes]:
+    """Run all ranks, each in a thread; raises what one of them raises."""
+    ranks = range(schedule.num_ranks)
+    links = {(one, other): Link() for one in ranks for other in ranks}
+    found = [Passes(schedule, rank) for rank in ranks]
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            compiled = compile_program(schedule, rank, int(is_async), "one way" if is_async else "all")
+            transport = Transport(links, rank, len(ranks), is_async)
+            record = Trace(rank, traces / f"rank{rank}.jsonl") if traces is not None else None
+            run(compiled, found[rank], transport, keep, record)
+            assert not transport.unfinished
+            if record is not None:
+                record.write()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT)
+    if errors:
+        raise errors[0]
+    return found
+
+
+SCHEDULES = [
+    orders.build("1f1b", PipelineShape(3, 5)),
+    orders.build("interleaved", PipelineShape(2, 4, 3)),
+    orders.build("interleaved", PipelineShape(2, 5, 2, 3)),
+    orders.build("zb-h1", PipelineShape(3, 5)),
+    orders.build("dualpipev", PipelineShape(2, 5, 2)),
+    orders.build("dualpipev-dw-detach", PipelineShape(3, 6, 2)),
+    recompute_plan.in_advance(orders.build("interleaved", PipelineShape(2, 4, 2))),
+]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.name}-{each.num_ranks}")
+def test_each_step_is_given_what_its_neighbour_made(schedule: Schedule, is_async: bool, tmp_path: Path) -> None:
+    ranks = executed(schedule, is_async, traces=tmp_path)
+    for rank, passes in enumerate(ranks):
+        steps = [step for name, step in passes.log if name != "release"]
+        assert steps == list(schedule.steps(rank))
+        released = [content for name, content in passes.log if name == "release"]
+        outputs = [step for step in steps if step.kind is Kind.FORWARD]
+        last = schedule.num_stages - 1
+        assert len(released) == sum(schedule.stage(rank, step.chunk) != last for step in outputs)
+    records = [each for path in sorted(tmp_path.glob("*")) for each in trace.read(path)]
+    assert len(trace.training_steps(records, schedule)) == 1
+    assert all(0 <= each.begin <= each.end for each in records)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("name", ["forward-only", "forward-only-v"])
+def test_an_evaluation_releases_nothing(name: str, is_async: bool) -> None:
+    schedule = orders.build(name, PipelineShape(2, 3, 2))
+    for rank, passes in enumerate(executed(schedule, is_async, keep=False)):
+        assert [each for _, each in passes.log] == list(schedule.steps(rank))
+
+
+def test_a_trace_has_a_line_for_every_step_and_is_appended_to(tmp_path: Path) -> None:
+    record = Trace(3, tmp_path / "trace")
+    for microbatch in range(2):
+        record.done.append((Step(Kind.INPUT_GRAD, 1, microbatch), 0.5, 0.75))
+        record.write()
+    lines = [json.loads(line) for line in record.path.read_text().splitlines()]
+    assert lines[1] == {"rank": 3, "kind": "BI", "chunk": 1, "microbatch": 1, "begin": 0.5, "end": 0.75}
+    assert len(lines) == 2 and record.done == []

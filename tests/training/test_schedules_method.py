@@ -1,0 +1,106 @@
+"""DualPipeV in real training: against one process and against Megatron's schedules, and its checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_lite.pipeline import orders, trace
+from mindspeed_lite.pipeline.orders import PipelineShape
+from tests.harness import matrix
+from tests.harness.core_trainings import DRIFT
+from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
+from tests.harness.training import Result, Trainer
+
+FUSION = {"use_gradient_accumulation_fusion": True, "strict": True}
+V = {**FUSION, "schedules_method": "dualpipev"}
+TEXT = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+BASE = {"layers": 4, "micro_batches": 5, "by_name": True, "wgrad_fusion": True}
+SYNC = {"distributed_optimizer": True, "overlap_grad_reduce": True, "sync_functions": True}
+# Processes and options of the pipeline, and those of what it is compared with.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
+    "two ranks": (2, {"pp": 2, "vpp": 2}, 1, {}),
+    "four ranks": (4, {"pp": 4, "vpp": 2, "layers": 8, "micro_batches": 8}, 1, {"layers": 8, "micro_batches": 8}),
+    "two ranks, tensor parallel": (4, {"pp": 2, "vpp": 2, "tp": 2, "sp": True}, 2, {"tp": 2, "sp": True}),
+    "two ranks, experts": (4, {"pp": 2, "vpp": 2, "ep": 2, "experts": 4}, 2, {"ep": 2, "experts": 4}),
+    "two ranks, reduced together": (4, {"pp": 2, "vpp": 2, **SYNC}, 2, {"distributed_optimizer": True}),
+    "two ranks, recomputed": (
+        2,
+        {
+            "pp": 2,
+            "vpp": 2,
+            "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        },
+        1,
+        {},
+    ),
+}
+
+
+def losses(result: Result, rank: int) -> list[float]:
+    return [float.fromhex(loss) for loss, norm in result.history(rank) if loss not in ("gradients", "evaluation")]
+
+
+@pytest.mark.parametrize("detach", matrix.only([True], [False, True]))
+@pytest.mark.parametrize(("release", "layout"), matrix.pairs([*LAYOUTS], [], newest=["two ranks, reduced together"]))
+def test_it_trains_as_one_stage_does(
+    trainer: Callable[[str], Trainer], release: str, layout: str, detach: bool
+) -> None:
+    nproc, options, processes, reference = LAYOUTS[layout]
+    options, reference = ({**BASE, **each, "steps": 8} for each in (options, reference))
+    one = losses(trainer(release).core("features", processes, reference, flags=FUSION), 0)
+    v = losses(trainer(release).core("features", nproc, options, flags={**V, "dualpipev_dw_detach": detach}), 0)
+    assert len(v) == 8 and one[-1] < one[0] - 0.3
+    # Before the first update the passes are the same.
+    assert v[0] == one[0]
+    for step, (a, b) in enumerate(zip(one, v, strict=True)):
+        assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} on one stage, {b}"
+
+
+@matrix.whole
+@pytest.mark.parametrize("layout", ["two ranks", "four ranks"])
+def test_twenty_steps_on_real_text(trainer: Callable[[str], Trainer], layout: str) -> None:
+    nproc, options, processes, reference = LAYOUTS[layout]
+    more = {"steps": 20, "text": str(TEXT), "lr": 1e-3}
+    one = losses(trainer("0.19.2").core("features", processes, {**BASE, **reference, **more}, flags=FUSION), 0)
+    v = losses(trainer("0.19.2").core("features", nproc, {**BASE, **options, **more}, flags=V), 0)
+    assert one[-1] < one[0] - 0.3
+    for step, (a, b) in enumerate(zip(one, v, strict=True)):
+        assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} on one stage, {b}"
+
+
+def test_what_is_executed_is_the_order_and_an_evaluation_loses_nothing(
+    trainer: Callable[[str], Trainer], tmp_path: Path
+) -> None:
+    options = {**BASE, "pp": 2, "vpp": 2, "steps": 2, "evaluate": True}
+    flags = {**V, "pipeline_schedule_trace": str(tmp_path)}
+    result = trainer("0.19.2").core("features", 2, options, flags=flags)
+    records = [each for path in sorted(tmp_path.glob("*.jsonl")) for each in trace.read(path)]
+    assert len(trace.training_steps(records, orders.build("dualpipev", PipelineShape(2, 5, 2)))) == 2
+    one = trainer("0.19.2").core("features", 1, {**BASE, "steps": 2, "evaluate": True}, flags=FUSION)
+    evaluated = [[loss for name, loss in each.history(0) if name == "evaluation"] for each in (result, one)]
+    assert len(evaluated[0]) == 10
+    for a, b in zip(*evaluated, strict=True):
+        assert abs(float.fromhex(a) - float.fromhex(b)) <= DRIFT * abs(float.fromhex(b))
+
+
+PIPELINE = ["--num-layers", "4", "--pipeline-model-parallel-size", "2", "--gradient-accumulation-fusion", *NO_DROPOUT]
+FORMAT = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+
+
+@pytest.mark.parametrize("writes", matrix.only([True], [True, False]))
+def test_checkpoints_interchange_with_1f1b(trainer: Callable[[str], Trainer], writes: bool, tmp_path: Path) -> None:
+    v = ["--schedules-method", "dualpipev"]
+    base = [*PIPELINE, *FORMAT, "--save", str(tmp_path), "--save-interval", "2"]
+    first, second = (v, []) if writes else ([], v)
+    written = train(trainer("0.19.2"), "adaptor", 2, [*base, *first, "--exit-interval", "2"], 4).check()
+    read = train(trainer("0.19.2"), "adaptor", 2, [*base, *second, "--load", str(tmp_path)], 4).check()
+    whole = train(trainer("0.19.2"), "adaptor", 2, [*PIPELINE, "--use-distributed-optimizer", *first], 4).check()
+    assert "successfully loaded checkpoint" in read.log()
+    # The losses are logged by the last rank.
+    assert len(lm_losses(written)) == 2 and len(lm_losses(whole)) == 4
+    for a, b in zip(lm_losses(read), lm_losses(whole)[2:], strict=True):
+        assert abs(a - b) <= DRIFT * abs(b)
