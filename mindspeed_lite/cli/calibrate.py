@@ -43,9 +43,11 @@ def main(arguments: Sequence[str]) -> int:
     if ranks < 1 or options.seconds <= 0:
         return fail(PROGRAM, "--processes and --seconds are above 0")
     try:
-        from mindspeed_lite.bench.calibration import run
+        from mindspeed_lite.bench.calibration import probe, run
 
         found = run.measure(ranks, options.seconds)
+        if options.script:
+            found["overheads"] = probe.overheads(found, options.script)
     except ImportError as error:
         return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing")
     except run.CalibrationError as error:
@@ -68,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="S", help="for how long, about (default %(default)g)"
     )
+    parser.add_argument(
+        "--script", metavar="FILE",
+        help="a pretrain_gpt.py: three short trainings of it measure what a layer, a micro-batch and a step take beside "
+        "their operators",
+    )  # fmt: skip
     return parser
 
 

@@ -49,7 +49,8 @@ class CalibratedDevice:
 
     Attributes:
         overlap: the share of a message that runs beside computation: none where a rank has one core.
-        layer: seconds of a layer, forward and backward, beside what its operators take.
+        overheads: seconds beside what operators take: of a layer, and of a micro-batch in a chunk, a third of each
+            in the forward pass; and of a step.
     """
 
     name: str
@@ -59,8 +60,7 @@ class CalibratedDevice:
     overlap: float
     surfaces: Mapping[tuple[str, ...], Surface]
     messages: Mapping[tuple[str, int], Sequence[tuple[float, float]]]
-    layer: tuple[float, float]
-    dispatch: float
+    overheads: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         if work.experts > 1:
@@ -101,7 +101,13 @@ class CalibratedDevice:
         return size / 1e10
 
     def layer_overhead(self, is_backward: bool) -> float:
-        return self.layer[is_backward]
+        return self.overheads[0] * (2 if is_backward else 1) / 3
+
+    def pass_overhead(self, is_backward: bool) -> float:
+        return self.overheads[1] * (2 if is_backward else 1) / 3
+
+    def step_overhead(self) -> float:
+        return self.overheads[2]
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """Ranks that share cores are together no faster than the cores."""
@@ -130,7 +136,7 @@ def read(path: Path, ranks: int = 1) -> CalibratedDevice:
     for sample in data["collectives"]:
         key = (sample["kind"], int(sample["ranks"]))
         messages.setdefault(key, []).append((sample["bytes"], sample["seconds"]))
-    layer = data.get("layer_overhead", {})
+    beside = data.get("overheads", {})
     return CalibratedDevice(
         name=data["device"],
         kind=data["kind"],
@@ -139,8 +145,9 @@ def read(path: Path, ranks: int = 1) -> CalibratedDevice:
         overlap=float(data["overlap"]),
         surfaces={key: surface(samples) for key, samples in grouped.items()},
         messages={key: sorted(points) for key, points in messages.items()},
-        layer=(float(layer.get("forward", 0.0)), float(layer.get("backward", 0.0))),
-        dispatch=float(data.get("dispatch", 0.0)),
+        overheads=(
+            float(beside.get("layer", 0.0)), float(beside.get("microbatch", 0.0)), float(beside.get("step", 0.0)),
+        ),  # fmt: skip
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .training import TrainingConfig
 
@@ -23,6 +23,8 @@ CHOSEN_SWITCHES = (
     "--recompute-activation-function", "--reuse-fp32-param", "--swap-optimizer",
     "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
 )  # fmt: skip
+# A sequence is not cut into fewer tokens a rank than this.
+SHORTEST = 512
 RECOMPUTE = ("none", "parts", "full")
 # Each with more memory free and more time than the one before it.
 STATES = ("kept", "shared", "swapped")
@@ -127,16 +129,31 @@ def without_chosen(words: Sequence[str]) -> list[str]:
 
 
 def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candidate]:
-    """Every candidate worth a look: sizes that divide, tensor parallelism within a node.
+    """Every candidate worth a look: sizes that divide, tensor parallelism within a node, at least 512 tokens a rank.
 
     What these leave out cannot run, or sends every layer's activations between nodes.
     """
+    for layout in layouts(base, world_size, node):
+        yield from variants(base, layout)
+
+
+def variants(base: TrainingConfig, layout: Candidate) -> Iterator[Candidate]:
+    """A layout with everything that memory is bought with, the dearest in memory first."""
+    for recompute in RECOMPUTE:
+        for states in STATES if base.bf16 else STATES[:1]:
+            yield replace(layout, recompute=recompute, states=states)
+
+
+def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candidate]:
+    """The candidates that recompute nothing and keep all states on the device."""
     for tp in _divisors(world_size, min(node, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
             continue
         for pp in _divisors(world_size // tp, base.num_layers + 2):
             for cp in _powers(min(world_size // (tp * pp), 64)):
                 if world_size % (tp * pp * cp) or (cp > 1 and base.seq_length % (2 * cp * tp)):
+                    continue
+                if cp > 1 and base.seq_length // cp < SHORTEST:
                     continue
                 yield from _of_layout(base, world_size, tp, pp, cp)
 
@@ -148,16 +165,14 @@ def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int)
             continue
         count = base.global_batch_size // (micro * dp)
         for ep in _divisors(world_size // pp, base.num_experts) if base.num_experts else (1,):
-            if base.num_experts % max(1, ep):
+            if base.num_experts % ep:
                 continue
             for vpp in (1, 2, 3, 4, 6, 8):
                 # As Megatron has it: whole groups of as many micro-batches as there are stages.
                 if vpp > 1 and (pp == 1 or count % pp or pp * vpp > base.num_layers + 2):
                     continue
                 for algo in ("megatron_cp_algo", "ulysses_cp_algo") if cp > 1 else ("",):
-                    for recompute in RECOMPUTE:
-                        for states in STATES if base.bf16 else STATES[:1]:
-                            yield Candidate(tp, pp, vpp, cp, algo, ep, micro, recompute, states)
+                    yield Candidate(tp, pp, vpp, cp, algo, ep, micro)
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -102,7 +102,7 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
         others = sum(count * each for count, each in zip(moment.kept, sizes, strict=True))
         return others + running - sizes[moment.chunk]
 
-    moment = max(dict.fromkeys(schedule.moments(training, stage)), key=size)
+    moment = max(schedule.moments(training, stage), key=size)
     entries = list(backward[moment.chunk] if moment.forward is None else beside(moment))
     kept = list(moment.kept)
     for number, count in enumerate(kept):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from mindspeed_lite.pipeline import orders as published
 from mindspeed_lite.pipeline import steps
 from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
@@ -29,15 +31,23 @@ def chunks_of(training: TrainingConfig) -> int:
 
 def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
     """The schedule for so many micro-batches, 0 for those of a step; ArgumentError if there is none."""
-    count, name = microbatches or training.microbatches, name_of(training)
+    count = microbatches or training.microbatches
     group = training.microbatch_group_size_per_vp_stage or training.pp
     shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))
-    if training.overlap_moe_expert_parallel_comm and name in ("interleaved", "1f1b"):
+    return _built(name_of(training), shape, training.overlap_moe_expert_parallel_comm)
+
+
+@functools.lru_cache(maxsize=512)
+def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
+    if overlaps and name in ("interleaved", "1f1b"):
         # Also with one chunk: Megatron then runs a forward ahead of each backward.
         return published.from_function("interleaved-overlap", published.interleaved_overlap, shape)
     if name == "interleaved":
         # Also with few micro-batches, where ranks wait for each other more.
         return published.from_function(name, published.interleaved, shape)
+    if name not in published.TRAINING_ORDERS:
+        known = ", ".join(published.TRAINING_ORDERS)
+        raise ArgumentError(f"--pipeline-schedule {name}: its memory is not predicted; that of {known} is")
     try:
         return published.build(name, shape)
     except OrderError as error:

@@ -72,6 +72,12 @@ class PublishedDevice:
     def layer_overhead(self, is_backward: bool) -> float:
         return 0.0
 
+    def pass_overhead(self, is_backward: bool) -> float:
+        return 0.0
+
+    def step_overhead(self) -> float:
+        return 0.0
+
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         return makespan
 

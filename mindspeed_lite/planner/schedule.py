@@ -7,6 +7,7 @@ schedules as `pipeline.orders` has them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,13 +44,21 @@ def passes(training: TrainingConfig, stage: int) -> Iterator[Pass]:
 
 def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int, tuple[int, ...]]]:
     """At the start of each backward pass: its chunk, and how many micro-batches each chunk keeps, this one included."""
-    for each in moments(training, stage):
+    for each in _moments(_schedule(training), stage):
         yield each.chunk, each.kept
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
-    """Every backward pass of a stage; what weight gradients wait for is kept as long."""
-    schedule = _schedule(training)
+    """The different moments of a stage's backward passes; what weight gradients wait for is kept as long."""
+    yield from _different(_schedule(training), stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _different(schedule: Schedule, stage: int) -> tuple[Moment, ...]:
+    return tuple(dict.fromkeys(_moments(schedule, stage)))
+
+
+def _moments(schedule: Schedule, stage: int) -> Iterator[Moment]:
     for entry, now in zip(schedule.ranks[stage], held(schedule, stage), strict=True):
         kept = [one + two for one, two in zip(now.activations, now.queued, strict=True)]
         backward = next((step for step in steps_of(entry) if step.kind in BACKWARDS), None)

@@ -1,6 +1,7 @@
 """Searches for the fastest layouts that fit: best first by a lower bound on time, so that nothing better is missed.
 
-Of every candidate a lower bound is computed. They are looked at in its order: memory first, then the simulated step.
+Of every layout a quick lower bound is computed. They are looked at in its order. One whose turn it is gives way to what
+memory can be bought with, each with a bound of its own; of these memory is looked at first, then the simulated step.
 The search ends where the next bound is above the slowest of the best that were found.
 """
 
@@ -11,8 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from . import arguments, candidates, estimate, layouts, optimizer, orders, parameters, step_time
-from .candidates import Candidate
+from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time
+from .candidates import STATES, Candidate
+from .layers import Chunk
+from .parameters import Parameters
 from .step_time import Pricer, StepTime
 from .training import ArgumentError, TrainingConfig
 
@@ -70,6 +73,7 @@ class Search:
         self.world_size, self.budget, self.pricer, self._reserve = world_size, budget, pricer, reserve
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
+        self._whole: dict[Candidate, tuple[float, Parameters]] = {}
 
     def base(self, tp: int) -> TrainingConfig:
         if tp not in self._bases:
@@ -92,8 +96,6 @@ class Search:
         key = (whole, candidate.pp * candidate.vpp, candidate.recompute)
         if key not in self._layouts:
             base = replace(whole, recompute=candidate.recompute).applied(self.base(candidate.tp))
-            from .layers import Chunk
-
             def price(chunk: Chunk) -> float:
                 return sum(self.pricer.chunk(base, chunk, 0).all.values())
 
@@ -133,34 +135,75 @@ class Search:
         size, stage = self.bytes(training)
         return Found(candidate, training, step_time.step(training, self.pricer), size, stage)
 
+    def quick(self, layout: Candidate) -> tuple[float, float]:
+        """Lower bounds on seconds and bytes of a layout with anything that memory is bought with, without its stages.
+
+        Of seconds and parameters the fullest stage has at least the average. ArgumentError if no stage runs it.
+        """
+        key = replace(layout, pp=1, vpp=1)
+        if key not in self._whole:
+            alone = key.applied(self.base(layout.tp)).replace(world_size=self.world_size)
+            context.check(alone)
+            numbers = tuple(range(alone.num_layers))
+            chunk = Chunk(numbers, True, True, alone.mtp_num_layers, True)
+            busy = sum(self.pricer.chunk(alone, chunk, 0).all.values())
+            self._whole[key] = (busy, parameters.of_stage(alone, [chunk]))
+        busy, held = self._whole[key]
+        dp = self.world_size // (layout.tp * layout.pp * layout.cp)
+        microbatches = self.base(layout.tp).global_batch_size // (layout.micro_batch * dp)
+        share = Parameters(held.dense // layout.pp, held.experts // layout.pp)
+        frugal = replace(layout, recompute="none", states=STATES[-1] if self.base(layout.tp).bf16 else STATES[0])
+        states = optimizer.states(frugal.applied(self.base(layout.tp)), share, 0)
+        size = states.weights + states.gradients + states.optimizer + self._reserve
+        return busy / layout.pp * microbatches, size
+
     def run(self, count: int = 10, chosen: Callable[[Candidate], bool] = lambda candidate: True) -> Result:
         """The fastest `count` that fit, of the candidates that are `chosen`."""
         impossible: Counter[str] = Counter()
-        queue: list[tuple[float, int, Candidate, TrainingConfig]] = []
+        queue: list[tuple[float, int, Candidate, TrainingConfig | None]] = []
         considered = too_large = 0
-        least = 0
-        for candidate in self.space():
-            if not chosen(candidate):
+        least = 0.0
+        base = self.base(1)
+        for layout in candidates.layouts(base, self.world_size, self.pricer.device.ranks_per_node):
+            wanted = sum(map(chosen, candidates.variants(base, layout)))
+            considered += wanted
+            if not wanted:
                 continue
-            considered += 1
             try:
-                full, training = self.training(candidate)
-                size = self.least_bytes(training) + self._reserve
-                least = min(least or size, size)
-                if size > self.budget:
-                    too_large += 1
-                    continue
-                queue.append((self.bound(training), considered, full, training))
+                seconds, size = self.quick(layout)
             except ArgumentError as error:
-                impossible[str(error).partition(":")[0]] += 1
+                impossible[str(error).partition(":")[0]] += wanted
+                continue
+            least = min(least or size, size)
+            if size > self.budget:
+                too_large += wanted
+                continue
+            queue.append((seconds, len(queue), layout, None))
         heapq.heapify(queue)
+        number = len(queue)
         best: list[Found] = []
         every: list[Found] = []
+        pruned = 0
         while queue:
             bound, _, candidate, training = heapq.heappop(queue)
             if len(best) == count and bound >= best[-1].seconds:
                 queue.append((bound, 0, candidate, training))
+                pruned = sum(
+                    1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue
+                )
                 break
+            if training is None:
+                for variant in filter(chosen, candidates.variants(base, candidate)):
+                    try:
+                        full, training = self.training(variant)
+                        if self.least_bytes(training) + self._reserve > self.budget:
+                            too_large += 1
+                            continue
+                        number += 1
+                        heapq.heappush(queue, (self.bound(training), number, full, training))
+                    except ArgumentError as error:
+                        impossible[str(error).partition(":")[0]] += 1
+                continue
             size, stage = self.bytes(training, self.budget)
             if size > self.budget:
                 too_large += 1
@@ -172,7 +215,7 @@ class Search:
                 continue
             every.append(found)
             best = sorted([*best, found], key=lambda each: (each.seconds, each.bytes))[:count]
-        return Result(best, front(every), considered, impossible, too_large, len(every), len(queue), int(least))
+        return Result(best, front(every), considered, impossible, too_large, len(every), pruned, int(least))
 
 
 def front(every: Iterable[Found]) -> list[Found]:

@@ -48,7 +48,8 @@ class Pricer:
 
     def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
         """One micro-batch in a chunk that is the so-manieth of its rank."""
-        found = PassSeconds()
+        device = self.device
+        found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
         kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
         for place, layer in enumerate(chunk.layers):
             key = (training.is_moe(layer), self._place(training, place, number), self._algorithm(training, layer))
@@ -146,6 +147,7 @@ def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
     parts["gradients"] = kept
     parts["optimizer"] = max(_optimizer(training, each, device) for each in held)
     parts["parameters"] = max(_gathered(training, each, device, pricer.overlap) for each in held)
+    parts["host"] = parts.get("host", 0.0) + device.step_overhead()
     total = sum(parts.values())
     everything = total * training.world_size - sum(run.idle) * training.world_size / training.pp
     shared = device.shared(everything, total, training.world_size)
@@ -162,7 +164,7 @@ def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
         busy = sum(sum(pricer.chunk(training, chunk, number).all.values()) for number, chunk in enumerate(row))
         most = max(most, busy * training.microbatches)
         tail = max(tail, _optimizer(training, parameters.of_stage(training, row), pricer.device))
-    return most + tail
+    return most + tail + pricer.device.step_overhead()
 
 
 @dataclass(frozen=True)

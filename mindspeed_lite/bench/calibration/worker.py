@@ -17,6 +17,7 @@ import torch.distributed as dist
 from mindspeed_lite import platform
 from mindspeed_lite.bench.calibration import operators
 from mindspeed_lite.bench.calibration.operators import Case
+from mindspeed_lite.platform import allocator
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
 
@@ -32,6 +33,8 @@ def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     platform.activate("cpu")
+    # As `mindspeed-lite run` starts a training.
+    allocator.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     # About a hundred and fifty cases, twice; and messages.
     each = seconds / 400
