@@ -186,6 +186,7 @@ FEATURE = Feature(
         Relation("moe_alltoall_overlap_comm", "it hides the messages that the operators send"),
         Relation("moe_hierarchical_alltoallv", "the operators send over one group"),
         Relation("moe_fb_overlap", "it takes exchange and products apart"),
+        Relation("moe_zero_memory", "it exchanges rows again by an all-to-all of its own"),
     ),
     not_auto="it has never been timed on a device: enable it explicitly with its flag",
     patches=(

@@ -143,7 +143,7 @@ def _linear(
     weights = [layer.weight for layer in layers]
     together = moe_alltoall_mc2.product_of(session)
     if together is not None:
-        return together(x, weights, _gradients(session, layers))  # type: ignore[no-any-return]
+        return together(x, weights, _gradients(session, layers, None))  # type: ignore[no-any-return]
     if session.verifier is not None:
         _verify(session, x, weights, counts, biases)
     return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, given_up))

@@ -222,7 +222,10 @@ FEATURE = Feature(
     memory="not predicted: one row for each token and node in the place of one for each expert, on both sides",
     condition=_why_not,
     conflicting_args=CUDA_GRAPH_ARGS,
-    conflicts=(Relation("moe_alltoall_overlap_comm", "it takes the messages of one all-to-all apart"),),
+    conflicts=(
+        Relation("moe_alltoall_overlap_comm", "it takes the messages of one all-to-all apart"),
+        Relation("moe_zero_memory", "it exchanges rows again by one all-to-all"),
+    ),
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     operators=("permute",),
     patches=(
