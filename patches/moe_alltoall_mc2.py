@@ -172,6 +172,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: never measured on a device",
     condition=_why_not,
     conflicting_args={

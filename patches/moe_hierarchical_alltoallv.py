@@ -219,6 +219,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     memory="not predicted: one row for each token and node in the place of one for each expert, on both sides",
     condition=_why_not,
     conflicting_args=CUDA_GRAPH_ARGS,

@@ -253,6 +253,7 @@ FEATURE = Feature(
     enabled=_enabled,
     numerics="bitwise",
     theme="memory",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=_why_not,
     conflicting_args=recompute.CONFLICTING_ARGS,
     requires=(Relation("moe_grouped_gemm", "its products are the ones that read the rows"),),

@@ -128,6 +128,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="communication",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=_why_not,
     enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
     conflicting_args=_LEFT_TO_MEGATRON,

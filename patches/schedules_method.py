@@ -134,6 +134,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="communication",
+    unsupported={"<0.16": "before Megatron 0.16 stages have no function that says whether they hold further tokens"},
     condition=_why_not,
     enabled=lambda settings: bool(settings.get(NAME) or settings.get("dualpipev_dw_detach")),
     conflicting_args=_CONFLICTING_ARGS,
