@@ -284,7 +284,7 @@ def _exchange(*unless: str, words: tuple[str, ...]) -> Rule:
         if "allgather" in line.raw("--moe-token-dispatcher-type"):
             return _left_out("it is for --moe-token-dispatcher-type alltoall")
         for flag in unless:
-            if line.has(flag):
+            if line.has(flag) and "disable" not in line.raw(flag):
                 return _left_out(f"{flag} says already how experts' tokens are exchanged")
         return Found("translated", words, "our flag for it")
 
@@ -404,7 +404,7 @@ RULES: dict[str, Rule] = {
     "--seq-aux": seq_aux,
     "--moe-token-dispatcher-type": token_dispatcher,
     "--norm-topk-prob": norm_topk_prob,
-    "--moe-zerc": _exchange(*_OVERLAP, words=("--moe-hierarchical-alltoallv",)),
+    "--moe-zerc": _exchange(*_OVERLAP, "--moe-zero-memory", words=("--moe-hierarchical-alltoallv",)),
     "--moe-permutation-async-comm": _exchange(
         *_OVERLAP,
         "--moe-fb-overlap",

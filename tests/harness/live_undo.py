@@ -18,7 +18,7 @@ import pickle
 import sys
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
-from mindspeed_lite.engine import Context, Feature, Settings, swaps
+from mindspeed_lite.engine import Context, Feature, Option, Settings, swaps
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
@@ -51,6 +51,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 DRIFT = 2.0**-8
 # Where Megatron's dispatcher puts an index, as its configuration said when it was built; it may stand anywhere.
 _DERIVED = ".token_dispatcher.permute_idx_device"
+# Of options that take a text.
+_VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
@@ -83,20 +85,31 @@ def host_args(layout: str) -> types.SimpleNamespace:
 
 def flags_of(feature: Feature) -> dict[str, Any]:
     """Flags that turn a feature on, with those of the features it requires or works with alone."""
+    return _flags(_company(feature.name))
+
+
+def _flags(features: Sequence[Feature]) -> dict[str, Any]:
+    """Flags that turn all of them on; one that another's flag turns on needs none."""
     found: dict[str, Any] = {}
-    for each in _company(feature.name):
-        option = each.options[0]
-        value: Any = True
-        if option.choices is not None:
-            value = option.choices[-1]
-        elif option.nargs is not None:
-            value = ["all"]
-        elif option.metavar == "FILE":
-            value = os.devnull
-        elif isinstance(option.default, int) and not option.is_switch:
-            value = option.default + 1
-        found[option.dest] = value
+    for each in reversed(features):
+        if not each.is_enabled(_settings(found)):
+            found[each.options[0].dest] = _value(each.options[0])
     return found
+
+
+def _settings(flags: dict[str, Any]) -> Settings:
+    return Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), flags)
+
+
+def _value(option: Option) -> Any:
+    """What turns a feature on that has it as its first option."""
+    if option.choices is not None:
+        return option.choices[-1]
+    if option.nargs is not None:
+        return ["all"]
+    if option.metavar in _VALUES:
+        return _VALUES[option.metavar]
+    return option.default + 1 if isinstance(option.default, int) and not option.is_switch else True
 
 
 @functools.cache
@@ -110,9 +123,8 @@ def _company(name: str) -> list[Feature]:
 
 
 def _reasons(features: list[Feature], layout: str) -> list[str]:
-    given, wanted = host_args(layout), {each.options[0].dest: each.options[0] for each in features}
-    on = {dest: True if option.is_switch else None for dest, option in wanted.items()}
-    context = Context(Settings.of((*runtime.GENERAL, *runtime.catalogue().options()), on), "cpu", {}, given)
+    given = host_args(layout)
+    context = Context(_settings(_flags(features)), "cpu", {}, given)
     reasons: list[str] = []
     for each in features:
         reasons += each.conflict_reasons(lambda name: getattr(given, name, None))

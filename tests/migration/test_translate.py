@@ -13,7 +13,7 @@ MEGATRON = frozenset(
     "--pipeline-model-parallel-size --num-layers-per-virtual-pipeline-stage --mtp-num-layers "
     "--gradient-accumulation-fusion --cp-comm-type --window-size "
     "--moe-shared-expert-intermediate-size --use-ascend-coc --use-ascend-mc2 --use-fused-adamw --num-experts "
-    "--context-parallel-algo --cp-window-size --moe-alltoall-overlap-comm --moe-hierarchical-alltoallv "
+    "--context-parallel-algo --cp-window-size --moe-alltoall-overlap-comm --moe-hierarchical-alltoallv --moe-zero-memory "
     "--use-fused-linear-cross-entropy --context-parallel-size --tokenizer-model --load --qk-head-dim".split()
 ) | SHARED_NAMES  # fmt: skip
 
@@ -63,6 +63,7 @@ def become(text, **more):
         ("--moe-permutation-async-comm --moe-token-dispatcher-type allgather", "--moe-token-dispatcher-type allgather"),
         ("--moe-zerc --moe-permutation-async-comm", "--moe-hierarchical-alltoallv"),
         ("--moe-zerc --moe-alltoall-overlap-comm", "--moe-alltoall-overlap-comm"),
+        ("--moe-zerc --moe-zero-memory level0", "--moe-zero-memory level0"),
         ("--n-shared-experts 2 --moe-intermediate-size 64",
          "--moe-shared-expert-intermediate-size 128 --moe-ffn-hidden-size 64"),
         ("--moe-ffn-hidden-size 64 --moe-intermediate-size 64", "--moe-ffn-hidden-size 64"),
