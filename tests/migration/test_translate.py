@@ -14,7 +14,8 @@ MEGATRON = frozenset(
     "--gradient-accumulation-fusion --cp-comm-type --window-size "
     "--moe-shared-expert-intermediate-size --use-ascend-coc --use-ascend-mc2 --use-fused-adamw --num-experts "
     "--context-parallel-algo --cp-window-size --moe-alltoall-overlap-comm --moe-hierarchical-alltoallv "
-    "--moe-zero-memory --use-fused-linear-cross-entropy --context-parallel-size --tokenizer-model --load --qk-head-dim".split()
+    "--moe-zero-memory --use-fused-linear-cross-entropy --context-parallel-size --tokenizer-model --load "
+    "--qk-head-dim".split()
 ) | SHARED_NAMES  # fmt: skip
 
 
