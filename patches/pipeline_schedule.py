@@ -78,6 +78,8 @@ def _reasons_to_leave(given: dict[str, Any]) -> list[str]:
 
 def _why_not(context: Context) -> Sequence[str]:
     settings, name = context.settings, pipeline_orders.name_of(context.settings)
+    if name is None and not settings.get("pipeline_schedule_trace"):
+        return []
     if name is None:
         raise OptionError(f"{NAME}: --pipeline-schedule-trace records an order: name it with --pipeline-schedule.")
     if settings.get("pipeline_schedule_max_live") is not None and name != pipeline_orders.AUTOMATIC:
