@@ -1,8 +1,8 @@
 """The campaign on a GPU, on this machine: its page and JSON end to end, and what becomes of parts that go wrong."""
 
 import json
-import re
 import os
+import re
 import signal
 import sys
 import threading
