@@ -103,7 +103,9 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="here", metavar="NAME",
         help=f"what they are: {', '.join(devices.FIGURES)}, or what was calibrated here (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--calibration", metavar="FILE", help="what `mindspeed-lite calibrate` wrote, for --device here")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="what `mindspeed-lite calibrate` wrote, for --device here"
+    )
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",
         help="of the memory, for what is not predicted: workspaces, buffers, fragments (default: a tenth)",

@@ -190,8 +190,8 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         _refuse(flag, values)
         if flag in flags.ON or flag in flags.TIMED:
             found[flags.ON.get(flag) or flags.TIMED[flag]] = True
-        elif flag in flags.OFF:
-            found[flags.OFF[flag]] = False
+        elif flag in flags.OFF or flag in flags.TIMED_OFF:
+            found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
             # Sizes are the one list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
@@ -229,7 +229,17 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
 
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     """Flags that are none of those read here but look like one, each with what it may stand for."""
-    known = [*flags.ON, *flags.TIMED, *flags.OFF, *flags.INTEGERS, *flags.NUMBERS, *flags.TEXTS, *flags.LISTS, *flags.REFUSED]
+    known = [
+        *flags.ON,
+        *flags.TIMED,
+        *flags.TIMED_OFF,
+        *flags.OFF,
+        *flags.INTEGERS,
+        *flags.NUMBERS,
+        *flags.TEXTS,
+        *flags.LISTS,
+        *flags.REFUSED,
+    ]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]
     return [(flag, found[0]) for flag, found in close if found]

@@ -66,6 +66,7 @@ TIMED = {
     "--use-ascend-coc": "use_ascend_coc",
     "--use-ascend-mc2": "use_ascend_mc2",
 }
+TIMED_OFF = {"--no-gradient-accumulation-fusion": "fuses_accumulation"}
 # Switches that set a name to False.
 OFF = {
     "--disable-bias-linear": "add_bias_linear",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 
@@ -273,6 +274,7 @@ class TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=256)
 def pattern(text: str) -> int | list[int]:
     """`--moe-layer-freq`: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
     text = text.strip()
