@@ -50,7 +50,6 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 COVERED = {
     r"mindspeed-lite load .*": "tests/cli/test_load.py",
     r"mindspeed-lite (plan|calibrate) .*": "tests/cli/test_plan.py",
-    r"python -m benchmarks\.predicted_time.*": "benchmarks/predicted_time.py",
     r"python -m benchmarks\.moe_record_load.*": "benchmarks/moe_record_load.py",
     r"make demo": "tests/demo/test_run.py::test_a_training_run_gives_its_log_and_its_own_peak_memory",
     r"make test": ".ci/run",
