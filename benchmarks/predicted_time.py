@@ -152,7 +152,8 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str) ->
         "",
         "`python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md` on "
         f"{calibration['device']}, {cores} cores,",
-        f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} in {calibration['seconds']:.0f} s.",
+        f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
+        f"in {calibration['seconds']:.0f} s.",
         "A rank has one thread. Measured is the median step of a real training over gloo; predicted is what",
         "[`mindspeed-lite plan`](../plan.md) says by the calibration.",
         "",
@@ -169,10 +170,13 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str) ->
         "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for each in pairs:
-        parts = ", ".join(f"{name} {value / each.predicted:.0%}" for name, value in step_time.by_category(each.parts)[:3])
+        parts = ", ".join(
+            f"{name} {value / each.predicted:.0%}" for name, value in step_time.by_category(each.parts)[:3]
+        )
         shared = " (share cores)" if each.processes > cores else ""
         lines.append(
-            f"| {each.name}{shared} | {each.processes} | {each.predicted * 1e3:.0f} ms | {each.measured * 1e3:.0f} ms | "
+            f"| {each.name}{shared} | {each.processes} | {each.predicted * 1e3:.0f} ms "
+            f"| {each.measured * 1e3:.0f} ms | "
             f"{each.error:+.1%} | {parts} |"
         )
     lines += ["", "Processes that share cores also wait for each other's messages, which no prediction here counts."]
@@ -226,7 +230,10 @@ def main(given: Sequence[str] | None = None) -> int:
             measured = measure(case, folder / case.name.replace(" ", "-"), options.steps)
             pairs.append(Pair(case.name, case.group, case.processes, found.seconds, measured, dict(found.parts)))
             one = pairs[-1]
-            print(f"{one.name}: predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}", flush=True)
+            print(
+                f"{one.name}: predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}",
+                flush=True,
+            )
     if options.page:
         page = Path(options.page)
         page.parent.mkdir(parents=True, exist_ok=True)

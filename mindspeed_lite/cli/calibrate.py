@@ -68,12 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
     parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="for how long, about (default %(default)g)"
+        "--seconds", type=float, default=35.0, metavar="S", help="for how long, about (default %(default)g)"
     )
     parser.add_argument(
         "--script", metavar="FILE",
-        help="a pretrain_gpt.py: three short trainings of it measure what a layer, a micro-batch and a step take beside "
-        "their operators",
+        help="a pretrain_gpt.py: three short trainings of it measure what a layer, a micro-batch and a step take "
+        "beside their operators",
     )  # fmt: skip
     return parser
 

@@ -125,7 +125,9 @@ def _load(options: argparse.Namespace, training: planner.TrainingConfig) -> floa
     """What `--expert-imbalance` says; ArgumentError for what no routing is."""
     load = float(options.expert_imbalance)
     if not 1 <= load < float("inf"):
-        raise planner.ArgumentError(f"--expert-imbalance {load:g}: the fullest rank has at least an even share: 1 or more")
+        raise planner.ArgumentError(
+            f"--expert-imbalance {load:g}: the fullest rank has at least an even share: 1 or more"
+        )
     if load > 1 and not training.num_experts:
         raise planner.ArgumentError("--expert-imbalance: the command has no --num-experts: leave it out")
     return load

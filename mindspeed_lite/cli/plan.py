@@ -57,6 +57,8 @@ def main(arguments_: Sequence[str]) -> int:
     lines = plan_text.found(search, result, seconds, terminal.width(), terminal.has_color())
     if answer is not None:
         lines += ["", *plan_text.answer(search, result, answer, terminal.width(), terminal.has_color())]
+    for flag, reason in arguments.untimed(command):
+        lines += ["", *terminal.wrap(f"{flag} is not in the predicted time: {reason}", terminal.width())]
     print("\n".join(lines))
     try:
         if options.json:
@@ -103,7 +105,9 @@ def _parser() -> argparse.ArgumentParser:
         "--device", default="here", metavar="NAME",
         help=f"what they are: {', '.join(devices.FIGURES)}, or what was calibrated here (default %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--calibration", metavar="FILE", help="what `mindspeed-lite calibrate` wrote, for --device here")
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="what `mindspeed-lite calibrate` wrote, for --device here"
+    )
     parser.add_argument(
         "--reserve", type=float, metavar="GIB",
         help="of the memory, for what is not predicted: workspaces, buffers, fragments (default: a tenth)",

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_lite.bench.wording import size
 from mindspeed_lite.planner import step_time
 from mindspeed_lite.planner.published import PublishedDevice
-from mindspeed_lite.planner.search import Found, Result, Search
+from mindspeed_lite.planner.search import FoundLayout, Result, Search
 from mindspeed_lite.planner.why import Answer
 
 from . import terminal
@@ -34,7 +34,7 @@ def found(search: Search, result: Result, seconds: float, width: int, color: boo
     return lines
 
 
-def flags(search: Search, each: Found) -> list[str]:
+def flags(search: Search, each: FoundLayout) -> list[str]:
     return each.candidate.flags(search.base(each.candidate.tp))
 
 
@@ -90,7 +90,7 @@ def report(search: Search, result: Result, asked: Answer | None) -> dict[str, An
     }
 
 
-def _record(search: Search, each: Found) -> dict[str, Any]:
+def _record(search: Search, each: FoundLayout) -> dict[str, Any]:
     return {
         "name": each.candidate.name,
         "candidate": asdict(each.candidate),
@@ -113,7 +113,7 @@ def _about(search: Search, result: Result, seconds: float) -> str:
     )
 
 
-def _table(search: Search, best: Sequence[Found], width: int, color: bool) -> list[str]:
+def _table(search: Search, best: Sequence[FoundLayout], width: int, color: bool) -> list[str]:
     rows = []
     for number, each in enumerate(best, 1):
         tokens = step_time.throughput(each.training, each.seconds) / search.world_size
@@ -122,10 +122,14 @@ def _table(search: Search, best: Sequence[Found], width: int, color: bool) -> li
         )
     headers = ("", "layout", "step", "tokens/s each", "memory", "what its time goes to")
     minimum = (0, 18, 0, 0, 0, 24)
-    return terminal.table(headers, rows, width, color, minimum) or terminal.table(headers, rows, 1000, color, minimum) or []
+    return (
+        terminal.table(headers, rows, width, color, minimum)
+        or terminal.table(headers, rows, 1000, color, minimum)
+        or []
+    )
 
 
-def _bounds(each: Found) -> str:
+def _bounds(each: FoundLayout) -> str:
     shares = [(name, value / each.seconds) for name, value in step_time.by_category(each.step.parts)]
     return ", ".join(f"{name} {share:.0%}" for name, share in shares[:4] if share >= 0.02)
 

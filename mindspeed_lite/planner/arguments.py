@@ -193,8 +193,8 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
         _refuse(flag, values)
         if flag in flags.ON or flag in flags.TIMED:
             found[flags.ON.get(flag) or flags.TIMED[flag]] = True
-        elif flag in flags.OFF:
-            found[flags.OFF[flag]] = False
+        elif flag in flags.OFF or flag in flags.TIMED_OFF:
+            found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
             # Sizes are the one list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
@@ -241,9 +241,26 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
         raise ArgumentError(f"{' '.join([flag, *values[:1]])}: {flags.REFUSED[flag]}")
 
 
+def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Flags of the command whose effect on time is not predicted, each with what is predicted in its place."""
+    asked = {word.partition("=")[0] for word in words}
+    return [(flag, reason) for flag, reason in flags.NOT_TIMED.items() if flag in asked]
+
+
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     """Flags that are none of those read here but look like one, each with what it may stand for."""
-    tables = flags.ON, flags.TIMED, flags.OFF, flags.INTEGERS, flags.NUMBERS, flags.TEXTS, flags.LISTS, flags.REFUSED
+    tables = (
+        flags.ON,
+        flags.TIMED,
+        flags.TIMED_OFF,
+        flags.NOT_TIMED,
+        flags.OFF,
+        flags.INTEGERS,
+        flags.NUMBERS,
+        flags.TEXTS,
+        flags.LISTS,
+        flags.REFUSED,
+    )
     known = ["--window-size", *(flag for table in tables for flag in table)]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]

@@ -6,6 +6,7 @@ over the logarithms of the shape: rates change slowly, and times over several po
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .training import ArgumentError
-from .work import Direction, Message, Product, Scores, Vector
+from .work import CollectiveCall, Direction, Product, Scores, Vector
 
 FORMAT = 1
 Sample = Mapping[str, Any]
@@ -81,7 +82,7 @@ class CalibratedDevice:
             found = self.surfaces.get((work.name, "plain", _pass(is_backward), str(width)))
         return 0.0 if found is None else work.numbers / found.rate(work.numbers)
 
-    def message(self, work: Message) -> float:
+    def message(self, work: CollectiveCall) -> float:
         """Interpolated over bytes for the group's size; for a size that was not measured by the number of messages."""
         size = work.group.size
         if size == 1:
@@ -146,8 +147,10 @@ def read(path: Path, ranks: int = 1) -> CalibratedDevice:
         surfaces={key: surface(samples) for key, samples in grouped.items()},
         messages={key: sorted(points) for key, points in messages.items()},
         overheads=(
-            float(beside.get("layer", 0.0)), float(beside.get("microbatch", 0.0)), float(beside.get("step", 0.0)),
-        ),  # fmt: skip
+            float(beside.get("layer", 0.0)),
+            float(beside.get("microbatch", 0.0)),
+            float(beside.get("step", 0.0)),
+        ),
     )
 
 
@@ -159,7 +162,7 @@ def _interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
     """Seconds of a message of this size: linear between two measured ones, and beyond them at the last rate."""
     if len(points) == 1 or size <= points[0][0]:
         return points[0][1]
-    for (small, fast), (large, slow) in zip(points, points[1:], strict=False):
+    for (small, fast), (large, slow) in itertools.pairwise(points):
         if size <= large:
             return fast + (slow - fast) * (size - small) / (large - small)
     (small, fast), (large, slow) = points[-2:]

@@ -32,7 +32,7 @@ _PARTS = ("recompute_norm", "recompute_activation_function")
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutCandidate:
     """A layout, a micro-batch and what memory is bought with.
 
     Attributes:
@@ -128,7 +128,7 @@ def without_chosen(words: Sequence[str]) -> list[str]:
     return found
 
 
-def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candidate]:
+def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
     """Every candidate worth a look: sizes that divide, tensor parallelism within a node, at least 512 tokens a rank.
 
     What these leave out cannot run, or sends every layer's activations between nodes.
@@ -137,14 +137,14 @@ def space(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candidat
         yield from variants(base, layout)
 
 
-def variants(base: TrainingConfig, layout: Candidate) -> Iterator[Candidate]:
+def variants(base: TrainingConfig, layout: LayoutCandidate) -> Iterator[LayoutCandidate]:
     """A layout with everything that memory is bought with, the dearest in memory first."""
     for recompute in RECOMPUTE:
         for states in STATES if base.bf16 else STATES[:1]:
             yield replace(layout, recompute=recompute, states=states)
 
 
-def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candidate]:
+def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[LayoutCandidate]:
     """The candidates that recompute nothing and keep all states on the device."""
     for tp in _divisors(world_size, min(node, base.num_attention_heads)):
         if base.num_attention_heads % tp or (base.groups % tp and tp % base.groups):
@@ -158,7 +158,7 @@ def layouts(base: TrainingConfig, world_size: int, node: int) -> Iterator[Candid
                 yield from _of_layout(base, world_size, tp, pp, cp)
 
 
-def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int) -> Iterator[Candidate]:
+def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int) -> Iterator[LayoutCandidate]:
     dp = world_size // (tp * pp * cp)
     for micro in _powers(16):
         if base.global_batch_size % (micro * dp):
@@ -172,7 +172,7 @@ def _of_layout(base: TrainingConfig, world_size: int, tp: int, pp: int, cp: int)
                 if vpp > 1 and (pp == 1 or count % pp or pp * vpp > base.num_layers + 2):
                     continue
                 for algo in ("megatron_cp_algo", "ulysses_cp_algo") if cp > 1 else ("",):
-                    yield Candidate(tp, pp, vpp, cp, algo, ep, micro)
+                    yield LayoutCandidate(tp, pp, vpp, cp, algo, ep, micro)
 
 
 def _divisors(number: int, most: int) -> list[int]:

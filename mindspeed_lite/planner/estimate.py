@@ -139,12 +139,12 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
 
 def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
     """The worst moment of a forward pass that runs layer by layer beside another micro-batch's backward pass."""
-    halves = []
-    moments = []
+    halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
+    moments: list[list[MemoryEntry]] = []
     for number in (forward, backward):
         chunk = chunks[number]
-        rest = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
-        halves.append((_own_groups(training, chunk, number), _after_forward(training, rest, number)))
+        bare = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
+        halves.append((_own_groups(training, chunk, number), _after_forward(training, bare, number)))
         moments.append(_after_forward(training, chunk, number))
     (there, rest), (back, others) = halves
     for place in range(0, max(len(there), len(back)), 2):

@@ -64,9 +64,18 @@ TIMED = {
     "--overlap-param-gather": "overlap_param_gather",
     "--gradient-accumulation-fusion": "fuses_accumulation",
     "--moe-alltoall-overlap-comm": "moe_alltoall_overlap_comm",
+    "--moe-allgather-overlap-comm": "moe_allgather_overlap_comm",
+    "--moe-alltoall-mc2": "moe_alltoall_mc2",
     "--use-ascend-coc": "use_ascend_coc",
     "--use-ascend-mc2": "use_ascend_mc2",
 }
+# Features whose effect on time is not predicted, and what is predicted in their place.
+NOT_TIMED = {
+    "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
+    "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
+    "--swap-attention": "copies to the host are taken to be hidden",
+}
+TIMED_OFF = {"--no-gradient-accumulation-fusion": "fuses_accumulation"}
 # Switches that set a name to False.
 OFF = {
     "--disable-bias-linear": "add_bias_linear",

@@ -7,14 +7,14 @@ beside: `products` of the same pass, `attention` in a ring, the other micro-batc
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from . import context
 from .experts import routed
-from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, tokens
+from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, tokens, zero_memory_level
 from .training import TrainingConfig
-from .work import Collective, Group, Message, Product, Scores, Vector
+from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
 
 Beside = Literal["", "products", "attention", "pair"]
 
@@ -24,14 +24,14 @@ class Traffic:
     """A message, how often it is sent in the forward and in the backward pass, and what runs meanwhile."""
 
     category: str
-    message: Message
+    message: CollectiveCall
     forward: int
     backward: int
     beside: Beside = ""
 
 
 @dataclass(frozen=True)
-class Work:
+class PartWork:
     """What one micro-batch does in a part of the model.
 
     Attributes:
@@ -44,8 +44,8 @@ class Work:
     traffic: tuple[Traffic, ...] = ()
     layers: int = 0
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: PartWork) -> PartWork:
+        return PartWork(
             self.products + other.products,
             self.scores + other.scores,
             self.vectors + other.vectors,
@@ -54,26 +54,24 @@ class Work:
         )
 
 
-def total(parts: Iterable[Work]) -> Work:
+def total(parts: Iterable[PartWork]) -> PartWork:
     """All of them as one."""
-    found = Work()
+    found = PartWork()
     for each in parts:
         found += each
     return found
 
 
-def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> Work:
+def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
     """A transformer layer; `number` is its place in the model, for its context-parallel algorithm."""
     norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
-    residual = Vector(
-        "residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion
-    )
-    parts = [Work(vectors=(norms, residual), layers=1), attention(training, number)]
+    residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
+    parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
     parts.append(experts(training) if has_experts else mlp(training))
     return _accumulated(training, total(parts))
 
 
-def attention(training: TrainingConfig, number: int) -> Work:
+def attention(training: TrainingConfig, number: int) -> PartWork:
     """Projections, scores and their messages."""
     rows, hidden, tp = tokens(training), training.hidden_size, training.tp
     heads, groups = training.num_attention_heads / tp, training.local_groups
@@ -113,23 +111,23 @@ def attention(training: TrainingConfig, number: int) -> Work:
         training.flash,
     )
     traffic = [*_tensor_parallel(training), *_context_parallel(training, number)]
-    return Work(tuple(products), (scores,), tuple(vectors), tuple(traffic))
+    return PartWork(tuple(products), (scores,), tuple(vectors), tuple(traffic))
 
 
-def mlp(training: TrainingConfig) -> Work:
+def mlp(training: TrainingConfig) -> PartWork:
     """Of a dense layer."""
     width = training.ffn_hidden_size // training.tp
-    return _feed_forward(training, tokens(training), width, 0) + Work(traffic=tuple(_tensor_parallel(training)))
+    return _feed_forward(training, tokens(training), width, 0) + PartWork(traffic=tuple(_tensor_parallel(training)))
 
 
-def experts(training: TrainingConfig) -> Work:
+def experts(training: TrainingConfig) -> PartWork:
     """Router, exchange of tokens, this rank's experts and the shared ones."""
     rows, hidden = norm_tokens(training), training.hidden_size
     chosen = routed(training)
     local = training.num_experts // training.ep
     width = training.moe_ffn_hidden_size // training.etp
     found = _feed_forward(training, chosen, width, local if training.moe_grouped_gemm else -local)
-    found += Work(
+    found += PartWork(
         vectors=(
             Vector("router", rows * training.num_experts, training.moe_router_fusion),
             Vector("permute", 2 * chosen * hidden, training.moe_permute_fusion),
@@ -140,30 +138,30 @@ def experts(training: TrainingConfig) -> Work:
     if training.moe_shared_expert_intermediate_size:
         shared = training.moe_shared_expert_intermediate_size // training.tp
         found += _feed_forward(training, tokens(training), shared, 0)
-        found += Work(traffic=tuple(_tensor_parallel(training)))
+        found += PartWork(traffic=tuple(_tensor_parallel(training)))
     return found
 
 
-def embedding(training: TrainingConfig) -> Work:
+def embedding(training: TrainingConfig) -> PartWork:
     """The lookup, whose gradient writes the whole weight."""
     found = Vector("embedding", tokens(training) * training.hidden_size, False)
     weights = training.padded_vocab_size / training.tp * training.hidden_size
     messages = []
     if training.tp > 1:
         kind: Collective = "reduce_scatter" if training.sequence_parallel else "all_reduce"
-        message = Message(kind, _hidden(training), Group(training.tp))
+        message = CollectiveCall(kind, _hidden(training), Group(training.tp))
         messages = [Traffic("tensor parallel", message, 1, 0)]
-    return Work(vectors=(found, Vector("accumulate", weights)), traffic=tuple(messages))
+    return PartWork(vectors=(found, Vector("accumulate", weights)), traffic=tuple(messages))
 
 
-def output(training: TrainingConfig) -> Work:
+def output(training: TrainingConfig) -> PartWork:
     """Final norm, output layer and loss."""
     rows, columns = tokens(training), training.padded_vocab_size // training.tp
     norm = Vector("norm", norm_tokens(training) * training.hidden_size, training.has_fused_norm)
     fused = training.use_fused_cross_entropy or training.use_fused_linear_cross_entropy
     return _accumulated(
         training,
-        Work(
+        PartWork(
             products=(Product(rows, training.hidden_size, columns),),
             vectors=(norm, Vector("loss", rows * columns, fused)),
             traffic=tuple(_tensor_parallel(training, enters_only=True)),
@@ -171,30 +169,34 @@ def output(training: TrainingConfig) -> Work:
     )
 
 
-def further(training: TrainingConfig) -> Work:
+def further(training: TrainingConfig) -> PartWork:
     """A layer of multi-token prediction with its embedding and logits."""
-    joined = Work(products=(Product(tokens(training), 2 * training.hidden_size, training.hidden_size // training.tp),))
+    joined = PartWork(
+        products=(Product(tokens(training), 2 * training.hidden_size, training.hidden_size // training.tp),)
+    )
     last = training.num_layers - 1
     inner = layer(training, training.is_moe(last), last)
     return total([embedding(training), _accumulated(training, joined), inner, output(training)])
 
 
-def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: int, chunk: int) -> Work:
+def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: int, chunk: int) -> PartWork:
     """What the backward pass of the layer at a place of a chunk computes again."""
     granularity, count = training.recompute_granularity, training.recompute_num_layers or 1
     if granularity == "full" and (training.recompute_method != "block" or place < count):
         return layer(training, has_experts, number)
-    parts: list[Work] = []
+    parts: list[PartWork] = []
     hidden = norm_tokens(training) * training.hidden_size
     if norm_is_recomputed(training, place, chunk):
-        parts.append(Work(vectors=(Vector("norm", 2 * hidden, training.has_fused_norm),)))
+        parts.append(PartWork(vectors=(Vector("norm", 2 * hidden, training.has_fused_norm),)))
     if activation_is_recomputed(training, place, chunk):
         inside = experts(training) if has_experts else mlp(training)
-        parts.append(Work(vectors=tuple(each for each in inside.vectors if each.name == "activation")))
+        parts.append(PartWork(vectors=tuple(each for each in inside.vectors if each.name == "activation")))
+    if has_experts and (level := zero_memory_level(training, place, chunk)):
+        parts.append(_zero_memory(training, level))
     if granularity == "selective":
         if "core_attn" in training.recompute_modules:
             whole = attention(training, number)
-            parts.append(Work(scores=whole.scores))
+            parts.append(PartWork(scores=whole.scores))
         if "mlp" in training.recompute_modules and not has_experts:
             parts.append(mlp(training))
         if "moe" in training.recompute_modules and has_experts:
@@ -202,7 +204,23 @@ def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: 
     return total(parts)
 
 
-def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> Work:
+def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
+    """Of `--moe-zero-memory`: rows exchanged again, behind products in level0, and the first product in level1."""
+    inside = experts(training)
+    again = [each for each in inside.vectors if each.name in ("activation", "permute")]
+    first = training.moe_ffn_hidden_size // training.etp * (2 if training.gated else 1)
+    beside: Beside = "products" if level == "level0" else ""
+    # Half of what a forward pass exchanges: tokens come, results stay.
+    rows = tuple(
+        replace(each, forward=1, backward=0, beside=beside)
+        for each in inside.traffic
+        if each.category == "expert parallel"
+    )
+    products = [each for each in inside.products if each.columns == first and each.experts]
+    return PartWork(tuple(products) if level == "level1" else (), vectors=tuple(again), traffic=rows)
+
+
+def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
     """Both products and the activation; `grouped` experts together, negative: one after the other."""
     first = width * (2 if training.gated else 1)
     hidden, count = training.hidden_size, abs(grouped)
@@ -213,13 +231,13 @@ def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: in
     else:
         products = (Product(rows, hidden, first, count), Product(rows, width, hidden, count))
     fused = training.use_fused_swiglu and training.swiglu
-    return Work(products=products, vectors=(Vector("activation", rows * width, fused),))
+    return PartWork(products=products, vectors=(Vector("activation", rows * width, fused),))
 
 
-def _accumulated(training: TrainingConfig, work: Work) -> Work:
+def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
     """With what adds the weight gradients to the gradient buffers."""
     weights = sum(each.inner * each.columns * max(1, each.experts) for each in work.products)
-    return work + Work(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
+    return work + PartWork(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
 
 
 def _hidden(training: TrainingConfig) -> float:
@@ -235,12 +253,12 @@ def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Ite
     forward: Beside = "products" if training.use_ascend_coc or training.use_ascend_mc2 else ""
     name = "tensor parallel"
     if not training.sequence_parallel:
-        reduced = Message("all_reduce", size, group)
+        reduced = CollectiveCall("all_reduce", size, group)
         yield Traffic(name, reduced, 0, 1, "products")
         if not enters_only:
             yield Traffic(name, reduced, 1, 0, forward)
         return
-    gathered, scattered = Message("all_gather", size, group), Message("reduce_scatter", size, group)
+    gathered, scattered = CollectiveCall("all_gather", size, group), CollectiveCall("reduce_scatter", size, group)
     yield Traffic(name, gathered, 1, 0, forward)
     yield Traffic(name, gathered, 0, 1, "products")
     yield Traffic(name, scattered, 0, 1, "products")
@@ -259,16 +277,16 @@ def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic
     name, stride = "context parallel", training.tp
     if kind == "gathered":
         group = Group(training.cp, stride)
-        yield Traffic(name, Message("all_gather", keys * training.cp, group), 1, 0)
-        yield Traffic(name, Message("reduce_scatter", keys * training.cp, group), 0, 1)
+        yield Traffic(name, CollectiveCall("all_gather", keys * training.cp, group), 1, 0)
+        yield Traffic(name, CollectiveCall("reduce_scatter", keys * training.cp, group), 0, 1)
         return
     if sharing > 1:
         sent = keys + rows * heads * both * training.width
-        yield Traffic(name, Message("all_to_all", sent, Group(sharing, stride)), 1, 1)
+        yield Traffic(name, CollectiveCall("all_to_all", sent, Group(sharing, stride)), 1, 1)
     ring = training.cp // sharing
     if ring > 1:
         # Keys and values go round once; backward their gradients too.
-        message = Message("send", keys, Group(ring, stride * sharing))
+        message = CollectiveCall("send", keys, Group(ring, stride * sharing))
         yield Traffic(name, message, ring - 1, 2 * (ring - 1), "attention")
 
 
@@ -278,18 +296,18 @@ def _expert_parallel(training: TrainingConfig) -> Iterator[Traffic]:
     beside: Beside = ""
     if training.overlap_moe_expert_parallel_comm:
         beside = "pair"
-    elif training.moe_alltoall_overlap_comm:
+    elif training.moe_alltoall_mc2 or training.moe_alltoall_overlap_comm or training.moe_allgather_overlap_comm:
         beside = "products"
     if training.ep > 1:
         group = Group(training.ep, training.etp)
         if training.moe_token_dispatcher_type == "allgather":
             size = norm_tokens(training) * row * training.ep
-            yield Traffic("expert parallel", Message("all_gather", size, group), 1, 1, beside)
-            yield Traffic("expert parallel", Message("reduce_scatter", size, group), 1, 1, beside)
+            yield Traffic("expert parallel", CollectiveCall("all_gather", size, group), 1, 1, beside)
+            yield Traffic("expert parallel", CollectiveCall("reduce_scatter", size, group), 1, 1, beside)
         else:
             sent = rows * row * training.expert_load
-            yield Traffic("expert parallel", Message("all_to_all", sent, group), 2, 2, beside)
+            yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group), 2, 2, beside)
     if training.etp > 1:
-        size, split = rows * row * training.etp * training.expert_load, Group(training.etp)
-        yield Traffic("tensor parallel", Message("all_gather", size, split), 1, 1)
-        yield Traffic("tensor parallel", Message("reduce_scatter", size, split), 1, 1)
+        routed_bytes, split = rows * row * training.etp * training.expert_load, Group(training.etp)
+        yield Traffic("tensor parallel", CollectiveCall("all_gather", routed_bytes, split), 1, 1)
+        yield Traffic("tensor parallel", CollectiveCall("reduce_scatter", routed_bytes, split), 1, 1)

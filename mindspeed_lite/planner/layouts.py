@@ -1,4 +1,4 @@
-"""Writes a pipeline layout down: the layers of a model over any number of stages, as even in time as whole layers allow.
+"""Writes a pipeline layout down: layers over any number of stages, as even in time as whole layers allow.
 
 `--pipeline-model-parallel-layout` in Megatron's letters: E, t for a layer, m for multi-token prediction, L.
 """

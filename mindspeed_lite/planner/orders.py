@@ -12,6 +12,9 @@ from mindspeed_lite.pipeline.steps import Placement, Schedule
 from .layers import Chunk, stages
 from .training import ArgumentError, TrainingConfig
 
+# Megatron's own pairs run layer by layer; those of an order that is executed by name run one after the other.
+LAYER_BY_LAYER = "overlapped experts"
+
 
 def name_of(training: TrainingConfig) -> str:
     """The order by its name in the pipeline's table."""
@@ -41,7 +44,7 @@ def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
 def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
     if overlaps and name in ("interleaved", "1f1b"):
         # Also with one chunk: Megatron then runs a forward ahead of each backward.
-        return published.from_function("interleaved-overlap", published.interleaved_overlap, shape)
+        return published.from_function(LAYER_BY_LAYER, published.interleaved_overlap, shape)
     if name == "interleaved":
         # Also with few micro-batches, where ranks wait for each other more.
         return published.from_function(name, published.interleaved, shape)

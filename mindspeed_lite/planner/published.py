@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .devices import Assumptions, Figures
-from .work import PASSES, Direction, Message, Product, Scores, Vector
+from .work import PASSES, CollectiveCall, Direction, Product, Scores, Vector
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class PublishedDevice:
         return seconds + self.assumed.launch
 
     def vector(self, work: Vector, is_backward: bool, width: int) -> float:
-        passes = PASSES[work.name][work.is_fused][is_backward]
+        passes = PASSES[work.name][int(work.is_fused)][int(is_backward)]
         return self._bytes(work.numbers * width * passes) + (self.assumed.launch if passes else 0.0)
 
-    def message(self, work: Message) -> float:
+    def message(self, work: CollectiveCall) -> float:
         """A ring, or for an all-to-all every pair at once; across nodes the adapters of a group's ranks together."""
         size = work.group.size
         if size == 1:
@@ -57,10 +58,10 @@ class PublishedDevice:
         moved = work.bytes * (size - 1) / size
         if work.kind == "all_to_all":
             away = work.bytes * (size - inside) / size
-            return latency * (size - 1) ** 0.5 + max((moved - away) / link, away / network)
+            return latency * math.sqrt(size - 1) + max((moved - away) / link, away / network)
         rounds = 2 if work.kind == "all_reduce" else 1
         rate = min(link, network * inside) if spans else link
-        return rounds * (latency * (size - 1) ** 0.5 + moved / rate)
+        return rounds * (latency * math.sqrt(size - 1) + moved / rate)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
         """Adam: gradient read, main parameter and two moments read and written, weight written; a norm of gradients."""

@@ -15,7 +15,7 @@ from mindspeed_lite.pipeline.costs import held
 from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, OverlappedPair, Schedule, steps_of
 
 from . import orders
-from .training import TrainingConfig
+from .training import ArgumentError, TrainingConfig
 
 Pass = tuple[str, int]  # ("forward" or "backward", model chunk)
 
@@ -49,8 +49,23 @@ def before_backward(training: TrainingConfig, stage: int) -> Iterator[tuple[int,
 
 
 def moments(training: TrainingConfig, stage: int) -> Iterator[Moment]:
-    """The different moments of a stage's backward passes; what weight gradients wait for is kept as long."""
-    yield from _different(_schedule(training), stage)
+    """The different moments of a stage's backward passes; ArgumentError where weight gradients wait for memory."""
+    schedule = _schedule(training)
+    if _queues(schedule, stage):
+        raise ArgumentError(
+            f"--pipeline-schedule {schedule.name}: what its weight gradients wait for is not predicted; "
+            "`mindspeed-lite schedule` says how many chunk activations are held"
+        )
+    yield from _different(schedule, stage)
+
+
+@functools.lru_cache(maxsize=4096)
+def _queues(schedule: Schedule, stage: int) -> bool:
+    """Whether weight gradients wait while another pass runs; those that run at once hold nothing for longer."""
+    return any(
+        sum(now.queued) > 0 and all(step.kind is not Kind.WEIGHT_GRAD for step in steps_of(entry))
+        for entry, now in zip(schedule.ranks[stage], held(schedule, stage), strict=True)
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -64,7 +79,8 @@ def _moments(schedule: Schedule, stage: int) -> Iterator[Moment]:
         backward = next((step for step in steps_of(entry) if step.kind in BACKWARDS), None)
         if backward is None:
             continue
-        forward = entry.forward.chunk if isinstance(entry, OverlappedPair) else None
+        is_beside = isinstance(entry, OverlappedPair) and schedule.name == orders.LAYER_BY_LAYER
+        forward = steps_of(entry)[0].chunk if is_beside else None
         if forward is not None:
             kept[forward] -= 1
         yield Moment(backward.chunk, tuple(kept), forward)

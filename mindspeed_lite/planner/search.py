@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time
-from .candidates import STATES, Candidate
+from .candidates import STATES, LayoutCandidate
 from .layers import Chunk
 from .parameters import Parameters
 from .step_time import Pricer, StepTime
@@ -21,10 +21,10 @@ from .training import ArgumentError, TrainingConfig
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundLayout:
     """A candidate that runs: its training, step, bytes of the fullest rank and whether they fit."""
 
-    candidate: Candidate
+    candidate: LayoutCandidate
     training: TrainingConfig
     step: StepTime
     bytes: int
@@ -40,7 +40,7 @@ class Result:
     """What a search has found.
 
     Attributes:
-        best: the fastest, fastest first.
+        best: the fastest, fastest first, each layout once.
         front: those that no other is faster and smaller than, of all that were simulated.
         considered: candidates of the space. impossible: those that no training runs, by reason.
         too_large: those looked at that did not fit. simulated: those whose step was simulated.
@@ -48,8 +48,8 @@ class Result:
         least_bytes: of the candidate that takes least, of those looked at.
     """
 
-    best: Sequence[Found]
-    front: Sequence[Found]
+    best: Sequence[FoundLayout]
+    front: Sequence[FoundLayout]
     considered: int
     impossible: Counter[str]
     too_large: int
@@ -67,23 +67,28 @@ class Search:
     """
 
     def __init__(
-        self, base: Callable[[int], TrainingConfig], world_size: int, budget: float, pricer: Pricer, reserve: float = 0.0
+        self,
+        base: Callable[[int], TrainingConfig],
+        world_size: int,
+        budget: float,
+        pricer: Pricer,
+        reserve: float = 0.0,
     ) -> None:
         self._base = base
         self.world_size, self.budget, self.pricer, self._reserve = world_size, budget, pricer, reserve
         self._bases: dict[int, TrainingConfig] = {}
         self._layouts: dict[object, str] = {}
-        self._whole: dict[Candidate, tuple[float, Parameters]] = {}
+        self._whole: dict[LayoutCandidate, tuple[float, Parameters]] = {}
 
     def base(self, tp: int) -> TrainingConfig:
         if tp not in self._bases:
             self._bases[tp] = self._base(tp)
         return self._bases[tp]
 
-    def space(self) -> Iterable[Candidate]:
+    def space(self) -> Iterable[LayoutCandidate]:
         return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
 
-    def training(self, candidate: Candidate) -> tuple[Candidate, TrainingConfig]:
+    def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
         """The candidate, with a layout if it needs one, and its training; ArgumentError if there is none."""
         base = self.base(candidate.tp)
         stages = candidate.pp * candidate.vpp
@@ -91,11 +96,12 @@ class Search:
             candidate = replace(candidate, layout=self._layout(candidate))
         return candidate, arguments.check(candidate.applied(base))
 
-    def _layout(self, candidate: Candidate) -> str:
+    def _layout(self, candidate: LayoutCandidate) -> str:
         whole = replace(candidate, pp=1, vpp=1, layout="", recompute="none", states="kept", micro_batch=1)
         key = (whole, candidate.pp * candidate.vpp, candidate.recompute)
         if key not in self._layouts:
             base = replace(whole, recompute=candidate.recompute).applied(self.base(candidate.tp))
+
             def price(chunk: Chunk) -> float:
                 return sum(self.pricer.chunk(base, chunk, 0).all.values())
 
@@ -129,13 +135,13 @@ class Search:
                 break
         return worst
 
-    def evaluate(self, candidate: Candidate) -> Found:
+    def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
         """All of one candidate, whether or not it fits; ArgumentError if it does not run."""
         candidate, training = self.training(candidate)
         size, stage = self.bytes(training)
-        return Found(candidate, training, step_time.step(training, self.pricer), size, stage)
+        return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
 
-    def quick(self, layout: Candidate) -> tuple[float, float]:
+    def quick(self, layout: LayoutCandidate) -> tuple[float, float]:
         """Lower bounds on seconds and bytes of a layout with anything that memory is bought with, without its stages.
 
         Of seconds and parameters the fullest stage has at least the average. ArgumentError if no stage runs it.
@@ -157,10 +163,10 @@ class Search:
         size = states.weights + states.gradients + states.optimizer + self._reserve
         return busy / layout.pp * microbatches, size
 
-    def run(self, count: int = 10, chosen: Callable[[Candidate], bool] = lambda candidate: True) -> Result:
+    def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
         """The fastest `count` that fit, of the candidates that are `chosen`."""
         impossible: Counter[str] = Counter()
-        queue: list[tuple[float, int, Candidate, TrainingConfig | None]] = []
+        queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
         considered = too_large = 0
         least = 0.0
         base = self.base(1)
@@ -181,16 +187,15 @@ class Search:
             queue.append((seconds, len(queue), layout, None))
         heapq.heapify(queue)
         number = len(queue)
-        best: list[Found] = []
-        every: list[Found] = []
+        best: list[FoundLayout] = []
+        fastest: dict[LayoutCandidate, FoundLayout] = {}
+        every: list[FoundLayout] = []
         pruned = 0
         while queue:
             bound, _, candidate, training = heapq.heappop(queue)
             if len(best) == count and bound >= best[-1].seconds:
                 queue.append((bound, 0, candidate, training))
-                pruned = sum(
-                    1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue
-                )
+                pruned = sum(1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue)
                 break
             if training is None:
                 for variant in filter(chosen, candidates.variants(base, candidate)):
@@ -209,18 +214,22 @@ class Search:
                 too_large += 1
                 continue
             try:
-                found = Found(candidate, training, step_time.step(training, self.pricer), size, stage)
+                found = FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
             except ArgumentError as error:
                 impossible[str(error).partition(":")[0]] += 1
                 continue
             every.append(found)
-            best = sorted([*best, found], key=lambda each: (each.seconds, each.bytes))[:count]
+            # Of each layout the fastest way to fit counts; of two alike the one that asks for less, which came first.
+            layout = replace(candidate, recompute="none", states="kept", layout="")
+            if layout not in fastest or found.seconds < fastest[layout].seconds:
+                fastest[layout] = found
+                best = sorted(fastest.values(), key=lambda each: (each.seconds, each.bytes))[:count]
         return Result(best, front(every), considered, impossible, too_large, len(every), pruned, int(least))
 
 
-def front(every: Iterable[Found]) -> list[Found]:
+def front(every: Iterable[FoundLayout]) -> list[FoundLayout]:
     """Those that no other is as fast as with less memory, fastest first."""
-    found: list[Found] = []
+    found: list[FoundLayout] = []
     for each in sorted(every, key=lambda one: (one.seconds, one.bytes)):
         if not found or each.bytes < found[-1].bytes:
             found.append(each)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from .layer_work import Traffic, Work
-from .work import Device, Direction, Product
+from .layer_work import PartWork, Traffic
+from .work import DeviceCosts, Direction, Product
 
 Parts = Mapping[str, float]
 
@@ -49,7 +49,7 @@ class PassSeconds:
         return {**found, "recomputation": again} if again else found
 
 
-def price(work: Work, again: Work, device: Device, width: int, overlap: float) -> PassSeconds:
+def price(work: PartWork, again: PartWork, device: DeviceCosts, width: int, overlap: float) -> PassSeconds:
     """Seconds of a part and of what it recomputes.
 
     overlap: the share of a message that can run beside computation on this device, 0 to 1.
@@ -60,14 +60,14 @@ def price(work: Work, again: Work, device: Device, width: int, overlap: float) -
     sent = _exposed(work, device, forward, overlap, False)
     back = _exposed(work, device, add(backward, weight), overlap, True)
     repeated: dict[str, float] = {}
-    if again != Work():
+    if again != PartWork():
         repeated = _operators(again, device, width, False, ("forward",))
         repeated = add(repeated, _exposed(again, device, repeated, overlap, False))
     return PassSeconds(add(forward, sent), add(backward, back), weight, repeated)
 
 
 def _operators(
-    work: Work, device: Device, width: int, is_backward: bool, directions: Iterable[Direction]
+    work: PartWork, device: DeviceCosts, width: int, is_backward: bool, directions: Iterable[Direction]
 ) -> dict[str, float]:
     found = add(*(_products(work.products, device, width, each) for each in directions))
     return add(
@@ -78,7 +78,7 @@ def _operators(
     )
 
 
-def _products(products: Iterable[Product], device: Device, width: int, direction: Direction) -> dict[str, float]:
+def _products(products: Iterable[Product], device: DeviceCosts, width: int, direction: Direction) -> dict[str, float]:
     found = {"products": 0.0, "experts": 0.0}
     counts: dict[Product, int] = {}
     for each in products:
@@ -88,7 +88,9 @@ def _products(products: Iterable[Product], device: Device, width: int, direction
     return found
 
 
-def _exposed(work: Work, device: Device, computed: Parts, overlap: float, is_backward: bool) -> dict[str, float]:
+def _exposed(
+    work: PartWork, device: DeviceCosts, computed: Parts, overlap: float, is_backward: bool
+) -> dict[str, float]:
     """Seconds of messages that nothing hides, by category; what hides several is used up once."""
     found: dict[str, float] = {}
     room = {

@@ -14,7 +14,7 @@ from .layers import Chunk
 from .parameters import Parameters
 from .seconds import Parts, PassSeconds
 from .training import TrainingConfig
-from .work import Collective, Device, Group, Message
+from .work import Collective, CollectiveCall, DeviceCosts, Group
 
 # Gradients are reduced in buckets; the last one has nothing left to run beside. Megatron's default size, in numbers.
 BUCKET = 40_000_000
@@ -42,21 +42,25 @@ class StepTime:
 class Pricer:
     """Prices trainings of one device; what trainings have in common is priced once."""
 
-    def __init__(self, device: Device, overlap: float = 1.0) -> None:
+    def __init__(self, device: DeviceCosts, overlap: float = 1.0) -> None:
         self.device, self.overlap = device, overlap
         self._priced: dict[object, PassSeconds] = {}
 
     def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
-        """One micro-batch in a chunk that is the so-manieth of its rank."""
+        """One micro-batch in a chunk; `number` is the chunk's place on its rank."""
         device = self.device
         found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
         kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
         for place, layer in enumerate(chunk.layers):
-            key = (training.is_moe(layer), self._place(training, place, number), self._algorithm(training, layer))
+            key: tuple[object, ...] = (
+                training.is_moe(layer),
+                self._place(training, place, number),
+                self._algorithm(training, layer),
+            )
             count, *_ = kinds.get(key, (0, 0, 0))
             kinds[key] = (count + 1, place, layer)
-        for key, (count, place, layer) in kinds.items():
-            one = self._layer(training, bool(key[0]), key, layer, place, number)
+        for kind, (count, place, layer) in kinds.items():
+            one = self._layer(training, bool(kind[0]), kind, layer, place, number)
             found += PassSeconds(
                 *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
             )
@@ -86,7 +90,7 @@ class Pricer:
             make = {
                 "embedding": layer_work.embedding, "output": layer_work.output, "further": layer_work.further,
             }[name]  # fmt: skip
-            again = layer_work.Work()
+            again = layer_work.PartWork()
             if name == "further" and training.recompute_granularity == "full":
                 last = training.num_layers - 1
                 again = layer_work.layer(training, training.is_moe(last), last)
@@ -100,7 +104,7 @@ class Pricer:
             training.tp, training.sequence_parallel, training.cp, training.context_parallel_algo,
             training.ulysses_degree_in_cp, training.ep, training.etp, training.micro_batch_size,
             training.recompute_granularity, training.recompute_modules, training.recompute_norm,
-            training.recompute_activation_function, training.expert_load,
+            training.recompute_activation_function, training.expert_load, training.moe_zero_memory,
         )  # fmt: skip
 
     @staticmethod
@@ -110,6 +114,7 @@ class Pricer:
             training.recompute_method == "block"
             or training.recompute_norm_num_layers is not None
             or training.recompute_activation_function_num_layers is not None
+            or training.moe_zero_memory_num_layers is not None
         )
         return (place, number) if by_count else 0
 
@@ -190,9 +195,7 @@ def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]]
     low = _ended(simulate(orders.schedule(training, few + rest), costs), busy, few + rest)
     high = _ended(simulate(orders.schedule(training, more + rest), costs), busy, more + rest)
     steps = (count - few - rest) / unit
-    ends = [
-        max(a + (b - a) * steps, each * count) for a, b, each in zip(low.ends, high.ends, busy, strict=True)
-    ]
+    ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low.ends, high.ends, busy, strict=True)]
     return _Run(ends, [max(ends) - each * count for each in busy])
 
 
@@ -207,7 +210,7 @@ def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pr
     held = [by_stage[stage] for stage in range(len(by_stage))]
     rows = training.seq_length / training.cp * training.micro_batch_size
     size = rows * training.hidden_size * training.width / (training.tp if training.sequence_parallel else 1)
-    message = Message("send", size, Group(2, training.world_size // training.pp))
+    message = CollectiveCall("send", size, Group(2, training.world_size // training.pp))
     return Costs(
         forward=[sum(each.forward.values()) for each in held],
         input_grad=[sum(each.input_grad.values()) for each in held],
@@ -240,22 +243,22 @@ def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, G
     return [(params.dense, dense), (params.experts, experts)]
 
 
-def _reduced(training: TrainingConfig, params: Parameters, device: Device) -> float:
+def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) -> float:
     kind: Collective = "reduce_scatter" if training.use_distributed_optimizer else "all_reduce"
     width = optimizer.gradient_width(training)
     return sum(
-        device.message(Message(kind, count * width, group))
+        device.message(CollectiveCall(kind, count * width, group))
         for count, group in _groups(training, params)
         if count and group.size > 1
     )
 
 
-def _gathered(training: TrainingConfig, params: Parameters, device: Device, overlap: float) -> float:
+def _gathered(training: TrainingConfig, params: Parameters, device: DeviceCosts, overlap: float) -> float:
     """The parameters' all-gather; beside the first forward pass but for its first bucket."""
     if not training.use_distributed_optimizer:
         return 0.0
     whole = sum(
-        device.message(Message("all_gather", count * training.width, group))
+        device.message(CollectiveCall("all_gather", count * training.width, group))
         for count, group in _groups(training, params)
         if count and group.size > 1
     )
@@ -265,7 +268,7 @@ def _gathered(training: TrainingConfig, params: Parameters, device: Device, over
     return whole * (1 - overlap * (1 - 1 / buckets))
 
 
-def _optimizer(training: TrainingConfig, params: Parameters, device: Device) -> float:
+def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts) -> float:
     share = 0.0
     for count, group in _groups(training, params):
         share += count / group.size if training.use_distributed_optimizer else count
@@ -293,7 +296,7 @@ def model_flops(training: TrainingConfig) -> float:
     parts = [layer_work.layer(single, single.is_moe(number)) for number in range(single.num_layers)]
     parts += [layer_work.output(single), *[layer_work.further(single)] * single.mtp_num_layers]
     for part in parts:
-        found += 3 * sum(each.flops for each in (*part.products, *part.scores))
+        found += 3 * sum(each.flops for each in part.products) + 3 * sum(each.flops for each in part.scores)
     return found * training.global_batch_size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 # Keys that a query sees before its own and after it; -1 is no limit.
@@ -157,6 +158,8 @@ class TrainingConfig:
     overlap_param_gather: bool = False
     fuses_accumulation: bool = False
     moe_alltoall_overlap_comm: bool = False
+    moe_allgather_overlap_comm: bool = False
+    moe_alltoall_mc2: bool = False
     use_ascend_coc: bool = False
     use_ascend_mc2: bool = False
 
@@ -288,6 +291,7 @@ class TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=256)
 def pattern(text: str) -> int | list[int]:
     """`--moe-layer-freq` and its like: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
     text = text.strip()

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .candidates import RECOMPUTE, STATES, Candidate
-from .search import Found, Result, Search
+from .candidates import RECOMPUTE, STATES, LayoutCandidate
+from .search import FoundLayout, Result, Search
 from .training import ArgumentError
 
 _SIZES = {
@@ -27,13 +27,13 @@ class Answer:
 
     asked: str
     result: Result
-    smallest: Found | None
+    smallest: FoundLayout | None
 
 
-def condition(text: str) -> Callable[[Candidate], bool]:
+def condition(text: str) -> Callable[[LayoutCandidate], bool]:
     """Whether a candidate is one of those that `PP8 TP4 recompute full` names; ArgumentError for other words."""
     words = text.replace(",", " ").split()
-    tests: list[Callable[[Candidate], bool]] = []
+    tests: list[Callable[[LayoutCandidate], bool]] = []
     place = 0
     while place < len(words):
         word = words[place]
@@ -61,8 +61,10 @@ def ask(search: Search, text: str) -> Answer:
     result = search.run(1, wanted)
     smallest = None
     if not result.best and result.too_large:
-        frugal = [each for each in search.space() if wanted(each) and each.recompute == "full" and each.micro_batch == 1]
-        sizes = []
+        frugal = [
+            each for each in search.space() if wanted(each) and each.recompute == "full" and each.micro_batch == 1
+        ]
+        sizes: list[tuple[float, int, LayoutCandidate]] = []
         for each in frugal:
             try:
                 full, training = search.training(each)
@@ -74,9 +76,9 @@ def ask(search: Search, text: str) -> Answer:
     return Answer(text, result, smallest)
 
 
-def _sized(name: str, number: int) -> Callable[[Candidate], bool]:
+def _sized(name: str, number: int) -> Callable[[LayoutCandidate], bool]:
     return lambda candidate: _SIZES[name](candidate) == number
 
 
-def _named(name: str, value: str) -> Callable[[Candidate], bool]:
+def _named(name: str, value: str) -> Callable[[LayoutCandidate], bool]:
     return lambda candidate: getattr(candidate, name) == value

@@ -1,7 +1,7 @@
 """The units of work that a cost model prices: operators by shape, and messages by size and group.
 
-A device is anything with the methods of `Device`. `published` is one from a device's published figures, `calibrated`
-one from measurements.
+A device is anything with the methods of `DeviceCosts`: `published` from published figures, `calibrated`
+from measurements.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 
 @dataclass(frozen=True)
-class Message:
+class CollectiveCall:
     """A collective over the whole tensor of `bytes`: what a rank has after a gather, before a scatter, or sends."""
 
     kind: Collective
@@ -100,11 +100,14 @@ class Message:
     group: Group
 
 
-class Device(Protocol):
+class DeviceCosts(Protocol):
     """What a cost model asks of a device; seconds for each."""
 
-    name: str
-    ranks_per_node: int
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def ranks_per_node(self) -> int: ...
 
     def product(self, work: Product, direction: Direction, width: int) -> float: ...
 
@@ -112,7 +115,7 @@ class Device(Protocol):
 
     def vector(self, work: Vector, is_backward: bool, width: int) -> float: ...
 
-    def message(self, work: Message) -> float: ...
+    def message(self, work: CollectiveCall) -> float: ...
 
     def optimizer(self, parameters: float, is_fused: bool) -> float: ...
 

@@ -213,6 +213,8 @@ TRAININGS |= {
         16,
         f"{MOE} {ON} {GROUPED} {PP2} --num-virtual-stages-per-pipeline-rank 2 {OVERLAPPED}",
     ),
+    "pp2, 1f1b by name": (2, 8, f"{LLAMA} {PP2} --pipeline-schedule 1f1b"),
+    "pp2, dualpipev": (2, 8, f"{LLAMA} {ON} {PP2} --schedules-method dualpipev --gradient-accumulation-fusion"),
     "ep2, capacity": (2, 8, f"{MOE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 0.75"),
     "ep2, padded": (
         2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -48,7 +49,9 @@ def cases(dtype: torch.dtype) -> Iterator[Case]:
             if backward is not None:
                 yield Case((name, key, "backward", width), (numbers,), numbers, backward)
         main, gradient = torch.zeros(numbers), torch.ones(numbers, dtype=dtype)
-        yield Case(("accumulate", "plain", "backward", width), (numbers,), numbers, lambda a=main, b=gradient: a.add_(b))
+        yield Case(
+            ("accumulate", "plain", "backward", width), (numbers,), numbers, functools.partial(main.add_, gradient)
+        )
 
 
 def optimizers() -> Iterator[Case]:
@@ -86,9 +89,9 @@ def _products(dtype: torch.dtype, width: str) -> Iterator[Case]:
         x, weight, dy = _random(dtype, (rows, inner), (columns, inner), (rows, columns))
         flops = 2.0 * rows * inner * columns
         runs: dict[str, Run] = {
-            "forward": lambda x=x, weight=weight: torch.matmul(x, weight.t()),
-            "input_grad": lambda dy=dy, weight=weight: dy.matmul(weight),
-            "weight_grad": lambda dy=dy, x=x: dy.t().matmul(x),
+            "forward": functools.partial(torch.matmul, x, weight.t()),
+            "input_grad": functools.partial(torch.matmul, dy, weight),
+            "weight_grad": functools.partial(torch.matmul, dy.t(), x),
         }
         for direction, run in runs.items():
             yield Case(("product", direction, width), shape, flops, run)
@@ -103,9 +106,9 @@ def _grouped(dtype: torch.dtype, width: str) -> Iterator[Case]:
         weights = _random(dtype, *[(columns, inner)] * experts)
         flops = 2.0 * rows * experts * inner * columns
         runs: dict[str, Run] = {
-            "forward": lambda x=x, w=weights, c=counts: grouped_matmul.grouped_matmul(x, w, c),
-            "input_grad": lambda dy=dy, w=weights, c=counts: grouped_matmul.grouped_matmul(dy, w, c, transposed=False),
-            "weight_grad": lambda dy=dy, x=x, c=counts: grouped_matmul.weight_gradients(dy, x, c),
+            "forward": functools.partial(grouped_matmul.grouped_matmul, x, weights, counts),
+            "input_grad": functools.partial(grouped_matmul.grouped_matmul, dy, weights, counts, transposed=False),
+            "weight_grad": functools.partial(grouped_matmul.weight_gradients, dy, x, counts),
         }
         for direction, run in runs.items():
             yield Case(("grouped", direction, width), shape, flops, run)
@@ -204,8 +207,8 @@ def _vectors(dtype: torch.dtype, numbers: int) -> Iterator[tuple[str, str, Calla
         return _both(lambda: x.t().contiguous(), (x,))
 
     for name, make in {"norm": norm, "activation": gate, "rope": rotate, "loss": loss}.items():
-        yield name, "plain", lambda make=make: make(False)
-        yield name, "fused", lambda make=make: make(True)
+        yield name, "plain", functools.partial(make, False)
+        yield name, "fused", functools.partial(make, True)
     for name, alone in {
         "residual": residual, "embedding": lookup, "permute": order, "router": route, "latent": copy,
     }.items():  # fmt: skip

@@ -41,7 +41,7 @@ def measured_step(command: list[str], folder: Path, steps: int, timeout: float =
         raise CalibrationError(f"{' '.join(command[:3])}: {outcome.reason}")
     # Those of a step's slowest rank.
     rows = zip(*(process.steps[-steps:] for process in outcome.processes), strict=False)
-    return statistics.median(max(each["seconds"] for each in row) for row in rows)
+    return float(statistics.median(max(each["seconds"] for each in row) for row in rows))
 
 
 def overheads(measured: Mapping[str, Any], script: str, steps: int = 8) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -95,11 +96,11 @@ def _of_group(group: Any, size: int, seconds: float) -> list[dict[str, Any]]:
         whole = torch.zeros(nbytes // 4 // size * size)
         part = torch.zeros(whole.numel() // size)
         runs: dict[str, Callable[[], object]] = {
-            "all_reduce": lambda whole=whole: dist.all_reduce(whole, group=group),
-            "all_gather": lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part, group=group),
-            "reduce_scatter": lambda whole=whole, part=part: dist.reduce_scatter_tensor(part, whole, group=group),
-            "all_to_all": lambda whole=whole: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
-            "send": lambda whole=whole: _there_and_back(whole, group),
+            "all_reduce": functools.partial(dist.all_reduce, whole, group=group),
+            "all_gather": functools.partial(dist.all_gather_into_tensor, whole, part, group=group),
+            "reduce_scatter": functools.partial(dist.reduce_scatter_tensor, part, whole, group=group),
+            "all_to_all": functools.partial(_exchange, whole, group),
+            "send": functools.partial(_there_and_back, whole, group),
         }
         for kind, run in runs.items():
             if kind == "send" and size != 2:
@@ -107,6 +108,10 @@ def _of_group(group: Any, size: int, seconds: float) -> list[dict[str, Any]]:
             taken = _together(run, seconds * 3, group) / (2 if kind == "send" else 1)
             found.append({"kind": kind, "ranks": size, "bytes": whole.numel() * 4, "seconds": taken})
     return found
+
+
+def _exchange(tensor: torch.Tensor, group: Any) -> None:
+    dist.all_to_all_single(torch.empty_like(tensor), tensor, group=group)
 
 
 def _there_and_back(tensor: torch.Tensor, group: Any) -> None:
