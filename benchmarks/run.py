@@ -90,7 +90,7 @@ def _measure_operators(kept: Path) -> int:
 
 
 def keep(scratch: Path, kept: Path) -> None:
-    """What belongs beside the page: the report as data, as a page, and its plots. A run that failed replaces nothing."""
+    """What belongs beside the page: the report as data, as a page, and its plots. A failed run replaces none."""
     report = scratch / "report.json"
     if not report.is_file() or not json.loads(report.read_text())["complete"]:
         print(f"{kept.name} was not measured to its end: {kept} stays as it was", flush=True)
@@ -154,8 +154,8 @@ def _behind(report: Mapping[str, Any]) -> list[str]:
     if not rows:
         return []
     return [
-        f"Another contender was faster in {len(rows)} comparisons. Training runs both passes; evaluation and recomputation",
-        "run forward alone.",
+        f"Another contender was faster in {len(rows)} comparisons. Training runs both passes; evaluation and",
+        "recomputation run forward alone.",
         "",
         "| Operator | Case | Faster | Its time over ours |",
         "| --- | --- | --- | --- |",
