@@ -103,6 +103,9 @@ def model_provider(
     args = get_args()
     refuse_what_is_not_here(args)
     config = config or core_transformer_config_from_args(args)
+    if separates_documents():
+        # A micro-batch of several samples is one row then, and not of the shape that stages expect.
+        config.variable_seq_lengths = True
     how: dict[str, Any] = {
         "use_transformer_engine": args.transformer_impl == "transformer_engine",
         "normalization": args.normalization,

@@ -124,6 +124,10 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if (kind := context.arg("dataloader_type", None) or "single") != "single":
         reasons.append(f"--dataloader-type {kind} has an order of its own: single is balanced")
+    if "global_aux_loss" in (context.arg("moe_router_load_balancing_type", None) or ()):
+        reasons.append(
+            "--moe-router-load-balancing-type global_aux_loss depends on which micro-batches ranks train on at one time"
+        )
     ranks = context.arg("data_parallel_size", None)
     if ranks == 1:
         reasons.append("there is one data-parallel rank")

@@ -9,6 +9,7 @@ import pytest
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
 from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs, lower_bound
 from mindspeed_lite.patches import balance_sequence_lengths as patch
 from tests.harness import document_data
@@ -34,7 +35,8 @@ def datasets(tmp_path, kind, samples=SAMPLES, **config):
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 
-    prefixes = [document_data.write(tmp_path / name, 900, SEQUENCE, seed) for seed, name in enumerate("ab")]
+    lengths = [GeneratedLengths(4, 1.2, SEQUENCE, seed) for seed in (0, 1)]
+    prefixes = [document_data.write(tmp_path / f"set{each.seed}", 900, each) for each in lengths]
     tokenizer = SimpleNamespace(eod=255, pad=-1, vocab_size=256, unique_identifiers={"class": "none"})
     found = GPTDatasetConfig(
         random_seed=3,
@@ -73,7 +75,7 @@ def test_lengths_are_those_of_the_samples(tmp_path, kind):
 @forked("megatron")
 def test_indices_that_are_read_late_are_read_first(tmp_path):
     first, _ = datasets(tmp_path, "blend")  # writes the cache
-    late, _ = datasets(tmp_path, "blend", fast_cache_load=True, defer_npy_index_mmap=True)
+    late, _ = datasets(tmp_path, "blend", defer_npy_index_mmap=True)
     assert late.dataset_index is None
     assert patch.document_lengths(late, 5) == patch.document_lengths(first, 5)
 
@@ -107,6 +109,10 @@ def on(**args):
     return mindspeed_lite.enabled(host_args=given, balance_sequence_lengths=True, strict=True)
 
 
+def joined(ranks):
+    return [each for rank in ranks for each in rank]
+
+
 def cost(micro_batches):
     return sum(pairs for each in micro_batches for _, pairs in each)
 
@@ -121,8 +127,8 @@ def test_a_step_has_the_same_micro_batches_and_ranks_equal_costs(tmp_path, size)
     assert len(found) == len(off) == SAMPLES // 16 and found != off
     worse = 0.0
     for before, after in zip(off, found, strict=True):
-        assert sorted(sum(before, [])) == sorted(sum(after, []))
-        costs = [cost([each]) for each in sum(before, [])]
+        assert sorted(joined(before)) == sorted(joined(after))
+        costs = [cost([each]) for each in joined(before)]
         slowest, bound = max(map(cost, after)), lower_bound(costs, 2)
         assert slowest <= max(map(cost, before)) and slowest <= 1.1 * bound
         worse += max(map(cost, before)) / slowest
@@ -136,7 +142,7 @@ def test_with_experts_over_ranks_micro_batches_of_one_time_are_alike(tmp_path):
     train, _ = datasets(tmp_path, "one")
     with on(expert_model_parallel_size=2):
         for step in of_ranks(train):
-            costs = sorted((cost([each]) for each in sum(step, [])), reverse=True)
+            costs = sorted((cost([each]) for each in joined(step)), reverse=True)
             assert sum(max(cost([a]), cost([b])) for a, b in zip(*step, strict=True)) == sum(costs[::2])
 
 
@@ -188,7 +194,8 @@ def reasons(**args):
     ("args", "why"),
     [
         ({}, None),
-        ({"micro_batch_size": 4}, None),
+        ({"micro_batch_size": 4, "moe_router_load_balancing_type": "aux_loss"}, None),
+        ({"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, "global_aux_loss depends on which"),
         ({"dataloader_inter_document_masking": False}, "--dataloader-inter-document-masking"),
         ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic"),
         ({"data_parallel_size": 1}, "one data-parallel rank"),
