@@ -292,6 +292,8 @@ class Training:
         def loss_of(losses: torch.Tensor) -> Any:
             loss = losses.float().mean()
             self.losses.append(loss.detach().clone())
+            if self.config.calculate_per_token_loss:
+                return losses.float().sum(), torch.tensor(losses.numel(), dtype=torch.int), {}
             # Megatron's schedules take a share of the loss of the whole sequence, and divide by nothing else.
             return loss / ps.get_context_parallel_world_size(), {}
 
