@@ -59,8 +59,7 @@ def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
         made[group] = None
         try:
             if size is not None:
-                found = made[group] = NodeGroups(group, size)
-                session.on_end(found.close)
+                made[group] = NodeGroups(group, size)
         except ValueError as error:
             session.fallback(NAME, f"{error}: tokens take one all-to-all")
     return made[group]
