@@ -123,7 +123,7 @@ EXCHANGE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 # Flags with the feature, options with it, and those on both sides.
 EXCHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "moe_fb_overlap": (
-        {"delay_wgrad_compute": True},
+        {"moe_fb_overlap": True},
         {
             "ddp_delay_wgrad_compute": True,
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},

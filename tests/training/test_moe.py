@@ -156,6 +156,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
     nproc, options = COMBINED[layout]
     fused = {**MOE, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
     flags: dict[str, Any] = {"flags": fused} if arm == "features" else {}
+    overlapped = {"flags": {**fused, "moe_fb_overlap": True}} if flags else {}
     delayed = arm == "features"
     moe = {**(MOE_CONFIGURED if delayed else {}), **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": delayed, "overlap_grad_reduce": True, **options, "moe": moe}
@@ -169,7 +170,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delayed},
         },
         before="tests.harness.simulated:late_messages",
-        **flags,
+        **overlapped,
     )
     assert len(losses(off)) == 4
     if layout == "shared":
@@ -440,7 +441,7 @@ DELAYED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "allgather": ({"moe_allgather_overlap_comm": True}, {}, {"moe_token_dispatcher_type": "allgather"}),
     "two levels": ({"moe_hierarchical_alltoallv": True, "moe_node_size": 2}, {}, {}),
     "combined schedule": (
-        {"delay_wgrad_compute": True},
+        {"moe_fb_overlap": True},
         {
             "ddp_delay_wgrad_compute": True,
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
