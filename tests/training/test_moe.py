@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import checkouts, matrix
 from tests.harness.core_trainings import DRIFT, MOE, MOE_CONFIGURED, losses
+from tests.harness.messages import sent
 from tests.harness.script_trainings import LAYOUTS as SCRIPT_LAYOUTS
 from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
 from tests.harness.training import Trainer
@@ -155,6 +156,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
     nproc, options = COMBINED[layout]
     fused = {**MOE, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
     flags: dict[str, Any] = {"flags": fused} if arm == "features" else {}
+    overlapped = {"flags": {**fused, "moe_fb_overlap": True}} if flags else {}
     delayed = arm == "features"
     moe = {**(MOE_CONFIGURED if delayed else {}), **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": delayed, "overlap_grad_reduce": True, **options, "moe": moe}
@@ -168,7 +170,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delayed},
         },
         before="tests.harness.simulated:late_messages",
-        **flags,
+        **overlapped,
     )
     assert len(losses(off)) == 4
     if layout == "shared":
@@ -429,7 +431,46 @@ EXCHANGES = {
     "level1": ("alltoall", "--moe-zero-memory level1"),
     "alltoall, level0": ("alltoall", "--moe-alltoall-overlap-comm --moe-zero-memory level0"),
     "allgather": ("allgather", "--moe-allgather-overlap-comm"),
+    "two levels": ("alltoall", "--moe-hierarchical-alltoallv --moe-node-size 1"),
 }
+# With the feature, of the model, and on both sides.
+DELAYED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "alltoall": ({"moe_alltoall_overlap_comm": True}, {}, {}),
+    "level0": ({"moe_zero_memory": "level0"}, {}, {}),
+    "level1, alltoall": ({"moe_zero_memory": "level1", "moe_alltoall_overlap_comm": True}, {}, {}),
+    "allgather": ({"moe_allgather_overlap_comm": True}, {}, {"moe_token_dispatcher_type": "allgather"}),
+    "two levels": ({"moe_hierarchical_alltoallv": True, "moe_node_size": 2}, {}, {}),
+    "combined schedule": (
+        {"moe_fb_overlap": True},
+        {
+            "ddp_delay_wgrad_compute": True,
+            "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        },
+        {},
+    ),
+}
+
+
+@matrix.whole
+@pytest.mark.parametrize("exchange", [*DELAYED])
+def test_ranks_that_are_late_by_chance_neither_hang_nor_err(trainer: Callable[[str], Trainer], exchange: str) -> None:
+    """Four ranks, each late by chance before every message, 200 steps: every loss has the same bits."""
+    flags, options, moe = DELAYED[exchange]
+    fused = {**MOE, "use_gradient_accumulation_fusion": True}
+    common = {"experts": 8, "ep": 4, "steps": 200, "layers": 1, "micro_batches": 2, "wgrad_fusion": True,
+              "overlap_grad_reduce": True, "lr": 3e-4, "moe": {**MOE_CONFIGURED, **moe}}  # fmt: skip
+    off = trainer("0.19.2").core("features", 4, common, flags=fused, timeout=900)
+    on = trainer("0.19.2").core(
+        "features",
+        4,
+        {**common, **options},
+        flags={**fused, **flags},
+        before="tests.harness.messages:delay_exchanges",
+        timeout=900,
+    )
+    assert len(losses(off)) == 200 and on.history() == off.history()
+    for rank in range(4):
+        assert sent(on.log(rank)) >= 200 * 2 * 4, "messages were late"
 
 
 @matrix.whole
