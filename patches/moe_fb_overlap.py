@@ -40,7 +40,6 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    memory="not predicted: two micro-batches are under way, and what weight gradients wait for stays",
     unsupported=combined_schedule.UNSUPPORTED,
     condition=_why_not,
     not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
