@@ -39,6 +39,10 @@ _LEGEND = (
     ("fullest rank", "tokens of the fullest rank over those of even load, all layers; experts take that much longer"),
     ("if known", "the same if each step's loads were known before it: the most that the policy can reach"),
     ("step", "time of a step over one without balancing"),
+    (
+        "known",
+        "the same if loads were known: for copies that of --balanced-moe-experts, which counts first",
+    ),
     ("copies", "experts copied to every rank, in a layer and step"),
     ("stayed", "share of the tokens that a copy kept on the rank that they come from"),
     ("moved", "experts that changed their rank, in a layer and placement interval"),
@@ -117,14 +121,17 @@ def _text(
             each.name,
             f"{each.imbalance:.3f}",
             f"{each.known_imbalance:.3f}",
-            f"{(1 + experts_share * (each.imbalance - 1)) / without:.3f}",
+            *(
+                f"{(1 + experts_share * (imbalance - 1)) / without:.3f}"
+                for imbalance in (each.imbalance, each.known_imbalance)
+            ),
             f"{each.copied / layer_steps:.1f}",
             f"{100 * each.stayed / sent if sent else 0:.1f} %",
             f"{each.moved / placements:.1f}",
         )
         for each in outcomes
     ]
-    headers = ("policy", "fullest rank", "if known", "step", "copies", "stayed", "moved")
+    headers = ("policy", "fullest rank", "if known", "step", "known", "copies", "stayed", "moved")
     return [
         f"{len(record.steps)} steps, {len(header.layers)} layers: {header.experts} experts over {ranks} ranks, "
         f"{header.topk} of them for a token; experts take {100 * experts_share:.0f} % of an even step",
@@ -146,7 +153,9 @@ def _bytes(
         if each.name in ("copies", "both"):
             copied = each.copied * sizes.copy_bytes / len(record.steps)
             saved = each.stayed * sizes.token_bytes / ranks / len(record.steps)
-            word = "pay in bytes too" if saved > copied else "cost more bytes than they save: they pay where hidden"
+            word = (
+                "pay in bytes too" if saved > copied else "cost more bytes than they save and pay by products alone"
+            )
             lines.append(
                 f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
                 f"less of tokens; copies {word}"

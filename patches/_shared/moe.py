@@ -113,6 +113,16 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
     return adjust
 
 
+def before_call(layer: Any) -> None:
+    """Wait for the parameters of a linear layer that is read and not called, as its hooks do (--overlap-param-gather).
+
+    Hooks that are one half of a pair are left alone.
+    """
+    if not layer._forward_hooks:
+        for hook in layer._forward_pre_hooks.values():
+            hook(layer, ())
+
+
 def compare(
     session: Session,
     feature: Feature,

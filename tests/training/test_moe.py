@@ -277,6 +277,74 @@ def test_an_exchange_on_two_levels_trains_as_one_on_one(
         assert "rows crossed nodes once" in on.log(rank)
 
 
+# Processes, options, features: a loop over experts and one grouped product; gradients by autograd and accumulated.
+LOOP: dict[str, Any] = {"strict": True}
+ACCUMULATED = {**MOE, "use_gradient_accumulation_fusion": True}
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+COPIED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ep2, loop": (2, {"ep": 2}, LOOP),
+    "ep2, loop, accumulated": (2, {"ep": 2}, {**LOOP, "use_gradient_accumulation_fusion": True}),
+    "ep2, loop, biases": (2, {"ep": 2, "bias": True}, LOOP),
+    "ep2": (2, {"ep": 2}, MOE),
+    "ep2, biases": (2, {"ep": 2, "bias": True}, ACCUMULATED),
+    "ep2, distributed": (2, {"ep": 2, **OVERLAPPED}, ACCUMULATED),
+    "ep4, one expert": (4, {"ep": 4, "experts": 4}, ACCUMULATED),
+    "ep4": (4, {"ep": 4, "distributed_optimizer": True}, ACCUMULATED),
+    "tp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, ACCUMULATED),
+    "tp2_ep2, loop": (4, {"tp": 2, "sp": True, "ep": 2}, LOOP),
+    "tp2_etp1_ep4": (4, {"tp": 2, "sp": True, "etp": 1, "ep": 4}, MOE),
+    "ep2_dp2, distributed": (4, {"ep": 2, **OVERLAPPED}, ACCUMULATED),
+    "ep2_pp2": (4, {"ep": 2, "pp": 2}, ACCUMULATED),
+    "ep2_pp2_vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}, MOE),
+    "dropped": (2, {"ep": 2, "moe": MODELS["dropped"]}, ACCUMULATED),
+    "shared": (2, {"ep": 2, "moe": MODELS["shared"]}, ACCUMULATED),
+    "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+                  ACCUMULATED),
+    "recompute full": (2, {"ep": 2, "config": {"recompute_granularity": "full", "recompute_method": "uniform",
+                                               "recompute_num_layers": 1}}, LOOP),
+    "overlapped": (2, {"ep": 2, "moe": MODELS["shared, overlapped"]},
+                   {**ACCUMULATED, "moe_alltoall_overlap_comm": True}),
+    "two levels": (2, {"ep": 2}, {**ACCUMULATED, "moe_hierarchical_alltoallv": True, "moe_node_size": 1}),
+    "released": (2, {"ep": 2}, {**ACCUMULATED, "moe_zero_memory": "level1"}),
+}  # fmt: skip
+# fp32: losses and gradient norms of eight steps of which each adds up in another order.
+OTHER_ORDER = 2.0**-17
+
+
+def copied(train: Trainer, layout: str, options: dict[str, Any], steps: int, **more: Any) -> list[tuple[float, float]]:
+    """Losses and gradient norms off and on: a router of skew 4 to 1, and all copies that lower the fullest load."""
+    nproc, given, flags = COPIED[layout]
+    configured = MOE_CONFIGURED if "moe_permute_fusion" in flags else {"moe_router_dtype": "fp32"}
+    fusion = "use_gradient_accumulation_fusion" in flags
+    moe = {**configured, **given.get("moe", {})}
+    options = {"experts": 8, "steps": steps, "wgrad_fusion": fusion, **given, **options, "moe": moe}
+    off = train.core("features", nproc, options, flags=flags, before="tests.harness.simulated:skewed_router")
+    balanced = {**flags, "balanced_moe_experts": True, "balanced_moe_break_even": 0.0}
+    on = train.core("features", nproc, options, flags=balanced, before="tests.harness.simulated:copied_experts", **more)
+    for rank in range(nproc):
+        assert "experts were copied" in on.log(rank)
+    assert len(off.history()) == len(on.history()) == steps
+    found = zip(off.history(), on.history(), strict=True)
+    return [(float.fromhex(a), float.fromhex(b)) for one, other in found for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.pairs([*COPIED], [("0.16.1", "ep2, loop")], newest=["ep2, distributed", "tp2_ep2"]),
+)
+def test_copies_of_hot_experts_train_as_none(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    for place, (a, b) in enumerate(copied(trainer(release), layout, {"fp32": True}, STEPS)):
+        assert abs(a - b) <= OTHER_ORDER * abs(a), f"step {place // 2}: {a} off, {b} on"
+
+
+@matrix.whole
+@pytest.mark.parametrize("layout", ["ep2, distributed", "ep4", "tp2_ep2", "ep2_pp2"])
+def test_fifty_steps_with_copies_of_hot_experts(trainer: Callable[[str], Trainer], layout: str) -> None:
+    """bf16 with fp32 main parameters."""
+    for a, b in copied(trainer("0.19.2"), layout, {}, 50)[::2]:
+        assert abs(a - b) <= 2 * DRIFT * abs(a)
+
+
 MC2 = {"ep2": (2, {"ep": 2}), "ep4": (4, {"ep": 4}), "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"]}
 
 
