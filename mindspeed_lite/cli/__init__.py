@@ -29,6 +29,7 @@ COMMANDS = {
     "schedule": "the pipeline schedule of a training command, drawn and simulated, beside other orders",
     "load": "how even the experts of a training were loaded, as a table and a picture",
     "balance": "what balancing experts would have gained in a training's recorded loads",
+    "balance-lengths": "what equal attention cost of data-parallel ranks would gain for a data set",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }
