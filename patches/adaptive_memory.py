@@ -105,6 +105,7 @@ FEATURE = Feature(
         Relation("recompute_norm", _CHOSEN_HERE),
         Relation("moe_zero_memory", "it gives up what is chosen here: leave its flag out"),
         Relation("swap_attention", "it moves what is chosen here: leave its flag out"),
+        Relation("balanced_moe_experts", "its copies of experts have not been trained with it"),
         Relation("pipeline_schedule", "its orders may delay weight gradients, which keeps their inputs"),
     ),
     not_auto=recompute.NOT_AUTO,

@@ -60,7 +60,7 @@ _DERIVED = ".token_dispatcher.permute_idx_device"
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
 # What one process asks for beside a feature.
-_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
+_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}, "adaptive_memory": {"memory_budget": 1.0}}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
