@@ -52,6 +52,7 @@ COVERED = {
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
+    r"python -m tools\.matrix_scripts .*": "tools/matrix_scripts.py",
     r"python -m benchmarks\.moe_record_load.*": "benchmarks/moe_record_load.py",
     r"make demo": "tests/demo/test_run.py::test_a_training_run_gives_its_log_and_its_own_peak_memory",
     r"make test": ".ci/run",

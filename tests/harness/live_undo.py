@@ -47,24 +47,37 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "tensor": (2, {**_DISTRIBUTED, **_EXPERTS, "tp": 2, "sp": True, "ep": 2, "etp": 1}, {}),
     "overlapped": (2, {**_OVERLAPPED, **_EXPERTS, "ep": 2}, {}),
 }
+# The same for `on_and_off`: a step of a pipeline cannot be cut in pieces here, and Megatron's own attention takes no
+# part of a context.
+_BY_NAME: dict[str, Any] = {"by_name": True, "layers": 4, "wgrad_fusion": True}
+TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "biases": (1, {"bias": True, "config": {"bias_dropout_fusion": True}}, {}),
+    "context": (2, {"cp": 2, **_BY_NAME}, {}),
+    "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
+    "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {"gradient_accumulation_fusion": True}),
+}
 # Losses of models whose operators round differently; see `core_trainings.DRIFT`.
 DRIFT = 2.0**-8
 # Where Megatron's dispatcher puts an index, as its configuration said when it was built; it may stand anywhere.
 _DERIVED = ".token_dispatcher.permute_idx_device"
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
+# What a feature has to be told besides: each of two ranks is a node.
+_TOLD: dict[str, dict[str, Any]] = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
 def host_args(layout: str) -> types.SimpleNamespace:
     """What Megatron's arguments would be for a training in this layout."""
-    _, options, more = LAYOUTS[layout]
+    _, options, more = {**LAYOUTS, **TRAINED_ALONE}[layout]
     config = options.get("config", {})
     values = {
         "transformer_impl": "local",
         "normalization": config.get("normalization", "RMSNorm"),
         "tensor_model_parallel_size": options.get("tp", 1),
-        "pipeline_model_parallel_size": 1,
+        "pipeline_model_parallel_size": options.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": options.get("vpp"),
+        "context_parallel_size": options.get("cp", 1),
         "expert_model_parallel_size": options.get("ep", 1),
         "expert_tensor_parallel_size": options.get("etp"),
         "sequence_parallel": options.get("sp", False),
@@ -76,7 +89,7 @@ def host_args(layout: str) -> types.SimpleNamespace:
         "bf16": True,
         "swiglu": True,
         "qk_l2_norm": options.get("qk_l2_norm", False),
-        "add_bias_linear": False,
+        "add_bias_linear": options.get("bias", False),
         "optimizer": "adam",
         **more,
     }
@@ -94,6 +107,7 @@ def _flags(features: Sequence[Feature]) -> dict[str, Any]:
     for each in reversed(features):
         if not each.is_enabled(_settings(found)):
             found[each.options[0].dest] = _value(each.options[0])
+        found |= _TOLD.get(each.name, {})
     return found
 
 
@@ -152,6 +166,7 @@ def _devices() -> Iterator[None]:
         "swap_optimizer": "_no_copy_engine",
         "swap_attention": "_why_not_here",
         "moe_wgrad_side_stream": "_why_not_here",
+        "moe_alltoall_mc2": "_why_not_here",
     }
     with contextlib.ExitStack() as stack:
         for patch, name in asked.items():
@@ -160,7 +175,8 @@ def _devices() -> Iterator[None]:
 
 
 def simulate() -> None:
-    """Lanes in the place of a device's streams."""
+    """Lanes in the place of a device's streams, messages in that of CANN's operators."""
+    simulated.alltoall_mc2()
     simulated.swap_optimizer()
     simulated.swap_attention()
     simulated.moe_wgrad_side_stream()
