@@ -28,10 +28,11 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
-from mindspeed_lite.engine import Context, Feature, Option, Settings, swaps
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
+_GATHERED, _SHARED = {"moe_token_dispatcher_type": "allgather"}, {"moe_shared_expert_intermediate_size": 64}
 _DISTRIBUTED = {"distributed_optimizer": True}
 _OVERLAPPED = {**_DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "no_sync": True}
 # Ranks, options of `core_loop`, and what a script's arguments would say beside.
@@ -46,6 +47,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "tensor": (2, {**_DISTRIBUTED, **_EXPERTS, "tp": 2, "sp": True, "ep": 2, "etp": 1}, {}),
     "overlapped": (2, {**_OVERLAPPED, **_EXPERTS, "ep": 2}, {}),
+    "gathered": (
+        2,
+        {**_OVERLAPPED, **_EXPERTS, "ep": 2, "moe": {**_EXPERTS["moe"], **_GATHERED, **_SHARED}},
+        {**_GATHERED, **_SHARED},
+    ),
 }
 # The same for `on_and_off`: a step of a pipeline cannot be cut in pieces here, and Megatron's own attention takes no
 # part of a context.
@@ -62,8 +68,8 @@ DRIFT = 2.0**-8
 _DERIVED = ".token_dispatcher.permute_idx_device"
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
-# What a feature has to be told besides: each of two ranks is a node.
-_TOLD: dict[str, dict[str, Any]] = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
+# What one process asks for beside a feature.
+_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
@@ -82,6 +88,7 @@ def host_args(layout: str) -> types.SimpleNamespace:
         "expert_tensor_parallel_size": options.get("etp"),
         "sequence_parallel": options.get("sp", False),
         "num_experts": options.get("experts"),
+        "moe_token_dispatcher_type": "alltoall",
         "use_distributed_optimizer": options.get("distributed_optimizer", False),
         "overlap_param_gather": options.get("overlap_param_gather", False),
         "overlap_grad_reduce": options.get("overlap_grad_reduce", False),
@@ -107,7 +114,7 @@ def _flags(features: Sequence[Feature]) -> dict[str, Any]:
     for each in reversed(features):
         if not each.is_enabled(_settings(found)):
             found[each.options[0].dest] = _value(each.options[0])
-        found |= _TOLD.get(each.name, {})
+            found.update(_BESIDE.get(each.name, {}))
     return found
 
 
@@ -143,7 +150,10 @@ def _reasons(features: list[Feature], layout: str) -> list[str]:
     for each in features:
         reasons += each.conflict_reasons(lambda name: getattr(given, name, None))
         with _devices():
-            reasons += each.condition(context) if each.condition is not None else ()
+            try:
+                reasons += each.condition(context) if each.condition is not None else ()
+            except OptionError as error:
+                reasons.append(str(error))
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
     return reasons
@@ -166,7 +176,6 @@ def _devices() -> Iterator[None]:
         "swap_optimizer": "_no_copy_engine",
         "swap_attention": "_why_not_here",
         "moe_wgrad_side_stream": "_why_not_here",
-        "moe_alltoall_mc2": "_why_not_here",
     }
     with contextlib.ExitStack() as stack:
         for patch, name in asked.items():
@@ -175,8 +184,7 @@ def _devices() -> Iterator[None]:
 
 
 def simulate() -> None:
-    """Lanes in the place of a device's streams, messages in that of CANN's operators."""
-    simulated.alltoall_mc2()
+    """Lanes in the place of a device's streams."""
     simulated.swap_optimizer()
     simulated.swap_attention()
     simulated.moe_wgrad_side_stream()
@@ -487,6 +495,10 @@ class Bench:
         self.during("built plain, during", training)
         self.take_back("built plain")
         self.after("built plain", training, True)
+        self.enable(feature)
+        training.step()
+        self.take_back("built plain, on again")
+        self.after("built plain, on again", training, True)
 
     def more_on_top(self, feature: Feature) -> None:
         self.enable(feature)
