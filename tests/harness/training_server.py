@@ -121,10 +121,10 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
             runpy.run_path(job["argv"][0], run_name="__main__")
     finally:
         (out / f"rank{rank}.json").write_text(json.dumps(history))
-        (out / f"rank{rank}.operators").write_text("\n".join(_called()))
+        (out / f"rank{rank}.operators").write_text("\n".join(called()))
 
 
-def _called() -> list[str]:
+def called() -> list[str]:
     """The operators of this library that something was computed with."""
     dispatch = sys.modules.get("mindspeed_lite.ops.dispatch")
     packages = {} if dispatch is None else {name: sys.modules.get(path) for name, path in dispatch.OPERATORS.items()}
