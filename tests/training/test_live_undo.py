@@ -59,10 +59,12 @@ def test_what_cannot_be_trained_here_says_why() -> None:
         each.name: live_undo.why_not(each, "tensor") for each in runtime.catalogue() if not live_undo.layout_of(each)
     }
     assert [*reasons] == [
+        "balance_sequence_lengths",
         "moe_alltoall_mc2",
         "moe_fb_overlap",
         "moe_tp_extend_ep",
         "pipeline_schedule",
+        "recompute_in_bubble",
         "schedules_method",
         "use_ascend_mc2",
     ]
