@@ -29,6 +29,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
+from mindspeed_lite.patches._shared import combined_schedule
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
@@ -156,6 +157,8 @@ def _reasons(features: list[Feature], layout: str) -> list[str]:
                 reasons.append(str(error))
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
+        if combined_schedule.ARGUMENT in (each.arguments(context) if each.arguments is not None else {}):
+            reasons.append("Megatron's combined schedule, which it turns on, leaves its own marks in a model")
     return reasons
 
 
