@@ -153,9 +153,7 @@ def _bytes(
         if each.name in ("copies", "both"):
             copied = each.copied * sizes.copy_bytes / len(record.steps)
             saved = each.stayed * sizes.token_bytes / ranks / len(record.steps)
-            word = (
-                "pay in bytes too" if saved > copied else "cost more bytes than they save and pay by products alone"
-            )
+            word = "pay in bytes too" if saved > copied else "cost more bytes than they save and pay by products alone"
             lines.append(
                 f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
                 f"less of tokens; copies {word}"
