@@ -267,7 +267,7 @@ def _exchanged(
         if name == "moe_alltoall_overlap_comm" and "moe_shared_expert_intermediate_size" in given["moe"]:
             # The place of the shared expert in the order of sums.
             given = _merged(given, {"moe": {"moe_shared_expert_overlap": True}})
-        common = {**MOE, "use_gradient_accumulation_fusion": True}
+        common: dict[str, Any] = {**MOE, "use_gradient_accumulation_fusion": True}
         if "cp" in given:
             common |= {**RING, "context_parallel_size": given["cp"]}
         if name == "moe_hierarchical_alltoallv":

@@ -99,7 +99,8 @@ class _Attention:
         """Seconds of forward and backward pass, and the pairs of query and key."""
         ends = batch["cu_seqlens"][0].unique()
         start = time.perf_counter()
-        out = packed.attention(*self.leaves, packed.Packing.of(ends), causal=True)
+        q, k, v = self.leaves
+        out = packed.attention(q, k, v, packed.Packing.of(ends), causal=True)
         torch.autograd.grad(out, self.leaves, self.dout)
         return time.perf_counter() - start, attention_pairs(ends.diff().tolist())
 
