@@ -82,8 +82,11 @@ def _why_not(context: Context) -> Sequence[str]:
         return []
     if name is None:
         raise OptionError(f"{NAME}: --pipeline-schedule-trace records an order: name it with --pipeline-schedule.")
-    if settings.get("pipeline_schedule_max_live") is not None and name != pipeline_orders.AUTOMATIC:
-        raise OptionError(f"{NAME}: --pipeline-schedule-max-live bounds zb-auto, not {name}: leave one out.")
+    is_bounded = name == pipeline_orders.AUTOMATIC or settings.get(pipeline_orders.IN_BUBBLE)
+    if settings.get("pipeline_schedule_max_live") is not None and not is_bounded:
+        raise OptionError(
+            f"{NAME}: --pipeline-schedule-max-live bounds zb-auto and --recompute-in-bubble, not {name}: leave one out."
+        )
     if context.host_args is None:
         return []
     if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
@@ -116,7 +119,7 @@ FEATURE = Feature(
         ),
         Option(
             "--pipeline-schedule-max-live",
-            help="zb-auto: the most chunk activations that a rank holds; as 1F1B's first rank if not given.",
+            help="zb-auto, --recompute-in-bubble: the most chunk activations a rank holds (ranks times chunks).",
             default=None,
             type=_positive,
             metavar="N",
@@ -135,6 +138,5 @@ FEATURE = Feature(
     enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
     conflicting_args=_LEFT_TO_MEGATRON,
     not_auto="Megatron's own schedule runs the same orders: choose another with its flag",
-    memory="not predicted: zero-bubble orders hold what weight gradients wait for",
     patches=(Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),),
 )

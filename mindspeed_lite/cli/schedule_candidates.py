@@ -22,6 +22,8 @@ _VALUES = ("--schedules-method", "--pipeline-schedule", "--pipeline-schedule-max
 _SWITCHES = (
     "--dualpipev-dw-detach", "--recompute-in-bubble", "--recompute-in-advance", "--overlap-moe-expert-parallel-comm",
 )  # fmt: skip
+# With these, DualPipeV puts weight gradients aside.
+_FUSED = frozenset(("--gradient-accumulation-fusion", "--mindspeed-lite-auto"))
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,8 @@ class Command:
         method = self.values.get("--schedules-method") or self.values.get("--pipeline-schedule", "")
         if method == "dualpipev":
             name = "dualpipev-dw-detach" if "--dualpipev-dw-detach" in self.switches else "dualpipev"
+            if name == "dualpipev" and not _FUSED.intersection(self.rest):
+                name = "dualpipev-whole"
         elif method:
             name = method
         elif "--overlap-moe-expert-parallel-comm" in self.switches:
@@ -220,8 +224,8 @@ def _in_advance(schedule: Schedule, training: planner.TrainingConfig, given: Giv
 def _in_bubble(schedule: Schedule, training: planner.TrainingConfig, given: Given) -> Schedule:
     if training.recompute_granularity == "full":
         raise OrderError(f"{schedule.name}{_IN_BUBBLE}: with --recompute-granularity full all is recomputed already")
-    predicted = pipeline_costs.costs(training, schedule.num_chunks, given.seconds, True)
-    return recompute_plan.in_bubble(schedule, costs=predicted)
+    # As a training finds it: for stages and steps that all take the same time.
+    return recompute_plan.in_bubble(schedule, given.max_live, costs.uniform(schedule.num_stages))
 
 
 _ADDED: Mapping[str, Callable[[Schedule, planner.TrainingConfig, Given], Schedule]] = {

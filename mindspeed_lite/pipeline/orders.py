@@ -97,10 +97,11 @@ def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
         yield weight_grad(0, microbatch)
 
 
-def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False) -> Iterator[Entry]:
+def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole: bool = False) -> Iterator[Entry]:
     """Yield DualPipeV on the V placement: chunk 0 goes down the ranks, chunk 1 up.
 
     dw_detach: split backwards at the end of the step, so that weight gradients run where gradients are waited for.
+    is_whole: split no backward at all, for models that cannot put weight gradients aside.
     """
     forwards, backwards, queued = (count(), count()), (count(), count()), deque[Step]()
     ranks, behind = shape.ranks, shape.ranks - rank - 1
@@ -121,8 +122,9 @@ def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False) -> Itera
         yield run_forward(0)
         yield run_forward(1)
     for _ in range(behind):
-        yield run_backward(1, is_split=True)
-        yield queued.popleft()
+        yield run_backward(1, is_split=not is_whole)
+        if queued:
+            yield queued.popleft()
         yield run_forward(1)
     for number in range(shape.microbatches - 2 * ranks + rank + 1):
         there, back = run_forward(0), run_backward(1)
@@ -233,6 +235,9 @@ ORDERS = {
     "dualpipev": NamedOrder("V placement, forward and backward overlapped", dualpipev, 2, _V, _why_not_dualpipev),
     "dualpipev-dw-detach": NamedOrder(
         "DualPipeV with weight gradients in the bubble", partial(dualpipev, dw_detach=True), 2, _V, _why_not_dualpipev
+    ),
+    "dualpipev-whole": NamedOrder(
+        "DualPipeV without weight gradients apart", partial(dualpipev, is_whole=True), 2, _V, _why_not_dualpipev
     ),
     "forward-only": NamedOrder("an evaluation", forward_only, 0, None),
     "forward-only-v": NamedOrder("an evaluation on the V placement", forward_only_v, 2, _V),

@@ -12,10 +12,10 @@ or before a later message of the global order, whatever comes first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from .costs import uniform
 from .simulate import simulate
@@ -32,16 +32,6 @@ class Transfer(NamedTuple):
     to_prev: Message | None = None
     from_prev: Message | None = None
     from_next: Message | None = None
-
-
-class TransferCall(NamedTuple):
-    """A transfer by the places of its tensors, -1 for none; `outputs`: of those sent, the ones to release then."""
-
-    to_next: int
-    to_prev: int
-    from_prev: int
-    from_next: int
-    outputs: tuple[int, ...]
 
 
 class BoundStep(NamedTuple):
@@ -63,41 +53,19 @@ class RankProgram:
     works: tuple[BoundStep, ...]
     transfers: tuple[tuple[Transfer, ...], ...]
 
-    @property
+    @cached_property
     def steps(self) -> tuple[Step, ...]:
         return tuple(work.step for work in self.works)
 
     @cached_property
-    def instructions(self) -> tuple[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int], ...]:
-        """The same for the executor, which has tensors in numbered places: (calls, kind, step, kept, takes, gives).
+    def distinct(self) -> tuple[BoundStep, ...]:
+        """One step of each kind and chunk."""
+        return tuple({work.step[:2]: work for work in self.works}.values())
 
-        calls: those before the step. kept: the place of its micro-batch and chunk. takes, gives: places of tensors; -1
-        is none, and a tensor for the rank itself is given to -2 - place. The last one holds the last calls alone.
-        """
-        numbers: dict[Message, int] = {}
-        for work in self.works:
-            for message in (work.takes, work.gives):
-                if message is not None:
-                    numbers.setdefault(message, len(numbers))
-        units: dict[tuple[int, int], int] = {}
-        found: list[tuple[tuple[TransferCall, ...], Kind | None, Step | None, int, int, int]] = []
-        for transfers, work in zip(self.transfers, self.works, strict=False):
-            calls = tuple(_call(each, numbers) for each in transfers)
-            unit = units.setdefault(work.step[1:], len(units))
-            gives = -1
-            if work.gives is not None:
-                place = numbers[work.gives]
-                gives = -2 - place if work.gives.source == work.gives.target else place
-            takes = -1 if work.takes is None else numbers[work.takes]
-            found.append((calls, work.step.kind, work.step, unit, takes, gives))
-        found.append((tuple(_call(each, numbers) for each in self.transfers[-1]), None, None, -1, -1, -1))
-        return tuple(found)
-
-
-def _call(transfer: Transfer, numbers: Mapping[Message, int]) -> TransferCall:
-    to_next, to_prev, from_prev, from_next = (-1 if each is None else numbers[each] for each in transfer)
-    outputs = [each for each in transfer[:2] if each is not None and each.payload is Payload.ACTIVATION]
-    return TransferCall(to_next, to_prev, from_prev, from_next, tuple(numbers[each] for each in outputs))
+    @cached_property
+    def functions(self) -> dict[Any, Any]:
+        """What `straight_line` has made of it, by form."""
+        return {}
 
 
 def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all") -> RankProgram:

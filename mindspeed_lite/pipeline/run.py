@@ -8,32 +8,41 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from . import straight_line
 from .program import RankProgram
-from .steps import Kind, Step
+from .steps import Step
 
-Wait = Callable[[], object]
 Hook = Callable[[], object]
 
 
 class Passes(Protocol):
-    """The computations of a rank. Tensors are whatever `Transport` carries; None stands for none."""
+    """The computations of a rank: each method returns the pass of one model chunk, which is then called as shown.
 
-    def forward(self, step: Step, received: Any) -> Any:
-        """Return the chunk's output for its input, None at the first stage of the model."""
+    Tensors are whatever `Transport` carries; None stands for none. releases: whether `release` does something.
+    """
 
-    def recompute(self, step: Step, received: Any) -> Any:
-        """Return the output once more, with everything that the backward pass needs."""
+    @property
+    def releases(self) -> bool: ...
 
-    def backward(self, step: Step, received: Any, output: Any, gradient: Any) -> Any:
-        """Return the gradient of the input; an INPUT_GRAD step leaves weight gradients for later."""
+    def forward(self, chunk: int) -> Callable[[int, Any], Any]:
+        """(micro-batch, input): the chunk's output. The input is None at the first stage of the model."""
 
-    def weight_grad(self, step: Step) -> None:
-        """Compute what the INPUT_GRAD step of the same chunk and micro-batch has left."""
+    def recompute(self, chunk: int) -> Callable[[int], object]:
+        """(micro-batch): bring back what its forward has not kept."""
+
+    def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        """(micro-batch, input, output, gradient of the output): the gradient of the input."""
+
+    def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        """Return the same, with the weight gradients left for later."""
+
+    def weight_grad(self, chunk: int) -> Callable[[int], object]:
+        """(micro-batch): compute what its `input_grad` has left."""
 
     def hand_over(self, output: Any) -> Any:
         """Return an output as the input of the next stage, which is on this rank."""
@@ -42,16 +51,19 @@ class Passes(Protocol):
         """Free the storage of an output that has been sent; its graph stays."""
 
 
-# What a call brought from the previous and from the next rank, and what to wait for where it has only begun: for what
-# it brought, and for what it sent.
-Exchanged = tuple[Any, Any, Wait | None, Wait | None]
-
-
 class Transport(Protocol):
-    """How tensors travel between neighbours."""
+    """How tensors travel between neighbours.
 
-    def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> Exchanged:
-        """Send what is not None and receive where asked to, all at once. Where it has only begun, it goes one way."""
+    `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None and receives where asked to, all at once.
+    It returns what came from the previous and from the next rank. is_async: it only begins, moves tensors one way, and
+    returns two more: functions that wait for what it brings and for what it sends, or None.
+    """
+
+    @property
+    def is_async(self) -> bool: ...
+
+    @property
+    def exchange(self) -> Callable[[Any, Any, bool, bool], tuple[Any, ...]]: ...
 
 
 @dataclass
@@ -85,81 +97,22 @@ def run(
     keep: hold inputs and outputs for backward passes, and release outputs once they are sent.
     before, after: what to call before and after the step at a place of the program.
     """
-    instructions = program.instructions
-    tensors: list[Any] = [None] * (2 * len(instructions))
-    kept: list[Any] = [None] * len(instructions)
-    waits: dict[int, Wait] = {}
-    sending: tuple[Wait | None, Sequence[Any]] = (None, ())
-    exchange, release = transport.exchange, passes.release
-
-    def finish() -> None:
-        """Wait for the last call that sends, and release what it has sent."""
-        nonlocal sending
-        wait, outputs = sending
-        sending = (None, ())
-        if wait is not None:
-            wait()
-        if keep:
-            for output in outputs:
-                release(output)
-
-    for index, (calls, kind, step, unit, takes, gives) in enumerate(instructions):
-        for to_next, to_prev, from_prev, from_next, outputs in calls:
-            ahead = behind = None
-            if to_next >= 0:
-                ahead = tensors[to_next]
-            if to_prev >= 0:
-                behind = tensors[to_prev]
-            got_prev, got_next, received, sent = exchange(ahead, behind, from_prev >= 0, from_next >= 0)
-            if from_prev >= 0:
-                tensors[from_prev] = got_prev
-            if from_next >= 0:
-                tensors[from_next] = got_next
-            if received is not None:
-                waits[from_prev if from_prev >= 0 else from_next] = received
-            if to_next >= 0 or to_prev >= 0:
-                if sending[0] is not None:
-                    finish()
-                if sent is not None:
-                    sending = (sent, [tensors[place] for place in outputs])
-                elif keep:
-                    for place in outputs:
-                        release(tensors[place])
-                tensors[to_next if to_next >= 0 else to_prev] = tensors[to_prev if to_prev >= 0 else to_next] = None
-        if step is None:
-            break
-        if index in before:
-            before[index]()
-        tensor = made = None
-        if takes >= 0:
-            tensor, tensors[takes] = tensors[takes], None
-            if takes in waits:
-                waits.pop(takes)()
-        begin = time.perf_counter() if trace is not None else 0.0
-        if kind is Kind.FORWARD:
-            made = passes.forward(step, tensor)
-            if keep:
-                kept[unit] = (tensor, made)
-        elif kind is Kind.WEIGHT_GRAD:
-            passes.weight_grad(step)
-        elif kind is Kind.RECOMPUTE:
-            tensor, _ = kept[unit]
-            kept[unit] = (tensor, passes.recompute(step, tensor))
-        else:
-            tensor_in, output = kept[unit]
-            kept[unit] = None
-            if sending[0] is not None and any(each is output for each in sending[1]):
-                finish()
-            made = passes.backward(step, tensor_in, output, tensor)
-            tensor_in = output = None
-        if trace is not None:
-            trace.done.append((step, begin, time.perf_counter()))
-        if index in after:
-            after[index]()
-        if gives >= 0:
-            tensors[gives] = made
-        elif gives < -1:
-            tensors[-2 - gives] = passes.hand_over(made) if kind is Kind.FORWARD else made
-            if keep and kind is Kind.FORWARD:
-                release(made)
-    finish()
+    form = straight_line.Form(
+        keep, passes.releases, transport.is_async, trace is not None, frozenset(before), frozenset(after)
+    )
+    function = straight_line.function(program, form)
+    bound = {
+        straight_line.pass_name(work): getattr(passes, straight_line.PASS_NAMES[work.step.kind])(work.step.chunk)
+        for work in program.distinct
+    }
+    function(
+        exchange=transport.exchange,
+        hand_over=passes.hand_over,
+        release=passes.release,
+        before=before,
+        after=after,
+        record=None if trace is None else trace.done.append,
+        now=time.perf_counter,
+        steps=program.steps,
+        **bound,
+    )

@@ -25,6 +25,7 @@ class SyncPlan:
     complete: the step after which all gradients of a chunk are there.
     reduced: step after which to start the reduction of a chunk -> the chunk.
     gathered: forward before which to start gathering a chunk's parameters -> the chunk.
+    places: where in the order something is due before or after a step, and the step.
     """
 
     chunks: int
@@ -32,6 +33,7 @@ class SyncPlan:
     complete: frozenset[Step]
     reduced: Mapping[Step, int]
     gathered: Mapping[Step, int]
+    places: Mapping[int, Step]
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
@@ -48,13 +50,12 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
         for index, step in enumerate(forwards)
         if step.microbatch == 0 and 1 < step.chunk + 1 < chunks and index >= rank
     }
-    return SyncPlan(
-        chunks,
-        frozenset({step.chunk: step for step in steps if step.kind in BACKWARDS}.values()),
-        frozenset(adding[index] for index in complete.values()),
-        {adding[index + rank]: chunk for chunk, index in complete.items() if index + rank < len(adding)},
-        gathered,
-    )
+    last_backward = frozenset({step.chunk: step for step in steps if step.kind in BACKWARDS}.values())
+    completing = frozenset(adding[index] for index in complete.values())
+    reduced = {adding[index + rank]: chunk for chunk, index in complete.items() if index + rank < len(adding)}
+    due = {*last_backward, *completing, *reduced, *gathered}
+    places = {place: step for place, step in enumerate(steps) if step in due}
+    return SyncPlan(chunks, last_backward, completing, reduced, gathered, places)
 
 
 class DataParallelSync:
@@ -75,15 +76,13 @@ class DataParallelSync:
         self._reduced: set[int] = set()
         self._held_back = contextlib.ExitStack()
 
-    def hooks(self, steps: Sequence[Step]) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
+    def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
         """Return what to call before and after steps, by their place."""
-        before: dict[int, Callable[[], None]] = {}
-        after: dict[int, Callable[[], None]] = {}
-        for place, step in enumerate(steps):
-            if step in self._closing or step in self._plan.gathered or step in self._plan.reduced:
-                before[place] = functools.partial(self.before, step)
-                after[place] = functools.partial(self.after, step)
-        return before, after
+        places = self._plan.places.items()
+        return (
+            {place: functools.partial(self.before, step) for place, step in places},
+            {place: functools.partial(self.after, step) for place, step in places},
+        )
 
     def begin(self) -> None:
         """Hold back reductions, and gather what the first forwards need."""

@@ -16,7 +16,7 @@ from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_progra
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import pipeline_orders
+from . import pipeline_orders, recomputed_units
 from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from .delayed_wgrads import DelayedWgrads
 from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
@@ -27,6 +27,7 @@ class PlannedStep:
 
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
+        self.recomputed = frozenset(step[1:] for step in program.steps if step.kind is Kind.RECOMPUTE)
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
         ahead = next((place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD), len(kinds))
@@ -109,11 +110,12 @@ def execute(
     )
     fully = config.num_microbatches_with_partial_activation_checkpoints
     if fully is not None and not forward_only:
-        this.checkpointed = {step: place >= fully for step, place in planned.place_in_window.items()}
+        this.checkpointed = {step[1:]: place >= fully for step, place in planned.place_in_window.items()}
     sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
     delays = pipeline_orders.delays_weight_gradients(session.settings) and not forward_only
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed)
+    recomputed = None if forward_only else recomputed_units.for_step(session, config, planned.recomputed)
+    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
     tensor_shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -127,7 +129,7 @@ def execute(
         p2p_communicator, tensor_shapes[0]
     )
     trace = None if forward_only else _trace(session, rank)
-    before, after = ({}, {}) if sync is None else sync.hooks(planned.program.steps)
+    before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
         sync.begin()
     run(planned.program, passes, transport, not forward_only, trace, before, after)

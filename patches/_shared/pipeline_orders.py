@@ -9,13 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from mindspeed_lite.engine import Context, OptionError
-from mindspeed_lite.pipeline import check, costs, orders, zero_bubble
+from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule, interleaved_placement, v_placement
 
 SCHEDULE = "pipeline_schedule"
 METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
+IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
+# Megatron's own order, with or without virtual stages.
+_MEGATRONS = "megatron's"
+# DualPipeV whose backwards are whole.
+WHOLE = "dualpipev-whole"
 # Megatron's own orders, and those of ours that run on its placement of layers.
 NAMES = ("1f1b", "interleaved", "zb-h1", AUTOMATIC)
 _ONE_CHUNK = ("1f1b", "zb-h1")
@@ -32,14 +37,23 @@ def parse_name(text: str) -> str:
 
 def name_of(settings: Mapping[str, Any]) -> str | None:
     """The order that is asked for."""
+    if settings.get(METHOD) and settings.get("dualpipev_dw_detach"):
+        return "dualpipev-dw-detach"
     if settings.get(METHOD):
-        return "dualpipev-dw-detach" if settings.get("dualpipev_dw_detach") else "dualpipev"
-    return settings.get(SCHEDULE)
+        # What puts weight gradients aside is the product that accumulates them.
+        is_fused = settings.get("use_gradient_accumulation_fusion") or settings.get("mindspeed_lite_auto")
+        return "dualpipev" if is_fused else WHOLE
+    return settings.get(SCHEDULE) or (_MEGATRONS if recomputes_in_steps(settings) else None)
+
+
+def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:
+    """Whether recomputation is a step of its own."""
+    return bool(settings.get(IN_BUBBLE) or settings.get(IN_ADVANCE))
 
 
 def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
     """Whether the order may have weight gradients as steps of their own."""
-    return name_of(settings) not in (None, "1f1b", "interleaved")
+    return name_of(settings) not in (None, "1f1b", "interleaved", WHOLE, _MEGATRONS)
 
 
 def chunks_of(context: Context) -> int | None:
@@ -69,21 +83,31 @@ def check_layout(context: Context) -> None:
 
 def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only: bool) -> Schedule:
     """Return the schedule of a step. Raises ValueError (one line) if there is none for this shape."""
+    if forward_only:
+        return orders.build("forward-only-v" if settings.get(METHOD) else "forward-only", shape)
+    found, alike = _base(settings, shape), costs.uniform(shape.ranks * shape.chunks)
+    # An order of the user's may say itself what is recomputed.
+    if found.recomputed:
+        return found
+    if settings.get(IN_BUBBLE):
+        return recompute_plan.in_bubble(found, settings.get("pipeline_schedule_max_live"), alike)
+    return recompute_plan.in_advance(found) if settings.get(IN_ADVANCE) else found
+
+
+def _base(settings: Mapping[str, Any], shape: PipelineShape) -> Schedule:
+    """The order that is named."""
     name = name_of(settings)
     assert name is not None
-    is_v = bool(settings.get(METHOD))
-    if forward_only:
-        return orders.build("forward-only-v" if is_v else "forward-only", shape)
+    if name == _MEGATRONS:
+        name = "interleaved" if shape.chunks > 1 else "1f1b"
     if name == AUTOMATIC:
         stages = costs.uniform(shape.ranks * shape.chunks)
         return zero_bubble.automatic(shape, stages, settings["pipeline_schedule_max_live"])
-    if is_v or name in NAMES:
+    if settings.get(METHOD) or name in NAMES:
         return orders.build(name, shape)
     schedule = check.load(name, shape)
-    if schedule.recomputed:
-        raise ValueError(
-            f"{name}: it has recomputations as steps, which are not executed: recompute with Megatron's flags"
-        )
+    if schedule.recomputed and not recomputes_in_steps(settings):
+        raise ValueError(f"{name}: it has recomputations as steps: add --recompute-in-advance or --recompute-in-bubble")
     if schedule.placement != interleaved_placement(shape.ranks, shape.chunks):
         has = "the V placement" if schedule.placement == v_placement(shape.ranks) else "another one"
         raise ValueError(f"{name}: the model is built on Megatron's placement of stages, and the order has {has}")

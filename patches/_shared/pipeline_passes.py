@@ -6,6 +6,7 @@ them is repeated here.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.pipeline.run import Exchanged
-from mindspeed_lite.pipeline.steps import Kind, Schedule, Step
+from mindspeed_lite.memory.recompute_ahead import RecomputedUnits
+from mindspeed_lite.pipeline.steps import Schedule
 
 from .data_parallel_sync import SyncPlan
 from .delayed_wgrads import DelayedWgrads
@@ -25,7 +26,7 @@ class TrainingStep:
     """What Megatron's loop hands to every forward pass of a training step, and what these return.
 
     models, iterators: those of each model chunk.
-    checkpointed: forwards that recompute all layers, where Megatron recomputes some micro-batches partially.
+    checkpointed: by (chunk, micro-batch), whether all layers are recomputed, where Megatron recomputes some partially.
     """
 
     forward_step_func: Callable[..., Any]
@@ -37,15 +38,16 @@ class TrainingStep:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
-    checkpointed: Mapping[Step, bool] = field(default_factory=dict)
+    checkpointed: Mapping[tuple[int, int], bool] = field(default_factory=dict)
     losses: list[Any] = field(default_factory=list)
     num_tokens: Any = None
 
 
 class MegatronPasses:
-    """The computations of a rank, by Megatron's functions.
+    """The computations of a rank, by Megatron's functions; what does not change between micro-batches is bound once.
 
     delayed: the weight gradients of each chunk, in orders that have steps for them.
+    recomputed: in orders that have steps for recomputation, what forwards leave to them.
     """
 
     def __init__(
@@ -56,76 +58,127 @@ class MegatronPasses:
         rank: int,
         plan: SyncPlan,
         delayed: Sequence[DelayedWgrads] = (),
+        recomputed: RecomputedUnits | None = None,
     ) -> None:
-        self._schedules, self._this, self._plan, self._delayed = schedules, this, plan, delayed
+        self._schedules, self._this = schedules, this
+        self._last_backward = {step.chunk: step.microbatch for step in plan.last_backward}
+        self._complete = {step.chunk: step.microbatch for step in plan.complete}
+        self._delayed, self._recomputed = delayed, recomputed
+        self.releases = bool(this.config.deallocate_pipeline_outputs)
         # Megatron numbers model chunks where there are several.
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         self._is_last = [stage == schedule.num_stages - 1 for stage in schedule.placement[rank]]
-        # Up to 0.16 it has a type of model too, which it does not read.
-        has_type = "model_type" in inspect.signature(schedules.backward_step).parameters
-        self._more = (schedules.get_model_type(this.models[0]),) if has_type else ()
+        has_type = _has_type(schedules.backward_step)
+        more = {"model_type": schedules.get_model_type(this.models[0])} if has_type else {}
+        self._backward_step = functools.partial(schedules.backward_step, **more, config=this.config)
 
-    def forward(self, step: Step, received: Any) -> Any:
-        this, chunk = self._this, step.chunk
-        is_first = self._schedules.check_first_val_step(this.first_val_step, this.forward_only, step.microbatch == 0)
-        output, num_tokens = self._schedules.forward_step(
-            this.forward_step_func,
-            this.iterators[chunk],
-            this.models[chunk],
-            this.num_microbatches,
-            received,
-            this.losses,
-            this.config,
-            cp_group_size=this.cp_size,
-            collect_non_loss_data=this.collect_non_loss_data,
-            checkpoint_activations_microbatch=this.checkpointed.get(step) if this.checkpointed else None,
-            is_first_microbatch=is_first,
-            current_microbatch=step.microbatch,
-            vp_stage=self._vp_stages[chunk],
-            is_last_stage=self._is_last[chunk],
+    def forward(self, chunk: int) -> Callable[[int, Any], Any]:
+        this, forward_step = self._this, self._schedules.forward_step
+        function, iterator, model = this.forward_step_func, this.iterators[chunk], this.models[chunk]
+        count, losses, config, cp_size = this.num_microbatches, this.losses, this.config, this.cp_size
+        collects, vp_stage, is_last = this.collect_non_loss_data, self._vp_stages[chunk], self._is_last[chunk]
+        fully = this.checkpointed
+        # What the loss is divided by at the end of the step; else nothing reads it.
+        num_tokens = this.num_tokens if config.calculate_per_token_loss else None
+        first, later = (
+            self._schedules.check_first_val_step(this.first_val_step, this.forward_only, is_first)
+            for is_first in (True, False)
         )
-        this.num_tokens += num_tokens
-        return output
 
-    def recompute(self, step: Step, received: Any) -> Any:
-        raise NotImplementedError(f"step {step}: recomputation is a step of no order here")
+        def forward(microbatch: int, received: Any) -> Any:
+            nonlocal num_tokens
+            output, tokens = forward_step(
+                function,
+                iterator,
+                model,
+                count,
+                received,
+                losses,
+                config,
+                cp_group_size=cp_size,
+                collect_non_loss_data=collects,
+                checkpoint_activations_microbatch=fully.get((chunk, microbatch)) if fully else None,
+                is_first_microbatch=later if microbatch else first,
+                current_microbatch=microbatch,
+                vp_stage=vp_stage,
+                is_last_stage=is_last,
+            )
+            if num_tokens is not None:
+                num_tokens += tokens
+            return output
 
-    def backward(self, step: Step, received: Any, output: Any, gradient: Any) -> Any:
-        found = self._schedules.backward_step(received, output, gradient, *self._more, self._this.config)
-        if self._delayed:
-            self._delayed[step.chunk].seal(step in self._plan.last_backward)
-            if step.kind is Kind.BACKWARD:
-                self._delayed[step.chunk].run(step in self._plan.complete)
-        return found
+        return forward if self._recomputed is None else self._recomputed.recording(forward, chunk)
 
-    def weight_grad(self, step: Step) -> None:
-        self._delayed[step.chunk].run(step in self._plan.complete)
+    def recompute(self, chunk: int) -> Callable[[int], None]:
+        assert self._recomputed is not None
+        return functools.partial(self._recomputed.recompute, chunk)
+
+    def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        split = self.input_grad(chunk)
+        if not self._delayed:
+            return split
+        weight_grad = self.weight_grad(chunk)
+
+        def backward(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
+            found = split(microbatch, received, output, gradient)
+            weight_grad(microbatch)
+            return found
+
+        return backward
+
+    def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        step, delayed = self._backward_step, self._delayed[chunk] if self._delayed else None
+        last = self._last_backward[chunk]
+
+        def input_grad(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
+            found = step(received, output, gradient)
+            if delayed is not None:
+                delayed.seal(microbatch == last)
+            return found
+
+        return input_grad
+
+    def weight_grad(self, chunk: int) -> Callable[[int], None]:
+        delayed, last = self._delayed[chunk], self._complete[chunk]
+
+        def weight_grad(microbatch: int) -> None:
+            delayed.run(microbatch == last)
+
+        return weight_grad
 
     def hand_over(self, output: Any) -> Any:
         return output.detach().requires_grad_(torch.is_grad_enabled())
 
     def release(self, output: Any) -> None:
-        self._schedules.deallocate_output_tensor(output, self._this.config.deallocate_pipeline_outputs)
+        self._schedules.deallocate_output_tensor(output, True)
+
+
+@functools.cache
+def _has_type(backward_step: Callable[..., Any]) -> bool:
+    """Whether it takes a type of model too, which it does not read: up to 0.16."""
+    return "model_type" in inspect.signature(backward_step).parameters
 
 
 class MegatronTransport:
-    """Messages by Megatron's communicator; `shape`: that of every tensor."""
+    """Messages by Megatron's communicator; `shape`: that of every tensor. A call returns when all of it is done."""
+
+    is_async = False
+
+    def __init__(self, communicator: Any, shape: Any) -> None:
+        self.exchange: Callable[..., tuple[Any, Any]] = functools.partial(
+            communicator.send_forward_backward_recv_forward_backward, tensor_shape=shape
+        )
+
+
+class OverlappedTransport:
+    """The same, but a call returns when it has begun. It moves tensors one way."""
+
+    is_async = True
 
     def __init__(self, communicator: Any, shape: Any) -> None:
         self._communicator, self._shape = communicator, shape
 
-    def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> Exchanged:
-        """Send and receive, and wait for all of it."""
-        got_prev, got_next = self._communicator.send_forward_backward_recv_forward_backward(
-            to_next, to_prev, recv_prev=from_prev, recv_next=from_next, tensor_shape=self._shape
-        )
-        return got_prev, got_next, None, None
-
-
-class OverlappedTransport(MegatronTransport):
-    """The same, but a call returns when it has begun. It moves tensors one way."""
-
-    def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> Exchanged:
+    def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> tuple[Any, ...]:
         """Begin to send and receive."""
         if to_next is not None or from_prev:
             tensor, handles = self._communicator.send_forward_recv_forward(

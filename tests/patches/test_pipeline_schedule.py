@@ -34,6 +34,13 @@ def test_it_applies_to_a_pipeline_and_auto_leaves_it_off():
     assert "same orders" in left_off
 
 
+def test_dualpipev_needs_the_fusion_where_it_puts_weight_gradients_aside():
+    off = {"use_gradient_accumulation_fusion": False, "schedules_method": "dualpipev"}
+    assert reasons(FEATURE, context(off)) == []
+    detached = reasons(FEATURE, context({**off, "dualpipev_dw_detach": True}))
+    assert "--gradient-accumulation-fusion is off" in detached[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "args", "text"),
     [

@@ -76,6 +76,15 @@ def test_dualpipev_is_the_published_one(name, expected):
     assert schedule.placement == v_placement(2) == ((0, 3), (1, 2))
 
 
+def test_dualpipev_without_weight_gradients_apart_is_the_same_order():
+    shape = PipelineShape(4, 10, 2)
+    whole, published = build("dualpipev-whole", shape), build("dualpipev", shape)
+    assert not whole.has_weight_grads and published.has_weight_grads
+    for rank in range(shape.ranks):
+        kept = [step for step in published.steps(rank) if step.kind is not Kind.WEIGHT_GRAD]
+        assert [step[1:] for step in whole.steps(rank)] == [step[1:] for step in kept]
+
+
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 7), (4, 10), (8, 20)])
 @pytest.mark.parametrize("detach", [False, True])
 def test_dualpipev_has_as_many_of_each_as_mindspeeds_table(ranks, microbatches, detach):

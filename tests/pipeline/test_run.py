@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_lite.pipeline import orders, recompute_plan, trace
+from mindspeed_lite.pipeline import orders, recompute_plan, straight_line, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
-from mindspeed_lite.pipeline.run import Exchanged, Trace, run
+from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule, Step
 
 TIMEOUT = 20.0
@@ -27,35 +29,53 @@ class Value:
 
 
 class Passes:
+    releases = True
+
     def __init__(self, schedule: Schedule, rank: int) -> None:
         self.schedule, self.rank = schedule, rank
         self.log: list[tuple[str, Step | Any]] = []
+        self.recomputed: set[tuple[int, int]] = set()
 
-    def _stage(self, step: Step) -> int:
-        return self.schedule.stage(self.rank, step.chunk)
+    def forward(self, chunk: int) -> Callable[[int, Value | None], Value]:
+        stage = self.schedule.stage(self.rank, chunk)
 
-    def forward(self, step: Step, received: Value | None) -> Value:
-        stage = self._stage(step)
-        assert (received is None) == (stage == 0)
-        assert received is None or received.content == ("activation", stage - 1, step.microbatch)
-        self.log.append(("forward", step))
-        return Value(("activation", stage, step.microbatch))
+        def forward(microbatch: int, received: Value | None) -> Value:
+            assert (received is None) == (stage == 0)
+            assert received is None or received.content == ("activation", stage - 1, microbatch)
+            self.log.append(("forward", Step(Kind.FORWARD, chunk, microbatch)))
+            return Value(("activation", stage, microbatch))
 
-    def recompute(self, step: Step, received: Value | None) -> Value:
-        self.log.append(("recompute", step))
-        return Value("recomputed")
+        return forward
 
-    def backward(self, step: Step, received: Value | None, output: Value, gradient: Value | None) -> Value:
-        stage = self._stage(step)
+    def recompute(self, chunk: int) -> Callable[[int], None]:
+        def recompute(microbatch: int) -> None:
+            self.log.append(("recompute", Step(Kind.RECOMPUTE, chunk, microbatch)))
+            self.recomputed.add((chunk, microbatch))
+
+        return recompute
+
+    def _backward(self, kind: Kind, chunk: int) -> Callable[[int, Value | None, Value, Value | None], Value]:
+        stage = self.schedule.stage(self.rank, chunk)
         is_last = stage == self.schedule.num_stages - 1
-        assert (gradient is None) == is_last
-        assert gradient is None or gradient.content == ("gradient", stage + 1, step.microbatch)
-        assert output.content in ("recomputed", None if not is_last else ("activation", stage, step.microbatch))
-        self.log.append(("backward", step))
-        return Value(("gradient", stage, step.microbatch))
 
-    def weight_grad(self, step: Step) -> None:
-        self.log.append(("weight_grad", step))
+        def backward(microbatch: int, received: Value | None, output: Value, gradient: Value | None) -> Value:
+            assert (gradient is None) == is_last
+            assert gradient is None or gradient.content == ("gradient", stage + 1, microbatch)
+            assert output.content == (None if not is_last else ("activation", stage, microbatch))
+            assert ((stage, microbatch) in self.schedule.recomputed) == ((chunk, microbatch) in self.recomputed)
+            self.log.append(("backward", Step(kind, chunk, microbatch)))
+            return Value(("gradient", stage, microbatch))
+
+        return backward
+
+    def backward(self, chunk: int) -> Callable[..., Value]:
+        return self._backward(Kind.BACKWARD, chunk)
+
+    def input_grad(self, chunk: int) -> Callable[..., Value]:
+        return self._backward(Kind.INPUT_GRAD, chunk)
+
+    def weight_grad(self, chunk: int) -> Callable[[int], None]:
+        return lambda microbatch: self.log.append(("weight_grad", Step(Kind.WEIGHT_GRAD, chunk, microbatch)))
 
     def hand_over(self, output: Value) -> Value:
         return Value(output.content)
@@ -104,7 +124,9 @@ class Transport:
             assert tensor.content is not None, "sent after it was released"
             self.links[self.rank, target].put(tensor.content)
 
-    def exchange(self, to_next: Value | None, to_prev: Value | None, from_prev: bool, from_next: bool) -> Exchanged:
+    def exchange(
+        self, to_next: Value | None, to_prev: Value | None, from_prev: bool, from_next: bool
+    ) -> tuple[Any, ...]:
         self._send(to_next, self.ahead)
         self._send(to_prev, self.behind)
         found = {
@@ -117,25 +139,22 @@ class Transport:
             for value, wait in found.values():
                 value.content = wait()
 
-        received = None
-        if found and self.is_async:
-            received = receive
-        elif found:
-            receive()
         sent = [each for each in (to_next, to_prev) if each is not None]
-        self.unfinished += sent if self.is_async else []
 
         def finish() -> None:
             for each in sent:
                 assert each.content is not None, "released before the call that sends it has ended"
                 self.unfinished.remove(each)
 
-        return (
-            found[self.behind][0] if from_prev else None,
-            found[self.ahead][0] if from_next else None,
-            received,
-            finish if self.is_async and sent else None,
+        got = tuple(
+            found[source][0] if wanted else None
+            for source, wanted in ((self.behind, from_prev), (self.ahead, from_next))
         )
+        if not self.is_async:
+            receive()
+            return got
+        self.unfinished += sent
+        return (*got, receive if found else None, finish if sent else None)
 
 
 def executed(schedule: Schedule, is_async: bool, keep: bool = True, traces: Path | None = None) -> list[Passes]:
@@ -210,3 +229,54 @@ def test_a_trace_has_a_line_for_every_step_and_is_appended_to(tmp_path: Path) ->
     lines = [json.loads(line) for line in record.path.read_text().splitlines()]
     assert lines[1] == {"rank": 3, "kind": "BI", "chunk": 1, "microbatch": 1, "begin": 0.5, "end": 0.75}
     assert len(lines) == 2 and record.done == []
+
+
+def test_a_program_is_lines_that_say_what_is_sent_taken_and_let_go() -> None:
+    program = compile_program(orders.build("1f1b", PipelineShape(2, 2)), 0)
+    form = straight_line.Form(True, True, False, False, frozenset({3}), frozenset())
+    assert straight_line.source(program, form).splitlines()[1:] == [
+        "    o1 = forward0(0, None)",
+        "    exchange(o1, None, False, False)",
+        "    release(o1)",
+        "    o2 = forward0(1, None)",
+        "    t3, _ = exchange(o2, None, True, False)",
+        "    release(o2)",
+        "    backward0(0, None, o1, t3)",
+        "    o1 = t3 = None",
+        "    t4, _ = exchange(None, None, True, False)",
+        "    before[3]()",
+        "    backward0(1, None, o2, t4)",
+        "    o2 = t4 = None",
+    ]
+    function = straight_line.function(program, form)
+    assert straight_line.function(program, form) is function
+    assert straight_line.function(program, form._replace(is_traced=True)) is not function
+
+
+def test_nothing_is_held_once_its_last_step_has_run() -> None:
+    """What a program still holds when its last pass runs is that pass's own."""
+    alive: weakref.WeakSet[Value] = weakref.WeakSet()
+
+    class Counting(Passes):
+        def weight_grad(self, chunk: int) -> Callable[[int], None]:
+            def weight_grad(microbatch: int) -> None:
+                if microbatch == 4:
+                    gc.collect()
+                    left.append(len(alive))
+
+            return weight_grad
+
+        def forward(self, chunk: int) -> Callable[[int, Value | None], Value]:
+            made = super().forward(chunk)
+
+            def forward(microbatch: int, received: Value | None) -> Value:
+                found = made(microbatch, received)
+                alive.add(found)
+                return found
+
+            return forward
+
+    left: list[int] = []
+    schedule = orders.build("zb-h1", PipelineShape(1, 5))
+    run(compile_program(schedule, 0), Counting(schedule, 0), Transport({}, 0, 1, False))
+    assert left == [0]

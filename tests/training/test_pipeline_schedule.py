@@ -20,7 +20,10 @@ PP2, VPP2 = {"pp": 2}, {"pp": 2, "vpp": 2, "layers": 4}
 # Number of processes, options; by what is new in it.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages": (2, PP2),
-    "two stages, tied, one micro-batch": (2, {**PP2, "tied": True, "micro_batches": 1}),
+    "two stages, tied, one micro-batch": (
+        2,
+        {**PP2, "tied": True, "micro_batches": 1, "config": {"calculate_per_token_loss": True}},
+    ),
     "two stages, reduced as it comes": (4, {**PP2, **SYNC, "overlap_param_gather": True}),
     "two stages, reduced without functions": (4, {**PP2, "overlap_grad_reduce": True, "no_sync": True}),
     "two stages, tensor parallel": (4, {**PP2, "tp": 2, "sp": True, "tied": True}),

@@ -72,15 +72,16 @@ def test_twenty_steps_on_real_text(trainer: Callable[[str], Trainer], layout: st
         assert abs(a - b) <= DRIFT * abs(a), f"step {step}: {a} on one stage, {b}"
 
 
-def test_what_is_executed_is_the_order_and_an_evaluation_loses_nothing(
+def test_without_the_fusion_backwards_are_whole_and_an_evaluation_loses_nothing(
     trainer: Callable[[str], Trainer], tmp_path: Path
 ) -> None:
-    options = {**BASE, "pp": 2, "vpp": 2, "steps": 2, "evaluate": True}
-    flags = {**V, "pipeline_schedule_trace": str(tmp_path)}
-    result = trainer("0.19.2").core("features", 2, options, flags=flags)
+    """Nothing puts weight gradients aside then. What is executed is the order."""
+    options = {**BASE, "steps": 2, "evaluate": True, "wgrad_fusion": False}
+    flags = {"strict": True, "schedules_method": "dualpipev", "pipeline_schedule_trace": str(tmp_path)}
+    result = trainer("0.19.2").core("features", 2, {**options, "pp": 2, "vpp": 2}, flags=flags)
     records = [each for path in sorted(tmp_path.glob("*.jsonl")) for each in trace.read(path)]
-    assert len(trace.training_steps(records, orders.build("dualpipev", PipelineShape(2, 5, 2)))) == 2
-    one = trainer("0.19.2").core("features", 1, {**BASE, "steps": 2, "evaluate": True}, flags=FUSION)
+    assert len(trace.training_steps(records, orders.build("dualpipev-whole", PipelineShape(2, 5, 2)))) == 2
+    one = trainer("0.19.2").core("device", 1, options)
     evaluated = [[loss for name, loss in each.history(0) if name == "evaluation"] for each in (result, one)]
     assert len(evaluated[0]) == 10
     for a, b in zip(*evaluated, strict=True):

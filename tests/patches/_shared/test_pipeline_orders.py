@@ -18,7 +18,9 @@ def test_names():
     assert pipeline_orders.parse_name("zb-h1") == "zb-h1" and pipeline_orders.parse_name("a.py:b") == "a.py:b"
     with pytest.raises(ValueError, match="one of 1f1b"):
         pipeline_orders.parse_name("zb-h7")
-    assert pipeline_orders.name_of(settings(schedules_method="dualpipev")) == "dualpipev"
+    fused = {"use_gradient_accumulation_fusion": True}
+    assert pipeline_orders.name_of(settings(schedules_method="dualpipev", **fused)) == "dualpipev"
+    assert pipeline_orders.name_of(settings(schedules_method="dualpipev")) == "dualpipev-whole"
     detached = settings(schedules_method="dualpipev", dualpipev_dw_detach=True)
     assert pipeline_orders.name_of(detached) == "dualpipev-dw-detach"
 
@@ -26,7 +28,9 @@ def test_names():
 def test_which_orders_have_weight_gradients_of_their_own():
     asked = [pipeline_orders.delays_weight_gradients(settings(name)) for name in (None, "1f1b", "interleaved", "zb-h1")]
     assert asked == [False, False, False, True]
-    assert pipeline_orders.delays_weight_gradients(settings(schedules_method="dualpipev"))
+    assert not pipeline_orders.delays_weight_gradients(settings(schedules_method="dualpipev"))
+    for more in ("use_gradient_accumulation_fusion", "mindspeed_lite_auto", "dualpipev_dw_detach"):
+        assert pipeline_orders.delays_weight_gradients(settings(schedules_method="dualpipev", **{more: True}))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,56 @@
+"""What a pipeline schedule recomputes, between Megatron's checkpoints and the executor that runs the steps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindspeed_lite.engine import Session
+from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
+
+from . import pipeline_orders
+
+_STATE = "recomputed_units"
+
+
+def of(session: Session) -> RecomputedUnits:
+    """The session's, which the feature's patch has made."""
+    stores_others = bool(session.settings.get(pipeline_orders.IN_BUBBLE))
+    return session.find(_STATE) or session.state(_STATE, lambda: RecomputedUnits(_snapshot, stores_others))
+
+
+def for_step(session: Session, config: Any, units: frozenset[Unit]) -> RecomputedUnits | None:
+    """What records `units` in a training step; None where no flag makes recomputation a step.
+
+    Raises ValueError if the model's configuration recomputes nothing that could be one.
+    """
+    if not pipeline_orders.recomputes_in_steps(session.settings):
+        return None
+    if config.recompute_granularity != "full":
+        raise ValueError(
+            "recompute_in_bubble: the model's configuration has no full recomputation, which steps could run: set "
+            "recompute_granularity to 'full', recompute_method to 'uniform' and recompute_num_layers to 1"
+        )
+    found = of(session)
+    found.begin(units)
+    return found
+
+
+def _snapshot() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Megatron's states of random numbers, and what its checkpoint does around a second run."""
+    from megatron.core.tensor_parallel import random
+
+    states = random._get_all_rng_states()
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        random._set_checkpointing()
+        try:
+            with random._fork_rng():
+                random._set_all_rng_states(*states)
+                yield
+        finally:
+            random._unset_checkpointing()
+
+    return restored

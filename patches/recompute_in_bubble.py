@@ -1,0 +1,102 @@
+"""`--recompute-in-bubble`, `--recompute-in-advance`: recomputation as steps of the pipeline schedule (ripipe).
+
+A recomputation needs its inputs alone, but Megatron runs it when the gradient has arrived. As a step before that it
+runs while a rank waits. `--recompute-in-advance` puts one before each backward of a model that recomputes all its
+layers, but those of the last stage, whose gradient is on the rank. `--recompute-in-bubble` is for a model that
+recomputes nothing: it recomputes the few micro-batches above a bound on chunk activations, in gaps of the schedule.
+
+Reaches Megatron's `tensor_parallel.checkpoint`. Its autograd function stays: it is given a function whose second run
+has been made already. Where the second flag stores a micro-batch, the checkpoint is a plain call. Leaves selective
+recomputation, evaluations and calls outside a schedule alone. `pipeline_schedule` executes the order.
+
+The same functions on the same inputs with the same random numbers: the bits of recomputation in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
+
+from ._shared import pipeline_orders, recomputed_units
+from ._shared.conflicts import CUDA_GRAPH_ARGS
+
+NAME = "recompute_in_bubble"
+_IN_BUBBLE, _IN_ADVANCE = pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE
+_FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+_CONFLICTING_ARGS = {
+    "distribute_saved_activations": "--distribute-saved-activations divides the inputs that are recomputed from",
+    "num_microbatches_with_partial_activation_checkpoints": (
+        "--num-microbatches-with-partial-activation-checkpoints chooses micro-batches itself"
+    ),
+    "fp8": "--fp8-format recomputes by Transformer Engine",
+    "fp4": "--fp4-format recomputes by Transformer Engine",
+    "cpu_offloading": "--cpu-offloading moves the inputs that are recomputed from",
+    **CUDA_GRAPH_ARGS,
+}
+
+
+def _checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    units = recomputed_units.of(session)
+
+    def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
+        return units.checkpoint(wrapped, function, (distribute_saved_activations,), args)
+
+    return checkpoint
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    settings = context.settings
+    if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
+        raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
+    if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings):
+        raise OptionError(
+            f"{NAME}: --recompute-in-bubble: {pipeline_orders.name_of(settings)} fills the bubble with weight "
+            "gradients: take 1f1b or interleaved."
+        )
+    if context.host_args is None:
+        return []
+    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
+        return ["--pipeline-model-parallel-size 1: one rank has no bubble"]
+    if settings[_IN_ADVANCE] and context.arg("recompute_granularity", None) != "full":
+        return ["--recompute-in-advance: nothing is recomputed: add --recompute-granularity full"]
+    return []
+
+
+def _arguments(context: Context) -> Mapping[str, Any]:
+    if not context.settings[_IN_BUBBLE] or context.host_args is None:
+        return {}
+    given = context.arg("recompute_granularity", None)
+    if given is not None:
+        raise OptionError(
+            f"{NAME}: --recompute-in-bubble chooses what is recomputed: leave out --recompute-granularity {given}"
+            + (", or take --recompute-in-advance." if given == "full" else ".")
+        )
+    return _FULL
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="recomputation as steps of the pipeline schedule, which run while a rank waits",
+    options=(
+        Option(
+            "--recompute-in-bubble", help="Recompute the micro-batches above a bound, in the bubble of the pipeline."
+        ),
+        Option(
+            "--recompute-in-advance", help="Recompute a micro-batch before its gradient arrives from the next stage."
+        ),
+    ),
+    numerics="bitwise",
+    theme="memory",
+    unsupported={"<0.16": "pipeline_schedule, which executes the steps, is not trained on a release before 0.16"},
+    condition=_why_not,
+    enabled=lambda settings: bool(settings.get(_IN_BUBBLE) or settings.get(_IN_ADVANCE)),
+    conflicting_args=_CONFLICTING_ARGS,
+    requires=(Relation(pipeline_orders.SCHEDULE, "it executes the steps"),),
+    conflicts=(Relation("swap_attention", "it moves the activations that are given up here"),),
+    not_auto="it trades speed for memory: enable it explicitly with its flag",
+    arguments=_arguments,
+    memory="not predicted by features: `mindspeed-lite schedule` predicts the order",
+    patches=(Override("megatron.core.tensor_parallel.random:checkpoint", _checkpoint),),
+)

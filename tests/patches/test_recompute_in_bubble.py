@@ -1,0 +1,128 @@
+"""`--recompute-in-bubble`, `--recompute-in-advance`: when they apply, and what they set."""
+
+from __future__ import annotations
+
+import pytest
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.patches import pipeline_schedule
+from mindspeed_lite.patches._shared import pipeline_orders
+from mindspeed_lite.patches.recompute_in_bubble import FEATURE
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.steps import Kind
+from tests.harness.processes import forked
+from tests.harness.swapped import is_swapped, reasons
+
+OFF = {
+    "recompute_in_bubble": False,
+    "recompute_in_advance": False,
+    "pipeline_schedule": None,
+    "pipeline_schedule_max_live": None,
+    "pipeline_schedule_trace": None,
+    "schedules_method": None,
+}
+IN_BUBBLE, IN_ADVANCE = {"recompute_in_bubble": True}, {"recompute_in_advance": True}
+FULL = {"recompute_granularity": "full"}
+
+
+def settings(*given):
+    return Settings({**OFF, **{name: value for each in given for name, value in each.items()}})
+
+
+def context(*given, **args):
+    return Context(settings(*given), "cpu", {}, {"pipeline_model_parallel_size": 2, **args})
+
+
+def test_it_turns_the_executor_on():
+    for each in (IN_BUBBLE, IN_ADVANCE):
+        assert FEATURE.is_enabled(settings(each)) and pipeline_schedule.FEATURE.is_enabled(settings(each))
+    assert not FEATURE.is_enabled(settings())
+    assert reasons(FEATURE, context(IN_BUBBLE)) == reasons(FEATURE, context(IN_ADVANCE, **FULL)) == []
+
+
+def test_in_the_bubble_every_layer_can_be_recomputed():
+    assert FEATURE.arguments(context(IN_BUBBLE))["recompute_granularity"] == "full"
+    assert FEATURE.arguments(context(IN_ADVANCE, **FULL)) == {}
+    with pytest.raises(OptionError, match="or take --recompute-in-advance"):
+        FEATURE.arguments(context(IN_BUBBLE, **FULL))
+    with pytest.raises(OptionError, match="leave out --recompute-granularity selective"):
+        FEATURE.arguments(context(IN_BUBBLE, recompute_granularity="selective"))
+
+
+@pytest.mark.parametrize(
+    ("given", "args", "text"),
+    [
+        (IN_BUBBLE, {"pipeline_model_parallel_size": 1}, "no bubble"),
+        (IN_ADVANCE, {}, "add --recompute-granularity full"),
+        (IN_ADVANCE, {**FULL, "distribute_saved_activations": True}, "--distribute-saved-activations"),
+        (IN_BUBBLE, {"fp8": "e4m3"}, "--fp8-format"),
+    ],
+)
+def test_when_it_is_skipped(given, args, text):
+    assert text in reasons(FEATURE, context(given, **args))[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ((IN_BUBBLE, IN_ADVANCE), "leave one out"),
+        ((IN_BUBBLE, {"pipeline_schedule": "zb-h1"}), "zb-h1 fills the bubble"),
+    ],
+)
+def test_flags_that_do_not_fit_each_other_are_one_line(given, text):
+    with pytest.raises(OptionError, match=text) as error:
+        reasons(FEATURE, context(*given))
+    assert "\n" not in str(error.value)
+
+
+def test_orders():
+    """Megatron's own one if none is named, with recomputations; an evaluation has none."""
+    shape = PipelineShape(2, 4, 2)
+    bubble = pipeline_orders.schedule_of(settings(IN_BUBBLE), shape, False)
+    assert bubble.name == "interleaved+recompute-in-bubble" and len(bubble.recomputed) == 1
+    tighter = pipeline_orders.schedule_of(settings(IN_BUBBLE, {"pipeline_schedule_max_live": 3}), shape, False)
+    assert len(tighter.recomputed) > 1
+    advance = pipeline_orders.schedule_of(settings(IN_ADVANCE), PipelineShape(2, 4), False)
+    assert advance.name == "1f1b+recompute-in-advance" and len(advance.recomputed) == 4
+    assert pipeline_orders.schedule_of(settings(IN_ADVANCE), shape, True).is_forward_only
+
+
+def test_an_order_of_the_users_says_itself_what_is_recomputed(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from mindspeed_lite.pipeline.steps import backward, forward, recompute\n"
+        "def mine(rank, shape):\n"
+        "    for microbatch in range(shape.microbatches):\n"
+        "        yield from (forward(0, microbatch), recompute(0, microbatch), backward(0, microbatch))\n"
+    )
+    own = {"pipeline_schedule": f"{file}:mine"}
+    found = pipeline_orders.schedule_of(settings(own, IN_ADVANCE), PipelineShape(2, 3), False)
+    assert [step.kind for step in found.steps(1)].count(Kind.RECOMPUTE) == 3
+    with pytest.raises(ValueError, match="add --recompute-in-advance"):
+        pipeline_orders.schedule_of(settings(own), PipelineShape(2, 3), False)
+
+
+@forked("megatron")
+def test_undo_restores_the_checkpoint_and_random_numbers_are_megatrons():
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.tensor_parallel import random
+
+    own = random.checkpoint
+    mindspeed_lite.enable(recompute_in_advance=True)
+    assert is_swapped("megatron.core.tensor_parallel.random:checkpoint")
+    random.model_parallel_cuda_manual_seed(3)
+    from mindspeed_lite.patches._shared.recomputed_units import _snapshot
+
+    torch.manual_seed(5)
+    restored, first = _snapshot(), torch.randn(3)
+    with restored():
+        assert random.is_checkpointing() and torch.equal(torch.randn(3), first)
+    assert not random.is_checkpointing()
+    # Outside a schedule it is Megatron's.
+    x = torch.ones(2, requires_grad=True)
+    tensor_parallel.checkpoint(torch.sin, False, x).sum().backward()
+    assert torch.equal(x.grad, torch.cos(torch.ones(2)))
+    assert mindspeed_lite.disable() == [] and not is_swapped("megatron.core.tensor_parallel.random:checkpoint")
+    assert random.checkpoint is own
