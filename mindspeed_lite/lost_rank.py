@@ -11,7 +11,7 @@ import re
 import traceback
 from types import FrameType
 
-# Who speaks, and what is said of a peer that ended or does not answer.
+# What speaks, and its words for a peer that ended or does not answer.
 _SPEAKERS = ("gloo", "nccl", "hccl", "tcpstore", "monitoredbarrier")
 _SIGNS = (
     "connection closed",
