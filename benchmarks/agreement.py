@@ -24,6 +24,7 @@ from typing import Any
 
 from tests.harness import checkouts
 from tests.harness.checkouts import ROOT
+from tests.harness.core_trainings import MOE, MOE_CONFIGURED
 from tests.harness.training import Trainer
 
 ALLOWED = 1.0
@@ -99,6 +100,46 @@ CONTEXT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2 ep2": (2, {"cp": 2, "experts": 4, "ep": 2}),
     "cp4 ep2": (4, {"cp": 4, "experts": 4, "ep": 2}),
 }
+DISTRIBUTED = {"distributed_optimizer": True, "overlap_param_gather": True}
+WHOLE_EXPERTS = {"tp": 2, "sp": True, "etp": 1}
+SHARED_EXPERT = {"moe": {"moe_shared_expert_intermediate_size": 64}}
+# Experts' tokens on their way, beside the same layout without the feature.
+EXCHANGE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "exchange ep2": (2, {"ep": 2}),
+    "exchange ep4": (4, {"ep": 4}),
+    "exchange ep2 tp2": (2, {"ep": 2, **WHOLE_EXPERTS}),
+    "exchange ep4 tp2": (4, {"ep": 4, **WHOLE_EXPERTS}),
+    "exchange ep2 pp2": (4, {"ep": 2, "pp": 2}),
+    "exchange ep4 pp2": (8, {"ep": 4, "pp": 2}),
+    "exchange ep2 pp2 vpp2": (4, {"ep": 2, **VPP}),
+    "exchange ep4 pp2 vpp2": (8, {"ep": 4, **VPP}),
+    "exchange ep2 cp2": (2, {"ep": 2, "cp": 2}),
+    "exchange ep4 cp2": (4, {"ep": 4, "cp": 2}),
+    "exchange ep2 distributed optimizer": (2, {"ep": 2, **DISTRIBUTED}),
+    "exchange ep4 distributed optimizer": (4, {"ep": 4, **DISTRIBUTED}),
+    "exchange ep2 shared expert": (2, {"ep": 2, **SHARED_EXPERT}),
+    "exchange ep2 mtp": (2, {"ep": 2, "config": {"mtp_num_layers": 1}}),
+}
+# Flags with the feature, options with it, and those on both sides.
+EXCHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "moe_fb_overlap": (
+        {"moe_fb_overlap": True},
+        {
+            "ddp_delay_wgrad_compute": True,
+            "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        },
+        {},
+    ),
+    "moe_alltoall_overlap_comm": ({"moe_alltoall_overlap_comm": True}, {}, {}),
+    "moe_allgather_overlap_comm": (
+        {"moe_allgather_overlap_comm": True},
+        {},
+        {"moe": {"moe_token_dispatcher_type": "allgather"}},
+    ),
+    "moe_zero_memory=level1": ({"moe_zero_memory": "level1"}, {}, {}),
+    "moe_hierarchical_alltoallv": ({"moe_hierarchical_alltoallv": True}, {}, {}),
+}
+EVERY_LAYOUT = {**LAYOUTS, **EXPERT_LAYOUTS, **CONTEXT_LAYOUTS, **EXCHANGE_LAYOUTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,14 +147,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agreement", description=(__doc__ or "").split(":")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--releases", nargs="+", default=["0.17.1", "0.19.2"], choices=checkouts.ALL)
-    every = {**LAYOUTS, **EXPERT_LAYOUTS, **CONTEXT_LAYOUTS}
     parser.add_argument(
         "--layouts",
         nargs="+",
         default=[*LAYOUTS, *EXPERT_LAYOUTS],
-        choices=[*every],
+        choices=[*EVERY_LAYOUT],
         metavar="LAYOUT",
-        help=f"of {', '.join(every)}; single and experts, which have the yardsticks, come with the others",
+        help=f"of {', '.join(EVERY_LAYOUT)}; single and experts, which have the yardsticks, come with the others",
     )
     parser.add_argument(
         "--features", nargs="+", default=[], metavar="FEATURE[=VALUE]", help="these alone, in each layout"
@@ -135,6 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _read(page: Path, steps: int) -> list[tuple[str, ...]]:
     """The cells of a page's rows."""
+    if not page.exists():
+        return []
     text = page.read_text()
     if f"--steps {steps} " not in text:
         raise SystemExit(f"{page} is of another number of steps than {steps}: give that, or leave --add out")
@@ -145,11 +187,12 @@ def _read(page: Path, steps: int) -> list[tuple[str, ...]]:
 
 def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
     """The layouts of these names, behind those of their yardsticks."""
-    every = {**LAYOUTS, **EXPERT_LAYOUTS, **CONTEXT_LAYOUTS}
     yardsticks = {
-        "experts" if "experts" in every[name][1] else "single" for name in names if "cp" not in every[name][1]
+        "experts" if "experts" in EVERY_LAYOUT[name][1] else "single"
+        for name in names
+        if name not in (*CONTEXT_LAYOUTS, *EXCHANGE_LAYOUTS)
     }
-    return {name: layout for name, layout in every.items() if name in yardsticks | set(names)}
+    return {name: layout for name, layout in EVERY_LAYOUT.items() if name in yardsticks | set(names)}
 
 
 def _measure(
@@ -161,6 +204,10 @@ def _measure(
         yardstick: list[float] = []
         for layout, (nproc, options) in layouts.items():
             options = {"steps": steps, "lr": 1e-3, "text": text, **options}
+            if layout in EXCHANGE_LAYOUTS:
+                for row in _exchanged(trainer, nproc, options, features):
+                    yield {"release": release, "layout": layout, **row}
+                continue
             if "experts" in options:
                 # Choices of experts flip where two are nearly as good: at the rate of the others, two trainings are
                 # soon as far apart as any two, and nothing is compared any more.
@@ -207,9 +254,46 @@ def _split(trainer: Trainer, nproc: int, options: dict[str, Any]) -> Iterator[di
         yield {"features": name, **_compared(off, on, marks)}
 
 
-def _yardstick(trainer: Trainer, nproc: int, options: dict[str, Any], off: list[float]) -> list[float]:
+def _exchanged(
+    trainer: Trainer, nproc: int, options: dict[str, Any], features: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Trainings with another exchange of experts' tokens beside the same without it."""
+    for name in features or EXCHANGES:
+        flags, with_it, always = EXCHANGES[name]
+        if name == "moe_fb_overlap" and "pp" in options and "vpp" not in options:
+            continue  # Megatron's combined schedule wants virtual stages.
+        given = _merged({"experts": 8, "wgrad_fusion": True, "overlap_grad_reduce": True}, options, always)
+        given = _merged({**given, "lr": 3e-4}, {"moe": MOE_CONFIGURED})
+        if name == "moe_alltoall_overlap_comm" and "moe_shared_expert_intermediate_size" in given["moe"]:
+            # The place of the shared expert in the order of sums.
+            given = _merged(given, {"moe": {"moe_shared_expert_overlap": True}})
+        common: dict[str, Any] = {**MOE, "use_gradient_accumulation_fusion": True}
+        if "cp" in given:
+            common |= {**RING, "context_parallel_size": given["cp"]}
+        if name == "moe_hierarchical_alltoallv":
+            flags = {**flags, "moe_node_size": given["ep"] // 2}
+        off = trainer.core("features", nproc, given, flags=common, timeout=900)
+        on = trainer.core("features", nproc, _merged(given, with_it), flags={**common, **flags}, timeout=900)
+        marks = None
+        if on.history() != off.history():
+            marks = _yardstick(trainer, nproc, given, _losses(off), flags=common)
+        yield {"features": name, **_compared(_losses(off), _losses(on), marks)}
+
+
+def _merged(*options: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for each in options:
+        for key, value in each.items():
+            found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
+    return found
+
+
+def _yardstick(
+    trainer: Trainer, nproc: int, options: dict[str, Any], off: list[float], flags: dict[str, Any] | None = None
+) -> list[float]:
     """After each step the largest distance from off of a training from weights that are moved by a rounding."""
-    nudged = [_losses(trainer.core("device", nproc, {**options, "nudge": seed}, timeout=900)) for seed in NUDGES]
+    arm, given = ("device", {}) if flags is None else ("features", {"flags": flags})
+    nudged = [_losses(trainer.core(arm, nproc, {**options, "nudge": seed}, timeout=900, **given)) for seed in NUDGES]
     return [max(abs(a - b) / a for b in others) for a, *others in zip(off, *nudged, strict=True)]
 
 
@@ -228,19 +312,20 @@ def _arms(layout: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     for name, options in alone.items():
         yield name, {name: True}, options
     together = [name for name in known if name not in NOT_TOGETHER]
-    merged: dict[str, Any] = {}
-    for name in together:
-        for key, value in known[name].items():
-            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else value
-    yield "all together", dict.fromkeys(together, True), merged
+    yield "all together", dict.fromkeys(together, True), _merged(*(known[name] for name in together))
 
 
-def _compared(off: list[float], on: list[float], marks: list[float]) -> dict[str, Any]:
-    """Largest relative distances, and the worst share of the yardstick's largest distance up to that step."""
+def _compared(off: list[float], on: list[float], marks: list[float] | None) -> dict[str, Any]:
+    """Largest relative distances, and the worst share of the yardstick's largest distance up to that step.
+
+    marks: None of two trainings that are equal in all bits, which need no yardstick.
+    """
+    ends = {"first": off[0], "last": off[-1], "on": on[-1]}
+    if marks is None:
+        return {**ends, "apart": None, "yardstick": None, "share": 0.0}
     distances = [abs(a - b) / a for a, b in zip(off, on, strict=True)]
     # In the first steps both are the noise of one rounding.
     share = max(each / max(*marks[: index + 1], 2.0**-12) for index, each in enumerate(distances))
-    ends = {"first": off[0], "last": off[-1], "on": on[-1]}
     return {**ends, "apart": max(distances), "yardstick": max(marks), "share": share}
 
 
@@ -260,12 +345,15 @@ def _text(folder: Path) -> str:
 def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['release']}  {row['layout']:22}  {row['features']:34}  {row['first']:.4f} -> {row['last']:.4f}  "
-        f"apart {row['apart']:.1e}  yardstick {row['yardstick']:.1e}  {row['share']:.2f} of it"
+        + ("bitwise" if row["apart"] is None else f"apart {row['apart']:.1e}  yardstick {row['yardstick']:.1e}  ")
+        + ("" if row["apart"] is None else f"{row['share']:.2f} of it")
     )
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     losses = f"{row['first']:.3f}, {row['last']:.3f}, {row['on']:.3f}"
+    if row["apart"] is None:
+        return (row["release"], row["layout"], row["features"], losses, "bitwise", "", "0.00")
     # Rounded up: what is just beyond the yardstick must not read as if it were within.
     numbers = f"{row['apart']:.1e}", f"{row['yardstick']:.1e}", f"{math.ceil(100 * row['share']) / 100:.2f}"
     return (row["release"], row["layout"], row["features"], losses, *numbers)
@@ -273,7 +361,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> str:
     """The newest release first, layouts in the order above."""
-    order = [*LAYOUTS, *EXPERT_LAYOUTS, *CONTEXT_LAYOUTS]
+    order = [*EVERY_LAYOUT]
     rows = sorted(rows, key=lambda row: (-checkouts.ALL.index(row[0]), order.index(row[1])))
     held = sum(float(row[-1]) <= ALLOWED for row in rows)
     found: dict[tuple[str, ...], list[str]] = {}

@@ -67,7 +67,7 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
     "cpu": (
         Configuration(
             "dense-medium", "4 layers, hidden 1024, sequence 1024, vocabulary 32,768", 1,
-            _model(4, 1024, 2816, 16, 1024, 32768, 4), "--all --repeats 3 --warmup 2 --steps 3",
+            _model(4, 1024, 2816, 16, 1024, 32768, 4), "--all --repeats 4 --warmup 2 --steps 3",
         ),
         Configuration(
             "dense-small-tp2-sp", "4 layers, hidden 512, sequence 512, tensor and sequence parallel over 2", 2,

@@ -126,8 +126,7 @@ def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: 
     for repeat in range(repeats + 1):
         for arm, training in trainings.items():
             training.zero()
-            # The other one is Megatron's own argument.
-            named = {BETWEEN: True} if feature == BETWEEN and arm == "on" else {}
+            named = {feature: True} if arm == "on" else {}
             with mindspeed_lite.enabled(**named):
                 dist.barrier()
                 exchange.take()

@@ -13,6 +13,7 @@ import json
 import os
 import shlex
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,8 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept = page.with_suffix("")
     kept.mkdir(parents=True, exist_ok=True)
     chosen = CONFIGURATIONS["cpu"]
-    # Commands and paths in reports are relative to it.
+    # Commands and paths in reports are relative to it; `python` in them is the one that runs this.
     os.chdir(ROOT)
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     code = 0
     for configuration in chosen:
         if not options.only or configuration.name in options.only:
@@ -72,8 +74,7 @@ def _measure(configuration: Configuration, kept: Path) -> int:
         ["bench", *bench_arguments(configuration), "--out", os.path.relpath(scratch), "--", *configuration.command()]
     )
     print(f"== {configuration.name}: {time.monotonic() - began:.0f} s", flush=True)
-    if (scratch / "report.json").is_file():
-        _keep(scratch, kept)
+    keep(scratch, kept)
     return code
 
 
@@ -84,13 +85,16 @@ def _measure_operators(kept: Path) -> int:
     shutil.rmtree(scratch, ignore_errors=True)
     print(f"== {OPERATORS}", flush=True)
     code = mindspeed_lite(["bench-ops", "--device", "cpu", "--out", os.path.relpath(scratch)])
-    if (scratch / "report.json").is_file():
-        _keep(scratch, kept)
+    keep(scratch, kept)
     return code
 
 
-def _keep(scratch: Path, kept: Path) -> None:
-    """What belongs beside the page: the report as data, as a page, and its plots."""
+def keep(scratch: Path, kept: Path) -> None:
+    """What belongs beside the page: the report as data, as a page, and its plots. A failed run replaces none."""
+    report = scratch / "report.json"
+    if not report.is_file() or not json.loads(report.read_text())["complete"]:
+        print(f"{kept.name} was not measured to its end: {kept} stays as it was", flush=True)
+        return
     shutil.rmtree(kept, ignore_errors=True)
     kept.mkdir(parents=True)
     for path in scratch.iterdir():
@@ -135,7 +139,29 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
                     lines += [f"![{plot.partition('.')[0]}]({kept.name}/{configuration.name}/{plot})", ""]
     if (kept / OPERATORS / "report.md").is_file():
         lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
+        lines += _behind(json.loads((kept / OPERATORS / "report.json").read_text()))
     return "\n".join(lines)
+
+
+def _behind(report: Mapping[str, Any]) -> list[str]:
+    """The cases in which a contender was faster beyond the noise."""
+    rows = [
+        f"| {row['operator']} | {row['case']}, {row['direction']} | {each['name']} | {each['ratio']:.2f}x |"
+        for row in report["rows"]
+        for each in row["contenders"]
+        if each["ratio"] is not None and each["ratio_high"] < 1
+    ]
+    if not rows:
+        return []
+    return [
+        f"Another contender was faster in {len(rows)} comparisons. Training runs both passes; evaluation and",
+        "recomputation run forward alone.",
+        "",
+        "| Operator | Case | Faster | Its time over ours |",
+        "| --- | --- | --- | --- |",
+        *rows,
+        "",
+    ]
 
 
 def _command(report: Mapping[str, Any]) -> str:

@@ -54,7 +54,6 @@ def refuse_what_is_not_here(args: Any) -> None:
         "--fim-data": bool(args.fim_data),
         "--sft": bool(args.sft),
         "--hybrid-context-parallel": bool(getattr(args, "hybrid_context_parallel", False)),
-        "--dataloader-inter-document-masking": bool(getattr(args, "dataloader_inter_document_masking", False)),
     }
     asked = [flag for flag, given in absent.items() if given]
     if asked:
@@ -67,8 +66,15 @@ def use_compiled_dataset_helpers() -> None:
         datasets.compile_helpers = lambda: None
 
 
+def separates_documents() -> bool:
+    """Whether documents of a sample do not see each other: every stage is told where they end (from 0.19 on)."""
+    return bool(getattr(get_args(), "dataloader_inter_document_masking", False))
+
+
 def holds_tokens(vp_stage: int | None) -> bool:
     """Whether this pipeline stage embeds tokens, predicts several or computes the loss; the others need no data."""
+    if separates_documents():
+        return True
     where = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     if mpu.is_pipeline_first_stage(**where) or mpu.is_pipeline_last_stage(**where):
         return True
@@ -97,6 +103,9 @@ def model_provider(
     args = get_args()
     refuse_what_is_not_here(args)
     config = config or core_transformer_config_from_args(args)
+    if separates_documents():
+        # A micro-batch of several samples is one row then, and not of the shape that stages expect.
+        config.variable_seq_lengths = True
     how: dict[str, Any] = {
         "use_transformer_engine": args.transformer_impl == "transformer_engine",
         "normalization": args.normalization,
@@ -146,6 +155,7 @@ def datasets_provider(
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        **({"inter_document_masking": True} if separates_documents() else {}),
     )
     dataset = MockGPTDataset if args.mock_data else GPTDataset
 
@@ -165,6 +175,8 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
     names = {"tokens": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "loss_mask": torch.float32}
     if get_args().create_attention_mask_in_dataloader:
         names["attention_mask"] = torch.bool
+    if separates_documents():
+        names |= {"cu_seqlens": torch.int32, "max_seqlen": torch.int32}
     batch: Batch = dict.fromkeys((*names, "attention_mask"))
     if holds_tokens(vp_stage):
         data = next(data_iterator) if data_iterator is not None else None
@@ -172,11 +184,28 @@ def get_batch(data_iterator: Iterator[Batch] | None, vp_stage: int | None) -> Ba
             keys = [name for name, its_dtype in names.items() if its_dtype == dtype]
             batch |= tensor_parallel.broadcast_data(keys, data, dtype)
     # From 0.18 on it also knows contexts of changing size, and asks whether this is one.
-    hybrid = (
-        {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
-    )
-    own: Batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **hybrid)
+    how = {"is_hybrid_cp": False} if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters else {}
+    if separates_documents():
+        from megatron.core.utils import flatten_batch_for_packed_sequences
+
+        batch = flatten_batch_for_packed_sequences(batch)
+        how["use_per_sequence_balancing"] = True
+    own: Batch = get_batch_on_this_cp_rank(batch, cp_group=mpu.get_context_parallel_group(), **how)
     return own
+
+
+def ends_of_documents(batch: Batch) -> dict[str, Any]:
+    """What tells attention where documents end, if they are separated."""
+    ends, longest = batch.get("cu_seqlens"), batch.get("max_seqlen")
+    if ends is None or longest is None:
+        return {}
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    ends, tokens = ends.squeeze(0), int(longest)
+    update_seqlen_stats_from_cu_seqlens(ends)
+    lengths = {"cu_seqlens_q": ends, "cu_seqlens_kv": ends, "max_seqlen_q": tokens, "max_seqlen_kv": tokens}
+    return {"packed_seq_params": PackedSeqParams(qkv_format="thd", **lengths, tokens_per_sample=get_args().seq_length)}
 
 
 def loss_func(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
@@ -199,7 +228,13 @@ def forward_step(
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timer.stop()
     run = get_attr_wrapped_model(model, "build_schedule_plan") if return_schedule_plan else model
-    output = run(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    output = run(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        **ends_of_documents(batch),
+    )
     return output, partial(loss_func, batch["loss_mask"])
 
 

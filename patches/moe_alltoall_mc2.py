@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
-from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts
-from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
+from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "moe_alltoall_mc2"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 _OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 
@@ -55,19 +54,16 @@ def product_of(session: Session) -> Callable[..., Any] | None:
 
 
 def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    send = _dispatcher_call(wrapped, session)
+
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state(session)
-        state.is_dispatcher_call = True
-        try:
-            found = wrapped(self, *args, **kwargs)
-        finally:
-            state.is_dispatcher_call = False
+        state, found = _state(session), send(self, *args, **kwargs)
         # Behind the dispatcher's own wait for these numbers.
         received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
         counts = ExpertCounts(
             self.routing_map.sum(0).tolist(), [*map(int, torch.as_tensor(received).flatten().tolist())]
         )
-        rows = self.routing_map.shape[0] * self.config.moe_router_topk
+        rows = RowsOfRank.of_group(counts, self.ep_group, self.routing_map.device)
         state.exchange = AlltoAllMC2(self.ep_group, counts, rows, session.fallback_of(NAME))
         state.left = 2
         return found
@@ -96,25 +92,17 @@ def _check_exchanged(state: _State) -> None:
 
 
 def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    run = _dispatcher_call(wrapped, session)
+
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state(session)
-        _check_exchanged(state)
-        state.is_dispatcher_call = True
-        try:
-            return wrapped(self, *args, **kwargs)
-        finally:
-            state.is_dispatcher_call = False
+        _check_exchanged(_state(session))
+        return run(self, *args, **kwargs)
 
     return combine_preprocess
 
 
-def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def all_to_all(group: Any, input_: Any, *more: Any, **named: Any) -> Any:
-        if _state(session).is_dispatcher_call and input_.dim() == 2:
-            return input_
-        return wrapped(group, input_, *more, **named)
-
-    return all_to_all
+def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
+    return call.rows if _state(session).is_dispatcher_call and call.rows.dim() == 2 else None
 
 
 def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -177,8 +165,8 @@ FEATURE = Feature(
     condition=_why_not,
     conflicting_args={
         **CUDA_GRAPH_ARGS,
-        "moe_expert_capacity_factor": "--moe-expert-capacity-factor: ranks send different numbers of rows, by which "
-        "the operators are chosen",
+        "moe_expert_capacity_factor": "--moe-expert-capacity-factor: dropped and padded rows have never been sent "
+        "through the operators",
         "moe_apply_probs_on_input": "--moe-apply-probs-on-input weighs rows before they have arrived",
         "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm takes exchange and products apart",
     },
@@ -195,19 +183,17 @@ FEATURE = Feature(
             f"{_DISPATCHER}.token_dispatch",
             _dispatch,
             reads=(
-                "config",
                 "ep_group",
                 "num_global_tokens_per_local_expert",
                 "num_local_experts",
                 "output_splits",
                 "routing_map",
-                f"{CONFIG}.moe_router_topk",
             ),
         ),
         Around(f"{_DISPATCHER}.dispatch_postprocess", _dispatcher_call),
         Around(f"{_DISPATCHER}.combine_preprocess", _after_experts),
         Around(f"{_DISPATCHER}.token_combine", _dispatcher_call),
-        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all, order=1),
-        Override(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
+        moe.all_to_all_patch(_all_to_all, order=1),
+        Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
     ),
 )

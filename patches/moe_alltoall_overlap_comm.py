@@ -18,10 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
-from ._shared import expert_messages
+from ._shared import expert_messages, moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = expert_messages.ALLTOALL
@@ -35,24 +35,12 @@ def _state(session: Session) -> expert_messages.MessageState:
     return found
 
 
-def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def all_to_all(
-        group: Any,
-        input_: Any,
-        output_split_sizes_: Any = None,
-        input_split_sizes: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        state = _state(session)
-        if state.is_dispatch is None or group.size() == 1:
-            return wrapped(group, input_, output_split_sizes_, input_split_sizes, *more, **named)
-        received, sent = (
-            None if each is None else [*map(int, each)] for each in (output_split_sizes_, input_split_sizes)
-        )
-        return issue(input_, AllToAll(received, sent, group), state.messages, state.is_dispatch)
-
-    return all_to_all
+def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
+    state = _state(session)
+    if state.is_dispatch is None or call.group.size() == 1:
+        return None
+    received, sent = (None if each is None else [*map(int, each)] for each in (call.received, call.sent))
+    return issue(call.rows, AllToAll(received, sent, call.group), state.messages, state.is_dispatch)
 
 
 def _behind(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -130,7 +118,7 @@ FEATURE = Feature(
     patches=(
         Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
         Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
-        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all),
+        moe.all_to_all_patch(_all_to_all),
         Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
         Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
         Around(f"{_DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),

@@ -5,7 +5,10 @@ exchange, weight gradients beside the dispatch, experts beside the dispatch's ba
 schedule since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too. It hides little without
 weight gradients that wait, which it has for Transformer Engine alone. MindSpeed's flag turns both on: this sets
 Megatron's argument before validation, and turns on `delay_wgrad_compute`, whose linear layers are those of the local
-implementation. Nothing else is changed.
+implementation.
+
+Reaches `TransformerLayerSchedulePlan.run`, which gets layers whose parts issue messages as soon as what they read is
+there. Leaves the schedule of micro-batches and every computation alone.
 """
 
 from __future__ import annotations
@@ -15,18 +18,17 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option
 
-from ._shared import combined_schedule
+from ._shared import combined_schedule, early_issue
 from ._shared.combined_schedule import ARGUMENT
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    if context.host_args is None:
-        return [f"in Python, set {ARGUMENT}=True in the configuration yourself, and enable delay_wgrad_compute"]
-    return combined_schedule.why_not(context)
+    # In Python the configuration says what its owner has set, when the model is built.
+    return [] if context.host_args is None else combined_schedule.why_not(context)
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
-    return {ARGUMENT: True}
+    return {} if context.host_args is None else {ARGUMENT: True}
 
 
 FEATURE = Feature(
@@ -40,10 +42,9 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    memory="not predicted: two micro-batches are under way, and what weight gradients wait for stays",
     unsupported=combined_schedule.UNSUPPORTED,
     condition=_why_not,
     not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
     arguments=_arguments,
-    patches=(),
+    patches=(early_issue.PATCH,),
 )

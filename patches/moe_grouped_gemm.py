@@ -59,10 +59,12 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
         given_up = moe_zero_memory.taken(session, permuted_local_hidden_states)
-        reasons = getattr(self, _REASONS, None)
+        # Of a module: `self` may be a proxy of one call.
+        first = self.local_experts[0]
+        reasons = getattr(first, _REASONS, None)
         if reasons is None:
             reasons = _cannot(self)
-            session.mark(self, _REASONS, reasons)
+            session.mark(first, _REASONS, reasons)
             if reasons:
                 session.fallback(FEATURE.name, "; ".join(reasons))
         if reasons:
@@ -90,7 +92,7 @@ def _together(
     fc1 = [expert.linear_fc1 for expert in experts]
     fc2 = [expert.linear_fc2 for expert in experts]
     for layer in (*fc1, *fc2):
-        _before_call(layer)
+        moe.before_call(layer)
 
     def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
         # What Megatron's MLP does between its two linear layers.
@@ -116,16 +118,6 @@ def _together(
         given_up.release(hidden, x, out, lambda: grouped_matmul(hidden, weights, counts, fc1_biases))
     checkpoint.discard_output_and_register_recompute(out)
     return _finish(fc2, out, counts, probs)
-
-
-def _before_call(layer: Any) -> None:
-    """No linear layer is called, and Megatron waits for gathered parameters (--overlap-param-gather) before such calls.
-
-    Hooks that are one half of a pair are left alone.
-    """
-    if not layer._forward_hooks:
-        for hook in layer._forward_pre_hooks.values():
-            hook(layer, ())
 
 
 def _has_moe_act(config: Any) -> bool:
@@ -236,7 +228,10 @@ def _cannot(module: Any) -> list[str]:
         )
         or any(type(layer) not in (ColumnParallelLinear, RowParallelLinear) for layer in layers),
         "experts whose weights are distributed further": any(getattr(each, "gtp_remat_size", 1) > 1 for each in layers),
-        "a frozen weight": any(not layer.weight.requires_grad for layer in layers),
+        # A copy of another rank's weight is no parameter (--balanced-moe-experts).
+        "a frozen weight": any(
+            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in layers
+        ),
         "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
     }
     return [reason for reason, holds in reasons.items() if holds]

@@ -20,12 +20,12 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
+from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "moe_hierarchical_alltoallv"
 NODE_SIZE = "moe_node_size"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 # Where Megatron keeps what `permute` gave for `unpermute`.
 _ROUTE = "reversed_local_input_permutation_mapping"
 
@@ -59,8 +59,7 @@ def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
         made[group] = None
         try:
             if size is not None:
-                found = made[group] = NodeGroups(group, size)
-                session.on_end(found.close)
+                made[group] = NodeGroups(group, size)
         except ValueError as error:
             session.fallback(NAME, f"{error}: tokens take one all-to-all")
     return made[group]
@@ -78,52 +77,16 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return dispatch_preprocess
 
 
-def _copied(
-    nodes: NodeGroups, tokens: Any, routing_map: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool
-) -> tuple[Any, Any, Route]:
+def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
     """Rows for nodes, the probabilities of their pairs, and the way."""
-    if drop_and_pad:
-        routing_map = padded_map(routing_map, num_out_tokens // routing_map.shape[1])
+    nodes = _state(session).nodes
+    if nodes is None:
+        return None
+    routing_map = call.routing_map
+    if call.drop_and_pad:
+        routing_map = padded_map(routing_map, call.num_out_tokens // routing_map.shape[1])
     route = route_of(routing_map, nodes)
-    return spread(tokens, route.tokens.to_nodes), spread(probs.reshape(-1), route.probs.to_nodes), route
-
-
-def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def permute(
-        tokens: Any,
-        routing_map: Any,
-        probs: Any = None,
-        num_out_tokens: Any = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-        tokens_per_expert: Any = None,
-        align_size: int = 0,
-    ) -> Any:
-        nodes = _state(session).nodes
-        given = (tokens, routing_map, probs, num_out_tokens)
-        if nodes is None:
-            return wrapped(*given, fused, drop_and_pad, tokens_per_expert, align_size)
-        return *_copied(nodes, *given, drop_and_pad), None, tokens_per_expert
-
-    return permute
-
-
-def _permute_of_three(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def permute(
-        tokens: Any,
-        routing_map: Any,
-        probs: Any = None,
-        num_out_tokens: Any = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-    ) -> Any:
-        nodes = _state(session).nodes
-        given = (tokens, routing_map, probs, num_out_tokens)
-        if nodes is None:
-            return wrapped(*given, fused, drop_and_pad)
-        return _copied(nodes, *given, drop_and_pad)
-
-    return permute
+    return spread(call.tokens, route.tokens.to_nodes), spread(call.probs.reshape(-1), route.probs.to_nodes), route
 
 
 def _during(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
@@ -142,23 +105,13 @@ def _during(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callab
     return make
 
 
-def _all_to_all(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def all_to_all(
-        group: Any,
-        input_: Any,
-        output_split_sizes_: Any = None,
-        input_split_sizes: Any = None,
-        *more: Any,
-        **named: Any,
-    ) -> Any:
-        state = _state(session)
-        if state.route is None:
-            return wrapped(group, input_, output_split_sizes_, input_split_sizes, *more, **named)
-        if not state.is_dispatch:
-            return collect(input_, state.route.tokens)
-        return spread(input_, state.route.probs if input_.dim() == 1 else state.route.tokens)
-
-    return all_to_all
+def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
+    state = _state(session)
+    if state.route is None:
+        return None
+    if not state.is_dispatch:
+        return collect(call.rows, state.route.tokens)
+    return spread(call.rows, state.route.probs if call.rows.dim() == 1 else state.route.tokens)
 
 
 def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -233,10 +186,9 @@ FEATURE = Feature(
         Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess, reads=("ep_group",)),
         Around(f"{_DISPATCHER}.token_dispatch", _during(True), reads=(_ROUTE,)),
         Around(f"{_DISPATCHER}.token_combine", _during(False), reads=(_ROUTE,)),
-        Override("megatron.core.tensor_parallel.mappings:all_to_all", _all_to_all, order=1),
+        moe.all_to_all_patch(_all_to_all, order=1),
         # Outside of --moe-permute-fusion, which serves the calls that are not this dispatcher's.
-        Override(f"{_UTILS}:permute", _permute, versions=">=0.17", order=1),
-        Override(f"{_UTILS}:permute", _permute_of_three, versions="<0.17", order=1),
-        Override(f"{_UTILS}:unpermute", _unpermute, order=1),
+        *moe.permute_patches(_permute, order=1),
+        Override(f"{moe.UTILS}:unpermute", _unpermute, order=1),
     ),
 )

@@ -20,7 +20,6 @@ from mindspeed_lite.ops.permute import reference
 from ._shared import moe
 from ._shared.until_end import config_field
 
-_UTILS = "megatron.core.transformer.moe.moe_utils"
 # What TransformerConfig looks for.
 _NAMES = (
     "fused_permute",
@@ -43,9 +42,11 @@ def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> i
     return num_out_tokens // rows
 
 
-def _permuted(session: Session, plain: Callable[..., Any], given: Sequence[Any]) -> Any:
-    """The operator on Megatron's arguments; `plain` is Megatron's function of the first five in its unfused form."""
-    tokens, routing_map, probs, num_out_tokens, drop_and_pad = given
+def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
+    """The operator's answer to a call of the fused form; `plain` is Megatron's function."""
+    if not call.fused:
+        return None
+    tokens, routing_map, probs, num_out_tokens, _, drop_and_pad = call
     rest = {"num_out_tokens": num_out_tokens, "drop_and_pad": drop_and_pad}
     topk = _topk(tokens, probs, num_out_tokens, drop_and_pad)
 
@@ -67,44 +68,6 @@ def _permuted(session: Session, plain: Callable[..., Any], given: Sequence[Any])
 def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
     # What only moves and adds is exact in float64.
     moe.compare(session, FEATURE, operator, ours, theirs, inputs, exact_in_fp64=True, **more)
-
-
-def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def permute(
-        tokens: Any,
-        routing_map: Any,
-        probs: Any = None,
-        num_out_tokens: Any = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-        tokens_per_expert: Any = None,
-        align_size: int = 0,
-    ) -> Any:
-        if not fused or (tokens_per_expert is not None and align_size > 0):
-            return wrapped(
-                tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad, tokens_per_expert, align_size
-            )
-        found = _permuted(session, wrapped, (tokens, routing_map, probs, num_out_tokens, drop_and_pad))
-        return *found, None, tokens_per_expert
-
-    return permute
-
-
-def _permute_of_three(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def permute(
-        tokens: Any,
-        routing_map: Any,
-        probs: Any = None,
-        num_out_tokens: Any = None,
-        fused: bool = False,
-        drop_and_pad: bool = False,
-    ) -> Any:
-        given = (tokens, routing_map, probs, num_out_tokens)
-        if not fused:
-            return wrapped(*given, fused, drop_and_pad)
-        return _permuted(session, wrapped, (*given, drop_and_pad))
-
-    return permute
 
 
 def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> Any:
@@ -195,11 +158,10 @@ FEATURE = Feature(
     arguments=moe.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(
-        Override(f"{_UTILS}:permute", _permute, versions=">=0.17", by_name=True),
-        Override(f"{_UTILS}:permute", _permute_of_three, versions="<0.17"),
-        Override(f"{_UTILS}:unpermute", _unpermute, by_name=True),
-        Override(f"{_UTILS}:sort_chunks_by_idxs", _sort_chunks),
-        *(Provide(f"{_UTILS}:{name}", _supplied) for name in _NAMES),
+        *moe.permute_patches(_permuted),
+        Override(f"{moe.UTILS}:unpermute", _unpermute, by_name=True),
+        Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks),
+        *(Provide(f"{moe.UTILS}:{name}", _supplied) for name in _NAMES),
         config_field("moe_permute_fusion", _is_there),
     ),
 )

@@ -138,6 +138,5 @@ FEATURE = Feature(
     enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
     conflicting_args=_LEFT_TO_MEGATRON,
     not_auto="Megatron's own schedule runs the same orders: choose another with its flag",
-    memory="not predicted: zero-bubble orders hold what weight gradients wait for",
     patches=(Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),),
 )

@@ -141,7 +141,6 @@ FEATURE = Feature(
     requires=(Relation(pipeline_orders.SCHEDULE, "it executes the order"),),
     not_auto="it places layers in another way: enable it explicitly with its flag",
     arguments=_arguments,
-    memory="not predicted: a rank holds up to 2P+1 chunk activations, and the first one both ends of the model",
     patches=(
         Override(
             "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",

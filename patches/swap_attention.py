@@ -188,7 +188,6 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    memory="not predicted: what has left the device depends on the link; `mindspeed-lite bench` measures it",
     condition=_why_not,
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",

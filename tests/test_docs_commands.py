@@ -50,9 +50,12 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 COVERED = {
     r"mindspeed-lite load .*": "tests/cli/test_load.py",
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
+    r"mindspeed-lite balance-lengths .*": "tests/cli/test_balance_lengths.py",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
+    r"mindspeed-lite (plan|calibrate) .*": "tests/cli/test_plan.py",
     r"python -m benchmarks\.moe_record_load.*": "benchmarks/moe_record_load.py",
+    r"python -m benchmarks\.balanced_lengths.*": "benchmarks/balanced_lengths.py",
     r"make demo": "tests/demo/test_run.py::test_a_training_run_gives_its_log_and_its_own_peak_memory",
     r"make test": ".ci/run",
     r"make fuzz": "tests/ops/test_fuzz.py",

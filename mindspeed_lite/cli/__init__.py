@@ -24,9 +24,12 @@ COMMANDS = {
     "bench": "a training command with features off and on: speed, memory, loss, where the time goes",
     "bench-ops": "time every operator against plain PyTorch and installed peers",
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
+    "plan": "the fastest layouts of a training command over so many devices, by prediction",
+    "calibrate": "time this machine's operators and collectives, for `plan --device here`",
     "schedule": "the pipeline schedule of a training command, drawn and simulated, beside other orders",
     "load": "how even the experts of a training were loaded, as a table and a picture",
     "balance": "what balancing experts would have gained in a training's recorded loads",
+    "balance-lengths": "what equal attention cost of data-parallel ranks would gain for a data set",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }

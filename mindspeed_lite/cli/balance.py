@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from pathlib import Path
 
 from mindspeed_lite.parallel.balance import record as records
 from mindspeed_lite.parallel.balance.simulation import (
@@ -18,7 +16,7 @@ from mindspeed_lite.parallel.balance.simulation import (
     simulate,
 )
 
-from . import terminal
+from . import load_files, terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite balance"
@@ -41,6 +39,10 @@ _LEGEND = (
     ("fullest rank", "tokens of the fullest rank over those of even load, all layers; experts take that much longer"),
     ("if known", "the same if each step's loads were known before it: the most that the policy can reach"),
     ("step", "time of a step over one without balancing"),
+    (
+        "known",
+        "the same if loads were known: for copies that of --balanced-moe-experts, which counts first",
+    ),
     ("copies", "experts copied to every rank, in a layer and step"),
     ("stayed", "share of the tokens that a copy kept on the rank that they come from"),
     ("moved", "experts that changed their rank, in a layer and placement interval"),
@@ -53,76 +55,52 @@ def main(arguments: Sequence[str]) -> int:
     problem = _problem(options)
     if problem:
         return fail(PROGRAM, problem)
+    policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
     try:
-        record = _record(options)
+        record = load_files.read(options) if options.generate is None else load_files.last(_generated(options), options)
         ranks = options.ranks or record.header.expert_parallel
-        policy = BalancingOptions(options.copies, options.interval, options.decay)
         outcomes = simulate(record, ranks, policy)
-    except (records.RecordError, ValueError) as error:
+    except ValueError as error:
         return fail(PROGRAM, error)
-    except OSError as error:
-        return fail(PROGRAM, f"{options.file}: cannot be read: {error.strerror or error}")
     sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size) if options.hidden_size else None
     lines = _text(record, outcomes, ranks, options.experts_share, policy)
     lines += _bytes(record, outcomes, ranks, sizes)
     print("\n".join(lines))
-    try:
-        if options.json:
-            found = {"ranks": ranks, "steps": len(record.steps), "options": asdict(policy)}
-            found["policies"] = [
-                {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance}
-                for each in outcomes
-            ]
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-        if options.plot:
-            from mindspeed_lite.bench import plot_load
-
-            plot_load.draw_policies(record, outcomes, options.plot)
-    except ImportError as error:
-        return fail(PROGRAM, error)
-    except OSError as error:  # the disk has become full
-        return fail(PROGRAM, f"cannot be written: {error.strerror or error}")
-    return 0
+    found = {"ranks": ranks, "steps": len(record.steps), "options": asdict(policy)}
+    found["policies"] = [
+        {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance} for each in outcomes
+    ]
+    return load_files.write(PROGRAM, options, found, lambda plots, file: plots.draw_policies(record, outcomes, file))
 
 
 def _problem(options: argparse.Namespace) -> str | None:
     """What is wrong with the options, or None."""
     if (options.file is None) == (options.generate is None):
         return "takes a FILE or --generate, one of them"
-    for flag, least in (("last", 1), ("ranks", 1), ("interval", 1), ("copies", 0)):
-        value = getattr(options, flag)
-        if value is not None and value < least:
-            return f"--{flag} takes a number of at least {least}, not {value}"
     if not 0 <= options.decay < 1:
         return f"--decay takes a weight from 0 to below 1, not {options.decay}"
     if not 0 < options.experts_share <= 1:
         return f"--experts-share takes a share above 0 and up to 1, not {options.experts_share}"
     if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
         return "--hidden-size and --moe-ffn-hidden-size go together"
-    for flag in ("plot", "json"):
-        name = getattr(options, flag)
-        if name and (problem := terminal.why_not_writable(name)):
-            return f"--{flag} {name}: {problem}"
-    return None
+    if options.break_even < 0:
+        return f"--break-even takes a number of tokens, at least 0, not {options.break_even}"
+    return load_files.problem(options, {"ranks": 1, "interval": 1, "copies": 0})
 
 
-def _record(options: argparse.Namespace) -> records.LoadRecord:
-    if options.generate is not None:
-        kinds = {each.name: float if each.name in ("skew", "drift") else int for each in fields(GeneratedLoad)}
-        given = {}
-        for word in options.generate:
-            name, _, value = word.partition("=")
-            try:
-                given[name] = kinds[name](value)
-            except (KeyError, ValueError):
-                raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
-            least = {"seed": -math.inf, "skew": 1, "drift": 0}.get(name, 1)
-            if given[name] < least:
-                raise ValueError(f"--generate {word}: at least {least}")
-        record = GeneratedLoad(**given).record()  # type: ignore[arg-type]
-    else:
-        record = records.read(options.file)
-    return record.last(options.last) if options.last else record
+def _generated(options: argparse.Namespace) -> records.LoadRecord:
+    kinds = {each.name: float if each.name in ("skew", "drift") else int for each in fields(GeneratedLoad)}
+    given = {}
+    for word in options.generate:
+        name, _, value = word.partition("=")
+        try:
+            given[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
+        least = {"seed": -math.inf, "skew": 1, "drift": 0}.get(name, 1)
+        if given[name] < least:
+            raise ValueError(f"--generate {word}: at least {least}")
+    return GeneratedLoad(**given).record()  # type: ignore[arg-type]
 
 
 def _text(
@@ -143,14 +121,17 @@ def _text(
             each.name,
             f"{each.imbalance:.3f}",
             f"{each.known_imbalance:.3f}",
-            f"{(1 + experts_share * (each.imbalance - 1)) / without:.3f}",
+            *(
+                f"{(1 + experts_share * (imbalance - 1)) / without:.3f}"
+                for imbalance in (each.imbalance, each.known_imbalance)
+            ),
             f"{each.copied / layer_steps:.1f}",
             f"{100 * each.stayed / sent if sent else 0:.1f} %",
             f"{each.moved / placements:.1f}",
         )
         for each in outcomes
     ]
-    headers = ("policy", "fullest rank", "if known", "step", "copies", "stayed", "moved")
+    headers = ("policy", "fullest rank", "if known", "step", "known", "copies", "stayed", "moved")
     return [
         f"{len(record.steps)} steps, {len(header.layers)} layers: {header.experts} experts over {ranks} ranks, "
         f"{header.topk} of them for a token; experts take {100 * experts_share:.0f} % of an even step",
@@ -172,7 +153,7 @@ def _bytes(
         if each.name in ("copies", "both"):
             copied = each.copied * sizes.copy_bytes / len(record.steps)
             saved = each.stayed * sizes.token_bytes / ranks / len(record.steps)
-            word = "pay in bytes too" if saved > copied else "cost more bytes than they save: they pay where hidden"
+            word = "pay in bytes too" if saved > copied else "cost more bytes than they save and pay by products alone"
             lines.append(
                 f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
                 f"less of tokens; copies {word}"
@@ -194,15 +175,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--generate", nargs="*", metavar="NAME=NUMBER",
         help="loads made up instead: experts, topk, ranks, layers, steps, tokens, skew (most popular expert over the "
         "mean), drift (change of popularity in a step), seed")  # fmt: skip
-    add("--last", type=int, metavar="N", help="only the last N steps")
     add("--ranks", type=int, metavar="N", help="ranks that experts are spread over (default: those of the record)")
     add("--copies", type=int, default=default.copies, metavar="N", help="experts copied, at most (3)")
+    add("--break-even", type=float, default=default.break_even, metavar="TOKENS",
+        help="tokens of a step that a copy must take off the fullest rank to be made (0)")  # fmt: skip
     add("--interval", type=int, default=default.interval, metavar="N", help="steps between two placements (50)")
     add("--decay", type=float, default=default.decay, metavar="X", help="weight of the past in the average load (0.9)")
     add("--experts-share", type=float, default=0.5, metavar="X",
         help="share of an even step that experts take (0.5)")  # fmt: skip
     add("--hidden-size", type=int, metavar="H", help="for bytes")
     add("--moe-ffn-hidden-size", type=int, metavar="F", help="for bytes")
-    add("--plot", metavar="FILE", help="draw the fullest rank over time under each policy, as PNG (needs matplotlib)")
-    add("--json", metavar="FILE", help="write the outcomes as JSON")
+    load_files.add_files(parser, "the fullest rank over time under each policy", "outcomes")
     return parser

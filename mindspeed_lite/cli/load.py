@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from mindspeed_lite.parallel.balance import record as records
 
-from . import terminal
+from . import load_files, terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite load"
@@ -38,36 +36,19 @@ _LEGEND = (
 def main(arguments: Sequence[str]) -> int:
     """Print the table, and write what is asked for; returns the exit code."""
     options = _parser().parse_args(list(arguments))
-    if options.last is not None and options.last < 1:
-        return fail(PROGRAM, f"--last takes a number of steps, at least 1, not {options.last}")
-    for flag, name in (("--plot", options.plot), ("--json", options.json)):
-        if name and (problem := terminal.why_not_writable(name)):
-            return fail(PROGRAM, f"{flag} {name}: {problem}")
+    problem = load_files.problem(options, {})
+    if problem:
+        return fail(PROGRAM, problem)
     try:
-        record = records.read(options.file)
-    except records.RecordError as error:
+        record = load_files.read(options)
+    except ValueError as error:
         return fail(PROGRAM, error)
-    except OSError as error:
-        return fail(PROGRAM, f"{options.file}: cannot be read: {error.strerror or error}")
-    if options.last is not None:
-        record = record.last(options.last)
     balance = record.balance()
     print("\n".join(_text(record, balance, terminal.width(), terminal.has_color())))
-    try:
-        if options.json:
-            steps = [each.step for each in record.steps]
-            found = {**asdict(record.header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps)}
-            found["balance"] = [asdict(each) for each in balance]
-            Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
-        if options.plot:
-            from mindspeed_lite.bench import plot_load
-
-            plot_load.draw(record, options.plot)
-    except ImportError as error:
-        return fail(PROGRAM, error)
-    except OSError as error:  # the disk has become full
-        return fail(PROGRAM, f"cannot be written: {error.strerror or error}")
-    return 0
+    steps = [each.step for each in record.steps]
+    found = {**asdict(record.header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps)}
+    found["balance"] = [asdict(each) for each in balance]
+    return load_files.write(PROGRAM, options, found, lambda plots, file: plots.draw(record, file))
 
 
 def _text(record: records.LoadRecord, balance: Sequence[records.LayerBalance], columns: int, color: bool) -> list[str]:
@@ -106,9 +87,5 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="what --moe-record-load wrote")
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N steps")
-    parser.add_argument(
-        "--plot", metavar="FILE", help="draw experts x layers, and the imbalance over time, as PNG (needs matplotlib)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
+    load_files.add_files(parser, "experts x layers, and the imbalance over time", "table")
     return parser

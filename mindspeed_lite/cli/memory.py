@@ -56,6 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         training = planner.read(
             command, world_size, options.device or training_command.device(), options.vocabulary or 0
         )
+        training = training.replace(expert_load=_load(options, training))
         planner.ranks(training)
     except planner.ArgumentError as error:
         return fail(PROGRAM, error)
@@ -120,6 +121,18 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, 
     return 0, found
 
 
+def _load(options: argparse.Namespace, training: planner.TrainingConfig) -> float:
+    """What `--expert-imbalance` says; ArgumentError for what no routing is."""
+    load = float(options.expert_imbalance)
+    if not 1 <= load < float("inf"):
+        raise planner.ArgumentError(
+            f"--expert-imbalance {load:g}: the fullest rank has at least an even share: 1 or more"
+        )
+    if load > 1 and not training.num_experts:
+        raise planner.ArgumentError("--expert-imbalance: the command has no --num-experts: leave it out")
+    return load
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = terminal.Parser(
         prog=PROGRAM,
@@ -141,6 +154,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--vocabulary", type=int, metavar="N", help="words before padding, where a tokenizer in COMMAND decides"
     )
+    parser.add_argument(
+        "--expert-imbalance", type=float, default=1.0, metavar="FACTOR",
+        help="tokens of the rank whose experts get most, over an even share (default %(default)g: even)",
+    )  # fmt: skip
     parser.add_argument("--explain", action="store_true", help="show which tensors make up the activations")
     parser.add_argument("--measure", action="store_true", help="run two steps of COMMAND and show both")
     parser.add_argument(

@@ -8,6 +8,7 @@ that it applies.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -269,7 +270,9 @@ def _assigned(code: CodeType, first: str) -> frozenset[str]:
 
 
 def mentions(module: str, name: str) -> bool:
-    """Whether the code of a loaded module looks for a name."""
+    """Whether the code of a module looks for a name."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module(module)
     return any(name in code.co_names or name in code.co_varnames for code in _compiled(module))
 
 

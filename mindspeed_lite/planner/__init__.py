@@ -1,4 +1,4 @@
-"""Predicts the memory of a training on each rank from its arguments alone; nothing is run.
+"""Predicts memory and time of a training on each rank from its arguments alone, and searches; nothing is run.
 
 arguments    the words of a training command -> the training they describe
 training     that training, frozen: model, layout and features
@@ -17,6 +17,21 @@ schedule     how many micro-batches a stage keeps at once, and what it keeps the
 pipeline_costs  seconds and bytes of the steps of a pipeline schedule
 estimate     all of it, for every kind of rank
 changes      what each feature gives or takes
+swapped      what waits in host memory
+orders       the pipeline schedule of a training, and where it places chunks
+
+work         operators and messages, and what a device says of each
+layer_work   those of each part of the model
+seconds      their time, with what runs beside what
+devices      published figures of devices
+published    time by those
+calibrated   time by measurements
+choose_device  which of the two
+step_time    a whole step
+layouts      layers over stages, as even as can be
+candidates   what a search chooses among, and the flags for it
+search       the fastest that fit
+why          what another layout lacks
 """
 
 from .arguments import read

@@ -11,7 +11,7 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
-from . import context, flags, further_tokens, latent, layout
+from . import context, flags, further_tokens, latent, layout, swapped
 from .training import ArgumentError, TrainingConfig, pattern
 
 # Vocabularies that come with a tokenizer's type.
@@ -19,10 +19,15 @@ _VOCABULARIES = {"GPT2BPETokenizer": 50257}
 
 
 def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
-    """The training that these words of a command, script and launcher included, describe.
+    """The training that these words of a command, script and launcher included, describe, checked.
 
     vocabulary: how many words there are before padding, where the command leaves it to a tokenizer.
     """
+    return check(describe(words, world_size, device, vocabulary))
+
+
+def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabulary: int = 0) -> TrainingConfig:
+    """The same unchecked: its layout need not divide what it splits."""
     given = _parse(words)
     for name in flags.REQUIRED:
         if name not in given:
@@ -32,7 +37,7 @@ def read(words: Sequence[str], world_size: int = 1, device: str = "cuda", vocabu
     types: Mapping[str, str] = {field.name: "" for field in dataclasses.fields(TrainingConfig)}
     rest = {name: value for name, value in given.items() if name in types}
     training = TrainingConfig(**rest, world_size=world_size, device=device)  # type: ignore[arg-type]
-    return _checked(_completed(training, given, vocabulary))
+    return _completed(training, given, vocabulary)
 
 
 def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
@@ -53,6 +58,8 @@ def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary
     granularity = changed.get("recompute_granularity", training.recompute_granularity)
     if granularity == "selective" and not training.recompute_modules:
         changed["recompute_modules"] = ("core_attn",)
+    if training.moe_fb_overlap:
+        changed["overlap_moe_expert_parallel_comm"] = True
     if training.flash:
         # The feature tells the data loader so.
         changed["create_attention_mask_in_dataloader"] = False
@@ -81,7 +88,8 @@ def _vocabulary(training: TrainingConfig, given: Mapping[str, object], vocabular
     return math.ceil(words / multiple) * multiple
 
 
-def _checked(training: TrainingConfig) -> TrainingConfig:
+def check(training: TrainingConfig) -> TrainingConfig:
+    """The training with what follows from its layout; ArgumentError if the layout is none, or is not predicted."""
     model_ranks = training.tp * training.pp * training.cp
     if training.world_size % model_ranks:
         raise ArgumentError(
@@ -142,6 +150,12 @@ def _checked(training: TrainingConfig) -> TrainingConfig:
         _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
     if training.window_attn_skip_freq:
         _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
+    if training.moe_pad_expert_input_to_capacity and training.moe_expert_capacity_factor is None:
+        raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: add it")
+    if training.swap_attention:
+        swapped.chosen(training)
+    if training.schedules_method not in ("", "dualpipev"):
+        raise ArgumentError(f"--schedules-method {training.schedules_method}: dualpipev is the one that is predicted")
     if len(training.virtual_optimizer) not in (0, 1, training.pp):
         raise ArgumentError(
             f"--virtual-optimizer has {len(training.virtual_optimizer)} budgets for {training.pp} pipeline stages: "
@@ -177,10 +191,10 @@ def _parse(words: Sequence[str]) -> dict[str, object]:
             values.append(words[place])
             place += 1
         _refuse(flag, values)
-        if flag in flags.ON:
-            found[flags.ON[flag]] = True
-        elif flag in flags.OFF:
-            found[flags.OFF[flag]] = False
+        if flag in flags.ON or flag in flags.TIMED:
+            found[flags.ON.get(flag) or flags.TIMED[flag]] = True
+        elif flag in flags.OFF or flag in flags.TIMED_OFF:
+            found[flags.OFF.get(flag) or flags.TIMED_OFF[flag]] = False
         elif flag in flags.LISTS:
             # Sizes are the one list of numbers.
             is_sizes = flag == "--hierarchical-context-parallel-sizes"
@@ -227,9 +241,26 @@ def _refuse(flag: str, values: Sequence[str]) -> None:
         raise ArgumentError(f"{' '.join([flag, *values[:1]])}: {flags.REFUSED[flag]}")
 
 
+def untimed(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Flags of the command whose effect on time is not predicted, each with what is predicted in its place."""
+    asked = {word.partition("=")[0] for word in words}
+    return [(flag, reason) for flag, reason in flags.NOT_TIMED.items() if flag in asked]
+
+
 def misspelt(words: Sequence[str]) -> list[tuple[str, str]]:
     """Flags that are none of those read here but look like one, each with what it may stand for."""
-    tables = flags.ON, flags.OFF, flags.INTEGERS, flags.NUMBERS, flags.TEXTS, flags.LISTS, flags.REFUSED
+    tables = (
+        flags.ON,
+        flags.TIMED,
+        flags.TIMED_OFF,
+        flags.NOT_TIMED,
+        flags.OFF,
+        flags.INTEGERS,
+        flags.NUMBERS,
+        flags.TEXTS,
+        flags.LISTS,
+        flags.REFUSED,
+    )
     known = ["--window-size", *(flag for table in tables for flag in table)]
     asked = [word.partition("=")[0] for word in words if word.startswith("--")]
     close = [(flag, difflib.get_close_matches(flag, known, 1, 0.93)) for flag in asked if flag not in known]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from . import activations, further_tokens, optimizer, parameters, schedule
-from .layers import Chunk, stages
+from . import activations, further_tokens, optimizer, orders, parameters, schedule, swapped
+from .layers import Chunk
 from .optimizer import States
 from .parameters import Parameters
 from .pieces import MemoryEntry, hidden_bytes, keeps_norm_input
@@ -62,23 +62,23 @@ class Rank:
 
 def ranks(training: TrainingConfig) -> list[Rank]:
     """One for each pipeline stage."""
+    return [rank(training, stage, chunks) for stage, chunks in enumerate(orders.chunks_of_ranks(training))]
+
+
+def rank(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> Rank:
+    """That of one pipeline stage, which holds these chunks."""
     per_stage = training.world_size // training.pp
-    found = []
-    for stage, chunks in enumerate(stages(training)):
-        held = parameters.of_stage(training, chunks)
-        kept, lines = peak(training, stage, chunks)
-        found.append(
-            Rank(
-                stage=stage,
-                ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
-                layers=sum(len(chunk.layers) + chunk.further for chunk in chunks),
-                parameters=held,
-                states=optimizer.states(training, held, stage),
-                kept=kept,
-                lines=tuple(lines),
-            )
-        )
-    return found
+    held = parameters.of_stage(training, chunks)
+    kept, lines = peak(training, stage, chunks)
+    return Rank(
+        stage=stage,
+        ranks=(stage * per_stage, (stage + 1) * per_stage - 1),
+        layers=sum(len(chunk.layers) + chunk.further for chunk in chunks),
+        parameters=held,
+        states=optimizer.states(training, held, stage),
+        kept=kept,
+        lines=tuple(lines),
+    )
 
 
 def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int, list[Line]]:
@@ -87,14 +87,28 @@ def peak(training: TrainingConfig, stage: int, chunks: list[Chunk]) -> tuple[int
     backward = [_in_backward(training, chunk, number) for number, chunk in enumerate(chunks)]
     sizes, worst = [_bytes(each) for each in forward], [_bytes(each) for each in backward]
 
-    def size(moment: tuple[int, tuple[int, ...]]) -> int:
-        chunk, kept = moment
-        return sum(count * each for count, each in zip(kept, sizes, strict=True)) + worst[chunk] - sizes[chunk]
+    pairs: dict[tuple[int, int], list[MemoryEntry]] = {}
 
-    chunk, kept = max(dict.fromkeys(schedule.before_backward(training, stage)), key=size)
-    entries = list(backward[chunk])
+    def beside(moment: schedule.Moment) -> list[MemoryEntry]:
+        """The entries of the two micro-batches of an overlapped pair."""
+        assert moment.forward is not None
+        both = (moment.forward, moment.chunk)
+        if both not in pairs:
+            pairs[both] = _in_pair(training, chunks, *both)
+        return pairs[both]
+
+    def size(moment: schedule.Moment) -> int:
+        running = worst[moment.chunk] if moment.forward is None else _bytes(beside(moment))
+        others = sum(count * each for count, each in zip(moment.kept, sizes, strict=True))
+        return others + running - sizes[moment.chunk]
+
+    moment = max(schedule.moments(training, stage), key=size)
+    entries = list(backward[moment.chunk] if moment.forward is None else beside(moment))
+    kept = list(moment.kept)
     for number, count in enumerate(kept):
-        entries += forward[number] * (count - (number == chunk))
+        entries += forward[number] * (count - (number == moment.chunk))
+    if moment.forward is not None:
+        kept[moment.forward] += 1
     for each in chunks:
         entries += activations.once(training, len(each.layers) + each.further, _has_mask(training, each))
     return sum(kept), _summed(entries)
@@ -123,6 +137,25 @@ def _after_forward(training: TrainingConfig, chunk: Chunk, number: int) -> list[
     return found
 
 
+def _in_pair(training: TrainingConfig, chunks: list[Chunk], forward: int, backward: int) -> list[MemoryEntry]:
+    """The worst moment of a forward pass that runs layer by layer beside another micro-batch's backward pass."""
+    halves: list[tuple[list[list[MemoryEntry]], list[MemoryEntry]]] = []
+    moments: list[list[MemoryEntry]] = []
+    for number in (forward, backward):
+        chunk = chunks[number]
+        bare = replace(chunk, layers=(), normalizes=False, further=0, computes_loss=False)
+        halves.append((_own_groups(training, chunk, number), _after_forward(training, bare, number)))
+        moments.append(_after_forward(training, chunk, number))
+    (there, rest), (back, others) = halves
+    for place in range(0, max(len(there), len(back)), 2):
+        # Attention runs forward before the other's experts run backward, and experts before the other's attention.
+        left = max(0, len(back) - place)
+        for ahead, still in ((place + 1, left), (place + 2, left - 1)):
+            groups = [*there[:ahead], *back[: max(0, still)]]
+            moments.append([*rest, *others, *(entry for group in groups for entry in group)])
+    return max(moments, key=_bytes)
+
+
 def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[MemoryEntry]:
     """The entries of the worst moment of the backward pass: its start, or when a layer has got back what it gave up."""
     groups = _groups(training, chunk, number)
@@ -136,6 +169,11 @@ def _in_backward(training: TrainingConfig, chunk: Chunk, number: int) -> list[Me
             before = [entry for each in groups[:place] for entry in each]
             back = [replace(each, bytes=each.bytes + each.restored) for each in group]
             moments.append([*others, *before, *back])
+    if swapped.moves(training):
+        # While the last layer runs backward, the one before it comes back.
+        coming = [each for group in _last_but_one(training, chunk, number) for each in group]
+        returned = [replace(each, bytes=each.restored, restored=0) for each in coming if each.restored]
+        moments.append([*_after_forward(training, chunk, number), *returned])
     return max(moments, key=_bytes)
 
 
@@ -150,6 +188,7 @@ def _groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[Me
 
 def _own_groups(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
     own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
+    own = swapped.layers(training, own)
     count = training.recompute_num_layers or 1
     if training.recompute_granularity != "full" or training.recompute_method == "block":
         whole = count if training.recompute_granularity == "full" else 0
@@ -169,6 +208,11 @@ def _recomputed(training: TrainingConfig, layers: list[list[MemoryEntry]]) -> li
         MemoryEntry("layers", "input, of which a layer is recomputed", hidden),
         MemoryEntry("layers", "recomputed", 0, again),
     ]
+
+
+def _last_but_one(training: TrainingConfig, chunk: Chunk, number: int) -> list[list[MemoryEntry]]:
+    own = [activations.layer(training, layer, place, number) for place, layer in enumerate(chunk.layers)]
+    return swapped.layers(training, own)[-2:-1]
 
 
 def _halves(layer: list[MemoryEntry]) -> list[list[MemoryEntry]]:

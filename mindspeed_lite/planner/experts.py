@@ -1,9 +1,11 @@
-"""Lists what a layer of experts keeps for the backward pass, with tokens spread evenly over experts.
+"""Lists what a layer of experts keeps for the backward pass, with tokens spread evenly over experts or as is stated.
 
 Without `--moe-router-force-load-balancing` a router spreads them as it likes, and the largest entries with them.
 """
 
 from __future__ import annotations
+
+import math
 
 from .pieces import (
     MemoryEntry,
@@ -20,7 +22,14 @@ from .training import TrainingConfig
 def routed(training: TrainingConfig) -> int:
     """Tokens of a micro-batch that the experts of this rank get, each once for every expert that it goes to."""
     # Every rank sends as many as it has; an expert that is split over ranks is given the tokens of each.
-    return norm_tokens(training) * training.moe_router_topk * training.etp
+    count = norm_tokens(training) * training.moe_router_topk
+    even = round(count * training.expert_load)
+    factor = training.moe_expert_capacity_factor
+    if factor is not None:
+        # Of each rank's tokens an expert takes so many, and the rest are dropped; padded it gets just as many.
+        most = math.ceil(count / training.num_experts * factor) * training.num_experts
+        even = most if training.moe_pad_expert_input_to_capacity else min(even, most)
+    return even * training.etp
 
 
 def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntry]:

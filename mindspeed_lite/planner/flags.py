@@ -53,7 +53,29 @@ ON = {
     "--reset-attention-mask": "reset_attention_mask",
     "--sft": "sft",
     "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
+    "--moe-pad-expert-input-to-capacity": "moe_pad_expert_input_to_capacity",
+    "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
+    "--moe-fb-overlap": "moe_fb_overlap",
+    "--swap-attention": "swap_attention",
 }
+# Switches that say nothing about what is kept, but about time.
+TIMED = {
+    "--overlap-grad-reduce": "overlap_grad_reduce",
+    "--overlap-param-gather": "overlap_param_gather",
+    "--gradient-accumulation-fusion": "fuses_accumulation",
+    "--moe-alltoall-overlap-comm": "moe_alltoall_overlap_comm",
+    "--moe-allgather-overlap-comm": "moe_allgather_overlap_comm",
+    "--moe-alltoall-mc2": "moe_alltoall_mc2",
+    "--use-ascend-coc": "use_ascend_coc",
+    "--use-ascend-mc2": "use_ascend_mc2",
+}
+# Features whose effect on time is not predicted, and what is predicted in their place.
+NOT_TIMED = {
+    "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
+    "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
+    "--swap-attention": "copies to the host are taken to be hidden",
+}
+TIMED_OFF = {"--no-gradient-accumulation-fusion": "fuses_accumulation"}
 # Switches that set a name to False.
 OFF = {
     "--disable-bias-linear": "add_bias_linear",
@@ -110,6 +132,7 @@ INTEGERS = {
 NUMBERS = {
     "--hidden-dropout": "hidden_dropout",
     "--attention-dropout": "attention_dropout",
+    "--moe-expert-capacity-factor": "moe_expert_capacity_factor",
 }
 TEXTS = {
     "--normalization": "normalization",
@@ -129,6 +152,9 @@ TEXTS = {
     "--transformer-impl": "transformer_impl",
     "--context-parallel-algo": "context_parallel_algo",
     "--context-parallel-kv-cache-policy": "context_parallel_kv_cache_policy",
+    "--pipeline-schedule": "pipeline_schedule",
+    "--schedules-method": "schedules_method",
+    "--swap-modules": "swap_modules",
 }
 # Of the integers, those that may be 0.
 FROM_ZERO = (
@@ -167,13 +193,10 @@ REFUSED = {
     "--use-torch-fsdp2": "fully sharded data parallelism is not predicted",
     "--use-precision-aware-optimizer": "it needs Transformer Engine; --quant-states does without",
     "--optimizer-cpu-offload": "it is not predicted: --virtual-optimizer is",
-    "--swap-attention": "offloading of activations is not predicted",
     "--distribute-saved-activations": "it is not predicted",
-    "--moe-expert-capacity-factor": "dropped and padded tokens are not predicted",
     "--moe-latent-size": "latent experts are not predicted",
     "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
     "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
-    "--overlap-moe-expert-parallel-comm": "its order of micro-batches is not predicted",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
 # Of these, those that ask for nothing with 1.

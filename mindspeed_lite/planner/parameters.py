@@ -37,8 +37,11 @@ def of_stage(training: TrainingConfig, chunks: Iterable[Chunk]) -> Parameters:
     for chunk in chunks:
         if chunk.has_embedding:
             found += Parameters(_embedding(training))
-        for number in chunk.layers:
-            found += of_layer(training, training.is_moe(number))
+        with_experts = sum(map(training.is_moe, chunk.layers))
+        for has_experts, count in ((True, with_experts), (False, len(chunk.layers) - with_experts)):
+            if count:
+                one = of_layer(training, has_experts)
+                found += Parameters(one.dense * count, one.experts * count)
         if chunk.normalizes:
             found += Parameters(norm_parameters(training, training.hidden_size))
         for _ in range(chunk.further):

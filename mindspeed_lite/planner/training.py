@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 from dataclasses import dataclass
 
 # Keys that a query sees before its own and after it; -1 is no limit.
@@ -22,6 +23,7 @@ class TrainingConfig:
         device: cpu, cuda or npu, where torch's own operators keep different things.
         world_size: how many ranks.
         padded_vocab_size: rows of the embedding, padding included.
+        expert_load: tokens of the experts of the rank that gets most, over those that each would get evenly.
     """
 
     num_layers: int
@@ -143,6 +145,23 @@ class TrainingConfig:
     recompute_activation_function_num_layers: int | None = None
     recompute_norm: bool = False
     recompute_norm_num_layers: int | None = None
+    moe_expert_capacity_factor: float | None = None
+    moe_pad_expert_input_to_capacity: bool = False
+    expert_load: float = 1.0
+    overlap_moe_expert_parallel_comm: bool = False
+    moe_fb_overlap: bool = False
+    pipeline_schedule: str = ""
+    schedules_method: str = ""
+    swap_attention: bool = False
+    swap_modules: str = "input_layernorm,self_attention,pre_mlp_layernorm"
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    fuses_accumulation: bool = False
+    moe_alltoall_overlap_comm: bool = False
+    moe_allgather_overlap_comm: bool = False
+    moe_alltoall_mc2: bool = False
+    use_ascend_coc: bool = False
+    use_ascend_mc2: bool = False
 
     @property
     def tp(self) -> int:
@@ -272,6 +291,7 @@ class TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
+@functools.lru_cache(maxsize=256)
 def pattern(text: str) -> int | list[int]:
     """`--moe-layer-freq` and its like: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
     text = text.strip()

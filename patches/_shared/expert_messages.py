@@ -35,6 +35,14 @@ def put(session: Session, job: Callable[[], None]) -> bool:
     return any(each.messages.put(job) for each in states if each is not None)
 
 
+def run_jobs(session: Session) -> None:
+    """Run what was put and has found no message yet."""
+    for name in (ALLTOALL, ALLGATHER):
+        state = session.find(name)
+        if state is not None:
+            state.messages.run_jobs()
+
+
 def during(feature: str, is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
     """Makes what goes around `token_dispatch` or `token_combine`: what they issue are its messages."""
 

@@ -1,12 +1,93 @@
-"""Shares condition, argument adjustment and verification among the features for mixtures of experts."""
+"""Shares condition, argument adjustment, seams and verification among the features for mixtures of experts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Context, Feature, Session
+from mindspeed_lite.engine import Context, Feature, Override, Session
 from mindspeed_lite.verify import Exact
+
+UTILS = "megatron.core.transformer.moe.moe_utils"
+
+
+class Permutation(NamedTuple):
+    """What Megatron's `permute` is called with, in order."""
+
+    tokens: Any
+    routing_map: Any
+    probs: Any
+    num_out_tokens: Any
+    fused: bool
+    drop_and_pad: bool
+
+
+class AllToAllCall(NamedTuple):
+    """What Megatron's `all_to_all` is called with; `received` and `sent` are rows by rank, None for equal parts."""
+
+    group: Any
+    rows: Any
+    received: Any
+    sent: Any
+
+
+def permute_patches(
+    serve: Callable[[Session, Callable[..., Any], Permutation], Any], order: int = 0
+) -> tuple[Override, ...]:
+    """Overrides `permute` of every release.
+
+    Args:
+        serve: (session, Megatron's function, call) -> (rows, probabilities, row ids); None where Megatron's is to run,
+            which pads an expert's rows to a tile itself.
+    """
+
+    def make_of(has_padding: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
+        def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+            def permute(
+                tokens: Any,
+                routing_map: Any,
+                probs: Any = None,
+                num_out_tokens: Any = None,
+                fused: bool = False,
+                drop_and_pad: bool = False,
+                tokens_per_expert: Any = None,
+                align_size: int = 0,
+            ) -> Any:
+                call = Permutation(tokens, routing_map, probs, num_out_tokens, fused, drop_and_pad)
+                pads = tokens_per_expert is not None and align_size > 0
+                found = None if pads else serve(session, wrapped, call)
+                if found is None:
+                    return wrapped(*call, tokens_per_expert, align_size)
+                return (*found, None, tokens_per_expert) if has_padding else found
+
+            return permute
+
+        return make
+
+    return tuple(
+        Override(f"{UTILS}:permute", make_of(has_padding), versions=versions, by_name=True, order=order)
+        for has_padding, versions in ((True, ">=0.17"), (False, "<0.17"))
+    )
+
+
+def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int = 0) -> Override:
+    """Overrides the dispatchers' `all_to_all`; `serve` returns the rows, or None where Megatron's is to run."""
+
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def all_to_all(
+            group: Any,
+            input_: Any,
+            output_split_sizes_: Any = None,
+            input_split_sizes: Any = None,
+            use_nccl_stream: Any = False,
+        ) -> Any:
+            call = AllToAllCall(group, input_, output_split_sizes_, input_split_sizes)
+            found = serve(session, call)
+            return wrapped(*call, use_nccl_stream) if found is None else found
+
+        return all_to_all
+
+    return Override("megatron.core.tensor_parallel.mappings:all_to_all", make, by_name=True, order=order)
 
 
 def why_not(theirs: str) -> Callable[[Context], list[str]]:
@@ -30,6 +111,16 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
         return {} if context.host_args is None else {argument: True}
 
     return adjust
+
+
+def before_call(layer: Any) -> None:
+    """Wait for the parameters of a linear layer that is read and not called, as its hooks do (--overlap-param-gather).
+
+    Hooks that are one half of a pair are left alone.
+    """
+    if not layer._forward_hooks:
+        for hook in layer._forward_pre_hooks.values():
+            hook(layer, ())
 
 
 def compare(

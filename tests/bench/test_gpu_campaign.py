@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks import gpu, gpu_page, gpu_parts
 from benchmarks.configurations import CONFIGURATIONS
-from benchmarks.run import page_of
+from benchmarks.run import keep, page_of
 from mindspeed_lite.ops.discovery import OPERATORS
 from tests.harness.commands import python
 
@@ -220,6 +220,18 @@ def test_bad_input_is_one_line(arguments, words, capsys):
 
 def test_the_page_of_the_cpu_is_what_its_reports_say():
     assert page_of(CONFIGURATIONS["cpu"], KEPT) == KEPT.with_suffix(".md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("complete", [True, False, None])
+def test_a_run_that_ended_early_replaces_no_report(tmp_path, complete):
+    scratch, kept = tmp_path / "scratch", tmp_path / "kept"
+    for folder, text in ((scratch, "new"), (kept, "old")):
+        folder.mkdir()
+        (folder / "report.md").write_text(text)
+    if complete is not None:
+        (scratch / "report.json").write_text(json.dumps({"complete": complete}))
+    keep(scratch, kept)
+    assert (kept / "report.md").read_text() == ("new" if complete else "old")
 
 
 @pytest.mark.parametrize(

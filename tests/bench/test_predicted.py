@@ -203,6 +203,25 @@ TRAININGS |= {
         "--recompute-method uniform --recompute-num-layers 1",
     ),
 }
+# Two micro-batches under way, tokens that are dropped or padded, and routing that is not even.
+OVERLAPPED = "--moe-fb-overlap --gradient-accumulation-fusion --expert-model-parallel-size 2"
+TRAININGS |= {
+    "ep2, overlapped": (2, 16, f"{MOE} {OVERLAPPED}"),
+    "ep2, overlapped, on": (2, 16, f"{MOE} {ON} {GROUPED} {OVERLAPPED}"),
+    "pp2 vpp2 ep2, overlapped": (
+        4,
+        16,
+        f"{MOE} {ON} {GROUPED} {PP2} --num-virtual-stages-per-pipeline-rank 2 {OVERLAPPED}",
+    ),
+    "pp2, 1f1b by name": (2, 8, f"{LLAMA} {PP2} --pipeline-schedule 1f1b"),
+    "pp2, dualpipev": (2, 8, f"{LLAMA} {ON} {PP2} --schedules-method dualpipev --gradient-accumulation-fusion"),
+    "ep2, capacity": (2, 8, f"{MOE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 0.75"),
+    "ep2, padded": (
+        2,
+        8,
+        f"{MOE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 1.5 --moe-pad-expert-input-to-capacity",
+    ),
+}
 # A sequence that counts beside the weights; and the shape of a large model, which is predicted alone.
 LONG = f"{LLAMA} --num-layers 2 --hidden-size 64 --seq-length 16384 --max-position-embeddings 16384"
 LONG += " --micro-batch-size 1 --global-batch-size 1 --vocab-size 511 --use-flash-attn"

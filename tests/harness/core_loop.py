@@ -35,9 +35,13 @@ def _batches(seed: int, data_rank: int, text: bytes = b"") -> Iterator[dict[str,
         yield {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": position_ids}
 
 
+def _dtype(options: dict[str, Any]) -> torch.dtype:
+    return torch.float32 if options.get("fp32") else torch.bfloat16
+
+
 def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Model chunks and configuration for `options`: tp, pp, vpp, cp, ep, sp, experts, layers, config and MoE fields,
-    and `unchecked` ones, which are set past the configuration's checks."""
+    """Model chunks and configuration for `options`: tp, pp, vpp, cp, ep, sp, experts, layers, fp32, config and MoE
+    fields, and `unchecked` ones, which are set past the configuration's checks."""
     from megatron.core import parallel_state as ps
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import (
@@ -73,6 +77,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
             "expert_tensor_parallel_size": options.get("etp"),
             **options.get("moe", {}),
         }
+    dtype = _dtype(options)
     fields = dict(
         num_layers=options.get("layers", 2),
         hidden_size=64,
@@ -85,9 +90,9 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
         add_bias_linear=options.get("bias", False),
         hidden_dropout=options.get("dropout", 0.0),
         attention_dropout=options.get("dropout", 0.0),
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
         context_parallel_size=options.get("cp", 1),
@@ -240,8 +245,10 @@ class Training:
             **({"delay_wgrad_compute": True} if options.get("ddp_delay_wgrad_compute") else {}),
         )
         self.models = [
-            DistributedDataParallel(self.config, ddp_config, Float16Module(self.config, chunk.cuda()))
-            for chunk in chunks
+            DistributedDataParallel(
+                self.config, ddp_config, Float16Module(self.config, chunk) if self.config.bf16 else chunk
+            )
+            for chunk in (each.cuda() for each in chunks)
         ]
         self.config.finalize_model_grads_func = finalize_model_grads
         told = "overlap_param_gather" in inspect.signature(OptimizerConfig).parameters
@@ -249,8 +256,8 @@ class Training:
             OptimizerConfig(
                 optimizer="adam",
                 lr=options.get("lr", 3e-3),
-                bf16=True,
-                params_dtype=torch.bfloat16,
+                bf16=_dtype(options) == torch.bfloat16,
+                params_dtype=_dtype(options),
                 use_distributed_optimizer=distributed_optimizer,
                 clip_grad=1.0,
                 # Before 0.14 the wrapped model alone is told.

@@ -32,6 +32,7 @@ from mindspeed_lite.engine import Context, Feature, Option, Settings, swaps
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
+_GATHERED, _SHARED = {"moe_token_dispatcher_type": "allgather"}, {"moe_shared_expert_intermediate_size": 64}
 _DISTRIBUTED = {"distributed_optimizer": True}
 _OVERLAPPED = {**_DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "no_sync": True}
 # Ranks, options of `core_loop`, and what a script's arguments would say beside.
@@ -46,6 +47,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     ),
     "tensor": (2, {**_DISTRIBUTED, **_EXPERTS, "tp": 2, "sp": True, "ep": 2, "etp": 1}, {}),
     "overlapped": (2, {**_OVERLAPPED, **_EXPERTS, "ep": 2}, {}),
+    "gathered": (
+        2,
+        {**_OVERLAPPED, **_EXPERTS, "ep": 2, "moe": {**_EXPERTS["moe"], **_GATHERED, **_SHARED}},
+        {**_GATHERED, **_SHARED},
+    ),
 }
 # Losses of models whose operators round differently; see `core_trainings.DRIFT`.
 DRIFT = 2.0**-8
@@ -53,6 +59,8 @@ DRIFT = 2.0**-8
 _DERIVED = ".token_dispatcher.permute_idx_device"
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
+# What one process asks for beside a feature.
+_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
@@ -69,6 +77,7 @@ def host_args(layout: str) -> types.SimpleNamespace:
         "expert_tensor_parallel_size": options.get("etp"),
         "sequence_parallel": options.get("sp", False),
         "num_experts": options.get("experts"),
+        "moe_token_dispatcher_type": "alltoall",
         "use_distributed_optimizer": options.get("distributed_optimizer", False),
         "overlap_param_gather": options.get("overlap_param_gather", False),
         "overlap_grad_reduce": options.get("overlap_grad_reduce", False),
@@ -94,6 +103,7 @@ def _flags(features: Sequence[Feature]) -> dict[str, Any]:
     for each in reversed(features):
         if not each.is_enabled(_settings(found)):
             found[each.options[0].dest] = _value(each.options[0])
+            found.update(_BESIDE.get(each.name, {}))
     return found
 
 
@@ -471,6 +481,10 @@ class Bench:
         self.during("built plain, during", training)
         self.take_back("built plain")
         self.after("built plain", training, True)
+        self.enable(feature)
+        training.step()
+        self.take_back("built plain, on again")
+        self.after("built plain, on again", training, True)
 
     def more_on_top(self, feature: Feature) -> None:
         self.enable(feature)

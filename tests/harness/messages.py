@@ -5,14 +5,22 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
 SENT = "messages sent in flight: "
 
 
-def count(longest_delay: float = 0.0, dies_after: int | None = None) -> None:
-    """Count asynchronous calls by name at run time; Megatron's linear layers took theirs when they were imported."""
+def count(
+    longest_delay: float = 0.0,
+    dies_after: int | None = None,
+    names: Sequence[str] = COLLECTIVES,
+    is_async: bool = True,
+) -> None:
+    """Count calls by name at run time, asynchronous ones or all; Megatron's linear layers took theirs when they were
+    imported."""
     import torch.distributed as dist
 
     sent = 0
@@ -21,7 +29,7 @@ def count(longest_delay: float = 0.0, dies_after: int | None = None) -> None:
     def around(original: Any) -> Any:
         def collective(*args: Any, **kwargs: Any) -> Any:
             nonlocal sent
-            if kwargs.get("async_op"):
+            if kwargs.get("async_op") or not is_async:
                 sent += 1
                 time.sleep(chance.random() * longest_delay)
                 if sent == dies_after:
@@ -30,7 +38,7 @@ def count(longest_delay: float = 0.0, dies_after: int | None = None) -> None:
 
         return collective
 
-    for name in COLLECTIVES:
+    for name in names:
         changed = around(getattr(dist, name))
         # The device layer wraps what it finds in the second.
         setattr(dist, name, changed)
@@ -47,6 +55,11 @@ def count(longest_delay: float = 0.0, dies_after: int | None = None) -> None:
 def delay() -> None:
     """Up to 5 ms before each message, different on every rank."""
     count(5e-3)
+
+
+def delay_exchanges() -> None:
+    """Up to 3 ms before each message of an exchange, different on every rank."""
+    count(3e-3, names=EXCHANGES, is_async=False)
 
 
 def die() -> None:

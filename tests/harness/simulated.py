@@ -200,3 +200,26 @@ def moe_wgrad_side_stream(delay: float = 0.01) -> None:
 
     patch._why_not_here = lambda device: []
     patch._executor_of = lambda device: _SaidLate(delay)
+
+
+def skewed_router() -> None:
+    """Experts of the first half have 4 times the tokens of the others."""
+    from tests.harness.skewed_router import install
+
+    install(4.0)
+
+
+def copied_experts() -> None:
+    """The same, and say that experts were copied."""
+    from mindspeed_lite.parallel.balance import copies
+
+    own, said = copies.CopyPlan.make, []
+
+    def make(self: Any, given: Any) -> Any:
+        if not said:
+            said.append(True)
+            print(f"{len(self.owners)} experts were copied", flush=True)
+        return own(self, given)
+
+    copies.CopyPlan.make = make
+    skewed_router()

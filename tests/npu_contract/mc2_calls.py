@@ -122,14 +122,15 @@ def problems(module: Any) -> list[str]:
     return found + said
 
 
-def mutated(old: str, new: str) -> Any:
-    """A module of mc2.py's text with `old`, which stands there once, replaced."""
-    text = Path(mc2.__file__).read_text()
+def mutated(original: types.ModuleType, old: str, new: str) -> Any:
+    """A module of the original's text with `old`, which stands there once, replaced."""
+    path = str(original.__file__)
+    text = Path(path).read_text()
     if text.count(old) != 1:
-        raise ValueError(f"{old!r} stands {text.count(old)} times in mc2.py: change the mutation with it")
-    module = types.ModuleType(mc2.__name__)
-    module.__package__ = mc2.__package__
-    exec(compile(text.replace(old, new), mc2.__file__, "exec"), module.__dict__)
+        raise ValueError(f"{old!r} stands {text.count(old)} times in {path}: change the mutation with it")
+    module = types.ModuleType(original.__name__)
+    module.__package__ = original.__package__
+    exec(compile(text.replace(old, new), path, "exec"), module.__dict__)
     return module
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     dist.init_process_group("fake", rank=1, world_size=RANKS, store=FakeStore())
     result = {"right": problems(mc2)}
     for name, (old, new, _) in MUTATIONS.items():
-        result[name] = problems(mutated(old, new))
+        result[name] = problems(mutated(mc2, old, new))
     print(json.dumps(result))
 
 

@@ -129,6 +129,7 @@ ON_REFERENCE = {
 FALLS_BACK = ("moe_router_fusion",)
 # Features that `auto` leaves off for every model.
 LEFT_OFF = {
+    "balanced_moe_experts": "what it gains has not been measured on a device",
     "context_parallel_algo": "--context-parallel-size above 1 turns it on",
     "moe_allgather_overlap_comm": "what it gains has not been measured on a device",
     "moe_alltoall_mc2": "it has never been timed on a device",

@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from mindspeed_lite.ops import attention as halves
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from mindspeed_lite.ops.attention import reference as definition
 from tests.harness import attention_reference as reference
 from tests.harness.attention import slack, term_sizes
+from tests.harness.compare import error
 from tests.harness.errors import assert_within, bound, is_within, mutations
 
 _KERNEL = Path(cpu_native.__file__).with_name("cpu.cpp")
@@ -115,6 +118,40 @@ def test_products_of_bf16_in_pairs(
     with counted(monkeypatch):
         assert cpu_native._numbers_of(torch.zeros(1, 1, 1, 2).bfloat16(), 2) == "bf16"
         judge(make(sizes, torch.bfloat16), **options)
+
+
+@_without_kernel
+@pytest.mark.parametrize("sizes", [(140, 140, 1, 4, 2, 16, 16), (70, 70, 2, 2, 1, 7, 5)], ids=["pairs", "as fp32"])
+def test_sums_that_are_not_rounded(sizes: tuple[int, ...]) -> None:
+    """Rounded, they are the other results bit by bit; PyTorch's kernel and the definition give fp32 ones too."""
+    q, k, v, dout = make(sizes, torch.bfloat16)
+    spec = prepare(q, k, v, causal=True)
+    out, lse = cpu_native.forward(q, k, v, spec)
+    gradients = cpu_native.backward(dout, q, k, v, out, lse, spec)
+    got, logs = halves.forward(q, k, v, spec, wide=True)
+    results = (got, *halves.backward(dout, q, k, v, out, lse, spec, wide=True))
+    assert torch.equal(logs, lse)
+    for wide, rounded in zip(results, (out, *gradients), strict=True):
+        assert wide.dtype == torch.float32 and torch.equal(wide.bfloat16(), rounded)
+        assert not torch.equal(wide, rounded.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kernel", ["ours", "PyTorch's", "definition"])
+def test_sums_of_every_kernel_are_more_exact_than_rounded_ones(
+    dtype: torch.dtype, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q, k, v, dout = make((140, 140, 1, 4, 2, 16, 16), dtype)
+    exact = run(reference.attention, [t.double() for t in (q, k, v, dout)], causal=True)
+    if kernel == "PyTorch's":
+        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+    elif kernel == "definition":
+        monkeypatch.setattr(halves, "module", lambda spec: definition)
+    spec = prepare(q, k, v, causal=True)
+    out, lse = halves.forward(q, k, v, spec, wide=True)
+    results = (out, *halves.backward(dout, q, k, v, out.to(dtype), lse, spec, wide=True))
+    for wide, truth in zip(results, exact, strict=True):
+        assert wide.dtype == torch.float32 and error(wide, truth) < error(wide.to(dtype), truth)
 
 
 @_without_kernel

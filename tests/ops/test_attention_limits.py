@@ -93,7 +93,7 @@ def test_memory_that_is_not_there_is_an_exception() -> None:
     sizes = native.numbers([1, 1, 1, 1, 1, 1 << 50, 1, *[1] * 9, 0, 0, *[0] * 6])
     q = torch.zeros(1)
     with pytest.raises(MemoryError):
-        cpu_native._library.forward_float(*[q.data_ptr()] * 3, sizes, None, 1.0, *[q.data_ptr()] * 2, 1)
+        cpu_native._library.forward_float(*[q.data_ptr()] * 3, sizes, None, 1.0, *[q.data_ptr()] * 2, 0, 1)
 
 
 def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:

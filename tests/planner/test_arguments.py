@@ -139,7 +139,6 @@ def test_which_layers_have_experts(pattern: str, expected: list[int]) -> None:
         ("--recompute-granularity full", 1, ("--recompute-method",)),
         ("--virtual-optimizer 1 2", 1, ("--virtual-optimizer", "give one")),
         ("--swap-optimizer --virtual-optimizer all", 1, ("--swap-optimizer", "drop one")),
-        ("--swap-attention", 1, ("--swap-attention", "not predicted")),
         ("--recompute-granularity selective --recompute-modules moe_act", 1, ("moe_act", "core_attn")),
         ("--virtual-optimizer much", 1, ("--virtual-optimizer", "'much'")),
         ("--moe-layer-freq x --num-experts 2", 1, ("--moe-layer-freq", "'x'")),

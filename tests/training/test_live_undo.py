@@ -61,7 +61,6 @@ def test_what_cannot_be_trained_here_says_why() -> None:
     assert [*reasons] == [
         "moe_alltoall_mc2",
         "moe_fb_overlap",
-        "moe_hierarchical_alltoallv",
         "moe_tp_extend_ep",
         "pipeline_schedule",
         "schedules_method",

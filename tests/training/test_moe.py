@@ -11,6 +11,7 @@ import pytest
 
 from tests.harness import checkouts, matrix
 from tests.harness.core_trainings import DRIFT, MOE, MOE_CONFIGURED, losses
+from tests.harness.messages import sent
 from tests.harness.script_trainings import LAYOUTS as SCRIPT_LAYOUTS
 from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
 from tests.harness.training import Trainer
@@ -155,6 +156,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
     nproc, options = COMBINED[layout]
     fused = {**MOE, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
     flags: dict[str, Any] = {"flags": fused} if arm == "features" else {}
+    overlapped = {"flags": {**fused, "moe_fb_overlap": True}} if flags else {}
     delayed = arm == "features"
     moe = {**(MOE_CONFIGURED if delayed else {}), **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": delayed, "overlap_grad_reduce": True, **options, "moe": moe}
@@ -168,7 +170,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delayed},
         },
         before="tests.harness.simulated:late_messages",
-        **flags,
+        **overlapped,
     )
     assert len(losses(off)) == 4
     if layout == "shared":
@@ -273,6 +275,74 @@ def test_an_exchange_on_two_levels_trains_as_one_on_one(
         assert on.history() == off.history()
     for rank in range(nproc):
         assert "rows crossed nodes once" in on.log(rank)
+
+
+# Processes, options, features: a loop over experts and one grouped product; gradients by autograd and accumulated.
+LOOP: dict[str, Any] = {"strict": True}
+ACCUMULATED = {**MOE, "use_gradient_accumulation_fusion": True}
+OVERLAPPED = {"distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+COPIED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ep2, loop": (2, {"ep": 2}, LOOP),
+    "ep2, loop, accumulated": (2, {"ep": 2}, {**LOOP, "use_gradient_accumulation_fusion": True}),
+    "ep2, loop, biases": (2, {"ep": 2, "bias": True}, LOOP),
+    "ep2": (2, {"ep": 2}, MOE),
+    "ep2, biases": (2, {"ep": 2, "bias": True}, ACCUMULATED),
+    "ep2, distributed": (2, {"ep": 2, **OVERLAPPED}, ACCUMULATED),
+    "ep4, one expert": (4, {"ep": 4, "experts": 4}, ACCUMULATED),
+    "ep4": (4, {"ep": 4, "distributed_optimizer": True}, ACCUMULATED),
+    "tp2_ep2": (4, {"tp": 2, "sp": True, "ep": 2}, ACCUMULATED),
+    "tp2_ep2, loop": (4, {"tp": 2, "sp": True, "ep": 2}, LOOP),
+    "tp2_etp1_ep4": (4, {"tp": 2, "sp": True, "etp": 1, "ep": 4}, MOE),
+    "ep2_dp2, distributed": (4, {"ep": 2, **OVERLAPPED}, ACCUMULATED),
+    "ep2_pp2": (4, {"ep": 2, "pp": 2}, ACCUMULATED),
+    "ep2_pp2_vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}, MOE),
+    "dropped": (2, {"ep": 2, "moe": MODELS["dropped"]}, ACCUMULATED),
+    "shared": (2, {"ep": 2, "moe": MODELS["shared"]}, ACCUMULATED),
+    "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
+                  ACCUMULATED),
+    "recompute full": (2, {"ep": 2, "config": {"recompute_granularity": "full", "recompute_method": "uniform",
+                                               "recompute_num_layers": 1}}, LOOP),
+    "overlapped": (2, {"ep": 2, "moe": MODELS["shared, overlapped"]},
+                   {**ACCUMULATED, "moe_alltoall_overlap_comm": True}),
+    "two levels": (2, {"ep": 2}, {**ACCUMULATED, "moe_hierarchical_alltoallv": True, "moe_node_size": 1}),
+    "released": (2, {"ep": 2}, {**ACCUMULATED, "moe_zero_memory": "level1"}),
+}  # fmt: skip
+# fp32: losses and gradient norms of eight steps of which each adds up in another order.
+OTHER_ORDER = 2.0**-17
+
+
+def copied(train: Trainer, layout: str, options: dict[str, Any], steps: int, **more: Any) -> list[tuple[float, float]]:
+    """Losses and gradient norms off and on: a router of skew 4 to 1, and all copies that lower the fullest load."""
+    nproc, given, flags = COPIED[layout]
+    configured = MOE_CONFIGURED if "moe_permute_fusion" in flags else {"moe_router_dtype": "fp32"}
+    fusion = "use_gradient_accumulation_fusion" in flags
+    moe = {**configured, **given.get("moe", {})}
+    options = {"experts": 8, "steps": steps, "wgrad_fusion": fusion, **given, **options, "moe": moe}
+    off = train.core("features", nproc, options, flags=flags, before="tests.harness.simulated:skewed_router")
+    balanced = {**flags, "balanced_moe_experts": True, "balanced_moe_break_even": 0.0}
+    on = train.core("features", nproc, options, flags=balanced, before="tests.harness.simulated:copied_experts", **more)
+    for rank in range(nproc):
+        assert "experts were copied" in on.log(rank)
+    assert len(off.history()) == len(on.history()) == steps
+    found = zip(off.history(), on.history(), strict=True)
+    return [(float.fromhex(a), float.fromhex(b)) for one, other in found for a, b in zip(one, other, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("release", "layout"),
+    matrix.pairs([*COPIED], [("0.16.1", "ep2, loop")], newest=["ep2, distributed", "tp2_ep2"]),
+)
+def test_copies_of_hot_experts_train_as_none(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
+    for place, (a, b) in enumerate(copied(trainer(release), layout, {"fp32": True}, STEPS)):
+        assert abs(a - b) <= OTHER_ORDER * abs(a), f"step {place // 2}: {a} off, {b} on"
+
+
+@matrix.whole
+@pytest.mark.parametrize("layout", ["ep2, distributed", "ep4", "tp2_ep2", "ep2_pp2"])
+def test_fifty_steps_with_copies_of_hot_experts(trainer: Callable[[str], Trainer], layout: str) -> None:
+    """bf16 with fp32 main parameters."""
+    for a, b in copied(trainer("0.19.2"), layout, {}, 50)[::2]:
+        assert abs(a - b) <= 2 * DRIFT * abs(a)
 
 
 MC2 = {"ep2": (2, {"ep": 2}), "ep4": (4, {"ep": 4}), "tp2_etp1_ep2": LAYOUTS["tp2_etp1_ep2"]}
@@ -429,7 +499,46 @@ EXCHANGES = {
     "level1": ("alltoall", "--moe-zero-memory level1"),
     "alltoall, level0": ("alltoall", "--moe-alltoall-overlap-comm --moe-zero-memory level0"),
     "allgather": ("allgather", "--moe-allgather-overlap-comm"),
+    "two levels": ("alltoall", "--moe-hierarchical-alltoallv --moe-node-size 1"),
 }
+# With the feature, of the model, and on both sides.
+DELAYED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "alltoall": ({"moe_alltoall_overlap_comm": True}, {}, {}),
+    "level0": ({"moe_zero_memory": "level0"}, {}, {}),
+    "level1, alltoall": ({"moe_zero_memory": "level1", "moe_alltoall_overlap_comm": True}, {}, {}),
+    "allgather": ({"moe_allgather_overlap_comm": True}, {}, {"moe_token_dispatcher_type": "allgather"}),
+    "two levels": ({"moe_hierarchical_alltoallv": True, "moe_node_size": 2}, {}, {}),
+    "combined schedule": (
+        {"moe_fb_overlap": True},
+        {
+            "ddp_delay_wgrad_compute": True,
+            "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
+        },
+        {},
+    ),
+}
+
+
+@matrix.whole
+@pytest.mark.parametrize("exchange", [*DELAYED])
+def test_ranks_that_are_late_by_chance_neither_hang_nor_err(trainer: Callable[[str], Trainer], exchange: str) -> None:
+    """Four ranks, each late by chance before every message, 200 steps: every loss has the same bits."""
+    flags, options, moe = DELAYED[exchange]
+    fused = {**MOE, "use_gradient_accumulation_fusion": True}
+    common = {"experts": 8, "ep": 4, "steps": 200, "layers": 1, "micro_batches": 2, "wgrad_fusion": True,
+              "overlap_grad_reduce": True, "lr": 3e-4, "moe": {**MOE_CONFIGURED, **moe}}  # fmt: skip
+    off = trainer("0.19.2").core("features", 4, common, flags=fused, timeout=900)
+    on = trainer("0.19.2").core(
+        "features",
+        4,
+        {**common, **options},
+        flags={**fused, **flags},
+        before="tests.harness.messages:delay_exchanges",
+        timeout=900,
+    )
+    assert len(losses(off)) == 200 and on.history() == off.history()
+    for rank in range(4):
+        assert sent(on.log(rank)) >= 200 * 2 * 4, "messages were late"
 
 
 @matrix.whole

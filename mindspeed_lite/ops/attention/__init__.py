@@ -6,8 +6,9 @@ two halves without autograd, for callers that split the keys among calls and put
 (context parallelism); `packed.attention` serves sequences of several lengths behind one another.
 
 A backend module holds `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
-`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. No row is empty by position, and the halves
-leave `spec.sink` alone.
+`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`, and, where its kernels can leave their sums
+unrounded, `forward_wide` and `backward_wide` of the same. No row is empty by position, and the halves leave `spec.sink`
+alone.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def forward(
     out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
 
     wide: `out` in fp32 (float64 for float64), for a sum over several results: rounded to q's dtype, each would add an
-        error of its own. A backend with `forward_wide` and `backward_wide` hands over its accumulators. Without them
-        a CPU computes with inputs widened to fp32; elsewhere the kernel's rounded result is widened.
+        error of its own. A backend with `forward_wide` and `backward_wide` (CPU) hands over its fp32 sums; elsewhere
+        (CUDA, NPU) the kernel's rounded result is widened.
     dropout: which weights are dropped, by position; in plain PyTorch on every device.
     """
     _check_half(spec)
@@ -181,8 +182,6 @@ def forward(
     if hasattr(backend, "forward_wide"):
         pair = backend.forward_wide(q, k, v, spec)
         return pair
-    if _widens_inputs(backend):
-        return forward(q.float(), k.float(), v.float(), _widened(spec))
     out, lse = backend.forward(q, k, v, spec)
     return out.float(), lse
 
@@ -223,23 +222,12 @@ def backward(
     if hasattr(backend, "backward_wide"):
         gradients = backend.backward_wide(dout, q, k, v, out, lse, spec)
         return gradients
-    if _widens_inputs(backend):
-        return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, _widened(spec))
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, spec)
     return dq.float(), dk.float(), dv.float()
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def _widens_inputs(backend: Any) -> bool:
-    """Whether fp32 inputs cost a backend about as much as 16-bit ones."""
-    return bool(backend.__name__.endswith((".cpu", ".reference")))
-
-
-def _widened(spec: AttentionSpec) -> AttentionSpec:
-    return spec._replace(case=spec.case._replace(dtype=torch.float32))
 
 
 def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[str]:

@@ -15,7 +15,8 @@
 // are built for each size that they are called with: tiles have few sizes (`rounded_up`).
 //
 // Shapes: q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides with the last one 1; out [sq, b, n, dv]
-// contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys.
+// contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys. Results have the
+// inputs' type, or are the fp32 sums themselves (`Result`).
 #include "fused_backward.h"
 
 namespace {
@@ -87,7 +88,7 @@ struct ForwardSpace {
 };
 
 template <typename M, typename In>
-void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guard) {
+void forward(const Call<In>& call, const Result<In>& out, float* lse, int threads, Guard& guard) {
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height;
     // K and V^T, tile by tile: [pair][tile][height][d] and [pair][tile][dv][height].
@@ -150,7 +151,7 @@ void forward(const Call<In>& call, In* out, float* lse, int threads, Guard& guar
             if (q >= queries) continue;
             lse[i * call.sq + q0 + q] = total == 0.0f ? -INF : running.base[q] * call.scale + std::log(total);
         }
-        write_rows(sums, running.factor, queries, width, call.dv, space.scratch, out + (q0 * call.b * call.n + i) * call.dv,
+        write_rows(sums, running.factor, queries, width, call.dv, space.scratch, out, (q0 * call.b * call.n + i) * call.dv,
                    call.b * call.n * call.dv);
     };
     in_pieces<ForwardSpace<M>>(call, cut, guard, prepare, run, [](int64_t, int64_t, int64_t) {});
@@ -183,7 +184,7 @@ struct BackwardSpace {
 // dq [sq, b, n, d], dk [sk, b, g, d], dv [sk, b, g, dv] contiguous; dout [sq, b, n, dv] by its strides.
 template <typename M, typename In>
 void backward(const Call<In>& call, const In* out, const float* lse, const In* dout, int64_t os, int64_t ob, int64_t on,
-              In* dq, In* dk, In* dv, int threads, Guard& guard) {
+              const Result<In>& dq, const Result<In>& dk, const Result<In>& dv, int threads, Guard& guard) {
     const Cut cut(call, threads, QUERIES, rounded_up(call.sk, KEYS<M>));
     const int64_t height = cut.height, padded = cut.key_tiles * height, d = call.d, size = call.dv;
     Buffer<M> all_keys(cut.together * padded * d), all_values(cut.together * padded * size);
@@ -208,8 +209,8 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
         for (int64_t x = 0; x < keys * d; ++x) from[x] *= call.scale;
         for (int64_t row = 0; row < keys; ++row) {
             const int64_t at = (k0 + row) * cut.pairs + pair;
-            round_row(from + row * d, d, dk + at * d);
-            round_row(to_v + (place + row) * size, size, dv + at * size);
+            dk.put(from + row * d, d, at * d);
+            dv.put(to_v + (place + row) * size, size, at * size);
         }
     };
     const auto run = [&](BackwardSpace<M>& space, int64_t pair, int64_t slot, int64_t member, int64_t number) {
@@ -277,15 +278,14 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
             if (k0 >= end || k0 % height == 0) turns.end(slot, key_tile, turn);
         }
         std::fill(logs, logs + width, call.scale);
-        write_rows(sums, logs, queries, width, d, space.scratch, dq + (q0 * call.b * call.n + i) * d,
-                   call.b * call.n * d);
+        write_rows(sums, logs, queries, width, d, space.scratch, dq, (q0 * call.b * call.n + i) * d, call.b * call.n * d);
     };
     in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
 
 #ifdef MULTIPLIES_PAIRS
 template <>
-void forward<bf16>(const Call<bf16>& call, bf16* out, float* lse, int threads, Guard& guard) {
+void forward<bf16>(const Call<bf16>& call, const Result<bf16>& out, float* lse, int threads, Guard& guard) {
     FusedForward pass(call, out, lse, threads);
     in_pieces<FusedForwardSpace>(
         call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
@@ -294,7 +294,8 @@ void forward<bf16>(const Call<bf16>& call, bf16* out, float* lse, int threads, G
 
 template <>
 void backward<bf16>(const Call<bf16>& call, const bf16* out, const float* lse, const bf16* dout, int64_t os, int64_t ob,
-                    int64_t on, bf16* dq, bf16* dk, bf16* dv, int threads, Guard& guard) {
+                    int64_t on, const Result<bf16>& dq, const Result<bf16>& dk, const Result<bf16>& dv, int threads,
+                    Guard& guard) {
     FusedBackward pass(call, out, lse, dout, os, ob, on, dq, dk, dv, threads);
     in_pieces<FusedBackwardSpace>(
         call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
@@ -312,19 +313,22 @@ Call<In> describe(const In* q, const In* k, const In* v, const int64_t* n, const
 
 }  // namespace
 
+// wide: whether the results (out; dq, dk and dv) are fp32 instead of T.
 #define EXPORT(NAME, T, M)                                                                                             \
     extern "C" int32_t forward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers, const uint8_t* mask, \
-                                      float scale, T* out, float* lse, int32_t threads) {                              \
+                                      float scale, void* out, float* lse, int32_t wide, int32_t threads) {             \
         return guarded([&](Guard& guard) {                                                                             \
-            forward<M>(describe(q, k, v, numbers, mask, scale), out, lse, threads, guard);                             \
+            const Result<T> result(out, wide);                                                                         \
+            forward<M>(describe(q, k, v, numbers, mask, scale), result, lse, threads, guard);                          \
         });                                                                                                            \
     }                                                                                                                  \
     extern "C" int32_t backward_##NAME(const T* q, const T* k, const T* v, const int64_t* numbers,                     \
                                        const uint8_t* mask, float scale, const T* out, const float* lse,               \
-                                       const T* dout, T* dq, T* dk, T* dv, int32_t threads) {                          \
+                                       const T* dout, void* dq, void* dk, void* dv, int32_t wide, int32_t threads) {   \
         return guarded([&](Guard& guard) {                                                                             \
+            const Result<T> to_q(dq, wide), to_k(dk, wide), to_v(dv, wide);                                            \
             backward<M>(describe(q, k, v, numbers, mask, scale), out, lse, dout, numbers[24], numbers[25],             \
-                        numbers[26], dq, dk, dv, threads, guard);                                                      \
+                        numbers[26], to_q, to_k, to_v, threads, guard);                                                \
         });                                                                                                            \
     }
 

@@ -72,6 +72,28 @@ def backward(
     return run(dout, q, k, v, out, lse, spec)
 
 
+def forward_wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+    """`forward` with its fp32 sums for 16-bit inputs, which PyTorch's kernel has for fp32 ones only."""
+    if _native(q, spec):
+        return cpu_native.forward(q, k, v, spec, wide=True)
+    return forward(q.float(), k.float(), v.float(), spec.of_fp32())
+
+
+def backward_wide(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttentionSpec,
+) -> autograd.Triple:
+    """`backward` with its fp32 sums, as `forward_wide`."""
+    if _native(q, spec):
+        return cpu_native.backward(dout, q, k, v, out, lse, spec, wide=True)
+    return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, spec.of_fp32())
+
+
 _KERNELS = autograd.Kernels(forward, backward)
 
 

@@ -27,12 +27,12 @@ _NO_LIMIT_LEFT, _NO_LIMIT_RIGHT = -(1 << 63), (1 << 63) - 1
 _library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
     {
-        "forward_bf16": "pppppfppi",
-        "forward_bf16_as_float": "pppppfppi",
-        "forward_float": "pppppfppi",
-        "backward_bf16": "pppppfppppppi",
-        "backward_bf16_as_float": "pppppfppppppi",
-        "backward_float": "pppppfppppppi",
+        "forward_bf16": "pppppfppii",
+        "forward_bf16_as_float": "pppppfppii",
+        "forward_float": "pppppfppii",
+        "backward_bf16": "pppppfppppppii",
+        "backward_bf16_as_float": "pppppfppppppii",
+        "backward_float": "pppppfppppppii",
         "probe": "ip",
     },
     uses_torch=True,
@@ -59,10 +59,13 @@ def drawn(spec: AttentionSpec) -> AttentionSpec:
     return spec._replace(rng=int(torch.randint(1 << 62, ())))
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
+) -> autograd.Pair:
+    """As a backend's; wide: `out` is the fp32 sums, not rounded."""
     q, k, v = _rows(q), _rows(k), _rows(v)
     (sq, b, n, _), dv = q.shape, v.shape[3]
-    out = torch.empty(sq, b, n, dv, dtype=q.dtype)
+    out = torch.empty(sq, b, n, dv, dtype=torch.float32 if wide else q.dtype)
     lse = torch.empty(b, n, sq)
     numbers, hidden = _describe(q, k, v, spec, ())
     getattr(_library, f"forward_{_numbers_of(q, dv)}")(
@@ -74,6 +77,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSp
         spec.scale,
         out.data_ptr(),
         lse.data_ptr(),
+        wide,
         torch.get_num_threads(),
     )
     return out, lse
@@ -87,10 +91,13 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     spec: AttentionSpec,
+    *,
+    wide: bool = False,
 ) -> autograd.Triple:
+    """As a backend's; wide: the gradients are the fp32 sums, not rounded."""
     q, k, v, dout = _rows(q), _rows(k), _rows(v), _rows(dout)
     out, lse = out.contiguous(), lse.contiguous()
-    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype) for t in (q, k, v))
+    dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32 if wide else t.dtype) for t in (q, k, v))
     numbers, hidden = _describe(q, k, v, spec, dout.stride()[:3])
     getattr(_library, f"backward_{_numbers_of(q, v.shape[3])}")(
         q.data_ptr(),
@@ -105,6 +112,7 @@ def backward(
         dq.data_ptr(),
         dk.data_ptr(),
         dv.data_ptr(),
+        wide,
         torch.get_num_threads(),
     )
     return dq, dk, dv

@@ -44,7 +44,7 @@ struct FusedBackward {
     const float* lse;
     const bf16* dout;
     const int64_t os, ob, on;
-    bf16 *dq, *dk, *dv;
+    const Result<bf16> dq, dk, dv;
     const Cut cut;
     const int64_t height, padded, depth, ld_k, ld_v;
     Buffer<bf16> keys, values;  // [pair][key][d] and [dv]
@@ -53,7 +53,7 @@ struct FusedBackward {
     Turns turns;
 
     FusedBackward(const Call<bf16>& given, const bf16* out_, const float* lse_, const bf16* dout_, int64_t os_, int64_t ob_,
-                  int64_t on_, bf16* dq_, bf16* dk_, bf16* dv_, int threads)
+                  int64_t on_, const Result<bf16>& dq_, const Result<bf16>& dk_, const Result<bf16>& dv_, int threads)
         : call(given),
           out(out_),
           lse(lse_),
@@ -96,8 +96,8 @@ struct FusedBackward {
         for (int64_t row = 0; row < count; ++row) {
             for (int64_t x = 0; x < ld_k; ++x) from[row * ld_k + x] *= call.scale;
             const int64_t at = (k0 + row) * cut.pairs + pair;
-            round_row(from + row * ld_k, call.d, dk + at * call.d);
-            round_row(to_v + (place + row) * ld_v, call.dv, dv + at * call.dv);
+            dk.put(from + row * ld_k, call.d, at * call.d);
+            dv.put(to_v + (place + row) * ld_v, call.dv, at * call.dv);
         }
     }
 
@@ -275,8 +275,8 @@ struct FusedBackward {
         }
         alignas(64) float factor[BACKWARD_QUERIES];
         std::fill(factor, factor + width, call.scale);
-        write_rows(space.sums + 0, factor, count, width, call.d, space.scratch + 0,
-                   dq + (q0 * call.b * call.n + i) * call.d, call.b * call.n * call.d);
+        write_rows(space.sums + 0, factor, count, width, call.d, space.scratch + 0, dq,
+                   (q0 * call.b * call.n + i) * call.d, call.b * call.n * call.d);
     }
 };
 

@@ -30,14 +30,14 @@ struct FusedForwardSpace {
 
 struct FusedForward {
     const Call<bf16>& call;
-    bf16* out;
+    const Result<bf16> out;
     float* lse;
     const Cut cut;
     const int64_t height, padded, d, size;  // d in pairs; size of a value, in whole rows of A
     Buffer<bf16> keys;                      // [pair][key][d]
     Buffer<Pair> values;                    // [pair][tile][size / 4][height / 2][4]
 
-    FusedForward(const Call<bf16>& given, bf16* out_, float* lse_, int threads)
+    FusedForward(const Call<bf16>& given, const Result<bf16>& out_, float* lse_, int threads)
         : call(given),
           out(out_),
           lse(lse_),
@@ -209,7 +209,7 @@ struct FusedForward {
             if (q >= queries) continue;
             lse[i * call.sq + q0 + q] = total == 0.0f ? -INF : softmax.base[q] * call.scale + std::log(total);
         }
-        write_rows(space.sums, factor, queries, width, call.dv, space.scratch, out + (q0 * call.b * call.n + i) * call.dv,
+        write_rows(space.sums, factor, queries, width, call.dv, space.scratch, out, (q0 * call.b * call.n + i) * call.dv,
                    call.b * call.n * call.dv);
     }
 

@@ -78,21 +78,41 @@ class Turns {
     }
 };
 
-// Writes sums [size][width] as rows of a result, each number times its query's factor.
+// What a pass writes: numbers rounded to the inputs' type, or, for a caller that sums over several calls, fp32 as they are.
 template <typename In>
-void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch, In* to,
-                int64_t stride) {
-    // On their way while the rows are made.
-    for (int64_t q = 0; q < queries; ++q) {
-        for (int64_t j = 0; j < size; j += 64 / sizeof(In)) __builtin_prefetch(to + q * stride + j, 1);
+class Result {
+    char* to_;
+    int64_t bytes_;  // of a number
+
+   public:
+    Result(void* to, bool wide) : to_(static_cast<char*>(to)), bytes_(wide ? sizeof(float) : sizeof(In)) {}
+    // `count` numbers from number `at` on.
+    void put(const float* from, int64_t count, int64_t at) const {
+        char* const to = to_ + at * bytes_;
+        if (bytes_ == sizeof(float)) {
+            std::copy(from, from + count, reinterpret_cast<float*>(to));
+        } else {
+            round_row(from, count, reinterpret_cast<In*>(to));
+        }
     }
+    void prefetch(int64_t count, int64_t at) const {
+        for (int64_t byte = 0; byte < count * bytes_; byte += 64) __builtin_prefetch(to_ + at * bytes_ + byte, 1);
+    }
+};
+
+// Writes sums [size][width] as rows of a result from number `at` on, each number times its query's factor.
+template <typename In>
+void write_rows(float* sums, const float* factor, int64_t queries, int64_t width, int64_t size, float* scratch,
+                const Result<In>& to, int64_t at, int64_t stride) {
+    // On their way while the rows are made.
+    for (int64_t q = 0; q < queries; ++q) to.prefetch(size, at + q * stride);
     for (int64_t j = 0; j < size; ++j) {
         float* row = sums + j * width;
 #pragma omp simd
         for (int64_t q = 0; q < width; ++q) row[q] *= factor[q];
     }
     transpose(sums, size, width, scratch);
-    for (int64_t q = 0; q < queries; ++q) round_row(scratch + q * size, size, to + q * stride);
+    for (int64_t q = 0; q < queries; ++q) to.put(scratch + q * size, size, at + q * stride);
 }
 
 // a . b of `size` numbers.

@@ -53,6 +53,13 @@ def forward(
     return out, lse
 
 
+def forward_wide(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`forward` with its fp32 sums for 16-bit inputs."""
+    return forward(q.float(), k.float(), v.float(), spec)
+
+
 @torch.no_grad()
 def backward(
     dout: torch.Tensor,
@@ -81,6 +88,19 @@ def backward(
     dk = torch.einsum("bgrst,sbgrd->tbgd", dscores, queries)
     dv_ = torch.einsum("bgrst,sbgrd->tbgd", probs, dout)
     return dq.to(q.dtype), dk.to(k.dtype), dv_.to(v.dtype)
+
+
+def backward_wide(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    spec: AttentionSpec,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` with its fp32 sums, as `forward_wide`."""
+    return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, spec)
 
 
 def packed(

@@ -60,6 +60,10 @@ class AttentionSpec(NamedTuple):
         """The band as a window, causal order included; None when every key is visible by position."""
         return band.CAUSAL if self.causal else self.window
 
+    def of_fp32(self) -> AttentionSpec:
+        """The same for inputs that have been widened to fp32."""
+        return self._replace(case=self.case._replace(dtype=torch.float32))
+
     def for_lengths(self, sq: int, sk: int) -> AttentionSpec:
         """The same for fewer queries or keys, among which the last query stands at the last key again."""
         causal, window = band.canonical(self.causal, self.window, sq, sk)

@@ -51,23 +51,30 @@ def rank_loads(sent: SentTokens, placement: Sequence[int], copied: Collection[in
     return found
 
 
-def hot_experts(sent: SentTokens, placement: Sequence[int], number: int) -> list[int]:
+def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
     """The experts to copy, at most `number`: one after the other the heaviest of the fullest rank.
 
-    It ends early where a copy would not lower the largest load.
+    Of these as many are taken as lower the largest load most, each by more than its price. A copy may lower nothing
+    until the next one is made, where two ranks are equally full.
+
+    Args:
+        price: tokens that a copy must take off the fullest rank to be worth it.
     """
     loads = rank_loads(sent, placement, ())
+    if max(loads) - sum(loads) / sent.ranks <= price:
+        return []
     chosen: list[int] = []
+    best, count = max(loads), 0
     for _ in range(number):
         fullest = max(range(sent.ranks), key=lambda rank: loads[rank])
         candidates = [each for each, rank in enumerate(placement) if rank == fullest and each not in chosen]
         if not candidates:
             break
         heaviest = max(candidates, key=lambda each: sent.totals[each])
-        after = [load + here for load, here in zip(loads, sent.by_source(heaviest), strict=True)]
-        after[fullest] -= sent.totals[heaviest]
-        if max(after) >= max(loads):
-            break
-        loads = after
+        loads = [load + here for load, here in zip(loads, sent.by_source(heaviest), strict=True)]
+        loads[fullest] -= sent.totals[heaviest]
         chosen.append(heaviest)
-    return chosen
+        cost = max(loads) + price * len(chosen)
+        if cost < best:
+            best, count = cost, len(chosen)
+    return chosen[:count]

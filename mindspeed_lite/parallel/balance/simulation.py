@@ -27,11 +27,13 @@ class BalancingOptions:
         copies: experts copied for a micro-batch, at most.
         interval: steps between two placements.
         decay: weight of the past in the average of loads, below 1.
+        break_even: tokens of a step that a copy must take off the fullest rank to be made.
     """
 
     copies: int = 3
     interval: int = 50
     decay: float = 0.9
+    break_even: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
             for outcome, here, known in zip(outcomes, (start, start, placed, placed), (start, start, best, best),
                                             strict=True):  # fmt: skip
                 copies = options.copies if outcome.name in ("copies", "both") else 0
-                fullest[outcome.name][at] += _judge(outcome, loads, average, here, copies)
-                hot = replicas.hot_experts(sent, known, copies)
+                fullest[outcome.name][at] += _judge(outcome, loads, average, here, copies, options.break_even)
+                hot = replicas.hot_experts(sent, known, copies, options.break_even)
                 outcome.known += max(replicas.rank_loads(sent, known, hot))
             # The first step is the average of what was seen so far.
             weight = options.decay if at else 0.0
@@ -145,11 +147,16 @@ def _placed(outcomes: Sequence[PolicyOutcome], average: Sequence[float], before:
 
 
 def _judge(
-    outcome: PolicyOutcome, loads: Sequence[float], average: Sequence[float], placed: Sequence[int], copies: int
+    outcome: PolicyOutcome,
+    loads: Sequence[float],
+    average: Sequence[float],
+    placed: Sequence[int],
+    copies: int,
+    break_even: float,
 ) -> float:
     """Tokens of the fullest rank in one layer and step, and what it took."""
     ranks = max(placed) + 1
-    hot = replicas.hot_experts(SentTokens.evenly(average, ranks), placed, copies)
+    hot = replicas.hot_experts(SentTokens.evenly(average, ranks), placed, copies, break_even)
     outcome.copied += len(hot)
     outcome.stayed += sum(loads[each] for each in hot) * (ranks - 1) / ranks
     return max(replicas.rank_loads(SentTokens.evenly(loads, ranks), placed, hot))

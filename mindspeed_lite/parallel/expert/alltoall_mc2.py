@@ -4,7 +4,8 @@
 with the all-to-all back. Each is the other's gradient with respect to its rows. What the operators do not take goes
 the same way in separate steps: the reason is logged, and depends on what is the same on every rank alone.
 
-Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3).
+Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3), and of CANN's
+aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mindspeed_lite.parallel.mc2 import communicator
 RANKS = (8, 16, 32, 64, 128)
 MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
 WIDTH_LIMIT = 65536
-LEAST_BYTES = 2 << 20
+LEAST_BYTES, MOST_BYTES = 2 << 20, 100 << 20
 
 
 class ExpertCounts(NamedTuple):
@@ -48,12 +49,28 @@ class ExpertCounts(NamedTuple):
         return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
-def why_not(x: torch.Tensor, width: int, experts: int, rows: int, ranks: int) -> list[str]:
+class RowsOfRank(NamedTuple):
+    """The fewest and the most rows that a rank of the group sends or receives."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of_group(cls, counts: ExpertCounts, group: dist.ProcessGroup, device: torch.device) -> RowsOfRank:
+        """The same on every rank: one small message."""
+        totals = sum(counts.sent), sum(counts.received)
+        found = torch.tensor([-min(totals), max(totals)], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        less, most = found.tolist()
+        return cls(-less, most)
+
+
+def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
     """Every reason why the operators cannot exchange rows like x [T, K] and multiply them by experts' [K, width].
 
     Args:
         experts: those of this rank.
-        rows: that a rank sends, the same on every rank.
+        rows: of the group's ranks.
     """
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -67,9 +84,17 @@ def why_not(x: torch.Tensor, width: int, experts: int, rows: int, ranks: int) ->
         )
     if max(x.shape[1], width) >= WIDTH_LIMIT:
         reasons.append(f"{max(x.shape[1], width)} columns: the operators take less than {WIDTH_LIMIT}")
-    narrowest = min(x.shape[1], width)
-    if rows * narrowest * x.element_size() < LEAST_BYTES:
-        reasons.append(f"{rows} rows of {narrowest} columns are less than 2 MiB, the least message of the operators")
+    narrowest, widest = sorted((x.shape[1], width))
+    if rows.least * narrowest * x.element_size() < LEAST_BYTES:
+        reasons.append(
+            f"a rank with {rows.least} rows of {narrowest} columns has less than 2 MiB, the least message of the "
+            "operators"
+        )
+    if rows.most * widest * x.element_size() > MOST_BYTES:
+        reasons.append(
+            f"a rank with {rows.most} rows of {widest} columns has more than 100 MiB, the largest message of the "
+            "operators: a smaller --micro-batch-size"
+        )
     return reasons
 
 
@@ -78,12 +103,11 @@ class AlltoAllMC2:
     """The exchange of one batch.
 
     log: told why the operators do not serve it.
-    rows: that each rank sends, the same on every rank.
     """
 
     group: dist.ProcessGroup
     counts: ExpertCounts
-    rows: int
+    rows: RowsOfRank
     log: Callable[[str], None]
 
     def dispatch_linear(
@@ -195,4 +219,4 @@ class _LinearCombine(torch.autograd.Function):
         return dx, None, None, *ctx.take_gradients(arrived, x, counts)
 
 
-__all__ = ["AlltoAllMC2", "ExpertCounts", "why_not"]
+__all__ = ["AlltoAllMC2", "ExpertCounts", "RowsOfRank", "why_not"]

@@ -12,8 +12,8 @@ Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +26,12 @@ from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import rows as row_ids
 
 from .traffic import Splits, splits_of
+
+# By group and ranks of a node: the groups within a node and between nodes. They are not ended, for torch names a group
+# by its ranks and the number of groups: the next one would get the name, and with it the addresses, of one that was.
+_MADE: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
+] = weakref.WeakKeyDictionary()
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
@@ -52,7 +58,7 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 class NodeGroups:
     """The ranks that share experts, by node: this rank's peers on other nodes and its mates on its own.
 
-    Made by all ranks of `group` together. `close` ends the groups that it has made.
+    Made by all ranks of `group` together, once for as long as that lives.
 
     Raises ValueError as `ranks_per_node`.
     """
@@ -63,16 +69,12 @@ class NodeGroups:
         self.ranks = ranks_per_node(ranks, node_size)
         self.nodes = len(ranks) // self.ranks
         node, place = divmod(self.rank, self.ranks)
-        # In this order on every rank, or they wait for each other.
-        self.within = _new_group(ranks[node * self.ranks : (node + 1) * self.ranks])
-        self.between = _new_group(ranks[place :: self.ranks])
-
-    def close(self) -> None:
-        for group in (self.within, self.between):
-            # The end of the training may have come first.
-            with contextlib.suppress(ValueError, AssertionError):
-                if group is not None:
-                    dist.destroy_process_group(group)
+        made = _MADE.setdefault(group, {})
+        if self.ranks not in made:
+            # In this order on every rank, or they wait for each other.
+            mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
+            made[self.ranks] = _new_group(mates), _new_group(peers)
+        self.within, self.between = made[self.ranks]
 
 
 def _new_group(ranks: list[int]) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from mindspeed_lite.ops.grouped_matmul import weight_gradients
 from mindspeed_lite.parallel.expert import alltoall_mc2
-from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, why_not
+from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank, why_not
 from tests.harness.fused_collectives import HcclGroup, alltoall_mc2_operators
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
@@ -37,7 +37,8 @@ def test_both_products_give_what_separate_steps_give(tmp_path):
         fc2 = torch.randn(2 * EACH, HIDDEN, INNER, generator=made)
 
         def run(dtype, log):
-            mc2 = AlltoAllMC2(group, counts, 16, log)
+            mc2 = AlltoAllMC2(group, counts, RowsOfRank.of_group(counts, group, torch.device("cpu")), log)
+            assert mc2.rows == (7, 12), "fewest and most of what both ranks send and receive"
             x = everything[rank].to(dtype).requires_grad_()
             up, down = ([each.to(dtype).requires_grad_() for each in w[mine]] for w in (fc1, fc2))
             hidden = mc2.dispatch_linear(x, up, weight_gradients)
@@ -76,12 +77,13 @@ def test_both_products_give_what_separate_steps_give(tmp_path):
         ({"ranks": 4}, "4 ranks: the operators take 8"),
         ({"experts": 33}, "33 experts"),
         ({"experts": 16, "ranks": 32}, "16 experts on each of 32 ranks"),
-        ({"width": 65536}, "65536 columns"),
-        ({"rows": 100}, "less than 2 MiB"),
+        ({"width": 65536, "rows": RowsOfRank(700, 700)}, "65536 columns"),
+        ({"rows": RowsOfRank(1000, 4096)}, "a rank with 1000 rows of 1024 columns has less than 2 MiB"),
+        ({"rows": RowsOfRank(4096, 30000)}, "a rank with 30000 rows of 2048 columns has more than 100 MiB"),
     ],
 )
 def test_what_the_operators_do_not_take(change, text):
-    given = {"dtype": torch.bfloat16, "width": 1024, "experts": 8, "rows": 4096, "ranks": 8}
+    given = {"dtype": torch.bfloat16, "width": 1024, "experts": 8, "rows": RowsOfRank(4096, 5000), "ranks": 8}
     changed = {**given, **change}
     x = torch.empty(0, 2048, dtype=changed.pop("dtype"))
     (reason,) = why_not(x, **changed)

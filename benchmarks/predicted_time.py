@@ -1,0 +1,250 @@
+"""Time predicted beside measured: `python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md`.
+
+    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--seconds 60] [--page FILE]
+
+Calibrates this machine, then runs twenty trainings of one to four processes and compares their steps with the
+predictions. Nothing else may run meanwhile. Four processes on two cores share them, and are judged apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite.bench.calibration import probe, run
+from mindspeed_lite.planner import arguments, calibrated, step_time
+from mindspeed_lite.planner.step_time import Pricer
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = "examples/pretrain_gpt.py"
+PLAIN = (
+    "--bf16 --lr 1e-4 --mock-data --tokenizer-type NullTokenizer --normalization RMSNorm --swiglu "
+    "--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --hidden-dropout 0 "
+    "--attention-dropout 0 --train-iters 1000 --log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,5,5 "
+    "--seed 1234"
+)
+FUSED = (
+    "--use-flash-attn --use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-cross-entropy "
+    "--use-fused-adamw"
+)
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+TP2, PP2, CP2, EP2 = (
+    f"--{name}-parallel-size 2" for name in ("tensor-model", "pipeline-model", "context", "expert-model")
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 384 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --moe-router-force-load-balancing --moe-grouped-gemm --moe-permute-fusion"
+)
+
+
+def _model(layers: int, hidden: int, sequence: int, micro: int, batch: int) -> str:
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {3 * hidden} --num-attention-heads 4 "
+        f"--seq-length {sequence} --max-position-embeddings {sequence} --vocab-size 2047 --micro-batch-size {micro} "
+        f"--global-batch-size {batch}"
+    )
+
+
+_MEDIUM = _model(4, 256, 256, 1, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. `group`: those that do the same work on as many processes, of which one is the best layout."""
+
+    name: str
+    processes: int
+    flags: str
+    group: str = ""
+
+
+CASES = (
+    Case("small", 1, f"{_model(2, 128, 128, 2, 4)} {FUSED}"),
+    Case("wide", 1, f"{_model(2, 512, 256, 1, 2)} {FUSED}"),
+    Case("deep", 1, f"{_model(8, 256, 256, 1, 2)} {FUSED}"),
+    Case("long", 1, f"{_model(2, 256, 1024, 1, 2)} {FUSED}"),
+    Case("plain", 1, _model(4, 256, 256, 1, 2)),
+    Case("micro-batches of 1", 1, f"{_MEDIUM} {FUSED}", "one process"),
+    Case("micro-batches of 4", 1, f"{_model(4, 256, 256, 4, 8)} {FUSED}", "one process"),
+    Case("recomputed", 1, f"{_MEDIUM} {FUSED} {FULL}", "one process"),
+    Case("experts", 1, f"{_MEDIUM} {FUSED} {EXPERTS}"),
+    Case("dp2", 2, f"{_MEDIUM} {FUSED}", "two processes"),
+    Case("dp2 distributed", 2, f"{_MEDIUM} {FUSED} --use-distributed-optimizer", "two processes"),
+    Case("tp2", 2, f"{_MEDIUM} {FUSED} {TP2}", "two processes"),
+    Case("tp2 sp", 2, f"{_MEDIUM} {FUSED} {TP2} --sequence-parallel", "two processes"),
+    Case("pp2", 2, f"{_MEDIUM} {FUSED} {PP2}", "two processes"),
+    Case("pp2 vpp2", 2, f"{_MEDIUM} {FUSED} {PP2} --num-virtual-stages-per-pipeline-rank 2", "two processes"),
+    Case("cp2", 2, f"{_MEDIUM} {FUSED} {CP2} --context-parallel-algo ulysses_cp_algo", "two processes"),
+    Case("ep2", 2, f"{_MEDIUM} {FUSED} {EXPERTS} {EP2}"),
+    Case("tp2 dp2", 4, f"{_MEDIUM} {FUSED} {TP2} --sequence-parallel", "four processes"),
+    Case("pp2 dp2", 4, f"{_MEDIUM} {FUSED} {PP2}", "four processes"),
+    Case("dp4", 4, f"{_MEDIUM} {FUSED}", "four processes"),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A step of a case in seconds, predicted and measured."""
+
+    name: str
+    group: str
+    processes: int
+    predicted: float
+    measured: float
+    parts: dict[str, float]
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def predict(case: Case, calibration: Path, cores: int) -> step_time.StepTime:
+    """The step of a case by what was calibrated."""
+    device = calibrated.read(calibration, min(case.processes, cores))
+    words = [*PLAIN.split(), *case.flags.split()]
+    return step_time.step(arguments.read(words, case.processes, "cpu"), Pricer(device, device.overlap))
+
+
+def measure(case: Case, folder: Path, steps: int) -> float:
+    """The median step of a real training."""
+    start = [sys.executable]
+    if case.processes > 1:
+        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.processes)]
+    return probe.measured_step([*start, SCRIPT, *PLAIN.split(), *case.flags.split()], folder, steps, 600.0)
+
+
+def rank_correlation(pairs: Sequence[Pair]) -> float:
+    """Spearman's, of predicted and measured seconds."""
+    by_predicted = sorted(range(len(pairs)), key=lambda each: pairs[each].predicted)
+    by_measured = sorted(range(len(pairs)), key=lambda each: pairs[each].measured)
+    place = {each: number for number, each in enumerate(by_measured)}
+    apart = sum((number - place[each]) ** 2 for number, each in enumerate(by_predicted))
+    count = len(pairs)
+    return 1 - 6 * apart / (count * (count**2 - 1)) if count > 1 else math.nan
+
+
+def best_places(pairs: Sequence[Pair]) -> dict[str, int]:
+    """Group -> the place among the measured of the case that is predicted to be its fastest, from 1."""
+    found = {}
+    for group in dict.fromkeys(each.group for each in pairs if each.group):
+        members = [each for each in pairs if each.group == group]
+        best = min(members, key=lambda each: each.predicted)
+        found[group] = 1 + sum(each.measured < best.measured for each in members)
+    return found
+
+
+def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str) -> str:
+    """The page in Markdown."""
+    cores = calibration["cores"]
+    own = [each for each in pairs if each.processes <= cores]
+    mean = statistics.mean(abs(each.error) for each in own) if own else math.nan
+    lines = [
+        "# Benchmark: time predicted and measured",
+        "",
+        "`python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md` on "
+        f"{calibration['device']}, {cores} cores,",
+        f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
+        f"in {calibration['seconds']:.0f} s.",
+        "A rank has one thread. Measured is the median step of a real training over gloo; predicted is what",
+        "[`mindspeed-lite plan`](../plan.md) says by the calibration.",
+        "",
+        f"- Mean error where every rank has a core: {mean:.1%} over {len(own)} trainings.",
+        f"- Rank correlation of all {len(pairs)}: {rank_correlation(pairs):.3f}.",
+    ]
+    for group, place in best_places(pairs).items():
+        lines.append(f"- Of the layouts on {group}, the one predicted fastest is measured as number {place}.")
+    lines += [
+        "",
+        f"![predicted over measured seconds]({picture})",
+        "",
+        "| training | processes | predicted | measured | error | largest parts of the prediction |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for each in pairs:
+        parts = ", ".join(
+            f"{name} {value / each.predicted:.0%}" for name, value in step_time.by_category(each.parts)[:3]
+        )
+        shared = " (share cores)" if each.processes > cores else ""
+        lines.append(
+            f"| {each.name}{shared} | {each.processes} | {each.predicted * 1e3:.0f} ms "
+            f"| {each.measured * 1e3:.0f} ms | "
+            f"{each.error:+.1%} | {parts} |"
+        )
+    lines += ["", "Processes that share cores also wait for each other's messages, which no prediction here counts."]
+    return "\n".join(lines) + "\n"
+
+
+def draw(pairs: Sequence[Pair], cores: int, path: Path) -> None:
+    """Predicted over measured, on logarithmic axes."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.0, 6.0), layout="constrained")
+    axes = figure.subplots()
+    for label, members in (
+        ("a core for each rank", [each for each in pairs if each.processes <= cores]),
+        ("ranks share cores", [each for each in pairs if each.processes > cores]),
+    ):
+        axes.loglog([each.measured for each in members], [each.predicted for each in members], "o", label=label)
+    ends = [min(each.measured for each in pairs) / 1.2, max(each.measured for each in pairs) * 1.2]
+    axes.plot(ends, ends, "-", color="gray", linewidth=1)
+    axes.set_xlabel("measured seconds of a step")
+    axes.set_ylabel("predicted seconds of a step")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Calibrate, run, compare, and write the page if one is named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted_time", description="Time, predicted.")
+    names = [each.name for each in CASES]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument("--calibration", metavar="FILE", help="one that is there (default: calibrate first)")
+    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of the calibration (%(default)g)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each (%(default)s)")
+    parser.add_argument("--page", metavar="FILE", help="the page to write, with a picture and the figures beside it")
+    options = parser.parse_args(given)
+    os.chdir(ROOT)
+    cores = len(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
+        folder = Path(name)
+        file = Path(options.calibration) if options.calibration else folder / "calibration.json"
+        if not options.calibration:
+            calibration = run.measure(min(2, cores), options.seconds)
+            calibration["overheads"] = probe.overheads(calibration, SCRIPT)
+            file.write_text(json.dumps(calibration))
+        calibration = json.loads(file.read_text())
+        pairs = []
+        for case in CASES:
+            if options.only and case.name not in options.only:
+                continue
+            found = predict(case, file, cores)
+            measured = measure(case, folder / case.name.replace(" ", "-"), options.steps)
+            pairs.append(Pair(case.name, case.group, case.processes, found.seconds, measured, dict(found.parts)))
+            one = pairs[-1]
+            print(
+                f"{one.name}: predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}",
+                flush=True,
+            )
+    if options.page:
+        page = Path(options.page)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        picture = page.with_suffix(".png")
+        draw(pairs, cores, picture)
+        page.with_suffix(".json").write_text(
+            json.dumps({"calibration": calibration, "pairs": [asdict(each) for each in pairs]}, indent=1) + "\n"
+        )
+        page.write_text(page_of(pairs, calibration, picture.name))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""`mindspeed-lite calibrate`: times this machine's operators and collectives, for predictions of time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindspeed_lite.platform import cache
+
+from . import terminal
+from .terminal import fail
+
+PROGRAM = "mindspeed-lite calibrate"
+
+DESCRIPTION = """\
+Times products, attention, norms, other vector work, grouped products, optimizer steps and collectives over processes of
+this machine at several shapes, and writes a file that `mindspeed-lite plan --device here` reads. Nothing else should
+run meanwhile."""
+
+
+def default_file() -> Path | None:
+    """Where the file is unless another is named; None where there is no folder for it."""
+    try:
+        return cache.folder() / "calibration.json"
+    except cache.NoCache:
+        return None
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure and write; returns the exit code."""
+    options = _parser().parse_args(list(arguments))
+    file = Path(options.out) if options.out else default_file()
+    if file is None:
+        return fail(PROGRAM, "there is no folder for the file: name one with --out FILE")
+    if problem := terminal.why_not_writable(str(file)):
+        return fail(PROGRAM, f"--out {file}: {problem}")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    ranks = options.processes or min(2, cores)
+    if ranks < 1 or options.seconds <= 0:
+        return fail(PROGRAM, "--processes and --seconds are above 0")
+    try:
+        from mindspeed_lite.bench.calibration import probe, run
+
+        found = run.measure(ranks, options.seconds)
+        if options.script:
+            found["overheads"] = probe.overheads(found, options.script)
+    except ImportError as error:
+        return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing")
+    except run.CalibrationError as error:
+        return fail(PROGRAM, error, 1)
+    try:
+        file.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        return fail(PROGRAM, f"{file}: {error.strerror or error}", 1)
+    samples = sum(len(each) for each in found["operators"].values()) + len(found["collectives"])
+    print(f"{samples} times on {found['device']}, {ranks} processes, in {found['seconds']} s: {file}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = terminal.Parser(
+        prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
+    parser.add_argument(
+        "--seconds", type=float, default=35.0, metavar="S", help="for how long, about (default %(default)g)"
+    )
+    parser.add_argument(
+        "--script", metavar="FILE",
+        help="a pretrain_gpt.py: three short trainings of it measure what a layer, a micro-batch and a step take "
+        "beside their operators",
+    )  # fmt: skip
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

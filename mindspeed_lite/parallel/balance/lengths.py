@@ -1,0 +1,126 @@
+"""Orders the micro-batches of a step so that data-parallel ranks have equal attention cost.
+
+A sample packs documents of several lengths, and attention within a document costs the square of its length: samples of
+equal size differ by far. A step's micro-batches are taken whole, so that each has the loss and the weight that it has
+without; what changes is the rank that trains on it, and when. Standard library alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+
+from . import placement
+
+# Steps whose order is kept: loaders read ahead, into the next one.
+KEPT_STEPS = 4
+
+
+def attention_pairs(lengths: Iterable[int]) -> int:
+    """Pairs of a query and a key of causal attention within documents of these lengths.
+
+    The quadratic term, n (n + 1) / 2 of a document of n tokens; all else costs the same for samples of one size.
+    """
+    return sum(each * (each + 1) // 2 for each in lengths)
+
+
+def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
+    """[units], which unit stands at each place, where places go to ranks in turn: place p to rank p mod ranks.
+
+    Each rank gets as many units. The same costs give the same order everywhere.
+
+    Args:
+        waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units of
+            the same time are then as alike as can be, and sums of ranks as equal as that leaves them. Otherwise sums
+            are what `placement.greedy` makes of them, and each rank has its most expensive units first.
+
+    Raises:
+        ValueError: the ranks do not divide the units.
+    """
+    placement.contiguous(len(costs), ranks)
+    ordered = sorted(range(len(costs)), key=lambda each: (-costs[each], each))
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    if waits:
+        sums = [0.0] * ranks
+        for start in range(0, len(ordered), ranks):
+            # Neighbours in size stand side by side; the larger goes where less is.
+            least_first = sorted(range(ranks), key=lambda each: (sums[each], each))
+            for rank, unit in zip(least_first, ordered[start : start + ranks], strict=True):
+                held[rank].append(unit)
+                sums[rank] += costs[unit]
+    else:
+        placed = placement.greedy(costs, ranks)
+        for unit in ordered:
+            held[placed[unit]].append(unit)
+    return [unit for row in zip(*held, strict=True) for unit in row]
+
+
+def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list[float]:
+    """[ranks], the sum of the costs of the units that each rank gets."""
+    return [sum(costs[unit] for unit in islice(order, rank, None, ranks)) for rank in range(ranks)]
+
+
+def lower_bound(costs: Sequence[float], ranks: int) -> float:
+    """What the slowest rank has at least: the mean, or the most expensive unit with the cheapest ones beside it."""
+    each = len(costs) // ranks
+    ordered = sorted(costs)
+    return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
+
+
+class StepOrder:
+    """Which sample stands at each place of a training's samples, each step ordering its own micro-batches.
+
+    Place i of a step goes to micro-batch i // (micro_batch * ranks) and there to rank (i // micro_batch) mod ranks, as
+    in Megatron's sampler. A step's order follows from the step alone: a training that resumes goes on in it. Samples
+    behind the last whole step stay where they are.
+
+    Args:
+        first: the sample that the first step begins with.
+        total: samples of the data set.
+        step: samples of a step, over all ranks.
+        micro_batch: samples of a micro-batch.
+        ranks: data-parallel ranks.
+        cost_of: the cost of a sample by its number.
+        waits: as `balanced_order` has it.
+
+    Raises:
+        ValueError: a step does not consist of equal numbers of micro-batches.
+    """
+
+    def __init__(
+        self,
+        first: int,
+        total: int,
+        step: int,
+        micro_batch: int,
+        ranks: int,
+        cost_of: Callable[[int], float],
+        *,
+        waits: bool = False,
+    ) -> None:
+        if min(step, micro_batch, ranks) < 1 or step % (micro_batch * ranks):
+            raise ValueError(f"{step} samples are no micro-batches of {micro_batch} for each of {ranks} ranks")
+        self._first, self._total, self._step = first, total, step
+        self._micro_batch, self._ranks, self._cost_of, self._waits = micro_batch, ranks, cost_of, waits
+        self._orders: dict[int, list[int]] = {}
+
+    def source(self, place: int) -> int:
+        """The number of the sample that stands at `place`."""
+        within = (place - self._first) % self._step
+        start = place - within
+        if start < self._first or start + self._step > self._total:
+            return place
+        unit, sample = divmod(within, self._micro_batch)
+        return start + self._order(start)[unit] * self._micro_batch + sample
+
+    def _order(self, start: int) -> list[int]:
+        if start not in self._orders:
+            size = self._micro_batch
+            costs = [
+                sum(self._cost_of(sample) for sample in range(first, first + size))
+                for first in range(start, start + self._step, size)
+            ]
+            while len(self._orders) >= KEPT_STEPS:
+                del self._orders[next(iter(self._orders))]
+            self._orders[start] = balanced_order(costs, self._ranks, waits=self._waits)
+        return self._orders[start]

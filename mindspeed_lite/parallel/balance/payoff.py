@@ -1,0 +1,83 @@
+"""What a copy of an expert costs beside what it saves, measured where it is used: messages against products.
+
+A copy costs a broadcast of its parameters and a sum of its gradients in fp32. A token that the fullest rank loses by it
+saves that rank the products of both passes, and four messages of a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+class Costs(NamedTuple):
+    """Seconds of one copy, of one row's products in both passes, and of one row's four messages."""
+
+    copy: float
+    products: float
+    messages: float
+
+    @property
+    def break_even(self) -> float:
+        """Tokens that a copy must take off the fullest rank to be worth it."""
+        saved = self.products + self.messages
+        return self.copy / saved if saved else float("inf")
+
+
+@torch.no_grad()
+def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup,
+            repeats: int = 3) -> Costs:  # fmt: skip
+    """Time them, all ranks together; the slowest rank's times hold for all.
+
+    Args:
+        parameters: of one expert; matrices are [N, K].
+        rows: tokens of an expert in a micro-batch, about.
+        sharers: ranks that copies go to.
+        all_sharers: ranks that must decide alike.
+        repeats: the quickest counts.
+    """
+    matrices = [each.detach() for each in parameters if each.dim() == 2]
+    inputs = [torch.ones(max(1, rows), each.shape[1], dtype=each.dtype, device=each.device) for each in matrices]
+    hidden = inputs[0].shape[1]
+    flat = torch.zeros(sum(each.numel() for each in parameters), dtype=matrices[0].dtype, device=matrices[0].device)
+    gradients = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+    root = dist.get_global_rank(sharers, 0)
+
+    def broadcast() -> None:
+        dist.broadcast(flat, root, sharers)
+
+    def reduce() -> None:
+        dist.reduce(gradients, root, group=sharers)
+
+    def multiply() -> None:
+        for x, matrix in zip(inputs, matrices, strict=True):
+            torch.nn.functional.linear(x, matrix)
+
+    sent, summed, multiplied = (
+        min(_seconds(each, flat.device) for _ in range(repeats + 1)) for each in (broadcast, reduce, multiply)
+    )
+    row = 4 * hidden * flat.element_size() * sent / (flat.numel() * flat.element_size())
+    # The backward pass has two products for each of the forward pass.
+    found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)
+    return Costs(*found.tolist())
+
+
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
+    _synchronize(device)
+    start = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+__all__ = ["Costs", "measure"]

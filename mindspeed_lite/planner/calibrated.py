@@ -1,0 +1,169 @@
+"""Prices work by what `mindspeed-lite calibrate` has measured on a machine, between the shapes that it measured.
+
+Of every operator the file holds seconds at several shapes. What is interpolated is the rate, flops or bytes a second,
+over the logarithms of the shape: rates change slowly, and times over several powers of ten.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .training import ArgumentError
+from .work import CollectiveCall, Direction, Product, Scores, Vector
+
+FORMAT = 1
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Surface:
+    """Rates at measured points, and between them weighted by their distance; beyond them the nearest."""
+
+    points: Sequence[tuple[tuple[float, ...], float]]
+
+    def rate(self, *where: float) -> float:
+        """Units of work a second at a shape."""
+        target = [math.log(max(each, 1e-12)) for each in where]
+        total = weighted = 0.0
+        for point, rate in self.points:
+            distance = sum((a - b) ** 2 for a, b in zip(point, target, strict=True))
+            weight = 1 / (distance + 1e-6) ** 2
+            total += weight
+            weighted += weight * math.log(rate)
+        return math.exp(weighted / total)
+
+
+def surface(samples: Sequence[tuple[Sequence[float], float, float]]) -> Surface:
+    """From (shape, units of work, seconds) of each sample."""
+    return Surface([(tuple(math.log(each) for each in shape), work / seconds) for shape, work, seconds in samples])
+
+
+@dataclass(frozen=True)
+class CalibratedDevice:
+    """What a file holds, for nodes on which so many processes run.
+
+    Attributes:
+        overlap: the share of a message that runs beside computation: none where a rank has one core.
+        overheads: seconds beside what operators take: of a layer, and of a micro-batch in a chunk, a third of each
+            in the forward pass; and of a step.
+    """
+
+    name: str
+    kind: str
+    cores: int
+    ranks_per_node: int
+    overlap: float
+    surfaces: Mapping[tuple[str, ...], Surface]
+    messages: Mapping[tuple[str, int], Sequence[tuple[float, float]]]
+    overheads: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def product(self, work: Product, direction: Direction, width: int) -> float:
+        if work.experts > 1:
+            found = self._surface("grouped", direction, str(width)) or self._surface("product", direction, str(width))
+            return work.flops / found.rate(work.rows / work.experts, work.inner, work.columns)
+        found = self._surface("product", direction, str(width))
+        return work.flops / found.rate(work.rows, work.inner, work.columns)
+
+    def scores(self, work: Scores, is_backward: bool, width: int) -> float:
+        kind = "flash" if work.is_flash else "scores"
+        found = self._surface(kind, _pass(is_backward), str(width))
+        return work.flops / work.share / found.rate(work.keys, work.query_size)
+
+    def vector(self, work: Vector, is_backward: bool, width: int) -> float:
+        key = "fused" if work.is_fused else "plain"
+        found = self.surfaces.get((work.name, key, _pass(is_backward), str(width)))
+        if found is None:
+            found = self.surfaces.get((work.name, "plain", _pass(is_backward), str(width)))
+        return 0.0 if found is None else work.numbers / found.rate(work.numbers)
+
+    def message(self, work: CollectiveCall) -> float:
+        """Interpolated over bytes for the group's size; for a size that was not measured by the number of messages."""
+        size = work.group.size
+        if size == 1:
+            return 0.0
+        measured = sorted(each for kind, each in self.messages if kind == work.kind)
+        if not measured:
+            raise ArgumentError(f"the calibration holds no {work.kind}: run `mindspeed-lite calibrate` with two cores")
+        near = min(measured, key=lambda each: (abs(math.log(each / size)), each))
+        seconds = _interpolated(self.messages[work.kind, near], work.bytes)
+        return seconds if work.kind == "send" else seconds * (1 - 1 / size) / (1 - 1 / near)
+
+    def optimizer(self, parameters: float, is_fused: bool) -> float:
+        found = self._surface("optimizer", "fused" if is_fused else "plain")
+        return parameters / found.rate(parameters)
+
+    def host_copy(self, size: float) -> float:
+        return size / 1e10
+
+    def layer_overhead(self, is_backward: bool) -> float:
+        return self.overheads[0] * (2 if is_backward else 1) / 3
+
+    def pass_overhead(self, is_backward: bool) -> float:
+        return self.overheads[1] * (2 if is_backward else 1) / 3
+
+    def step_overhead(self) -> float:
+        return self.overheads[2]
+
+    def shared(self, busy: float, makespan: float, ranks: int) -> float:
+        """Ranks that share cores are together no faster than the cores."""
+        return max(makespan, busy / self.cores) if ranks > self.cores else makespan
+
+    def _surface(self, *key: str) -> Surface:
+        if key not in self.surfaces:
+            raise ArgumentError(f"the calibration holds no {' '.join(key)}: run `mindspeed-lite calibrate` again")
+        return self.surfaces[key]
+
+
+def read(path: Path, ranks: int = 1) -> CalibratedDevice:
+    """The device of a file, as it is with so many processes at work; ArgumentError for another kind of file."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{path}: it cannot be read as a calibration: {error}") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ArgumentError(f"{path}: it is no calibration of this version: run `mindspeed-lite calibrate` again")
+    counts = sorted(int(each) for each in data["operators"])
+    together = max((each for each in counts if each <= max(1, ranks)), default=counts[0])
+    grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
+    for sample in data["operators"][str(together)]:
+        grouped.setdefault(tuple(sample["key"]), []).append((sample["shape"], sample["work"], sample["seconds"]))
+    messages: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    for sample in data["collectives"]:
+        key = (sample["kind"], int(sample["ranks"]))
+        messages.setdefault(key, []).append((sample["bytes"], sample["seconds"]))
+    beside = data.get("overheads", {})
+    return CalibratedDevice(
+        name=data["device"],
+        kind=data["kind"],
+        cores=int(data["cores"]),
+        ranks_per_node=int(data["ranks_per_node"]),
+        overlap=float(data["overlap"]),
+        surfaces={key: surface(samples) for key, samples in grouped.items()},
+        messages={key: sorted(points) for key, points in messages.items()},
+        overheads=(
+            float(beside.get("layer", 0.0)),
+            float(beside.get("microbatch", 0.0)),
+            float(beside.get("step", 0.0)),
+        ),
+    )
+
+
+def _pass(is_backward: bool) -> str:
+    return "backward" if is_backward else "forward"
+
+
+def _interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
+    """Seconds of a message of this size: linear between two measured ones, and beyond them at the last rate."""
+    if len(points) == 1 or size <= points[0][0]:
+        return points[0][1]
+    for (small, fast), (large, slow) in itertools.pairwise(points):
+        if size <= large:
+            return fast + (slow - fast) * (size - small) / (large - small)
+    (small, fast), (large, slow) = points[-2:]
+    return slow + max(0.0, slow - fast) * (size - large) / (large - small)

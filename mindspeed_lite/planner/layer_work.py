@@ -1,0 +1,313 @@
+"""Lists what one micro-batch computes and sends in each part of the model, on one rank.
+
+A product has a forward, an input gradient and a weight gradient of as many flops each. Messages say what they can run
+beside: `products` of the same pass, `attention` in a ring, the other micro-batch of a `pair`, or nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from . import context
+from .experts import routed
+from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, tokens, zero_memory_level
+from .training import TrainingConfig
+from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
+
+Beside = Literal["", "products", "attention", "pair"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A message, how often it is sent in the forward and in the backward pass, and what runs meanwhile."""
+
+    category: str
+    message: CollectiveCall
+    forward: int
+    backward: int
+    beside: Beside = ""
+
+
+@dataclass(frozen=True)
+class PartWork:
+    """What one micro-batch does in a part of the model.
+
+    Attributes:
+        recomputed: what the backward pass computes again, as forward work.
+    """
+
+    products: tuple[Product, ...] = ()
+    scores: tuple[Scores, ...] = ()
+    vectors: tuple[Vector, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    layers: int = 0
+
+    def __add__(self, other: PartWork) -> PartWork:
+        return PartWork(
+            self.products + other.products,
+            self.scores + other.scores,
+            self.vectors + other.vectors,
+            self.traffic + other.traffic,
+            self.layers + other.layers,
+        )
+
+
+def total(parts: Iterable[PartWork]) -> PartWork:
+    """All of them as one."""
+    found = PartWork()
+    for each in parts:
+        found += each
+    return found
+
+
+def layer(training: TrainingConfig, has_experts: bool, number: int = 0) -> PartWork:
+    """A transformer layer; `number` is its place in the model, for its context-parallel algorithm."""
+    norms = Vector("norm", 2 * norm_tokens(training) * training.hidden_size, training.has_fused_norm)
+    residual = Vector("residual", 2 * norm_tokens(training) * training.hidden_size, training.use_bias_dropout_fusion)
+    parts = [PartWork(vectors=(norms, residual), layers=1), attention(training, number)]
+    parts.append(experts(training) if has_experts else mlp(training))
+    return _accumulated(training, total(parts))
+
+
+def attention(training: TrainingConfig, number: int) -> PartWork:
+    """Projections, scores and their messages."""
+    rows, hidden, tp = tokens(training), training.hidden_size, training.tp
+    heads, groups = training.num_attention_heads / tp, training.local_groups
+    query, value = training.query_size, training.value_size
+    vectors = []
+    if training.multi_latent_attention:
+        narrow, local = training.kv_lora_rank, training.num_attention_heads // tp
+        products = [
+            Product(rows, hidden, (narrow + training.qk_pos_emb_head_dim) // tp or 1),
+            Product(rows, narrow, local * (training.qk_head_dim + value)),
+        ]
+        if training.q_lora_rank:
+            products += [
+                Product(rows, hidden, training.q_lora_rank // tp),
+                Product(rows, training.q_lora_rank, local * query),
+            ]
+        else:
+            products.append(Product(rows, hidden, local * query))
+        vectors.append(Vector("latent", rows * local * (query + value)))
+        groups = local
+    else:
+        products = [Product(rows, hidden, int((heads + 2 * groups) * query))]
+    products.append(Product(rows, int(heads * value), hidden))
+    if training.qk_layernorm:
+        vectors.append(Vector("norm", rows * (heads + groups) * query, training.has_fused_norm))
+    if training.position_embedding_type == "rope":
+        size = training.qk_pos_emb_head_dim if training.multi_latent_attention else query
+        vectors.append(Vector("rope", rows * (heads + groups) * size, training.use_fused_rotary_pos_emb))
+    scores = Scores(
+        training.micro_batch_size,
+        training.seq_length / training.cp,
+        training.seq_length,
+        heads,
+        query,
+        value,
+        0.5 if training.flash else 1.0,
+        training.flash,
+    )
+    traffic = [*_tensor_parallel(training), *_context_parallel(training, number)]
+    return PartWork(tuple(products), (scores,), tuple(vectors), tuple(traffic))
+
+
+def mlp(training: TrainingConfig) -> PartWork:
+    """Of a dense layer."""
+    width = training.ffn_hidden_size // training.tp
+    return _feed_forward(training, tokens(training), width, 0) + PartWork(traffic=tuple(_tensor_parallel(training)))
+
+
+def experts(training: TrainingConfig) -> PartWork:
+    """Router, exchange of tokens, this rank's experts and the shared ones."""
+    rows, hidden = norm_tokens(training), training.hidden_size
+    chosen = routed(training)
+    local = training.num_experts // training.ep
+    width = training.moe_ffn_hidden_size // training.etp
+    found = _feed_forward(training, chosen, width, local if training.moe_grouped_gemm else -local)
+    found += PartWork(
+        vectors=(
+            Vector("router", rows * training.num_experts, training.moe_router_fusion),
+            Vector("permute", 2 * chosen * hidden, training.moe_permute_fusion),
+        ),
+        products=(Product(rows, hidden, training.num_experts),),
+        traffic=tuple(_expert_parallel(training)),
+    )
+    if training.moe_shared_expert_intermediate_size:
+        shared = training.moe_shared_expert_intermediate_size // training.tp
+        found += _feed_forward(training, tokens(training), shared, 0)
+        found += PartWork(traffic=tuple(_tensor_parallel(training)))
+    return found
+
+
+def embedding(training: TrainingConfig) -> PartWork:
+    """The lookup, whose gradient writes the whole weight."""
+    found = Vector("embedding", tokens(training) * training.hidden_size, False)
+    weights = training.padded_vocab_size / training.tp * training.hidden_size
+    messages = []
+    if training.tp > 1:
+        kind: Collective = "reduce_scatter" if training.sequence_parallel else "all_reduce"
+        message = CollectiveCall(kind, _hidden(training), Group(training.tp))
+        messages = [Traffic("tensor parallel", message, 1, 0)]
+    return PartWork(vectors=(found, Vector("accumulate", weights)), traffic=tuple(messages))
+
+
+def output(training: TrainingConfig) -> PartWork:
+    """Final norm, output layer and loss."""
+    rows, columns = tokens(training), training.padded_vocab_size // training.tp
+    norm = Vector("norm", norm_tokens(training) * training.hidden_size, training.has_fused_norm)
+    fused = training.use_fused_cross_entropy or training.use_fused_linear_cross_entropy
+    return _accumulated(
+        training,
+        PartWork(
+            products=(Product(rows, training.hidden_size, columns),),
+            vectors=(norm, Vector("loss", rows * columns, fused)),
+            traffic=tuple(_tensor_parallel(training, enters_only=True)),
+        ),
+    )
+
+
+def further(training: TrainingConfig) -> PartWork:
+    """A layer of multi-token prediction with its embedding and logits."""
+    joined = PartWork(
+        products=(Product(tokens(training), 2 * training.hidden_size, training.hidden_size // training.tp),)
+    )
+    last = training.num_layers - 1
+    inner = layer(training, training.is_moe(last), last)
+    return total([embedding(training), _accumulated(training, joined), inner, output(training)])
+
+
+def recomputed(training: TrainingConfig, has_experts: bool, number: int, place: int, chunk: int) -> PartWork:
+    """What the backward pass of the layer at a place of a chunk computes again."""
+    granularity, count = training.recompute_granularity, training.recompute_num_layers or 1
+    if granularity == "full" and (training.recompute_method != "block" or place < count):
+        return layer(training, has_experts, number)
+    parts: list[PartWork] = []
+    hidden = norm_tokens(training) * training.hidden_size
+    if norm_is_recomputed(training, place, chunk):
+        parts.append(PartWork(vectors=(Vector("norm", 2 * hidden, training.has_fused_norm),)))
+    if activation_is_recomputed(training, place, chunk):
+        inside = experts(training) if has_experts else mlp(training)
+        parts.append(PartWork(vectors=tuple(each for each in inside.vectors if each.name == "activation")))
+    if has_experts and (level := zero_memory_level(training, place, chunk)):
+        parts.append(_zero_memory(training, level))
+    if granularity == "selective":
+        if "core_attn" in training.recompute_modules:
+            whole = attention(training, number)
+            parts.append(PartWork(scores=whole.scores))
+        if "mlp" in training.recompute_modules and not has_experts:
+            parts.append(mlp(training))
+        if "moe" in training.recompute_modules and has_experts:
+            parts.append(experts(training))
+    return total(parts)
+
+
+def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
+    """Of `--moe-zero-memory`: rows exchanged again, behind products in level0, and the first product in level1."""
+    inside = experts(training)
+    again = [each for each in inside.vectors if each.name in ("activation", "permute")]
+    first = training.moe_ffn_hidden_size // training.etp * (2 if training.gated else 1)
+    beside: Beside = "products" if level == "level0" else ""
+    # Half of what a forward pass exchanges: tokens come, results stay.
+    rows = tuple(
+        replace(each, forward=1, backward=0, beside=beside)
+        for each in inside.traffic
+        if each.category == "expert parallel"
+    )
+    products = [each for each in inside.products if each.columns == first and each.experts]
+    return PartWork(tuple(products) if level == "level1" else (), vectors=tuple(again), traffic=rows)
+
+
+def _feed_forward(training: TrainingConfig, rows: float, width: int, grouped: int) -> PartWork:
+    """Both products and the activation; `grouped` experts together, negative: one after the other."""
+    first = width * (2 if training.gated else 1)
+    hidden, count = training.hidden_size, abs(grouped)
+    if grouped < 0:
+        # Each expert has products of its own.
+        pair = (Product(rows / count, hidden, first, 1), Product(rows / count, width, hidden, 1))
+        products = pair * count
+    else:
+        products = (Product(rows, hidden, first, count), Product(rows, width, hidden, count))
+    fused = training.use_fused_swiglu and training.swiglu
+    return PartWork(products=products, vectors=(Vector("activation", rows * width, fused),))
+
+
+def _accumulated(training: TrainingConfig, work: PartWork) -> PartWork:
+    """With what adds the weight gradients to the gradient buffers."""
+    weights = sum(each.inner * each.columns * max(1, each.experts) for each in work.products)
+    return work + PartWork(vectors=(Vector("accumulate", weights, training.fuses_accumulation),))
+
+
+def _hidden(training: TrainingConfig) -> float:
+    """Bytes of a micro-batch's hidden states, whole."""
+    return float(tokens(training) * training.hidden_size * training.width)
+
+
+def _tensor_parallel(training: TrainingConfig, enters_only: bool = False) -> Iterator[Traffic]:
+    """Of a pair of linear layers, or of the first alone; Megatron runs some of the backward ones beside products."""
+    if training.tp == 1:
+        return
+    size, group = _hidden(training), Group(training.tp)
+    forward: Beside = "products" if training.use_ascend_coc or training.use_ascend_mc2 else ""
+    name = "tensor parallel"
+    if not training.sequence_parallel:
+        reduced = CollectiveCall("all_reduce", size, group)
+        yield Traffic(name, reduced, 0, 1, "products")
+        if not enters_only:
+            yield Traffic(name, reduced, 1, 0, forward)
+        return
+    gathered, scattered = CollectiveCall("all_gather", size, group), CollectiveCall("reduce_scatter", size, group)
+    yield Traffic(name, gathered, 1, 0, forward)
+    yield Traffic(name, gathered, 0, 1, "products")
+    yield Traffic(name, scattered, 0, 1, "products")
+    if not enters_only:
+        yield Traffic(name, scattered, 1, 0, forward)
+        yield Traffic(name, gathered, 0, 1, forward)
+
+
+def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic]:
+    if training.cp == 1:
+        return
+    kind, sharing = context.algorithm(training, number), context.sharing(training, number)
+    heads = training.num_attention_heads / training.tp
+    rows, both = tokens(training), training.query_size + training.value_size
+    keys = rows * training.local_groups * both * training.width
+    name, stride = "context parallel", training.tp
+    if kind == "gathered":
+        group = Group(training.cp, stride)
+        yield Traffic(name, CollectiveCall("all_gather", keys * training.cp, group), 1, 0)
+        yield Traffic(name, CollectiveCall("reduce_scatter", keys * training.cp, group), 0, 1)
+        return
+    if sharing > 1:
+        sent = keys + rows * heads * both * training.width
+        yield Traffic(name, CollectiveCall("all_to_all", sent, Group(sharing, stride)), 1, 1)
+    ring = training.cp // sharing
+    if ring > 1:
+        # Keys and values go round once; backward their gradients too.
+        message = CollectiveCall("send", keys, Group(ring, stride * sharing))
+        yield Traffic(name, message, ring - 1, 2 * (ring - 1), "attention")
+
+
+def _expert_parallel(training: TrainingConfig) -> Iterator[Traffic]:
+    rows = norm_tokens(training) * training.moe_router_topk
+    row = training.hidden_size * training.width
+    beside: Beside = ""
+    if training.overlap_moe_expert_parallel_comm:
+        beside = "pair"
+    elif training.moe_alltoall_mc2 or training.moe_alltoall_overlap_comm or training.moe_allgather_overlap_comm:
+        beside = "products"
+    if training.ep > 1:
+        group = Group(training.ep, training.etp)
+        if training.moe_token_dispatcher_type == "allgather":
+            size = norm_tokens(training) * row * training.ep
+            yield Traffic("expert parallel", CollectiveCall("all_gather", size, group), 1, 1, beside)
+            yield Traffic("expert parallel", CollectiveCall("reduce_scatter", size, group), 1, 1, beside)
+        else:
+            sent = rows * row * training.expert_load
+            yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group), 2, 2, beside)
+    if training.etp > 1:
+        routed_bytes, split = rows * row * training.etp * training.expert_load, Group(training.etp)
+        yield Traffic("tensor parallel", CollectiveCall("all_gather", routed_bytes, split), 1, 1)
+        yield Traffic("tensor parallel", CollectiveCall("reduce_scatter", routed_bytes, split), 1, 1)

@@ -1,0 +1,64 @@
+"""Writes a pipeline layout down: layers over any number of stages, as even in time as whole layers allow.
+
+`--pipeline-model-parallel-layout` in Megatron's letters: E, t for a layer, m for multi-token prediction, L.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def balanced(layers: Sequence[float], further: float, count: int, output: float, stages: int) -> str | None:
+    """The layout of these layers, in which the slowest stage is as fast as can be; None if there are too few layers.
+
+    Args:
+        layers: seconds of each layer, of any unit.
+        further: of a layer of multi-token prediction; `count` of them stay together, before the loss.
+        output: of output layer and loss.
+        stages: of the pipeline, virtual ones included.
+    """
+    units = [*layers, *([further * count] if count else []), output]
+    # The loss may be a stage of its own, and so may multi-token prediction.
+    if stages > len(units) or stages < 1:
+        return None
+    low, high = max(units), sum(units)
+    for _ in range(40):
+        middle = (low + high) / 2
+        if len(_cut(units, middle)) <= stages:
+            high = middle
+        else:
+            low = middle
+    cuts = _spread(_cut(units, high * (1 + 1e-9)), stages)
+    if cuts is None:
+        return None
+    letters = ["t"] * len(layers) + (["m" * count] if count else []) + ["L"]
+    parts, begin = [], 0
+    for size in cuts:
+        parts.append("".join(letters[begin : begin + size]))
+        begin += size
+    return "|".join(["E" + parts[0], *parts[1:]])
+
+
+def _cut(units: Sequence[float], most: float) -> list[int]:
+    """Units of each stage, taken from the end as long as they fit: the first stage embeds, and gets what is left."""
+    sizes: list[int] = []
+    room = 0.0
+    for unit in reversed(units):
+        if not sizes or unit > room:
+            sizes.append(0)
+            room = most
+        sizes[-1] += 1
+        room -= unit
+    return sizes[::-1]
+
+
+def _spread(sizes: list[int], stages: int) -> list[int] | None:
+    """As many stages as are wanted: the largest are cut in two."""
+    found = list(sizes)
+    while len(found) < stages:
+        place = max(range(len(found)), key=lambda each: found[each])
+        if found[place] < 2:
+            return None
+        half = found[place] // 2
+        found[place : place + 1] = [found[place] - half, half]
+    return found

@@ -1,0 +1,73 @@
+"""Chooses the pipeline schedule of a training, and where it places the model's chunks."""
+
+from __future__ import annotations
+
+import functools
+
+from mindspeed_lite.pipeline import orders as published
+from mindspeed_lite.pipeline import steps
+from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
+from mindspeed_lite.pipeline.steps import Placement, Schedule
+
+from .layers import Chunk, stages
+from .training import ArgumentError, TrainingConfig
+
+# Megatron's own pairs run layer by layer; those of an order that is executed by name run one after the other.
+LAYER_BY_LAYER = "overlapped experts"
+
+
+def name_of(training: TrainingConfig) -> str:
+    """The order by its name in the pipeline's table."""
+    if training.schedules_method == "dualpipev":
+        return "dualpipev"
+    if training.pipeline_schedule:
+        return training.pipeline_schedule
+    return "interleaved" if training.pp > 1 and training.vpp > 1 else "1f1b"
+
+
+def chunks_of(training: TrainingConfig) -> int:
+    """Model chunks of a rank."""
+    if name_of(training).startswith("dualpipev"):
+        return 2
+    return training.vpp if training.pp > 1 else 1
+
+
+def schedule(training: TrainingConfig, microbatches: int = 0) -> Schedule:
+    """The schedule for so many micro-batches, 0 for those of a step; ArgumentError if there is none."""
+    count = microbatches or training.microbatches
+    group = training.microbatch_group_size_per_vp_stage or training.pp
+    shape = PipelineShape(training.pp, count, chunks_of(training), min(group, count))
+    return _built(name_of(training), shape, training.overlap_moe_expert_parallel_comm)
+
+
+@functools.lru_cache(maxsize=512)
+def _built(name: str, shape: PipelineShape, overlaps: bool) -> Schedule:
+    if overlaps and name in ("interleaved", "1f1b"):
+        # Also with one chunk: Megatron then runs a forward ahead of each backward.
+        return published.from_function(LAYER_BY_LAYER, published.interleaved_overlap, shape)
+    if name == "interleaved":
+        # Also with few micro-batches, where ranks wait for each other more.
+        return published.from_function(name, published.interleaved, shape)
+    if name not in published.TRAINING_ORDERS:
+        known = ", ".join(published.TRAINING_ORDERS)
+        raise ArgumentError(f"--pipeline-schedule {name}: its memory is not predicted; that of {known} is")
+    try:
+        return published.build(name, shape)
+    except OrderError as error:
+        raise ArgumentError(f"pipeline schedule {error}") from None
+
+
+def placement(training: TrainingConfig) -> Placement:
+    """`placement[rank][chunk]` is a stage of the model."""
+    if name_of(training).startswith("dualpipev"):
+        return steps.v_placement(training.pp)
+    return steps.interleaved_placement(training.pp, chunks_of(training))
+
+
+def chunks_of_ranks(training: TrainingConfig) -> list[list[Chunk]]:
+    """For each pipeline rank its chunks, by the schedule's placement."""
+    where = placement(training)
+    if chunks_of(training) != training.vpp:
+        training = training.replace(num_virtual_stages_per_pipeline_rank=chunks_of(training))
+    held = stages(training)
+    return [[held[stage % training.pp][stage // training.pp] for stage in row] for row in where]

@@ -1,0 +1,236 @@
+"""Searches for the fastest layouts that fit: best first by a lower bound on time, so that nothing better is missed.
+
+Of every layout a quick lower bound is computed. They are looked at in its order. One whose turn it is gives way to what
+memory can be bought with, each with a bound of its own; of these memory is looked at first, then the simulated step.
+The search ends where the next bound is above the slowest of the best that were found.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from . import arguments, candidates, context, estimate, layouts, optimizer, orders, parameters, step_time
+from .candidates import STATES, LayoutCandidate
+from .layers import Chunk
+from .parameters import Parameters
+from .step_time import Pricer, StepTime
+from .training import ArgumentError, TrainingConfig
+
+
+@dataclass(frozen=True)
+class FoundLayout:
+    """A candidate that runs: its training, step, bytes of the fullest rank and whether they fit."""
+
+    candidate: LayoutCandidate
+    training: TrainingConfig
+    step: StepTime
+    bytes: int
+    stage: int
+
+    @property
+    def seconds(self) -> float:
+        return self.step.seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a search has found.
+
+    Attributes:
+        best: the fastest, fastest first, each layout once.
+        front: those that no other is faster and smaller than, of all that were simulated.
+        considered: candidates of the space. impossible: those that no training runs, by reason.
+        too_large: those looked at that did not fit. simulated: those whose step was simulated.
+        pruned: those whose bound was above the best.
+        least_bytes: of the candidate that takes least, of those looked at.
+    """
+
+    best: Sequence[FoundLayout]
+    front: Sequence[FoundLayout]
+    considered: int
+    impossible: Counter[str]
+    too_large: int
+    simulated: int
+    pruned: int
+    least_bytes: int
+
+
+class Search:
+    """The candidates of one command on one device.
+
+    Args:
+        base: the training of the command for a size of tensor parallelism, on which the vocabulary's padding depends.
+        budget: bytes that a rank may take.
+    """
+
+    def __init__(
+        self,
+        base: Callable[[int], TrainingConfig],
+        world_size: int,
+        budget: float,
+        pricer: Pricer,
+        reserve: float = 0.0,
+    ) -> None:
+        self._base = base
+        self.world_size, self.budget, self.pricer, self._reserve = world_size, budget, pricer, reserve
+        self._bases: dict[int, TrainingConfig] = {}
+        self._layouts: dict[object, str] = {}
+        self._whole: dict[LayoutCandidate, tuple[float, Parameters]] = {}
+
+    def base(self, tp: int) -> TrainingConfig:
+        if tp not in self._bases:
+            self._bases[tp] = self._base(tp)
+        return self._bases[tp]
+
+    def space(self) -> Iterable[LayoutCandidate]:
+        return candidates.space(self.base(1), self.world_size, self.pricer.device.ranks_per_node)
+
+    def training(self, candidate: LayoutCandidate) -> tuple[LayoutCandidate, TrainingConfig]:
+        """The candidate, with a layout if it needs one, and its training; ArgumentError if there is none."""
+        base = self.base(candidate.tp)
+        stages = candidate.pp * candidate.vpp
+        if candidate.pp > 1 and (base.num_layers % stages or base.mtp_num_layers):
+            candidate = replace(candidate, layout=self._layout(candidate))
+        return candidate, arguments.check(candidate.applied(base))
+
+    def _layout(self, candidate: LayoutCandidate) -> str:
+        whole = replace(candidate, pp=1, vpp=1, layout="", recompute="none", states="kept", micro_batch=1)
+        key = (whole, candidate.pp * candidate.vpp, candidate.recompute)
+        if key not in self._layouts:
+            base = replace(whole, recompute=candidate.recompute).applied(self.base(candidate.tp))
+
+            def price(chunk: Chunk) -> float:
+                return sum(self.pricer.chunk(base, chunk, 0).all.values())
+
+            layers = [price(Chunk((number,), False, False, 0, False)) for number in range(base.num_layers)]
+            further = price(Chunk((), False, False, 1, False)) if base.mtp_num_layers else 0.0
+            loss = price(Chunk((), False, True, 0, True))
+            text = layouts.balanced(layers, further, base.mtp_num_layers, loss, candidate.pp * candidate.vpp)
+            self._layouts[key] = text or ""
+        if not self._layouts[key]:
+            raise ArgumentError(f"the layers cannot be divided over {candidate.pp * candidate.vpp} pipeline stages")
+        return self._layouts[key]
+
+    def bound(self, training: TrainingConfig) -> float:
+        """No step of this training is faster."""
+        return step_time.lower_bound(training, self.pricer)
+
+    def least_bytes(self, training: TrainingConfig) -> float:
+        """Its states alone, of the fullest rank."""
+        return max(
+            states.weights + states.gradients + states.optimizer
+            for stage, row in enumerate(orders.chunks_of_ranks(training))
+            for states in [optimizer.states(training, parameters.of_stage(training, row), stage)]
+        )
+
+    def bytes(self, training: TrainingConfig, most: float = float("inf")) -> tuple[int, int]:
+        """Bytes and stage of the fullest rank; ends early above `most`."""
+        worst = (0, 0)
+        for stage, row in enumerate(orders.chunks_of_ranks(training)):
+            worst = max(worst, (estimate.rank(training, stage, row).total + int(self._reserve), stage))
+            if worst[0] > most:
+                break
+        return worst
+
+    def evaluate(self, candidate: LayoutCandidate) -> FoundLayout:
+        """All of one candidate, whether or not it fits; ArgumentError if it does not run."""
+        candidate, training = self.training(candidate)
+        size, stage = self.bytes(training)
+        return FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
+
+    def quick(self, layout: LayoutCandidate) -> tuple[float, float]:
+        """Lower bounds on seconds and bytes of a layout with anything that memory is bought with, without its stages.
+
+        Of seconds and parameters the fullest stage has at least the average. ArgumentError if no stage runs it.
+        """
+        key = replace(layout, pp=1, vpp=1)
+        if key not in self._whole:
+            alone = key.applied(self.base(layout.tp)).replace(world_size=self.world_size)
+            context.check(alone)
+            numbers = tuple(range(alone.num_layers))
+            chunk = Chunk(numbers, True, True, alone.mtp_num_layers, True)
+            busy = sum(self.pricer.chunk(alone, chunk, 0).all.values())
+            self._whole[key] = (busy, parameters.of_stage(alone, [chunk]))
+        busy, held = self._whole[key]
+        dp = self.world_size // (layout.tp * layout.pp * layout.cp)
+        microbatches = self.base(layout.tp).global_batch_size // (layout.micro_batch * dp)
+        share = Parameters(held.dense // layout.pp, held.experts // layout.pp)
+        frugal = replace(layout, recompute="none", states=STATES[-1] if self.base(layout.tp).bf16 else STATES[0])
+        states = optimizer.states(frugal.applied(self.base(layout.tp)), share, 0)
+        size = states.weights + states.gradients + states.optimizer + self._reserve
+        return busy / layout.pp * microbatches, size
+
+    def run(self, count: int = 10, chosen: Callable[[LayoutCandidate], bool] = lambda candidate: True) -> Result:
+        """The fastest `count` that fit, of the candidates that are `chosen`."""
+        impossible: Counter[str] = Counter()
+        queue: list[tuple[float, int, LayoutCandidate, TrainingConfig | None]] = []
+        considered = too_large = 0
+        least = 0.0
+        base = self.base(1)
+        for layout in candidates.layouts(base, self.world_size, self.pricer.device.ranks_per_node):
+            wanted = sum(map(chosen, candidates.variants(base, layout)))
+            considered += wanted
+            if not wanted:
+                continue
+            try:
+                seconds, size = self.quick(layout)
+            except ArgumentError as error:
+                impossible[str(error).partition(":")[0]] += wanted
+                continue
+            least = min(least or size, size)
+            if size > self.budget:
+                too_large += wanted
+                continue
+            queue.append((seconds, len(queue), layout, None))
+        heapq.heapify(queue)
+        number = len(queue)
+        best: list[FoundLayout] = []
+        fastest: dict[LayoutCandidate, FoundLayout] = {}
+        every: list[FoundLayout] = []
+        pruned = 0
+        while queue:
+            bound, _, candidate, training = heapq.heappop(queue)
+            if len(best) == count and bound >= best[-1].seconds:
+                queue.append((bound, 0, candidate, training))
+                pruned = sum(1 if each[3] else sum(map(chosen, candidates.variants(base, each[2]))) for each in queue)
+                break
+            if training is None:
+                for variant in filter(chosen, candidates.variants(base, candidate)):
+                    try:
+                        full, training = self.training(variant)
+                        if self.least_bytes(training) + self._reserve > self.budget:
+                            too_large += 1
+                            continue
+                        number += 1
+                        heapq.heappush(queue, (self.bound(training), number, full, training))
+                    except ArgumentError as error:
+                        impossible[str(error).partition(":")[0]] += 1
+                continue
+            size, stage = self.bytes(training, self.budget)
+            if size > self.budget:
+                too_large += 1
+                continue
+            try:
+                found = FoundLayout(candidate, training, step_time.step(training, self.pricer), size, stage)
+            except ArgumentError as error:
+                impossible[str(error).partition(":")[0]] += 1
+                continue
+            every.append(found)
+            # Of each layout the fastest way to fit counts; of two alike the one that asks for less, which came first.
+            layout = replace(candidate, recompute="none", states="kept", layout="")
+            if layout not in fastest or found.seconds < fastest[layout].seconds:
+                fastest[layout] = found
+                best = sorted(fastest.values(), key=lambda each: (each.seconds, each.bytes))[:count]
+        return Result(best, front(every), considered, impossible, too_large, len(every), pruned, int(least))
+
+
+def front(every: Iterable[FoundLayout]) -> list[FoundLayout]:
+    """Those that no other is as fast as with less memory, fastest first."""
+    found: list[FoundLayout] = []
+    for each in sorted(every, key=lambda one: (one.seconds, one.bytes)):
+        if not found or each.bytes < found[-1].bytes:
+            found.append(each)
+    return found

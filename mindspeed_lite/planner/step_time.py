@@ -1,0 +1,305 @@
+"""Predicts the time of a training step: the schedule's steps simulated, then gradients, optimizer and parameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_lite.pipeline.costs import Costs
+from mindspeed_lite.pipeline.simulate import Simulation, simulate
+
+from . import layer_work, optimizer, orders, parameters, seconds
+from .layers import Chunk
+from .parameters import Parameters
+from .seconds import Parts, PassSeconds
+from .training import TrainingConfig
+from .work import Collective, CollectiveCall, DeviceCosts, Group
+
+# Gradients are reduced in buckets; the last one has nothing left to run beside. Megatron's default size, in numbers.
+BUCKET = 40_000_000
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step of the rank that ends last.
+
+    Attributes:
+        parts: seconds by what they are spent on; their sum is the whole.
+        microbatches: of the step. rank: the pipeline rank that this is about.
+        bound: a lower bound on the whole that `lower_bound` gave.
+    """
+
+    parts: Parts
+    rank: int
+    microbatches: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+class Pricer:
+    """Prices trainings of one device; what trainings have in common is priced once."""
+
+    def __init__(self, device: DeviceCosts, overlap: float = 1.0) -> None:
+        self.device, self.overlap = device, overlap
+        self._priced: dict[object, PassSeconds] = {}
+
+    def chunk(self, training: TrainingConfig, chunk: Chunk, number: int) -> PassSeconds:
+        """One micro-batch in a chunk; `number` is the chunk's place on its rank."""
+        device = self.device
+        found = PassSeconds({"host": device.pass_overhead(False)}, {"host": device.pass_overhead(True)})
+        kinds: dict[tuple[object, ...], tuple[int, int, int]] = {}
+        for place, layer in enumerate(chunk.layers):
+            key: tuple[object, ...] = (
+                training.is_moe(layer),
+                self._place(training, place, number),
+                self._algorithm(training, layer),
+            )
+            count, *_ = kinds.get(key, (0, 0, 0))
+            kinds[key] = (count + 1, place, layer)
+        for kind, (count, place, layer) in kinds.items():
+            one = self._layer(training, bool(kind[0]), kind, layer, place, number)
+            found += PassSeconds(
+                *(seconds.scaled(each, count) for each in (one.forward, one.input_grad, one.weight_grad, one.recompute))
+            )
+        if chunk.embeds:
+            found += self._part(training, "embedding")
+        if chunk.further:
+            one = self._part(training, "further")
+            for _ in range(chunk.further):
+                found += one
+        if chunk.computes_loss:
+            found += self._part(training, "output")
+        return found
+
+    def _layer(
+        self, training: TrainingConfig, is_moe: bool, key: tuple[object, ...], layer: int, place: int, number: int
+    ) -> PassSeconds:
+        full = (self._key(training), "layer", *key)
+        if full not in self._priced:
+            again = layer_work.recomputed(training, is_moe, layer, place, number)
+            work = layer_work.layer(training, is_moe, layer)
+            self._priced[full] = seconds.price(work, again, self.device, training.width, self.overlap)
+        return self._priced[full]
+
+    def _part(self, training: TrainingConfig, name: str) -> PassSeconds:
+        full = (self._key(training), name)
+        if full not in self._priced:
+            make = {
+                "embedding": layer_work.embedding, "output": layer_work.output, "further": layer_work.further,
+            }[name]  # fmt: skip
+            again = layer_work.PartWork()
+            if name == "further" and training.recompute_granularity == "full":
+                last = training.num_layers - 1
+                again = layer_work.layer(training, training.is_moe(last), last)
+            self._priced[full] = seconds.price(make(training), again, self.device, training.width, self.overlap)
+        return self._priced[full]
+
+    @staticmethod
+    def _key(training: TrainingConfig) -> tuple[object, ...]:
+        """What the work of a layer depends on, of what a search changes."""
+        return (
+            training.tp, training.sequence_parallel, training.cp, training.context_parallel_algo,
+            training.ulysses_degree_in_cp, training.ep, training.etp, training.micro_batch_size,
+            training.recompute_granularity, training.recompute_modules, training.recompute_norm,
+            training.recompute_activation_function, training.expert_load, training.moe_zero_memory,
+        )  # fmt: skip
+
+    @staticmethod
+    def _place(training: TrainingConfig, place: int, number: int) -> object:
+        """Layers of a chunk differ only in what is recomputed of them."""
+        by_count = (
+            training.recompute_method == "block"
+            or training.recompute_norm_num_layers is not None
+            or training.recompute_activation_function_num_layers is not None
+            or training.moe_zero_memory_num_layers is not None
+        )
+        return (place, number) if by_count else 0
+
+    @staticmethod
+    def _algorithm(training: TrainingConfig, layer: int) -> object:
+        return layer if training.cp > 1 and len(training.cp_comm_type) > 1 else 0
+
+
+def step(training: TrainingConfig, pricer: Pricer) -> StepTime:
+    """The time of one step; ArgumentError for a layout or schedule that does not exist."""
+    ranks = orders.chunks_of_ranks(training)
+    priced = [[pricer.chunk(training, chunk, number) for number, chunk in enumerate(row)] for row in ranks]
+    held = [parameters.of_stage(training, row) for row in ranks]
+    device, count = pricer.device, training.microbatches
+    run = _simulated(training, priced, pricer)
+    ends: list[tuple[float, float, int]] = []
+    for rank, params in enumerate(held):
+        reduced = _reduced(training, params, device)
+        hidden = min(reduced, _window(training, priced[rank]) * pricer.overlap * 0.9)
+        kept = reduced - (hidden if training.overlap_grad_reduce else 0.0)
+        if training.overlap_grad_reduce:
+            buckets = max(1.0, params.total / max(BUCKET, 1_000_000 * training.dp * training.cp))
+            kept = max(kept, reduced / buckets) if reduced else 0.0
+        ends.append((run.ends[rank] + kept, kept, rank))
+    end, kept, rank = max(ends)
+    parts = seconds.scaled(seconds.add(*(each.all for each in priced[rank])), count)
+    busy = sum(parts.values())
+    if training.overlap_moe_expert_parallel_comm and training.ep > 1:
+        # The first forward and the last backward of a step have nothing beside them.
+        alone = seconds.add(*(_alone(training, row, pricer) for row in [ranks[rank]]))
+        parts = seconds.add(parts, alone)
+        end += sum(alone.values())
+        busy += sum(alone.values())
+    parts["pipeline"] = max(0.0, end - kept - busy)
+    parts["gradients"] = kept
+    parts["optimizer"] = max(_optimizer(training, each, device) for each in held)
+    parts["parameters"] = max(_gathered(training, each, device, pricer.overlap) for each in held)
+    parts["host"] = parts.get("host", 0.0) + device.step_overhead()
+    total = sum(parts.values())
+    everything = total * training.world_size - sum(run.idle) * training.world_size / training.pp
+    shared = device.shared(everything, total, training.world_size)
+    if shared > total:
+        parts["shared cores"] = shared - total
+    return StepTime({name: value for name, value in parts.items() if value > 0}, rank, count)
+
+
+def lower_bound(training: TrainingConfig, pricer: Pricer) -> float:
+    """No step is faster: the rank that computes most, without waiting, and the fastest optimizer step of the ranks."""
+    most = 0.0
+    tail = 0.0
+    for row in orders.chunks_of_ranks(training):
+        busy = sum(sum(pricer.chunk(training, chunk, number).all.values()) for number, chunk in enumerate(row))
+        most = max(most, busy * training.microbatches)
+        tail = max(tail, _optimizer(training, parameters.of_stage(training, row), pricer.device))
+    return most + tail + pricer.device.step_overhead()
+
+
+@dataclass(frozen=True)
+class _Run:
+    """When each rank has computed, and how long it waits."""
+
+    ends: Sequence[float]
+    idle: Sequence[float]
+
+
+def _simulated(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pricer: Pricer) -> _Run:
+    """The schedule's steps; many micro-batches are extrapolated from fewer, which repeat."""
+    pp, count = training.pp, training.microbatches
+    busy = [sum(sum(each.all.values()) for each in row) for row in priced]
+    if pp == 1:
+        return _Run([busy[0] * count], [0.0])
+    costs = _costs(training, priced, pricer)
+    unit = max(training.microbatch_group_size_per_vp_stage or pp, pp)
+    few, more = 4 * unit, 5 * unit
+    if count <= more:
+        return _ended(simulate(orders.schedule(training), costs), busy, count)
+    rest = count % unit
+    low = _ended(simulate(orders.schedule(training, few + rest), costs), busy, few + rest)
+    high = _ended(simulate(orders.schedule(training, more + rest), costs), busy, more + rest)
+    steps = (count - few - rest) / unit
+    ends = [max(a + (b - a) * steps, each * count) for a, b, each in zip(low.ends, high.ends, busy, strict=True)]
+    return _Run(ends, [max(ends) - each * count for each in busy])
+
+
+def _ended(run: Simulation, busy: Sequence[float], count: int) -> _Run:
+    ends = [entries[-1].end for entries in run.ranks]
+    return _Run(ends, [run.makespan - each * count for each in busy])
+
+
+def _costs(training: TrainingConfig, priced: Sequence[Sequence[PassSeconds]], pricer: Pricer) -> Costs:
+    where = orders.placement(training)
+    by_stage = {stage: priced[rank][chunk] for rank, row in enumerate(where) for chunk, stage in enumerate(row)}
+    held = [by_stage[stage] for stage in range(len(by_stage))]
+    rows = training.seq_length / training.cp * training.micro_batch_size
+    size = rows * training.hidden_size * training.width / (training.tp if training.sequence_parallel else 1)
+    message = CollectiveCall("send", size, Group(2, training.world_size // training.pp))
+    return Costs(
+        forward=[sum(each.forward.values()) for each in held],
+        input_grad=[sum(each.input_grad.values()) for each in held],
+        weight_grad=[sum(each.weight_grad.values()) for each in held],
+        recompute=[sum(each.recompute.values()) for each in held],
+        message=pricer.device.message(message),
+        recomputes=True,
+    )
+
+
+def _alone(training: TrainingConfig, row: Sequence[Chunk], pricer: Pricer) -> dict[str, float]:
+    """Exchanges of experts of one micro-batch that no other hides."""
+    bare = training.replace(overlap_moe_expert_parallel_comm=False)
+    plain = Pricer(pricer.device, pricer.overlap)
+    name = "expert parallel"
+    exposed = sum(plain.chunk(bare, chunk, number).all.get(name, 0.0) for number, chunk in enumerate(row))
+    hidden = sum(pricer.chunk(training, chunk, number).all.get(name, 0.0) for number, chunk in enumerate(row))
+    return {name: max(0.0, exposed - hidden)}
+
+
+def _window(training: TrainingConfig, row: Sequence[PassSeconds]) -> float:
+    """Seconds of the last micro-batch's backward pass, which gradients may be reduced beside."""
+    return sum(sum(each.input_grad.values()) + sum(each.weight_grad.values()) for each in row)
+
+
+def _groups(training: TrainingConfig, params: Parameters) -> list[tuple[float, Group]]:
+    """Parameters and the ranks that hold the same: dense ones, then experts."""
+    dense = Group(training.dp * training.cp, training.tp)
+    experts = Group(training.edp, training.ep * training.etp)
+    return [(params.dense, dense), (params.experts, experts)]
+
+
+def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) -> float:
+    kind: Collective = "reduce_scatter" if training.use_distributed_optimizer else "all_reduce"
+    width = optimizer.gradient_width(training)
+    return sum(
+        device.message(CollectiveCall(kind, count * width, group))
+        for count, group in _groups(training, params)
+        if count and group.size > 1
+    )
+
+
+def _gathered(training: TrainingConfig, params: Parameters, device: DeviceCosts, overlap: float) -> float:
+    """The parameters' all-gather; beside the first forward pass but for its first bucket."""
+    if not training.use_distributed_optimizer:
+        return 0.0
+    whole = sum(
+        device.message(CollectiveCall("all_gather", count * training.width, group))
+        for count, group in _groups(training, params)
+        if count and group.size > 1
+    )
+    if not training.overlap_param_gather:
+        return whole
+    buckets = max(1, math.ceil(params.total / BUCKET))
+    return whole * (1 - overlap * (1 - 1 / buckets))
+
+
+def _optimizer(training: TrainingConfig, params: Parameters, device: DeviceCosts) -> float:
+    share = 0.0
+    for count, group in _groups(training, params):
+        share += count / group.size if training.use_distributed_optimizer else count
+    found = device.optimizer(share, training.fused_step)
+    if optimizer.moves(training):
+        # Main parameters and moments come and go; the step itself hides a part.
+        away = share * (8 if training.reuse_fp32_param else 12)
+        found = max(found, 2 * device.host_copy(away))
+    return found
+
+
+def throughput(training: TrainingConfig, seconds_of_step: float) -> float:
+    """Tokens a second of all ranks."""
+    return training.global_batch_size * training.seq_length / seconds_of_step
+
+
+def model_flops(training: TrainingConfig) -> float:
+    """Flops of a step without recomputation, all ranks: what MFU counts."""
+    found = 0.0
+    single = training.replace(
+        tensor_model_parallel_size=1, context_parallel_size=1, expert_model_parallel_size=1, sequence_parallel=False,
+        expert_tensor_parallel_size=1, micro_batch_size=1, world_size=training.pp, moe_tp_extend_ep=False,
+        expert_load=1.0,
+    )  # fmt: skip
+    parts = [layer_work.layer(single, single.is_moe(number)) for number in range(single.num_layers)]
+    parts += [layer_work.output(single), *[layer_work.further(single)] * single.mtp_num_layers]
+    for part in parts:
+        found += 3 * sum(each.flops for each in part.products) + 3 * sum(each.flops for each in part.scores)
+    return found * training.global_batch_size
+
+
+def by_category(parts: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Largest first."""
+    return sorted(parts.items(), key=lambda each: -each[1])

@@ -1,0 +1,84 @@
+"""Says why a layout is not the best: what it cannot do, what it lacks in memory, or what it spends its time on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .candidates import RECOMPUTE, STATES, LayoutCandidate
+from .search import FoundLayout, Result, Search
+from .training import ArgumentError
+
+_SIZES = {
+    "TP": lambda each: each.tp, "PP": lambda each: each.pp, "VPP": lambda each: each.vpp, "CP": lambda each: each.cp,
+    "EP": lambda each: each.ep, "MBS": lambda each: each.micro_batch,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of the layouts that were asked about.
+
+    Attributes:
+        asked: as it was written. result: of the search among them alone.
+        smallest: without one that fits, the one of those that run that takes least memory, if there is one.
+    """
+
+    asked: str
+    result: Result
+    smallest: FoundLayout | None
+
+
+def condition(text: str) -> Callable[[LayoutCandidate], bool]:
+    """Whether a candidate is one of those that `PP8 TP4 recompute full` names; ArgumentError for other words."""
+    words = text.replace(",", " ").split()
+    tests: list[Callable[[LayoutCandidate], bool]] = []
+    place = 0
+    while place < len(words):
+        word = words[place]
+        size = re.fullmatch(r"([A-Za-z]+)=?(\d+)", word)
+        following = words[place + 1] if place + 1 < len(words) else ""
+        if size and size[1].upper() in _SIZES:
+            tests.append(_sized(size[1].upper(), int(size[2])))
+        elif word in ("recompute", "states") and following in (RECOMPUTE if word == "recompute" else STATES):
+            tests.append(_named(word, following))
+            place += 1
+        else:
+            raise ArgumentError(
+                f"--why {text!r}: {word!r} is none of {', '.join(f'{name}N' for name in _SIZES)}, recompute "
+                f"{'|'.join(RECOMPUTE)} and states {'|'.join(STATES)}"
+            )
+        place += 1
+    if not tests:
+        raise ArgumentError("--why names a layout, such as 'PP8' or 'TP4 PP2 recompute full'")
+    return lambda candidate: all(test(candidate) for test in tests)
+
+
+def ask(search: Search, text: str) -> Answer:
+    """Search among the layouts that are named."""
+    wanted = condition(text)
+    result = search.run(1, wanted)
+    smallest = None
+    if not result.best and result.too_large:
+        frugal = [
+            each for each in search.space() if wanted(each) and each.recompute == "full" and each.micro_batch == 1
+        ]
+        sizes: list[tuple[float, int, LayoutCandidate]] = []
+        for each in frugal:
+            try:
+                full, training = search.training(each)
+                sizes.append((search.least_bytes(training), len(sizes), full))
+            except ArgumentError:
+                continue
+        if sizes:
+            smallest = search.evaluate(min(sizes)[2])
+    return Answer(text, result, smallest)
+
+
+def _sized(name: str, number: int) -> Callable[[LayoutCandidate], bool]:
+    return lambda candidate: _SIZES[name](candidate) == number
+
+
+def _named(name: str, value: str) -> Callable[[LayoutCandidate], bool]:
+    return lambda candidate: getattr(candidate, name) == value

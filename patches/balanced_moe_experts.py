@@ -1,0 +1,313 @@
+"""`--balanced-moe-experts`: for each micro-batch the hottest experts are copied to every rank that shares experts.
+
+Tokens of a copied expert stay on the rank that they come from, so that the rank which holds it has fewer. Which ones
+are copied follows from the exact counts of the micro-batch; no copy is made that takes fewer tokens off the fullest
+rank than it costs. Parameters travel while tokens are permuted and exchanged. Gradients of copies are added up on the
+owner of the expert and go to its main gradients before these are reduced.
+
+Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`: it is given a routing over places, the experts of a rank and
+slots for copies, and counts as many experts a rank; its exchange, gathers and sorting then do what they always do, and
+what goes to a slot never leaves its rank. `SequentialMLP.forward` computes with the copies behind its own experts, in a
+loop or in one grouped product (`--moe-grouped-gemm`). `MoELayer.forward` says which experts a dispatcher serves.
+Parameters, optimizer and checkpoints are left alone: a copy is an intermediate tensor. Falls back for other experts
+than these, frozen ones, and those in fp8 or fp4.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.parallel.balance import payoff, placement
+from mindspeed_lite.parallel.balance.copies import Copies, CopyPlan, PendingGradients
+from mindspeed_lite.parallel.balance.replicas import SentTokens, hot_experts
+from mindspeed_lite.parallel.balance.slots import Slots, gather_counts
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared import expert_messages, moe
+from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
+from ._shared.proxies import AttributeOverride
+
+NAME = "balanced_moe_experts"
+NUMBER = "balanced_moe_hot_expert_num"
+BREAK_EVEN = "balanced_moe_break_even"
+_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+# What a dispatcher knows of the number of experts.
+_SIZES = (
+    "num_experts",
+    "num_local_experts",
+    "local_expert_indices",
+    "sort_input_by_local_experts",
+    "restore_output_by_local_experts",
+)
+
+
+class _State:
+    """What a session keeps of dispatchers and experts."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.experts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        # Dispatchers as Megatron built them.
+        self.built: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+        # Copies that experts compute with at their next call.
+        self.copies: weakref.WeakKeyDictionary[Any, Copies] = weakref.WeakKeyDictionary()
+        self.pending = PendingGradients()
+        self.break_even: dict[tuple[int, ...], float] = {}
+        session.on_end(self.end)
+
+    def end(self) -> None:
+        self.pending.close()
+        for dispatcher, sizes in self.built.items():
+            vars(dispatcher).update(sizes)
+
+    def experts_of(self, dispatcher: Any) -> Any:
+        """The experts that a dispatcher serves; None with the reason logged where they are not copied."""
+        experts = self.experts.get(dispatcher)
+        reasons = ["its layer is not known"] if experts is None else _reasons_of(experts)
+        if reasons:
+            self.session.fallback(NAME, "; ".join(reasons))
+        return None if reasons else experts
+
+
+def _state(session: Session) -> _State:
+    return session.state(NAME, lambda: _State(session))
+
+
+def _reasons_of(experts: Any) -> list[str]:
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    if type(experts) is not SequentialMLP:
+        return [f"experts are a {type(experts).__name__}: copies are made of SequentialMLP's"]
+    parameters = [*experts.parameters()]
+    reasons = {
+        "experts compute in fp8 or fp4": bool(experts.config.fp8) or bool(getattr(experts.config, "fp4", None)),
+        "a frozen parameter of an expert": not all(each.requires_grad for each in parameters),
+        "parameters of experts of several dtypes": len({each.dtype for each in parameters}) > 1,
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _layer(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _state(session).experts[self.token_dispatcher] = self.experts
+        return wrapped(self, *args, **kwargs)
+
+    return forward
+
+
+def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
+        state = _state(session)
+        experts = state.experts_of(self)
+        if experts is not None:
+            built = state.built.setdefault(self, {name: getattr(self, name) for name in _SIZES})
+            slots = _choose(state, self, built, experts, routing_map)
+            vars(self).update(_sizes(self, built, slots) if slots.copied else built)
+            # Of a pass that has failed.
+            state.copies.pop(experts, None)
+            if slots.copied:
+                state.copies[experts] = _copy(state, self, experts, slots)
+                routing_map, probs = slots.route(routing_map, probs, self.ep_group.rank())
+        return wrapped(self, hidden_states, routing_map, probs)
+
+    return dispatch_preprocess
+
+
+def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any, routing_map: torch.Tensor) -> Slots:
+    """Which experts are copied for a micro-batch; every rank that shares experts decides alike."""
+    for expert in experts.local_experts:
+        for layer in (expert.linear_fc1, expert.linear_fc2):
+            # Parameters that are gathered late are read here first.
+            moe.before_call(layer)
+    ranks, local = dispatcher.ep_size, built["num_local_experts"]
+    counts = gather_counts(routing_map, ranks, dispatcher.tp_ep_group)
+    placed = placement.contiguous(ranks * local, ranks)
+    price = _break_even(state, dispatcher, experts, sum(map(sum, counts)) // (ranks * local))
+    number = min(state.session.settings[NUMBER], ranks * local)
+    return Slots(ranks, local, tuple(hot_experts(SentTokens.counted(counts), placed, number, price)))
+
+
+def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> float:
+    """Tokens that a copy must take off the fullest rank: as the flag says, or as measured once."""
+    given: float | None = state.session.settings[BREAK_EVEN]
+    if given is not None:
+        return given
+    parameters = [*experts.local_experts[0].parameters()]
+    key = tuple(each.numel() for each in parameters)
+    if key not in state.break_even:
+        costs = payoff.measure(parameters, rows, dispatcher.ep_group, dispatcher.tp_ep_group)
+        state.break_even[key] = costs.break_even
+        state.session.log_decision(
+            f"{NAME}: a copy takes {1e3 * costs.copy:.2f} ms, a token {1e6 * costs.products:.1f} us of products and "
+            f"{1e6 * costs.messages:.1f} us of messages: copies are made that take {costs.break_even:.0f} tokens "
+            "off the fullest rank (--balanced-moe-break-even N fixes it)"
+        )
+    return state.break_even[key]
+
+
+def _sizes(dispatcher: Any, built: dict[str, Any], slots: Slots) -> dict[str, Any]:
+    """What the dispatcher would hold if each rank had as many experts as it has places."""
+    places = slots.local + len(slots.copied)
+    first = dispatcher.ep_group.rank() * places
+    device = built["sort_input_by_local_experts"].device
+    chunks = torch.arange(slots.ranks * places * dispatcher.tp_size, device=device)
+    return {
+        "num_experts": slots.ranks * places,
+        "num_local_experts": places,
+        "local_expert_indices": [*range(first, first + places)],
+        "sort_input_by_local_experts": chunks.view(-1, places).t().flatten(),
+        "restore_output_by_local_experts": chunks.view(places, -1).t().flatten(),
+    }
+
+
+def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> Copies:
+    rank, first = dispatcher.ep_group.rank(), dispatcher.ep_group.rank() * slots.local
+    like = [*experts.local_experts[0].parameters()]
+    plan = CopyPlan(
+        slots.owners,
+        like,
+        dispatcher.ep_group,
+        state.pending,
+        bool(experts.config.gradient_accumulation_fusion) and hasattr(like[0], "main_grad"),
+        lambda: expert_messages.run_jobs(state.session),
+    )
+    return plan.make(
+        [
+            [*experts.local_experts[expert - first].parameters()] if owner == rank else None
+            for expert, owner in zip(slots.copied, slots.owners, strict=True)
+        ]
+    )
+
+
+def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(
+        self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
+    ) -> tuple[Any, Any]:
+        given = (permuted_local_hidden_states, tokens_per_expert, permuted_probs)
+        copies = _state(session).copies.pop(self, None)
+        if copies is None:
+            return wrapped(self, *given)  # type: ignore[no-any-return]
+        copies.wait()
+        own = list(self.local_experts)
+        places = own + [_with_parameters(own[0], iter(copies.of(number))) for number in range(len(copies))]
+        return wrapped(  # type: ignore[no-any-return]
+            AttributeOverride(self, local_experts=places, num_local_experts=len(places)), *given
+        )
+
+    return forward
+
+
+def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
+    """A module that computes as this one does with other parameters, in its order; its hooks are for its own."""
+    found = copy.copy(module)
+    vars(found).update(
+        _parameters={name: None if each is None else next(parameters) for name, each in module._parameters.items()},
+        _modules={
+            name: None if each is None else _with_parameters(each, parameters) for name, each in module._modules.items()
+        },
+        _forward_hooks=OrderedDict(),
+        _forward_pre_hooks=OrderedDict(),
+    )
+    return found
+
+
+def _before_gradients_are_reduced(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+        _state(session).pending.finish()
+        wrapped(self, *args, **kwargs)
+
+    return start_grad_sync
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    number, break_even = context.settings.get(NUMBER), context.settings.get(BREAK_EVEN)
+    if number is not None and number < 1:
+        raise OptionError(f"--balanced-moe-hot-expert-num takes a number of experts, at least 1, not {number}.")
+    if break_even is not None and not break_even >= 0:
+        raise OptionError(f"--balanced-moe-break-even takes a number of tokens, at least 0, not {break_even}.")
+    if context.host_args is None:
+        return []
+    arg = context.arg
+    reasons = moe.why_not("experts")(context)
+    if (arg("expert_model_parallel_size", 1) or 1) == 1:
+        reasons.append("--expert-model-parallel-size 1: every rank has all experts")
+    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
+    if dispatcher != "alltoall":
+        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the routing is that of alltoall")
+    return reasons
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="the hottest experts are copied to every rank for a micro-batch",
+    options=(
+        Option(
+            "--balanced-moe-experts",
+            help="Copy the hottest experts of each micro-batch to all ranks that share experts, where that pays.",
+        ),
+        Option(
+            "--balanced-moe-hot-expert-num",
+            help="Experts of a layer that are copied, at most (default: 3).",
+            default=3,
+            type=int,
+            metavar="N",
+        ),
+        Option(
+            "--balanced-moe-break-even",
+            help="Tokens that a copy must take off the fullest rank to be made (default: measured at the first "
+            "micro-batch).",
+            default=None,
+            type=float,
+            metavar="TOKENS",
+        ),
+    ),
+    numerics="ulp",
+    theme="experts",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
+    memory="not predicted: which copies are made follows from the data",
+    condition=_why_not,
+    conflicting_args={
+        **CUDA_GRAPH_ARGS,
+        **dict.fromkeys(FSDP_ARGS, "FSDP holds shards of the experts' parameters, which are copied whole"),
+        "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity gives all experts as many tokens",
+        "moe_router_padding_for_quantization": "the dispatcher pads the tokens of each expert",
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm calls parts of the layer",
+        "delay_wgrad_compute": "--delay-wgrad-compute: gradients of copies are sent in the backward pass",
+    },
+    conflicts=(
+        Relation("delay_wgrad_compute", "gradients of copies are sent in the backward pass"),
+        Relation("moe_alltoall_mc2", "its operators send over one group and multiply by a rank's own experts"),
+        Relation("moe_fb_overlap", "it calls parts of the layer, and delays weight gradients"),
+        Relation("moe_wgrad_side_stream", "gradients of copies are sent in the backward pass"),
+    ),
+    not_auto="what it gains depends on the router and has been measured on CPU alone: enable it with its flag",
+    patches=(
+        Around(
+            "megatron.core.transformer.moe.moe_layer:MoELayer.forward", _layer, reads=("experts", "token_dispatcher")
+        ),
+        Override(
+            f"{_DISPATCHER}.dispatch_preprocess",
+            _preprocess,
+            reads=(*_SIZES, "ep_group", "ep_size", "tp_ep_group", "tp_size"),
+            order=1,
+        ),
+        # Outside of --moe-grouped-gemm.
+        Override(
+            "megatron.core.transformer.moe.experts:SequentialMLP.forward",
+            _experts,
+            reads=("config", "local_experts", f"{CONFIG}.fp8", f"{CONFIG}.gradient_accumulation_fusion"),
+            order=1,
+        ),
+        Around(
+            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+            _before_gradients_are_reduced,
+        ),
+    ),
+)

@@ -1,0 +1,85 @@
+"""`mindspeed-lite plan` and `calibrate`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite import cli, planner
+from mindspeed_lite.planner import candidates
+
+COMMAND = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 "
+    "--micro-batch-size 4 --global-batch-size 16 --bf16 --swiglu --vocab-size 32000 --use-flash-attn "
+    "--untie-embeddings-and-output-weights"
+).split()
+
+
+def run(*options: str, command: list[str] = COMMAND) -> int:
+    return cli.main(["plan", "--devices", "8", "--memory", "40", "--device", "a100", *options, "--", *command])
+
+
+def test_the_best_are_shown_and_their_flags_are_a_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    assert run("--count", "3", "--json", str(file), "--plot", str(tmp_path / "front.png"), "--why", "PP8") == 0
+    output = capsys.readouterr().out
+    assert "by published figures" in output and "why not PP8" in output and "times as long" in output
+    found = json.loads(file.read_text())
+    assert len(found["best"]) == 3 and found["why"]["asked"] == "PP8"
+    assert (tmp_path / "front.png").stat().st_size > 1000
+    for each in found["best"]:
+        assert each["seconds"] == pytest.approx(sum(each["parts"].values()))
+        assert shlex.join(each["flags"]) in output
+        # In place of the command's own they are read, and take what was said but the reserve.
+        words = candidates.without_chosen(COMMAND)
+        ranks = planner.ranks(planner.read([*words, *each["flags"]], 8, "cuda"))
+        assert max(rank.total for rank in ranks) == each["bytes"] - (4 * 2**30)
+        assert cli.main(["memory", "--world-size", "8", "--device", "cuda", "--", *words, *each["flags"]]) == 0
+
+
+def test_too_little_memory_says_the_least(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--devices", "1", "--memory", "1", "--device", "a100", "--", *COMMAND]) == 1
+    assert "nothing fits: the least that" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--device", "abacus"), ("--device abacus", "h100-sxm")),
+        (("--why", "QQ2"), ("--why", "'QQ2'")),
+        (("--device", "here", "--calibration", "/nowhere.json"), ("there is no file /nowhere.json", "calibrate")),
+        (("--json", "/nowhere/x.json"), ("--json /nowhere/x.json", "no such folder")),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    options: tuple[str, ...], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*options) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and all(word in error for word in words)
+
+
+def test_a_command_without_a_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+    place = COMMAND.index("--global-batch-size")
+    assert run(command=[*COMMAND[:place], *COMMAND[place + 2 :]]) == 2
+    assert "--global-batch-size is not in the command" in capsys.readouterr().err
+
+
+def test_a_feature_whose_time_is_not_predicted_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--count", "1", command=[*COMMAND, "--moe-hierarchical-alltoallv"]) == 0
+    assert "--moe-hierarchical-alltoallv is not in the predicted time" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_machine_is_calibrated_and_planned_for(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    assert cli.main(["calibrate", "--out", str(file), "--seconds", "0.5", "--processes", "2"]) == 0
+    found = json.loads(file.read_text())
+    assert set(found["operators"]) == {"1", "2"} and found["versions"]["torch"] and found["date"]
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 4 --bf16"
+    words = ["pretrain_gpt.py", *small.split(), *"--micro-batch-size 1 --vocab-size 512 --use-flash-attn".split()]
+    options = ["--devices", "2", "--memory", "1", "--device", "here", "--calibration", str(file)]
+    assert cli.main(["plan", *options, "--", *words]) == 0
+    assert "by what was measured" in capsys.readouterr().out

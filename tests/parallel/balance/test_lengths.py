@@ -1,0 +1,155 @@
+"""Orders of micro-batches against exact answers, and the simulation against counts by hand."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import random
+import struct
+
+import pytest
+
+from mindspeed_lite.parallel.balance import lengths, placement
+from mindspeed_lite.parallel.balance.length_simulation import (
+    GeneratedLengths,
+    read_index,
+    sample_costs,
+    shuffled,
+    simulate,
+)
+
+
+def test_a_document_costs_the_pairs_of_its_causal_mask():
+    sizes = [5, 1, 0, 12]
+    masks = [[(q, k) for q in range(n) for k in range(n) if k <= q] for n in sizes]
+    assert lengths.attention_pairs(sizes) == sum(map(len, masks))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("units", "ranks"), [(4, 2), (8, 2), (12, 3), (8, 4), (6, 1)])
+def test_an_order_is_one_and_near_the_exact_one(units, ranks, waits):
+    chance = random.Random(units * ranks)
+    for _ in range(10):
+        costs = [chance.randint(1, 1000) ** 2 for _ in range(units)]
+        order = lengths.balanced_order(costs, ranks, waits=waits)
+        assert sorted(order) == list(range(units)) and order == lengths.balanced_order(costs, ranks, waits=waits)
+        assert sum(lengths.rank_costs(costs, order, ranks)) == sum(costs)
+        best = max(placement.rank_loads(costs, placement.exact(costs, ranks), ranks))
+        assert lengths.lower_bound(costs, ranks) <= best * (1 + 1e-12)
+        rows = [order[start : start + ranks] for start in range(0, units, ranks)]
+        waited = sum(max(costs[each] for each in row) for row in rows)
+        if waits:
+            assert waited == sum(sorted(costs, reverse=True)[::ranks])
+        else:
+            assert max(lengths.rank_costs(costs, order, ranks)) <= 4 / 3 * best
+            # Each rank's own come in falling order.
+            assert all(costs[a] >= costs[b] for pair in itertools.pairwise(rows) for a, b in zip(*pair, strict=True))
+
+
+def test_no_rows_have_a_smaller_sum_of_their_largest_than_sorted_ones():
+    costs = [9, 1, 7, 3, 5, 8]
+    least = min(
+        sum(max(costs[each] for each in order[start : start + 2]) for start in (0, 2, 4))
+        for order in itertools.permutations(range(6))
+    )
+    order = lengths.balanced_order(costs, 2, waits=True)
+    assert sum(max(costs[each] for each in order[start : start + 2]) for start in (0, 2, 4)) == least == 9 + 7 + 3
+
+
+def test_ranks_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="3 ranks"):
+        lengths.balanced_order([1, 2, 3, 4], 3)
+    with pytest.raises(ValueError, match="6 samples are no micro-batches of 2 for each of 2 ranks"):
+        lengths.StepOrder(0, 100, 6, 2, 2, float)
+
+
+CHANCE = random.Random(7)
+COSTS = [CHANCE.paretovariate(1.2) for _ in range(100)]
+
+
+def places(order, count=100):
+    return [order.source(each) for each in range(count)]
+
+
+def made(first=0, total=100, step=16, micro_batch=2, ranks=2):
+    return lengths.StepOrder(first, total, step, micro_batch, ranks, COSTS.__getitem__)
+
+
+def test_a_step_keeps_its_samples_and_a_micro_batch_too():
+    found = places(made())
+    assert sorted(found) == list(range(100)) and found != list(range(100))
+    for start in range(0, 96, 16):
+        assert sorted(found[start : start + 16]) == list(range(start, start + 16))
+    for start in range(0, 100, 2):
+        assert found[start] % 2 == 0 and found[start + 1] == found[start] + 1
+    # Behind the last whole step nothing moves, and nothing does where all cost the same.
+    assert found[96:] == [96, 97, 98, 99]
+    assert places(lengths.StepOrder(0, 100, 16, 2, 2, lambda sample: 5)) == list(range(100))
+
+
+def test_ranks_of_a_step_have_equal_costs():
+    found = places(made(micro_batch=1))
+    for start in range(0, 96, 16):
+        sums = [sum(COSTS[found[each]] for each in range(start + rank, start + 16, 2)) for rank in (0, 1)]
+        own = COSTS[start : start + 16]
+        assert max(sums) <= max(sum(own) / 2 * 1.05, lengths.lower_bound(own, 2) * 1.05)
+
+
+def test_a_training_that_resumes_goes_on_in_the_same_order():
+    whole = places(made())
+    resumed = made(first=32)
+    # Loaders ask out of order, and of several steps at once.
+    asked = random.Random(1).sample(range(32, 100), 68)
+    assert [resumed.source(each) for each in asked] == [whole[each] for each in asked]
+    assert len(resumed._orders) == lengths.KEPT_STEPS
+    # Of the steps before it has nothing to say.
+    assert resumed.source(3) == 3
+    # Loaders' workers may be spawned.
+    assert places(pickle.loads(pickle.dumps(made()))) == whole
+
+
+def test_documents_go_on_in_the_next_sample():
+    def documents():
+        return iter([3, 10, 2, 50])
+
+    costs = sample_costs(documents(), 8, 3, 0)
+    by_hand = [(3, 5), (5, 2, 1), (8,)]
+    assert sorted(costs) == sorted(map(lengths.attention_pairs, by_hand))
+
+
+def test_the_index_of_a_data_set_is_read(tmp_path):
+    file = tmp_path / "set.idx"
+    head = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 3, 4)
+    file.write_bytes(head + struct.pack("<3i", 5, 70, 9) + bytes(60))
+    assert list(read_index(file)) == [5, 70, 9]
+    found = shuffled(read_index(file), 1)
+    assert sorted(itertools.islice(found, 3)) == sorted(itertools.islice(found, 3)) == [5, 9, 70]
+    for content, why in ((b"text", "is no index"), (head + bytes(8), "holds 2 lengths of 3")):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=why):
+            read_index(file)
+
+
+@pytest.mark.parametrize(("ranks", "gain", "gain_of_waits"), [(4, 1.3, 1.3), (2, 1.2, 1.3)])
+def test_long_tailed_documents_balance_to_within_three_per_cent_of_the_bound(ranks, gain, gain_of_waits):
+    documents = GeneratedLengths(shortest=16, tail=1.4, longest=8192).draw()
+    costs = sample_costs(documents, 8192, 30 * 12 * ranks, 1)
+    before, after, waiting, bound = simulate(costs, ranks, 12 * ranks)
+    assert before.step / after.step > gain and after.step / bound.step < 1.03
+    assert before.micro_batch / waiting.micro_batch > gain_of_waits
+    assert waiting.micro_batch == pytest.approx(bound.micro_batch)
+    # Equal costs leave nothing to gain.
+    assert {each.step for each in simulate([7] * 48, ranks, 48)} == {1.0}
+
+
+def test_a_simulation_counts_as_by_hand():
+    before, after, waiting, bound = simulate([9, 1, 1, 1, 1, 1, 9, 1, 99], 2, 4)
+    # Steps [9, 1, 1, 1] and [1, 1, 9, 1]; what is no whole step is left out. Even: 6 a rank and step.
+    assert (before.step, before.micro_batch) == (20 / 12, 20 / 12)
+    assert (after.step, bound.step, waiting.micro_batch) == (20 / 12, 20 / 12, 20 / 12)
+    before, after, _, _ = simulate([9, 1, 9, 1], 2, 4)
+    assert (before.step, after.step) == (18 / 10, 1.0)
+    with pytest.raises(ValueError, match="no step of 4"):
+        simulate([1, 2], 2, 4)
+    with pytest.raises(ValueError, match="no micro-batches of 3"):
+        simulate([1] * 8, 2, 4, 3)

@@ -1,0 +1,130 @@
+"""`--balanced-moe-experts`: when it applies, what it falls back for, and that a dispatcher is as before afterwards.
+
+Trainings are in tests/training.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.patches.balanced_moe_experts import FEATURE
+from tests.harness.processes import forked, on_ranks
+from tests.harness.swapped import reasons
+
+MODEL = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
+
+
+def context(number=3, break_even=None, **args):
+    settings = {"balanced_moe_hot_expert_num": number, "balanced_moe_break_even": break_even}
+    return Context(Settings(settings), "cpu", {}, {**MODEL, **args})
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        ({"transformer_impl": "transformer_engine"}, "transformer_engine"),
+        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"use_megatron_fsdp": True}, "FSDP"),
+        ({"cuda_graph_impl": "local"}, "records"),
+    ],
+)
+def test_when_it_does_not_apply(args, text):
+    assert reasons(FEATURE, context()) == []
+    (reason,) = reasons(FEATURE, context(**args))
+    assert text in reason
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    with pytest.raises(OptionError, match="--balanced-moe-hot-expert-num takes a number of experts, at least 1, not 0"):
+        reasons(FEATURE, context(0))
+    with pytest.raises(OptionError, match="--balanced-moe-break-even takes a number of tokens, at least 0, not -1"):
+        reasons(FEATURE, context(3, -1.0))
+
+
+def test_auto_leaves_it_off():
+    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
+    assert "measured" in left_off
+
+
+@forked("megatron")
+def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
+    def body(rank):
+        import torch
+        from megatron.core import parallel_state as ps
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.transformer import TransformerConfig
+
+        import mindspeed_lite
+        from mindspeed_lite import platform
+        from mindspeed_lite.engine import FallbackError
+        from mindspeed_lite.parallel.balance.copies import CopyPlan
+        from tests.harness.process_groups import joined
+
+        platform.activate()
+        joined(rank, 2, tmp_path)
+        ps.initialize_model_parallel(expert_model_parallel_size=2)
+        model_parallel_cuda_manual_seed(3)
+        config = TransformerConfig(
+            num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4, moe_router_topk=1,
+            moe_ffn_hidden_size=16, moe_token_dispatcher_type="alltoall", expert_model_parallel_size=2,
+            add_bias_linear=False, moe_router_load_balancing_type="none", moe_router_pre_softmax=True,
+        )  # fmt: skip
+        layer = get_gpt_layer_local_spec(num_experts=4).submodules.mlp(config=config)
+        layer.set_layer_number(1)
+        dispatcher, made = layer.token_dispatcher, []
+        before = {name: value for name, value in vars(dispatcher).items() if "expert" in name}
+        own = CopyPlan.make
+        CopyPlan.make = lambda self, given: made.append(self.owners) or own(self, given)
+        # All tokens to the first expert, which is on rank 0.
+        with torch.no_grad():
+            layer.router.weight.zero_()
+            layer.router.weight[0] = 1.0
+        x = torch.rand(6, 1, 8)
+
+        def passed():
+            leaf = x.clone().requires_grad_()
+            layer.zero_grad(set_to_none=True)
+            y, _ = layer(leaf)
+            y.square().sum().backward()
+            grads = [torch.zeros(()) if each.grad is None else each.grad.clone() for each in layer.parameters()]
+            return [y.detach(), leaf.grad, *grads]
+
+        off = passed()
+        for number, break_even, copies in ((3, 0.0, 1), (3, 5.9, 1), (3, 6.0, 0), (3, None, None)):
+            made.clear()
+            settings = {"balanced_moe_hot_expert_num": number, "balanced_moe_break_even": break_even}
+            with mindspeed_lite.enabled(balanced_moe_experts=True, strict=True, **settings):
+                for _ in range(2):
+                    torch.testing.assert_close(passed(), off)
+                notices = " ".join(mindspeed_lite.report().notices)
+            if break_even is None:
+                assert "copies are made that take" in notices
+            else:
+                assert made == [[0]] * 2 * copies and "a copy takes" not in notices
+        for name, value in before.items():
+            assert vars(dispatcher)[name] is value, name
+        made.clear()
+        for a, b in zip(passed(), off, strict=True):
+            assert torch.equal(a, b)
+        assert not made
+
+        layer.experts.local_experts[0].linear_fc1.weight.requires_grad_(False)
+        with mindspeed_lite.enabled(balanced_moe_experts=True, balanced_moe_break_even=0.0):
+            passed()
+            passed()
+            (found,) = mindspeed_lite.report().fallbacks
+            assert "a frozen parameter" in found.reason and not made
+        with (
+            mindspeed_lite.enabled(balanced_moe_experts=True, strict=True),
+            pytest.raises(FallbackError, match="a frozen parameter"),
+        ):
+            passed()
+
+    on_ranks(2, body)

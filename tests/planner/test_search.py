@@ -1,0 +1,152 @@
+"""The search: its bounds are bounds, its best is the best, and its flags are read as what it meant."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+
+import pytest
+
+from mindspeed_lite.planner import ArgumentError, arguments, candidates, devices, estimate, search, step_time, why
+from mindspeed_lite.planner.candidates import LayoutCandidate
+from mindspeed_lite.planner.published import PublishedDevice
+from mindspeed_lite.planner.search import Search
+from mindspeed_lite.planner.step_time import Pricer
+from tests.harness.processes import forked
+
+DENSE = (
+    "--num-layers 8 --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --micro-batch-size 1 "
+    "--global-batch-size 16 --bf16 --swiglu --disable-bias-linear --normalization RMSNorm "
+    "--position-embedding-type rope --untie-embeddings-and-output-weights --vocab-size 32000 --hidden-dropout 0 "
+    "--attention-dropout 0 --use-flash-attn --use-fused-adamw"
+)
+EXPERTS = (
+    f"{DENSE} --num-layers 7 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 1024 "
+    "--moe-token-dispatcher-type alltoall --mtp-num-layers 1"
+)
+
+
+def made(words: str, devices_: int = 8, budget: float = 40e9) -> Search:
+    name, figures = devices.named("a100")
+    kept = candidates.without_chosen(words.split())
+
+    def base(tp: int) -> arguments.TrainingConfig:
+        extra = ["--tensor-model-parallel-size", str(tp), "--micro-batch-size", "1"]
+        return arguments.describe([*kept, *extra], devices_)
+
+    return Search(base, devices_, budget, Pricer(PublishedDevice(name, figures)))
+
+
+@pytest.mark.parametrize("words", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_the_best_is_that_of_looking_at_everything(words: str) -> None:
+    """And nothing that was left out by its bound is faster than its bound."""
+    found = made(words, 4, 12e9)
+    every, fewer = [], made(words, 4, 12e9)
+    for candidate in fewer.space():
+        try:
+            each = fewer.evaluate(candidate)
+        except ArgumentError:
+            continue
+        assert fewer.bound(each.training) <= each.seconds * (1 + 1e-9), candidate
+        quick, size = fewer.quick(candidate)
+        assert quick <= each.seconds * (1 + 1e-9), candidate
+        assert fewer.least_bytes(each.training) <= each.bytes, candidate
+        if candidate.states == "swapped":
+            assert size <= each.bytes * (1 + 1e-6), candidate
+        if each.bytes <= found.budget:
+            every.append(each)
+    result = found.run(5)
+    assert result.simulated < len(every), "bounds leave nothing out"
+    assert result.best[0].seconds == pytest.approx(min(each.seconds for each in every))
+    # One for each layout.
+    layouts: dict[LayoutCandidate, float] = {}
+    for each in every:
+        key = candidates.replace(each.candidate, recompute="none", states="kept", layout="")
+        layouts[key] = min(layouts.get(key, each.seconds), each.seconds)
+    assert [each.seconds for each in result.best] == pytest.approx(sorted(layouts.values())[:5])
+    assert result.considered == sum(1 for _ in fewer.space())
+
+
+def test_less_memory_is_never_faster_and_too_little_fits_nothing() -> None:
+    times = [made(DENSE, budget=budget).run(1).best[0].seconds for budget in (80e9, 6e9, 2.5e9)]
+    assert times == sorted(times) and times[0] < times[-1]
+    nothing = made(DENSE, budget=1e8).run(1)
+    assert not nothing.best and nothing.least_bytes > 1e8 and nothing.too_large
+
+
+def test_the_front_has_no_one_that_another_beats() -> None:
+    front = made(DENSE).run(10).front
+    for one, other in pairwise(front):
+        assert one.seconds <= other.seconds and one.bytes > other.bytes
+
+
+@pytest.mark.parametrize("words", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_flags_are_read_as_the_training_that_was_meant(words: str) -> None:
+    """In place of those of a command that chooses something else, and with as much memory."""
+    command = [*words.split(), "--tensor-model-parallel-size", "4", "--recompute-granularity=selective"]
+    found, seen = made(words), set()
+    for number, candidate in enumerate(found.space()):
+        if number % 37:
+            continue
+        try:
+            full, training = found.training(candidate)
+        except ArgumentError:
+            continue
+        pasted = [*candidates.without_chosen(command), *full.flags(found.base(full.tp))]
+        read = arguments.read(pasted, 8)
+        assert estimate.ranks(read) == estimate.ranks(training), full
+        assert step_time.step(read, found.pricer).seconds == pytest.approx(
+            step_time.step(training, found.pricer).seconds
+        )
+        seen |= {full.recompute, full.states, bool(full.layout), full.cp > 1}
+    assert seen >= {"none", "parts", "full", "kept", "shared", "swapped", True}
+
+
+@forked("megatron")
+def test_flags_are_in_megatrons_parser() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    from mindspeed_lite import runtime
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    known = {option for action in parser._actions for option in action.option_strings}
+    ours = {option.flag: option for option in runtime.catalogue().options()}
+    for option in ours.values():
+        if option.flag not in known:
+            switch = {"action": "store_true"} if option.type is None or option.type is bool else {}
+            parser.add_argument(option.flag, **switch)
+    # What a search may write is read without a word left over.
+    base = made(EXPERTS).base(2)
+    for each in (
+        LayoutCandidate(tp=2, pp=2, vpp=2, ep=4, micro_batch=2, recompute="full", states="swapped"),
+        LayoutCandidate(
+            tp=2, pp=2, cp=2, cp_algo="ulysses_cp_algo", recompute="parts", states="shared", layout="Et|tL"
+        ),
+    ):
+        _, left = parser.parse_known_args(each.flags(base))
+        assert left == [], left
+    assert set(candidates.CHOSEN_VALUES) | set(candidates.CHOSEN_SWITCHES) <= known | set(ours)
+
+
+def test_why_a_layout_is_not_better() -> None:
+    found = made(DENSE, budget=20e9)
+    best = found.run(1).best[0]
+    slower = why.ask(found, "PP4 MBS1")
+    assert slower.result.best[0].candidate.pp == 4 and slower.result.best[0].seconds > best.seconds
+    large = why.ask(made(DENSE, budget=3e9), "TP1 PP1")
+    assert not large.result.best and large.smallest is not None and large.smallest.bytes > 3e9
+    assert why.ask(found, "PP3").result.considered == 0
+    with pytest.raises(ArgumentError, match="'XP4' is none of TPN"):
+        why.condition("XP4")
+
+
+def test_the_command_keeps_what_is_not_chosen() -> None:
+    words = (
+        "a.py --lr 1 --tensor-model-parallel-size 4 --sequence-parallel --cp-comm-type a2a p2p --bf16 --recompute-norm"
+    )
+    assert candidates.without_chosen([*words.split(), "--micro-batch-size=2"]) == "a.py --lr 1 --bf16".split()
+
+
+def test_front_of_nothing_is_nothing() -> None:
+    assert search.front([]) == []
