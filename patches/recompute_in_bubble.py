@@ -1,4 +1,4 @@
-"""`--recompute-in-bubble`, `--recompute-in-advance`: recomputation as steps of the pipeline schedule (ripipe).
+"""`--recompute-in-bubble`: recomputation as steps of the pipeline schedule, as `--recompute-in-advance` too (ripipe).
 
 A recomputation needs its inputs alone, but Megatron runs it when the gradient has arrived. As a step before that it
 runs while a rank waits. `--recompute-in-advance` puts one before each backward of a model that recomputes all its

@@ -5,6 +5,7 @@ A rule returns what takes the flag's place, or None where it stays as it is.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import NamedTuple
@@ -156,7 +157,36 @@ def noop_layers(use: FlagUse, line: CommandLine) -> Found:
     return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), why)
 
 
+def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
+    """MindSpeed's table has a row for each pipeline rank, and in it the layers of each of its virtual stages."""
+    if line.number("--pipeline-model-parallel-size", 1) == 1:
+        return _left_out("one stage needs no layout")
+    text = _value(use, line).strip("'\"")
+    wanted = Refusal(
+        f"--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not {text!r}"
+    )
+    try:
+        rows = json.loads(text)
+        table = [[row] if isinstance(row, int) else [int(each) for each in row] for row in rows]
+    except (ValueError, TypeError):
+        raise wanted from None
+    if not table or any(len(row) != len(table[0]) or min(row, default=-1) < 0 for row in table):
+        raise wanted
+    stages, layers = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0)
+    if len(table) != stages:
+        raise Refusal(f"--pipeline-num-transformer-layers has {len(table)} rows for {stages} pipeline ranks")
+    if sum(map(sum, table)) != layers:
+        raise Refusal(f"--pipeline-num-transformer-layers has {sum(map(sum, table))} layers, and --num-layers {layers}")
+    for other in ("--noop-layers", "--num-virtual-stages-per-pipeline-rank"):
+        if line.has(other):
+            raise Refusal(f"--pipeline-num-transformer-layers beside {other}. Instead: leave {other} out")
+    counts = [row[chunk] for chunk in range(len(table[0])) for row in table]
+    return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), "layers of each stage")
+
+
 def layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> Found | None:
+    if line.is_foreign("--pipeline-num-transformer-layers"):
+        return _left_out("the layout in the place of --pipeline-num-transformer-layers says it")
     if _noop_layers(line):
         return _left_out("the layout in the place of --noop-layers says it, and Megatron takes one of the two")
     if use.flag in SHARED_NAMES:
@@ -395,6 +425,7 @@ RULES: dict[str, Rule] = {
     "--num-layers": num_layers,
     "--noop-layers": noop_layers,
     "--num-layer-list": num_layer_list,
+    "--pipeline-num-transformer-layers": layers_of_stages,
     "--num-layers-per-virtual-pipeline-stage": layers_of_virtual_stage,
     "--num-layers-per-virtual-pipeline-stag": layers_of_virtual_stage,
     "--first-k-dense-replace": first_k_dense_replace,

@@ -97,7 +97,7 @@ def run(
     keep: hold inputs and outputs for backward passes, and release outputs once they are sent.
     before, after: what to call before and after the step at a place of the program.
     """
-    form = straight_line.Form(
+    form = straight_line.ExecutionForm(
         keep, passes.releases, transport.is_async, trace is not None, frozenset(before), frozenset(after)
     )
     function = straight_line.function(program, form)

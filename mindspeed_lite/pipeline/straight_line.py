@@ -31,7 +31,7 @@ PASS_NAMES = {
 }
 
 
-class Form(NamedTuple):
+class ExecutionForm(NamedTuple):
     """How a program is executed.
 
     keep: inputs and outputs are held for backward passes. releases: an output that has been sent is released.
@@ -47,7 +47,7 @@ class Form(NamedTuple):
     after: frozenset[int]
 
 
-def function(program: RankProgram, form: Form) -> Callable[..., None]:
+def function(program: RankProgram, form: ExecutionForm) -> Callable[..., None]:
     """Return the function of a program; its parameters are the keywords that `run` hands over."""
     found: Callable[..., None] | None = program.functions.get(form)
     if found is None:
@@ -57,7 +57,7 @@ def function(program: RankProgram, form: Form) -> Callable[..., None]:
     return found
 
 
-def source(program: RankProgram, form: Form) -> str:
+def source(program: RankProgram, form: ExecutionForm) -> str:
     """Return the text of that function."""
     passes = (pass_name(work) for work in program.distinct)
     given = ("exchange", "hand_over", "release", "before", "after", "record", "now", "steps", *passes)
@@ -78,7 +78,7 @@ class _Writer:
     sending: the variable that waits for the last call that sends, and the messages of that call.
     """
 
-    def __init__(self, program: RankProgram, form: Form) -> None:
+    def __init__(self, program: RankProgram, form: ExecutionForm) -> None:
         self.program, self.form = program, form
         self.names: dict[Message, str] = {}
         self.waits: dict[Message, str] = {}

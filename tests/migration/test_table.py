@@ -26,6 +26,7 @@ BESIDE = {
     "--noop-layers": ("3", "--num-layers 4 --pipeline-model-parallel-size 2"),
     "--num-layers-per-virtual-pipeline-stage": ("1", "--num-layers 4 --noop-layers 3"),
     "--num-layers-per-virtual-pipeline-stag": ("1", ""),
+    "--pipeline-num-transformer-layers": ("[[1],[2]]", "--num-layers 3 --pipeline-model-parallel-size 2"),
     "--num-layer-list": ("1,2", "--pipeline-model-parallel-size 2"),
     "--first-k-dense-replace": ("1", "--num-layers 4 --num-experts 2"),
     "--moe-layer-freq": ("-1", ""),

@@ -52,6 +52,11 @@ def become(text, **more):
         ("--num-layers-per-virtual-pipeline-stag 2", "--num-layers-per-virtual-pipeline-stage 2"),
         ("--num-layer-list 6,8,8,6 --pipeline-model-parallel-size 4",
          "--pipeline-model-parallel-layout Et*6|t*8|t*8|t*6L --pipeline-model-parallel-size 4"),
+        ("--num-layers 11 --pipeline-num-transformer-layers [[2,3],[4,2]] --pipeline-model-parallel-size 2",
+         "--num-layers 11 --pipeline-model-parallel-layout Et*2|t*4|t*3|t*2L --pipeline-model-parallel-size 2"),
+        ("--num-layers 5 --pipeline-num-transformer-layers [2,3] --pipeline-model-parallel-size 2 "
+         "--num-layers-per-virtual-pipeline-stage 1",
+         "--num-layers 5 --pipeline-model-parallel-layout Et*2|t*3L --pipeline-model-parallel-size 2"),
         ("--num-layers 64 --noop-layers 61,62,63 --num-experts 8 --first-k-dense-replace 3 --moe-layer-freq 1",
          "--num-layers 61 --num-experts 8 --moe-layer-freq ([0]*3+[1]*58)"),
         ("--num-layers 6 --num-experts 8 --first-k-dense-replace 1 --moe-layer-freq 2",
@@ -100,6 +105,26 @@ def test_it_becomes(given, expected):
         ("--noop-layers 9 --num-layers 4", "--noop-layers 9: --num-layers 4 has layers 0 to 3"),
         ("--noop-layers x --num-layers 4", "--noop-layers takes numbers of layers"),
         ("--num-layers 8 --noop-layers 7 --num-virtual-stages-per-pipeline-rank 2", "--noop-layers beside"),
+        (
+            "--pipeline-num-transformer-layers [[1,2],[3]] --pipeline-model-parallel-size 2",
+            "--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not",
+        ),
+        (
+            "--pipeline-num-transformer-layers 1;2 --pipeline-model-parallel-size 2",
+            "--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not '1;2'",
+        ),
+        (
+            "--pipeline-num-transformer-layers [1,2,3] --pipeline-model-parallel-size 2",
+            "--pipeline-num-transformer-layers has 3 rows for 2 pipeline ranks",
+        ),
+        (
+            "--num-layers 4 --pipeline-num-transformer-layers [1,2] --pipeline-model-parallel-size 2",
+            "--pipeline-num-transformer-layers has 3 layers, and --num-layers 4",
+        ),
+        (
+            "--num-layers 3 --noop-layers 1 --pipeline-num-transformer-layers [1,2] --pipeline-model-parallel-size 2",
+            "--pipeline-num-transformer-layers beside --noop-layers",
+        ),
         ("--num-layer-list 1,2", "--num-layer-list 1,2 has 2 entries for 1 pipeline stages"),
         ("--context-parallel-size 2 --adaptive-cp-without-coarse", "--adaptive-cp-without-coarse"),
         ("--norm-topk-prob --moe-router-pre-softmax", "--norm-topk-prob beside --moe-router-pre-softmax"),

@@ -104,7 +104,7 @@ def test_an_order_of_the_users_says_itself_what_is_recomputed(tmp_path):
 
 
 @forked("megatron")
-def test_undo_restores_the_checkpoint_and_random_numbers_are_megatrons():
+def test_undo_restores_the_checkpoint():
     import torch
     from megatron.core import tensor_parallel
     from megatron.core.tensor_parallel import random
@@ -112,14 +112,6 @@ def test_undo_restores_the_checkpoint_and_random_numbers_are_megatrons():
     own = random.checkpoint
     mindspeed_lite.enable(recompute_in_advance=True)
     assert is_swapped("megatron.core.tensor_parallel.random:checkpoint")
-    random.model_parallel_cuda_manual_seed(3)
-    from mindspeed_lite.patches._shared.recomputed_units import _snapshot
-
-    torch.manual_seed(5)
-    restored, first = _snapshot(), torch.randn(3)
-    with restored():
-        assert random.is_checkpointing() and torch.equal(torch.randn(3), first)
-    assert not random.is_checkpointing()
     # Outside a schedule it is Megatron's.
     x = torch.ones(2, requires_grad=True)
     tensor_parallel.checkpoint(torch.sin, False, x).sum().backward()

@@ -233,7 +233,7 @@ def test_a_trace_has_a_line_for_every_step_and_is_appended_to(tmp_path: Path) ->
 
 def test_a_program_is_lines_that_say_what_is_sent_taken_and_let_go() -> None:
     program = compile_program(orders.build("1f1b", PipelineShape(2, 2)), 0)
-    form = straight_line.Form(True, True, False, False, frozenset({3}), frozenset())
+    form = straight_line.ExecutionForm(True, True, False, False, frozenset({3}), frozenset())
     assert straight_line.source(program, form).splitlines()[1:] == [
         "    o1 = forward0(0, None)",
         "    exchange(o1, None, False, False)",

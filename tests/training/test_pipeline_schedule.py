@@ -124,19 +124,35 @@ SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+def planned(order: str, shape: PipelineShape) -> Schedule:
+    if order == "zb-auto":
+        return zero_bubble.automatic(shape, uniform(shape.ranks * shape.chunks))
+    return orders.build(order, shape)
+
+
+def executed(folder: Path, schedule: Schedule) -> int:
+    """How many training steps the ranks have run, each in the order of the schedule."""
+    return len(trace.training_steps(trace.read(folder), schedule))
+
+
 @pytest.mark.parametrize("order", matrix.only(["zb-auto"], ["zb-h1", "zb-auto"]))
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.pairs([*SPLIT], [], newest=["two stages, reduced as it comes"]),
 )
-def test_weight_gradients_apart_give_the_same_bits(
-    trainer: Callable[[str], Trainer], release: str, layout: str, order: str
+def test_weight_gradients_apart_give_the_same_bits_in_the_order_that_is_printed(
+    trainer: Callable[[str], Trainer], release: str, layout: str, order: str, tmp_path: Path
 ) -> None:
     nproc, options = SPLIT[layout]
     options = {"micro_batches": 5, **options, **STEPS, "wgrad_fusion": True}
     off = trainer(release).core("features", nproc, options, flags=FUSION)
-    on = trainer(release).core("features", nproc, options, flags={**FUSION, "pipeline_schedule": order})
+    flags = {**FUSION, "pipeline_schedule": order, "pipeline_schedule_trace": str(tmp_path)}
+    on = trainer(release).core("features", nproc, options, flags=flags)
     assert histories(on) == histories(off)
+    shape = PipelineShape(options["pp"], options["micro_batches"])
+    assert executed(tmp_path, planned(order, shape)) == STEPS["steps"]
+    with pytest.raises(trace.TraceError):
+        executed(tmp_path, planned("1f1b", shape))
 
 
 @matrix.whole
@@ -145,29 +161,6 @@ def test_weight_gradients_of_virtual_stages_apart_give_the_same_bits(trainer: Ca
     off = trainer("0.19.2").core("features", 2, options, flags=FUSION)
     on = trainer("0.19.2").core("features", 2, options, flags={**FUSION, "pipeline_schedule": "zb-auto"})
     assert histories(on) == histories(off)
-
-
-def executed(folder: Path, schedule: Schedule) -> int:
-    """How many training steps the ranks have run, each in the order of the schedule."""
-    records = [each for path in sorted(folder.glob("*.jsonl")) for each in trace.read(path)]
-    return len(trace.training_steps(records, schedule))
-
-
-ORDERS = {
-    "1f1b": orders.build("1f1b", PipelineShape(2, 4)),
-    "zb-h1": orders.build("zb-h1", PipelineShape(2, 4)),
-    "zb-auto": zero_bubble.automatic(PipelineShape(2, 4), uniform(2)),
-}
-
-
-@pytest.mark.parametrize("order", matrix.only(["zb-h1"], [*ORDERS]))
-def test_what_is_executed_is_the_order(trainer: Callable[[str], Trainer], order: str, tmp_path: Path) -> None:
-    flags = {**FUSION, "pipeline_schedule": order, "pipeline_schedule_trace": str(tmp_path)}
-    trainer("0.19.2").core("features", 2, {**PP2, "steps": 2, "wgrad_fusion": True}, flags=flags)
-    assert executed(tmp_path, ORDERS[order]) == 2
-    if order != "1f1b":
-        with pytest.raises(trace.TraceError):
-            executed(tmp_path, ORDERS["1f1b"])
 
 
 OWN = """
@@ -192,6 +185,12 @@ def test_an_order_of_the_users_own(trainer: Callable[[str], Trainer], tmp_path: 
     off = trainer("0.19.2").core("features", 2, options, flags=FUSION)
     flags = {**FUSION, "pipeline_schedule": f"{file}:one_at_a_time"}
     assert histories(trainer("0.19.2").core("features", 2, options, flags=flags)) == histories(off)
-    flags["pipeline_schedule"] = f"{file}:backwards_first"
-    refused = trainer("0.19.2").run(entry="core", arm="features", nproc=2, options=options, flags=flags)
+
+
+@matrix.whole
+def test_an_order_that_cannot_run_is_refused(trainer: Callable[[str], Trainer], tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(OWN)
+    flags = {**FUSION, "pipeline_schedule": f"{file}:backwards_first"}
+    refused = trainer("0.19.2").run(entry="core", arm="features", nproc=2, options={**PP2, **STEPS}, flags=flags)
     assert refused.codes != [0, 0] and "before the F that it needs" in refused.log()

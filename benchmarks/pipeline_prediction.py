@@ -1,0 +1,279 @@
+"""A pipeline schedule simulated and executed: bubble and memory, `python -m benchmarks.pipeline_prediction`.
+
+    python -m benchmarks.pipeline_prediction [--orders 1f1b zb-h1 ...] [--layer 10] [--micro-batches 8] [--steps 3]
+                                             [--page docs/benchmarks/pipeline.md]
+
+Two processes train a model in each order. A layer sleeps `--layer` milliseconds in its forward pass, as long again for
+the gradient of its input and for those of its weights, so that what else the machine does counts for little. The
+schedule is simulated with the median time of each kind of step and stage, and its idle time set beside that which was
+recorded. Memory is what autograd has saved (activations), counted at its peak in each process, beside the peak that the
+schedule and what one micro-batch keeps come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mindspeed_lite
+from benchmarks.ranks import Rates, on_ranks
+from mindspeed_lite.bench.network import Delays
+from mindspeed_lite.memory.saved_tensors import Tracker
+from mindspeed_lite.pipeline import costs, draw, trace
+from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.steps import Kind, Schedule
+
+RANKS = 2
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FUSED = {"use_gradient_accumulation_fusion": True}
+# Order -> model chunks of a rank, flags, configuration.
+ORDERS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "1f1b": (1, {"pipeline_schedule": "1f1b"}, {}),
+    "interleaved": (2, {"pipeline_schedule": "interleaved"}, {}),
+    "zb-h1": (1, {"pipeline_schedule": "zb-h1", **FUSED}, {}),
+    "dualpipev": (2, {"schedules_method": "dualpipev", **FUSED}, {}),
+    "interleaved+recompute-in-advance": (2, {"recompute_in_advance": True}, FULL),
+    "interleaved+recompute-in-bubble": (2, {"recompute_in_bubble": True}, FULL),
+}
+
+
+class _SlowBackward(torch.autograd.Function):
+    """Identity whose backward pass sleeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return grad, None
+
+
+class Counted:
+    """Bytes that autograd holds after the passes of a rank, and at the peak.
+
+    changes: (kind, chunk) -> by how much the first pass of it changed them.
+    """
+
+    def __init__(self, models: Sequence[Any]) -> None:
+        own = {each.data_ptr() for model in models for each in model.module.parameters()}
+        self.tracker = Tracker(lambda address: address in own)
+        self.changes: dict[tuple[str, int], int] = {}
+
+    def around(self, kind: Kind, chunk: int, function: Any) -> Any:
+        @functools.wraps(function)
+        def counted(*args: Any) -> Any:
+            before = self.tracker.bytes()
+            found = function(*args)
+            self.changes.setdefault((kind.value, chunk), self.tracker.bytes() - before)
+            return found
+
+        return counted
+
+
+@contextmanager
+def _slow(training: Any, seconds: float, delays: bool) -> Iterator[None]:
+    """Let layers sleep; weight gradients in their own step where the order has such steps."""
+    from mindspeed_lite.patches._shared.delayed_wgrads import DelayedWgrads
+
+    layers = [
+        each for model in training.models for each in model.modules() if type(each).__name__ == "TransformerLayer"
+    ]
+
+    def hook(layer: Any, inputs: Any, output: Any) -> Any:
+        time.sleep(seconds)
+        slow = _SlowBackward.apply(output[0], seconds * (1 if delays else 2))  # type: ignore[no-untyped-call]
+        return (slow, *output[1:])
+
+    own = DelayedWgrads.run
+
+    def run(self: Any, is_last: bool) -> None:
+        own(self, is_last)
+        time.sleep(seconds * len(layers) / len(training.models))
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_hook(hook).remove)
+        if delays:
+            DelayedWgrads.run = run  # type: ignore[method-assign]
+            stack.callback(setattr, DelayedWgrads, "run", own)
+        yield
+
+
+def _schedule(flags: dict[str, Any], chunks: int, microbatches: int) -> tuple[Schedule, bool]:
+    from mindspeed_lite.patches._shared import pipeline_orders
+
+    settings = {"pipeline_schedule_max_live": None, **flags}
+    schedule = pipeline_orders.schedule_of(settings, PipelineShape(RANKS, microbatches, chunks), False)
+    return schedule, pipeline_orders.delays_weight_gradients(settings)
+
+
+def _trained(options: argparse.Namespace, order: str, folder: Path) -> tuple[Any, dict[str, Any]]:
+    """The counts of this rank; traces are in the folder. Memory is counted in a training step of its own."""
+    from megatron.core import parallel_state
+
+    from mindspeed_lite.patches._shared.pipeline_passes import MegatronPasses
+    from tests.harness import core_loop
+
+    chunks, flags, configuration = ORDERS[order]
+    _, delays = _schedule(flags, chunks, options.micro_batches)
+    with mindspeed_lite.enabled(**flags, pipeline_schedule_trace=str(folder), strict=True):
+        training = core_loop.Training(
+            {
+                "pp": RANKS,
+                "layers": 2 * RANKS,
+                "micro_batches": options.micro_batches,
+                "wgrad_fusion": delays,
+                "config": configuration,
+                **({"vpp": chunks} if chunks > 1 else {}),
+            }
+        )
+        with _slow(training, options.layer / 1000, delays):
+            for _ in range(options.steps + 1):
+                training.zero()
+                dist.barrier()
+                training.forward_backward()
+        training.zero()
+        counted, names = Counted(training.models), {kind: kind.name.lower() for kind in Kind}
+        with ExitStack() as stack:
+            for kind, name in names.items():
+                own = getattr(MegatronPasses, name)
+                stack.callback(setattr, MegatronPasses, name, own)
+
+                def bind(self: Any, chunk: int, own: Any = own, kind: Kind = kind) -> Any:
+                    return counted.around(kind, chunk, own(self, chunk))
+
+                setattr(MegatronPasses, name, bind)
+            stack.enter_context(counted.tracker)
+            training.forward_backward()
+    parallel_state.destroy_model_parallel()
+    return counted.changes, {"peak": counted.tracker.peak}
+
+
+def _predicted_bytes(schedule: Schedule, rank: int, changes: dict[tuple[str, int], int]) -> float:
+    """The peak of a rank from what one micro-batch of each chunk keeps."""
+    stages, row = schedule.num_stages, schedule.placement[rank]
+    activations, inputs, waiting = ([0.0] * stages for _ in range(3))
+    recomputed = {(step.chunk) for step in schedule.steps(rank) if step.kind is Kind.RECOMPUTE}
+    first = {step.chunk: step.microbatch for step in reversed([*schedule.steps(rank)]) if step.kind is Kind.FORWARD}
+    for chunk, stage in enumerate(row):
+        kept = changes["F", chunk]
+        activations[stage] = inputs[stage] = kept
+        if chunk in recomputed and (stage, first[chunk]) in schedule.recomputed:
+            activations[stage] = kept + changes["R", chunk]
+        elif chunk in recomputed:
+            inputs[stage] = kept - changes["R", chunk]
+        waiting[stage] = max(0.0, kept + changes.get(("BI", chunk), -kept))
+    unit = replace(costs.uniform(stages), activation_bytes=activations, input_bytes=inputs, weight_grad_bytes=waiting)
+    return costs.peak_bytes(schedule, rank, unit)
+
+
+def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> list[dict[str, Any]]:
+    rows = []
+    for order in options.orders:
+        chunks, flags, _ = ORDERS[order]
+        traces = folder / order
+        changes, found = _trained(options, order, traces)
+        schedule, _ = _schedule(flags, chunks, options.micro_batches)
+        mine = (_predicted_bytes(schedule, dist.get_rank(), changes), found["peak"])
+        every: list[Any] = [None] * RANKS
+        dist.all_gather_object(every, mine)
+        rows.append({"order": order, "memory": every, **_bubbles(schedule, traces)})
+    return rows
+
+
+def _bubbles(schedule: Schedule, traces: Path) -> dict[str, float]:
+    # The first step makes buffers, and the last one sleeps nowhere.
+    steps = trace.training_steps(trace.read(traces), schedule)[1:-1]
+    typical = sorted(steps, key=trace.bubble)[len(steps) // 2]
+    return {
+        "simulated": simulate(schedule, _costs(schedule, steps)).bubble,
+        # As long as each step of this training step was: what is left is messages and the executor.
+        "as long": simulate(schedule, trace.recorded_costs(typical)).bubble,
+        "recorded": trace.bubble(typical),
+    }
+
+
+def _costs(schedule: Schedule, steps: Sequence[Sequence[trace.ExecutedStep]]) -> costs.Costs:
+    seconds = trace.median_seconds([each for step in steps for each in step], schedule)
+    # A pair's two steps run one after the other.
+    return costs.from_measured(seconds, schedule.num_stages)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the page with its figure."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.pipeline_prediction", description=(__doc__ or "").split(":")[0]
+    )
+    parser.add_argument("--orders", nargs="+", default=[*ORDERS], choices=[*ORDERS])
+    parser.add_argument("--layer", type=float, default=10.0, metavar="MS")
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args(arguments)
+    folder = Path(tempfile.mkdtemp())
+    rows = on_ranks(RANKS, Delays(), functools.partial(_measure, options, folder))
+    given = sys.argv[1:] if arguments is None else arguments
+    text = _page(options, rows, shlex.join(["python", "-m", "benchmarks.pipeline_prediction", *given]))
+    print(text)
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(text)
+        order = "zb-h1" if "zb-h1" in options.orders else options.orders[0]
+        schedule, _ = _schedule(ORDERS[order][1], ORDERS[order][0], options.micro_batches)
+        steps = trace.training_steps(trace.read(folder / order), schedule)[1:-1]
+        title = f"{order}, simulated with the median times of its kinds of steps"
+        draw.png({title: simulate(schedule, _costs(schedule, steps))}, options.page.with_suffix(".png"), "s", steps[-1])
+    return 0
+
+
+def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: str) -> str:
+    lines = [
+        "# Pipeline schedules: simulated and executed",
+        "",
+        f"`{command}`",
+        "",
+        f"Two processes of one machine, other work beside them. {2 * RANKS} layers, {options.micro_batches} "
+        f"micro-batches; a layer sleeps {options.layer:g} ms forward and twice as long backward. "
+        f"Median of {options.steps} steps.",
+        "",
+        "| order | idle, median times | idle, its own times | idle, recorded | off by | peak bytes, simulated | "
+        "counted | off by at most |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = row["as long"] / row["recorded"] - 1
+        memory = max(abs(simulated / counted - 1) for simulated, counted in row["memory"])
+        numbers = [", ".join(f"{each[place] / 2**20:.2f} MiB" for each in row["memory"]) for place in (0, 1)]
+        idle = " | ".join(f"{row[name]:.1%}" for name in ("simulated", "as long", "recorded"))
+        lines.append(f"| `{row['order']}` | {idle} | {ratio:+.1%} | {numbers[0]} | {numbers[1]} | {memory:.1%} |")
+    lines += [
+        "",
+        "*idle*: share of both ranks' time in which no step runs: simulated with the median times of the kinds of "
+        "steps, simulated with the times of the very training step (*off by* is of these), and as it was. "
+        "*peak bytes*: of ranks 0 and 1, what autograd has saved; simulated from what the first micro-batch of each "
+        "chunk keeps.",
+        "",
+        "![The schedule, simulated and executed](pipeline.png)",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

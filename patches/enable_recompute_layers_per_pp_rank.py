@@ -1,0 +1,82 @@
+"""`--enable-recompute-layers-per-pp-rank`: `--recompute-num-layers` counts for a pipeline rank, not for each chunk.
+
+With virtual stages Megatron recomputes that many layers of every model chunk of a rank. MindSpeed's flag makes it the
+number of a rank, which the chunks take in turns: the first layer of each chunk, then the second ones.
+
+Reaches `TransformerBlock.__init__`: the block of a chunk reads its own number. Leaves the method `uniform` alone, in
+which the number is how many layers are recomputed at once, and models without virtual stages.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.platform.megatron import CONFIG
+
+from ._shared.proxies import AttributeOverride
+
+NAME = "enable_recompute_layers_per_pp_rank"
+
+
+def layers_of_chunk(number: int, chunks: int, chunk: int) -> int:
+    """How many layers of a chunk are recomputed where `number` of a rank are: its share, the first chunks' rounded up.
+
+    >>> [layers_of_chunk(5, 2, chunk) for chunk in range(2)]
+    [3, 2]
+    """
+    return max(0, -(-(number - chunk) // chunks))
+
+
+def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    signature = inspect.signature(wrapped)
+
+    def __init__(block: Any, *args: Any, **kwargs: Any) -> None:
+        wrapped(block, *args, **kwargs)
+        config, chunk = block.config, signature.bind(block, *args, **kwargs).arguments.get("vp_stage")
+        chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
+        if chunk is None or not chunks or not number or config.recompute_method != "block":
+            return
+        share = layers_of_chunk(number, chunks, chunk)
+        session.mark(block, "config", AttributeOverride(config, recompute_num_layers=share))
+
+    return __init__
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.host_args is None:
+        return []
+    if context.arg("recompute_method", None) != "block":
+        return ["without --recompute-method block no number of layers is recomputed"]
+    return []
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="the number of layers that are recomputed counts for a pipeline rank, not for each virtual stage",
+    options=(
+        Option(
+            "--enable-recompute-layers-per-pp-rank",
+            help="--recompute-num-layers counts the layers of a pipeline rank, divided over its virtual stages.",
+        ),
+    ),
+    numerics="bitwise",
+    theme="memory",
+    unsupported={"<0.14": "before Megatron 0.14 a block is not told its virtual stage"},
+    condition=_why_not,
+    conflicts=tuple(
+        Relation(name, "it passes over as many layers of each virtual stage")
+        for name in ("recompute_norm", "recompute_activation_function")
+    ),
+    not_auto="it means another number of layers: enable it explicitly with its flag",
+    memory="not predicted: as --recompute-num-layers divided by the virtual stages",
+    patches=(
+        Around(
+            "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
+            _init,
+            reads=("config", f"{CONFIG}.recompute_num_layers", f"{CONFIG}.virtual_pipeline_model_parallel_size"),
+        ),
+    ),
+)

@@ -1,0 +1,61 @@
+"""`--enable-recompute-layers-per-pp-rank`: how many layers of each virtual stage are recomputed."""
+
+from __future__ import annotations
+
+import pytest
+
+import mindspeed_lite
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches.enable_recompute_layers_per_pp_rank import FEATURE, layers_of_chunk
+from tests.harness.processes import forked
+from tests.harness.swapped import reasons
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("number", range(8))
+def test_the_chunks_take_layers_in_turns(number, chunks):
+    """MindSpeed: layer l of chunk c is recomputed if l * chunks + c < number."""
+    for chunk in range(chunks):
+        expected = sum(layer * chunks + chunk < number for layer in range(10))
+        assert layers_of_chunk(number, chunks, chunk) == expected
+    assert sum(layers_of_chunk(number, chunks, chunk) for chunk in range(chunks)) == number
+
+
+def test_when_it_is_skipped():
+    settings = Settings({"enable_recompute_layers_per_pp_rank": True})
+    assert reasons(FEATURE, Context(settings, "cpu", {}, {"recompute_method": "block"})) == []
+    (reason,) = reasons(FEATURE, Context(settings, "cpu", {}, {"recompute_method": "uniform"}))
+    assert "--recompute-method block" in reason
+
+
+@forked("megatron")
+def test_a_block_recomputes_its_share_with_the_same_bits():
+    import torch
+    from megatron.core import tensor_parallel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    from tests.harness import gpt_block
+
+    calls = []
+    own = tensor_parallel.checkpoint
+    tensor_parallel.checkpoint = lambda *args: calls.append(args) or own(*args)
+    fields = {"num_layers": 4, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
+    model = gpt_block.model_of(**fields)
+    config, spec = model.config, get_gpt_layer_local_spec(normalization="RMSNorm")
+    model(torch.ones(4, 1, gpt_block.HIDDEN).bfloat16().requires_grad_(), attention_mask=None)
+    assert len(calls) == 3
+    config.virtual_pipeline_model_parallel_size = 2
+    mindspeed_lite.enable(enable_recompute_layers_per_pp_rank=True)
+    found = []
+    for chunk, share in enumerate((2, 1)):
+        block = TransformerBlock(config=config, spec=spec, post_layer_norm=False, vp_stage=chunk).bfloat16()
+        block.load_state_dict(model.state_dict())
+        assert block.config.recompute_num_layers == share and block.config.num_layers == 4
+        calls.clear()
+        x = torch.linspace(-1, 1, 4 * gpt_block.HIDDEN).view(4, 1, -1).bfloat16().requires_grad_()
+        block(x, attention_mask=None).sum().backward()
+        assert len(calls) == share
+        found.append([x.grad, *(weight.grad for weight in block.parameters())])
+    assert all(map(torch.equal, *found)) and all(each.abs().sum() > 0 for each in found[0])
+    assert mindspeed_lite.disable() == [] and block.config is config
