@@ -168,7 +168,8 @@ class MemoryChoice:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(_models(given)[0])
-        told = {name: value for name, value in vars(config).items() if isinstance(value, (int, float, str, bool))}
+        plain = (int, float, str, bool)
+        told: dict[str, Any] = {name: value for name, value in vars(config).items() if isinstance(value, plain)}
         told |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
         told |= {"budget": self._budget, "world": dist.get_world_size(), "torch": torch.__version__}
         told |= {"megatron": package_info.__version__, "lite": _version.__version__}
