@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints matrix docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints matrix matrix-python docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
@@ -22,6 +22,7 @@ help:
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
 	@echo "make matrix        every feature on every release, trained off and on, into docs/support.md (about 20 minutes)"
+	@echo "make matrix-python a handful of features with another interpreter and torch: PYTHON=python3.10 TORCH=2.6.0"
 	@echo "make docs          regenerate docs/support.md and the marked parts of the pages"
 	@echo "make docs-site     build the documentation site into build/site; warnings are errors"
 
@@ -90,6 +91,15 @@ fingerprints: .releases/.prepared
 
 matrix: .releases/.prepared
 	$(BIN)/python -m tools.matrix
+	$(BIN)/python docs/generate.py
+
+# An environment of its own, deleted afterwards. Python 3.12 is the least that releases from 0.17 take.
+matrix-python: TORCH = 2.11.0
+matrix-python: ON = 0.16.1
+matrix-python: .releases/.prepared
+	@folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && $(PYTHON) -m venv $$folder && \
+	  $$folder/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) numpy wrapt packaging einops && \
+	  $$folder/bin/python -m tools.matrix_python --release $(ON)
 	$(BIN)/python docs/generate.py
 
 docs: install

@@ -19,6 +19,8 @@ TEST = [
     "setuptools>=68",
     "wheel",
 ]
+# What solves for the choice of --adaptive-memory.
+SOLVER = ["scipy>=1.11"]
 # What operators are compared with: Triton kernels, and no requirements but torch and triton.
 COMPARE = ["liger-kernel==0.8.5; sys_platform == 'linux'"]
 # What Megatron's training script imports beyond megatron-core's own requirements.
@@ -59,11 +61,12 @@ setup(
     install_requires=["torch>=2.6", "megatron-core>=0.12.1", "wrapt>=1.16", "packaging>=23"],
     extras_require={
         "npu": ["torch-npu"],
+        "adaptive": SOLVER,
         "bench": BENCH,
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.10"],
         "compare": COMPARE,
         "training": TRAINING,
-        "test": [*TEST, *TRAINING, *BENCH, *COMPARE],
+        "test": [*TEST, *SOLVER, *TRAINING, *BENCH, *COMPARE],
     },
     entry_points={"console_scripts": ["mindspeed-lite = mindspeed_lite.cli:main"]},
     keywords="megatron-lm megatron-core training ascend npu cuda fused-kernels mixture-of-experts",

@@ -8,7 +8,8 @@ in a training loop on Megatron-core: a model of two layers reads the English hel
 byte being a token. Two trainings that round differently drift apart, and how fast is a property of the model; the
 yardstick is off on one process from weights that are moved by one rounding each, up or down by chance, three times; a
 layout that is beyond it gets one of its own. A feature holds if its losses stay within the largest distance of any of
-these from off's up to the same step.
+these from off's up to the same step. An exchange of experts' tokens is held against the same training, with the same
+operators, without it: "bitwise" where the loss and the gradient norm of each step have the same bits.
 """
 
 from __future__ import annotations

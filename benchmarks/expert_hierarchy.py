@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import shlex
 import statistics
@@ -109,12 +110,10 @@ def _race(exchange: _Exchange, timeline: Timeline, repeats: int, hosts: int) -> 
     }
 
 
-def _measure(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
+def _measure(options: argparse.Namespace, timeline: Timeline, rates: Rates) -> dict[str, Any]:
     from mindspeed_lite.parallel.expert.traffic import pairs_to, rows_to
 
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
-    timeline = Timeline()
-    timeline.install()
     rows: list[dict[str, Any]] = []
     with mindspeed_lite.enabled(moe_permute_fusion=True):
         exchange = _Exchange(options)
@@ -160,8 +159,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ranks = options.hosts * options.ranks_per_host
     if options.hosts < 2 or options.experts % ranks:
         parser.error(f"{options.experts} experts cannot be divided among {ranks} ranks on at least 2 hosts")
+    if options.repeats < 2:
+        parser.error("--repeats takes at least 2: an interval wants them")
+    timeline = Timeline()
+    # Megatron takes the collectives by value; it is imported once, and not by each rank.
+    remove = timeline.install()
+    importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     with laboratory(ranks, options.ranks_per_host) as (network, reason):
-        found = on_ranks(ranks, network, functools.partial(_measure, options))
+        found = on_ranks(ranks, network, functools.partial(_measure, options, timeline))
+    remove()
     given = sys.argv[1:] if arguments is None else arguments
     text = _page(options, found, reason, shlex.join(["python", "-m", "benchmarks.expert_hierarchy", *given]))
     print(text)

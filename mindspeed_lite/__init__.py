@@ -53,7 +53,7 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
 
     Calls add up: what is in force afterwards is what all calls ask for together, and of two values for one flag the
     later one counts. Enable features before the model is built: what acts where a model is made (norms, optimizers,
-    recomputation) does nothing for one that exists.
+    recomputation) does nothing for one that exists, but for norms and optimizers that had it before `disable`.
 
     Args:
         host_args: a namespace, dataclass or mapping in which the features' conditions find the model's arguments

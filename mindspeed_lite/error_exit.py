@@ -1,8 +1,9 @@
-"""Ends a process on an error of this package: its text once for all ranks, exit code 2, no traceback.
+"""Ends a process on an error of this package or for want of another rank: one line, exit code 2, no traceback.
 
-Python calls `sys.excepthook` for an exception that no code catches. The hook here takes the errors of this package,
-and a missing dependency of it; every other exception goes to the hook that was installed before. Only the standard
-library is imported until an error is there.
+Python calls `sys.excepthook` for an exception that no code catches. The hook here takes the errors of this package, a
+missing dependency of it, and what a collective raises when another rank is lost (`lost_rank`); every other exception
+goes to the hook that was installed before. An error that several ranks share is printed once. Only the standard library
+is imported until an error is there.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import hashlib
 import importlib
 import io
 import os
+import socket
 import sys
 import time
 import traceback
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
+
+from mindspeed_lite import lost_rank
 
 TRACEBACK_VARIABLE = "MINDSPEED_LITE_TRACEBACK"
 EXIT_CODE = 2
@@ -33,21 +37,13 @@ _DEPENDENCIES = {
     "wrapt": "wrapt is not installed: pip install wrapt",
     "packaging": "packaging is not installed: pip install packaging",
 }
-# What a collective says on the ranks whose peer has ended.
-_LOST_PEER = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "connection was likely closed",
-    "another rank has ended",
-)
 
 _before: Any = None
 _is_on = False
 
 
 def describe(error: BaseException) -> str | None:
-    """What to tell the user of an error, without its traceback; None for an error that is not this package's."""
+    """What to tell the user of an error, without its traceback; None for an error that another hook is to show."""
     causes = _causes(error)
     if any(_is_of_loading_torch(each) for each in causes):
         root = " ".join(str(causes[-1]).split()) or type(causes[-1]).__name__
@@ -63,7 +59,7 @@ def describe(error: BaseException) -> str | None:
         # With a part of it present, what is missing is between the script and that release.
         if top in _DEPENDENCIES and error.name in (top, f"{top}.core") and not _is_loaded(top):
             return f"{_DEPENDENCIES[top]} (`mindspeed-lite doctor` says what else is missing)"
-    return None
+    return lost_rank.describe(error)
 
 
 def _is_loaded(package: str) -> bool:
@@ -105,8 +101,6 @@ def remove() -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     before = _before or sys.__excepthook__
     text = describe(error) if _is_on else None
-    if _is_on and _follows_from_another(error):
-        raise SystemExit(EXIT_CODE)
     if text is None:
         before(kind, error, trace)
         return
@@ -117,7 +111,10 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     else:
         if before is not sys.__excepthook__:
             before(kind, error, trace)
-        tell(text)
+        if lost_rank.describe(error) is None:
+            tell(text)
+        else:
+            _tell_first(text)
     if not hasattr(sys, "ps1"):  # a prompt stays
         raise SystemExit(EXIT_CODE)
 
@@ -150,6 +147,21 @@ def tell(text: str, program: str = "mindspeed_lite", stream: Any = None) -> None
         ranks.spoken()
     else:
         ranks.wait_until_spoken()
+
+
+def _tell_first(text: str) -> None:
+    """Print an error that follows from the end of another rank, unless a rank has printed one.
+
+    At once: a launcher ends the other ranks as soon as it sees that one has ended.
+    """
+    _flush()
+    store = _store(_number("WORLD_SIZE", 1))
+    try:
+        is_first = store is None or store.add(_PREFIX, 1) == 1
+    except Exception:  # the store has gone with the rank that served it
+        is_first = True
+    if is_first:
+        _print("mindspeed_lite", text, _number("RANK", 0))
 
 
 class _Ranks:
@@ -213,6 +225,8 @@ def _store(world: int) -> Any:
             )
         elif dist.is_available() and dist.is_initialized():
             found = dist.distributed_c10d._get_default_store()
+            if _is_gone(found, dist):
+                return None
         else:
             return None
         attempt = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '')}"
@@ -221,17 +235,17 @@ def _store(world: int) -> Any:
         return None
 
 
-def _follows_from_another(error: BaseException) -> bool:
-    """Whether a collective failed because another rank has ended with an error of this package."""
-    world = _number("WORLD_SIZE", 1)
-    text = str(error).lower()
-    if world < 2 or not isinstance(error, RuntimeError) or not any(each in text for each in _LOST_PEER):
+def _is_gone(store: Any, dist: Any) -> bool:
+    """Whether the rank that served a store has ended; torch prints a page of frames if it is asked for something."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
         return False
-    store = _store(world)
     try:
-        return store is not None and store.add(_PREFIX, 0) > 0
-    except Exception:
-        return False
+        socket.create_connection((store.host, store.port), timeout=1.0).close()
+    except OSError:
+        return True
+    return False
 
 
 def _number(variable: str, default: int) -> int:

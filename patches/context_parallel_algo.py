@@ -126,8 +126,9 @@ def _warn_at_end(core: Any, ranks: int, session: Session) -> tuple[Any, int]:
         # With other flags the feature goes on.
         if not hasattr(core.forward, "__wrapped__"):
             session.log_decision(
-                f"{NAME}: taken back; a model of --context-parallel-size {ranks} attends to each rank's own rows alone "
-                "from now on: turn it on again, or build the model anew"
+                f"{NAME}: taken back: a model of --context-parallel-size {ranks} now attends to each rank's own rows "
+                "alone (turn the feature on again before the next step, or build the model anew with "
+                "--context-parallel-size 1)"
             )
 
     session.on_end(warn)

@@ -11,8 +11,9 @@ sorts probabilities alone. Falls back, with a reason, to separate steps for size
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ class _State:
         self.left = 0
         self.is_dispatcher_call = False
 
+    @contextlib.contextmanager
+    def dispatcher_call(self) -> Iterator[None]:
+        self.is_dispatcher_call = True
+        try:
+            yield
+        finally:
+            self.is_dispatcher_call = False
+
 
 def _state(session: Session) -> _State:
     return session.state(NAME, _State)
@@ -54,10 +63,10 @@ def product_of(session: Session) -> Callable[..., Any] | None:
 
 
 def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    send = _dispatcher_call(wrapped, session)
-
     def token_dispatch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state, found = _state(session), send(self, *args, **kwargs)
+        state = _state(session)
+        with state.dispatcher_call():
+            found = wrapped(self, *args, **kwargs)
         # Behind the dispatcher's own wait for these numbers.
         received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
         counts = ExpertCounts(
@@ -73,12 +82,8 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
 
 def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state(session)
-        state.is_dispatcher_call = True
-        try:
+        with _state(session).dispatcher_call():
             return wrapped(self, *args, **kwargs)
-        finally:
-            state.is_dispatcher_call = False
 
     return run
 
@@ -92,11 +97,11 @@ def _check_exchanged(state: _State) -> None:
 
 
 def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    run = _dispatcher_call(wrapped, session)
-
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_exchanged(_state(session))
-        return run(self, *args, **kwargs)
+        state = _state(session)
+        _check_exchanged(state)
+        with state.dispatcher_call():
+            return wrapped(self, *args, **kwargs)
 
     return combine_preprocess
 

@@ -34,7 +34,7 @@ def is_recomputed(mlp: Any) -> bool:
     return getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
 
 
-def _prepare(layer: Any, session: Session) -> None:
+def prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.mlp import MLP
 
     mlp, modules = layer.mlp, layer.config.recompute_modules or ()
@@ -52,7 +52,7 @@ def _prepare(layer: Any, session: Session) -> None:
             session.mark(shared, CHOSEN, not (selective and "shared_experts" in modules))
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
         biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
         if not is_recomputed(self) or biased:
@@ -89,11 +89,12 @@ FEATURE = Feature(
     conflicting_args=recompute.CONFLICTING_ARGS,
     not_auto=recompute.NOT_AUTO,
     patches=(
-        SWITCH.in_chosen_layers(
-            _prepare, ("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap")
-        ),
+        SWITCH.in_chosen_layers(prepare, ("mlp", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap")),
         Override(
-            "megatron.core.transformer.mlp:MLP.forward", _forward, by_name=True, reads=("linear_fc1", "linear_fc2")
+            "megatron.core.transformer.mlp:MLP.forward",
+            recomputing_forward,
+            by_name=True,
+            reads=("linear_fc1", "linear_fc2"),
         ),
     ),
 )

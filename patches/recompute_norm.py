@@ -23,12 +23,13 @@ from mindspeed_lite.engine import Feature, Override, Session
 
 from ._shared import recompute
 
+CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__"
 SWITCH = recompute.Switch(
     "recompute_norm", help="Release the norms of a layer after use and compute them again in the backward pass."
 )
 
 
-def _prepare(layer: Any, session: Session) -> None:
+def prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
     # Norms that are part of the linear layer behind them have an empty module in their place.
@@ -49,7 +50,7 @@ def _forget(layer: weakref.ref[Any], name: str) -> None:
         vars(found).pop(name, None)
 
 
-def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     from megatron.core.tensor_parallel import random
 
     def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
@@ -70,11 +71,9 @@ FEATURE = Feature(
     not_auto=recompute.NOT_AUTO,
     patches=(
         SWITCH.in_chosen_layers(
-            _prepare,
+            prepare,
             ("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
         ),
-        Override(
-            "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__", _no_sign_of_fp8, absent_in="<0.13"
-        ),
+        Override(CHECKPOINT, no_sign_of_fp8, absent_in="<0.13"),
     ),
 )

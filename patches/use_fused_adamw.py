@@ -31,6 +31,7 @@ from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepInput, ad
 from mindspeed_lite.verify import Exact
 
 from ._shared.conflicts import FSDP_ARGS
+from ._shared.held_before import held_before
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
 
 
@@ -41,26 +42,34 @@ def is_ours(optimizer: Any) -> bool:
 def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __init__(self: Any, optimizer: Any, config: Any, init_state_fn: Any = lambda x: None) -> None:
         wrapped(self, optimizer, config, init_state_fn)
-        if optimizer is None or is_ours(optimizer):
-            return
-        fused = adopt(optimizer)
-        if fused is None:
-            kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-            session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
-            return
-        owner = weakref.ref(fused)
-        session.on_end(lambda: release(owner()))
-        fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
-        if session.verifier is not None:
-            fused.before_update = _verification(session.verifier)
-        if getattr(config, "log_num_zeros_in_grad", False):
-            session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
-        else:
-            # To find the optimizer that owns a parameter.
-            adopted: weakref.WeakSet[Any] = session.state(FEATURE.name, weakref.WeakSet)
-            adopted.add(fused)
+        if optimizer is not None and not is_ours(optimizer):
+            _take(optimizer, bool(getattr(config, "log_num_zeros_in_grad", False)), session)
 
+    for optimizer, counts_zeros in [*held_before(FEATURE.name).items()]:
+        if not is_ours(optimizer):
+            _take(optimizer, counts_zeros, session)
     return __init__
+
+
+def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
+    """Give an optimizer the fused step until the feature ends; counts_zeros: Megatron reads the clipped gradients."""
+    fused = adopt(optimizer)
+    if fused is None:
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
+        return
+    held_before(FEATURE.name)[fused] = counts_zeros
+    owner = weakref.ref(fused)
+    session.on_end(lambda: release(owner()))
+    fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
+    if session.verifier is not None:
+        fused.before_update = _verification(session.verifier)
+    if counts_zeros:
+        session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
+    else:
+        # To find the optimizer that owns a parameter.
+        adopted: weakref.WeakSet[Any] = session.state(FEATURE.name, weakref.WeakSet)
+        adopted.add(fused)
 
 
 def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix", description="Every feature on every release.")
     parser.add_argument("--root", action="append", default=[], metavar="VERSION=DIR", help="a release and its folder")
     parser.add_argument("--release", action="append", default=[], metavar="VERSION", help="of those in .releases/")
+    parser.add_argument("--layout", action="append", default=[], choices=[*on_and_off.LAYOUTS], help="all of them")
     options = parser.parse_args(arguments)
     roots: dict[str, Path | None] = {each: checkouts.folder(each) for each in options.release}
     for text in options.root:
@@ -45,40 +48,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
         roots[str(Version(version))] = Path(folder).resolve()
     if not roots:
         roots = {each: checkouts.folder(each) for each in checkouts.EVERY}
-    kept = json.loads(FILE.read_text(encoding="utf-8")).get("releases", {}) if FILE.exists() else {}
-    environment = {"torch": torch.__version__, "python": platform.python_version()}
     faults = 0
     for version, root in roots.items():
-        rows = dict(sorted(_release(version, root)))
-        kept[version] = {"date": f"{datetime.date.today()}", "commit": _commit(), "features": rows}
+        rows: dict[str, dict[str, Any]] = {}
+        for rows_of_layout in _release(version, root, options.layout):
+            # After each: what trains for minutes is not lost if the next one fails.
+            record("releases", version, rows_of_layout)
+            rows |= rows_of_layout
         failed = {name: row["fault"] for name, row in rows.items() if row.get("fault")}
         trained = sum("layout" in row and not row["fault"] for row in rows.values())
         print(f"{version}: {trained} of {len(rows)} features trained", flush=True)
         for name, fault in failed.items():
             print(f"  {name}: {fault}")
         faults += len(failed)
-        # After each: what trains for minutes is not lost if the next one fails.
-        document = {"environment": environment, "releases": dict(sorted(kept.items(), key=lambda row: Version(row[0])))}
-        FILE.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return int(faults > 0)
 
 
-def _release(version: str, root: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def record(section: str, name: str, rows: dict[str, Any]) -> None:
+    """Renew `rows` of one release, tag or environment in docs/matrix.json; others of it are kept."""
+    with FILE.open("r+", encoding="utf-8") as file:
+        # Several of these tools may run side by side.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        document = json.load(file)
+        named = document.setdefault(section, {})
+        named[name] = dict(sorted({**named.get(name, {}), **rows}.items()))
+        document[section] = dict(sorted(named.items(), key=lambda row: _order(row[0])))
+        file.seek(0)
+        file.write(_written(document))
+        file.truncate()
+
+
+def stamp() -> dict[str, str]:
+    """When, of what commit, and with which torch and Python a row was made."""
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkouts.ROOT, capture_output=True, text=True)
+    return {
+        "date": f"{datetime.date.today()}",
+        "commit": found.stdout.strip() if found.returncode == 0 else "no commit",
+        "torch": torch.__version__.partition("+")[0],
+        "python": platform.python_version(),
+    }
+
+
+def _written(document: dict[str, Any]) -> str:
+    """As JSON with a line for each row, so that a difference shows what ran again."""
+    parts = []
+    for section, named in document.items():
+        tables = []
+        for name, rows in named.items():
+            lines = ",\n".join(f"   {json.dumps(key)}: {json.dumps(row)}" for key, row in rows.items())
+            tables.append(f"  {json.dumps(name)}: {{\n{lines}\n  }}")
+        parts.append(f" {json.dumps(section)}: {{\n" + ",\n".join(tables) + "\n }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _order(name: str) -> list[Any]:
+    """Versions in a name by number; a name without one stands last."""
+    return [int(each) for each in re.findall(r"\d+", name)] or [1 << 30]
+
+
+def _release(version: str, root: Path | None, only: Sequence[str]) -> Iterator[dict[str, dict[str, Any]]]:
+    """The rows of a release, layout by layout; with `only`, of these layouts."""
     layouts = on_and_off.layouts(version)
     named = {name for names in layouts.values() for name in names}
-    for feature in runtime.catalogue():
-        if feature.name not in named:
-            yield feature.name, {"reason": _reason(feature, version)}
+    others = [feature for feature in runtime.catalogue() if feature.name not in named]
+    yield {feature.name: {"reason": _reason(feature, version)} for feature in others}
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(root, Path(scratch), training=False)
         try:
-            for layout, names in layouts.items():
-                for name, outcome in on_and_off.trained(trainer, layout, names).items():
+            for layout in (each for each in layouts if not only or each in only):
+                rows: dict[str, dict[str, Any]] = {}
+                for name, outcome in on_and_off.trained(trainer, layout, layouts[layout]).items():
                     fault = outcome.fault(on_and_off.numerics_of(runtime.catalogue()[name]))
-                    row: dict[str, Any] = {"layout": layout, "fault": fault}
+                    rows[name] = {"layout": layout, "fault": fault, **stamp()}
                     if outcome.on and not outcome.error:
-                        row["drift"] = float(f"{outcome.drift():.2g}")
-                    yield name, row
+                        rows[name]["drift"] = float(f"{outcome.drift():.2g}")
+                yield rows
         finally:
             trainer.close()
 
@@ -92,11 +136,6 @@ def _reason(feature: Feature, version: str) -> str:
     if not feature.patches:
         return _BY_SCRIPT
     return "; ".join(live_undo.why_not(feature, "tensor"))
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=checkouts.ROOT, capture_output=True, text=True)
-    return found.stdout.strip() if found.returncode == 0 else "no commit"
 
 
 if __name__ == "__main__":

@@ -42,10 +42,11 @@ environment:
   MINDSPEED_LITE_ALLOCATOR  keep or system, where --allocator is not given
   MINDSPEED_LITE_DEVICE     npu, cuda, cpu or auto
   MINDSPEED_LITE_DISABLE    1: run the script without mindspeed_lite
-  MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite
+  MINDSPEED_LITE_TRACEBACK  1: show the traceback of an error of mindspeed_lite, or of a lost rank
   MASTER_ADDR, MASTER_PORT  set for a single process where no launcher has
 
-exit code: the script's; 2 if it could not be started, or ended with an error of mindspeed_lite."""
+exit code: the script's; 2 if it could not be started, or ended with an error of mindspeed_lite or for want of
+another rank."""
 
 
 class _UsageError(Exception):

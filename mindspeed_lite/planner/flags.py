@@ -74,6 +74,10 @@ NOT_TIMED = {
     "--moe-hierarchical-alltoallv": "the exchange of tokens is priced as one all-to-all",
     "--moe-wgrad-side-stream": "weight gradients of experts are priced as if nothing ran beside them",
     "--swap-attention": "copies to the host are taken to be hidden",
+    "--balanced-moe-experts": "experts have the load of --expert-imbalance, and their copies are not priced",
+    "--balance-sequence-lengths": "all sequences are taken to be of one length",
+    "--recompute-in-bubble": "recomputation is priced before the backward pass that needs it",
+    "--recompute-in-advance": "recomputation is priced before the backward pass that needs it",
 }
 TIMED_OFF = {"--no-gradient-accumulation-fusion": "fuses_accumulation"}
 # Switches that set a name to False.
@@ -197,6 +201,7 @@ REFUSED = {
     "--moe-latent-size": "latent experts are not predicted",
     "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
     "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
+    "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
 # Of these, those that ask for nothing with 1.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, OptionError
+from mindspeed_lite.engine import Context, OptionError, matches
 from mindspeed_lite.parallel.context.ulysses import split_heads
+from mindspeed_lite.platform.megatron import HOST
 
 from .context_groups import ALGORITHMS, COMM_TYPES
 
@@ -57,6 +59,11 @@ def check(context: Context) -> None:
             f"{NAME}: --cp-comm-type has {len(types)} values for {context.arg('num_layers', None)} layers: give one, "
             "or one for each layer."
         )
+    if len(types) > 1 and matches("<0.17", context.versions.get(HOST, "1")):
+        raise OptionError(
+            f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the layer behind, "
+            "and fails at the last one: give one value."
+        )
     given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]
     if given and kinds and not kinds & {"ring", "hybrid"}:
         raise OptionError(
@@ -79,6 +86,11 @@ def check(context: Context) -> None:
             raise OptionError(
                 f"{NAME}: hybrid_cp_algo needs --ulysses-degree-in-cp, the number of ranks that share heads."
             )
+        if degree is None and sizes and (len(sizes) != 2 or math.prod(sizes) != size):
+            raise OptionError(
+                f"{NAME}: --hierarchical-context-parallel-sizes {' '.join(map(str, sizes))} must be two numbers whose "
+                f"product is --context-parallel-size {size}: the ranks that share heads, and those of a ring."
+            )
         if degree is not None and (degree < 2 or size % degree or degree == size):
             raise OptionError(
                 f"{NAME}: --ulysses-degree-in-cp {degree} must divide --context-parallel-size {size} and lie between 1 "
@@ -90,6 +102,12 @@ def check(context: Context) -> None:
     for ring in [size // inner] * ("hybrid" in kinds) + [size] * (kinds != {"hybrid"}):
         if window < 1 or ring % window:
             raise OptionError(f"{NAME}: --cp-window-size {window} must divide the ring's {ring} ranks.")
+    length = context.arg("seq_length", None)
+    if length and length % (2 * size):
+        raise OptionError(
+            f"{NAME}: --seq-length {length} is not divisible by {2 * size}, twice --context-parallel-size: each rank "
+            "has two chunks of a sequence."
+        )
     heads = context.arg("num_attention_heads", None)
     if heads:
         tensor = context.arg("tensor_model_parallel_size", 1) or 1

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, Session
+from mindspeed_lite.engine import Override, Session
 
 from .proxies import AttributeOverride
 
@@ -92,4 +92,5 @@ def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return run
 
 
-PATCH = Around(f"{_PLAN}.run", _run)
+# Megatron's own body runs; what it calls, and in which order, is what this was written for.
+PATCH = Override(f"{_PLAN}.run", _run)

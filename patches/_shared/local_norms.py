@@ -10,9 +10,17 @@ from typing import Any
 from mindspeed_lite.engine import Context, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
+from .held_before import held_before
 
-def instead_of(kind: str, make: Callable[[int, float, bool, bool], Any]) -> Override:
+
+def instead_of(kind: str, make: type[Any]) -> Override:
     """The patch that has `make` build every norm of `kind`, from size, epsilon, zero-centred and sequence parallel."""
+
+    def hold(norm: Any, session: Session) -> None:
+        if session.verifier is not None:
+            norm.verifier = session.verifier
+        held_before(kind)[norm] = None
+        session.on_end(functools.partial(_give_back, weakref.ref(norm)))
 
     def new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def __new__(
@@ -28,11 +36,13 @@ def instead_of(kind: str, make: Callable[[int, float, bool, bool], Any]) -> Over
             if config.normalization != kind or config.memory_efficient_layer_norm:
                 return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
             norm = make(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
-            if session.verifier is not None:
-                norm.verifier = session.verifier
-            session.on_end(functools.partial(_give_back, weakref.ref(norm)))
+            hold(norm, session)
             return norm
 
+        for norm in [*held_before(kind)]:
+            if type(norm) is not make:
+                norm.__class__, norm.zero_centered = make, False
+            hold(norm, session)
         return __new__
 
     # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.

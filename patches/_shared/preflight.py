@@ -28,7 +28,11 @@ def check(args: Mapping[str, Any]) -> None:
 
 def _processes(args: Mapping[str, Any]) -> Iterator[str]:
     """What `validate_args` asserts of the number of processes, in every supported release."""
-    sizes = {name: args.get(f"{name}_parallel_size") or 1 for name in _LAYOUT}
+    sizes = {name: 1 if (size := args.get(f"{name}_parallel_size")) is None else size for name in _LAYOUT}
+    wrong = [f"{_flag(name)}-parallel-size {size}: must be at least 1." for name, size in sizes.items() if size < 1]
+    yield from wrong
+    if wrong:
+        return
     wanted, world = math.prod(sizes.values()), args.get("world_size")
     if world and world % wanted:
         flags = " ".join(f"{_flag(name)}-parallel-size {size}" for name, size in sizes.items() if size > 1)

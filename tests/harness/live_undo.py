@@ -28,7 +28,8 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
-from mindspeed_lite.engine import Context, Feature, Option, Settings, swaps
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
+from mindspeed_lite.patches._shared import combined_schedule
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
@@ -53,6 +54,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
         {**_GATHERED, **_SHARED},
     ),
 }
+# The same for `on_and_off`: a step of a pipeline cannot be cut in pieces here, and Megatron's own attention takes no
+# part of a context.
+_BY_NAME: dict[str, Any] = {"by_name": True, "layers": 4, "wgrad_fusion": True}
+TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "biases": (1, {"bias": True, "config": {"bias_dropout_fusion": True}}, {}),
+    "context": (2, {"cp": 2, **_BY_NAME}, {}),
+    "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
+    "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {"gradient_accumulation_fusion": True}),
+}
 # Losses of models whose operators round differently; see `core_trainings.DRIFT`.
 DRIFT = 2.0**-8
 # Where Megatron's dispatcher puts an index, as its configuration said when it was built; it may stand anywhere.
@@ -60,19 +70,21 @@ _DERIVED = ".token_dispatcher.permute_idx_device"
 # Of options that take a text.
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
 # What one process asks for beside a feature.
-_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}}
+_BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}, "adaptive_memory": {"memory_budget": 1.0}}
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
 def host_args(layout: str) -> types.SimpleNamespace:
     """What Megatron's arguments would be for a training in this layout."""
-    _, options, more = LAYOUTS[layout]
+    _, options, more = {**LAYOUTS, **TRAINED_ALONE}[layout]
     config = options.get("config", {})
     values = {
         "transformer_impl": "local",
         "normalization": config.get("normalization", "RMSNorm"),
         "tensor_model_parallel_size": options.get("tp", 1),
-        "pipeline_model_parallel_size": 1,
+        "pipeline_model_parallel_size": options.get("pp", 1),
+        "virtual_pipeline_model_parallel_size": options.get("vpp"),
+        "context_parallel_size": options.get("cp", 1),
         "expert_model_parallel_size": options.get("ep", 1),
         "expert_tensor_parallel_size": options.get("etp"),
         "sequence_parallel": options.get("sp", False),
@@ -85,7 +97,7 @@ def host_args(layout: str) -> types.SimpleNamespace:
         "bf16": True,
         "swiglu": True,
         "qk_l2_norm": options.get("qk_l2_norm", False),
-        "add_bias_linear": False,
+        "add_bias_linear": options.get("bias", False),
         "optimizer": "adam",
         **more,
     }
@@ -139,9 +151,14 @@ def _reasons(features: list[Feature], layout: str) -> list[str]:
     for each in features:
         reasons += each.conflict_reasons(lambda name: getattr(given, name, None))
         with _devices():
-            reasons += each.condition(context) if each.condition is not None else ()
+            try:
+                reasons += each.condition(context) if each.condition is not None else ()
+            except OptionError as error:
+                reasons.append(str(error))
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
+        if combined_schedule.ARGUMENT in (each.arguments(context) if each.arguments is not None else {}):
+            reasons.append("Megatron's combined schedule, which it turns on, leaves its own marks in a model")
     return reasons
 
 

@@ -2,7 +2,8 @@
 
 `trained(trainer, layout, features)` runs it on a release; as a script of `training_server` it is
 `on_and_off.py OUT LAYOUT STEPS FEATURE...`. A feature brings those it requires, and what it sets for a script stands in
-the model's configuration. Lanes stand in the place of a device's streams.
+the model's configuration. Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a
+layout, or gives it other weights, a training on one rank is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -18,13 +19,19 @@ from typing import Any
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import Feature
-from tests.harness import core_loop, live_undo
+from mindspeed_lite.ops import dispatch
+from tests.harness import core_loop, live_undo, training_server
 from tests.harness.core_trainings import DRIFT
 from tests.harness.training import Trainer
 
 STEPS = 4
 # Moments in fp8 are another training; its losses stay near.
 DEVIATION = 2.0**-5
+LAYOUTS = {**live_undo.LAYOUTS, **live_undo.TRAINED_ALONE}
+# Of the rank that such a layout is compared with.
+REFERENCES: dict[str, dict[str, Any]] = {"context": {"cp": 1}, "V": {"pp": 1, "vpp": None}}
+# Where the first layout that a feature fits leaves it nothing to do.
+EXERCISED = {"bias_dropout_fusion": "biases", "context_parallel_algo": "context", "schedules_method": "V"}
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 
@@ -35,6 +42,7 @@ class Outcome:
     off: list[tuple[str, str]] = field(default_factory=list)
     on: list[tuple[str, str]] = field(default_factory=list)
     fallbacks: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
     error: str = ""
 
     def drift(self) -> float:
@@ -48,6 +56,8 @@ class Outcome:
             return self.error.strip().splitlines()[-1]
         if not self.on or len(self.on) != len(self.off):
             return f"{len(self.on)} steps with it, {len(self.off)} without"
+        if self.idle:
+            return f"never called: {', '.join(self.idle)}"
         if numerics == "bitwise":
             return "" if self.on == self.off else f"not the same bits: losses differ by {self.drift():.2g}"
         bound = DRIFT if numerics == "ulp" else DEVIATION
@@ -59,11 +69,17 @@ def numerics_of(feature: Feature) -> str:
     return max((each.numerics for each in live_undo._company(feature.name)), key=_CLASSES.index)
 
 
+def layout_of(feature: Feature) -> str | None:
+    """The layout that a feature is trained in; None if there is none."""
+    choices = [EXERCISED[feature.name]] if feature.name in EXERCISED else LAYOUTS
+    return next((each for each in choices if not live_undo.why_not(feature, each)), None)
+
+
 def layouts(release: str) -> dict[str, list[str]]:
-    """By layout, the features that a release has and that are trained in it: the first layout each of them fits."""
+    """By layout, the features that a release has and that are trained in it."""
     found: dict[str, list[str]] = {}
     for each in runtime.catalogue():
-        layout = live_undo.layout_of(each)
+        layout = layout_of(each)
         company = live_undo._company(each.name)
         if layout is not None and not any(one.patches_for(release)[1] for one in company):
             found.setdefault(layout, []).append(each.name)
@@ -74,9 +90,12 @@ def trained(trainer: Trainer, layout: str, features: list[str]) -> dict[str, Out
     """Train them on the release of `trainer`; of several ranks the last one's figures count."""
     out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
     out.mkdir(exist_ok=True)
-    ranks = live_undo.LAYOUTS[layout][0]
-    argv = [str(Path(__file__)), str(out), layout, str(STEPS), *features]
-    trainer.run(entry="script", arm="device", nproc=ranks, argv=argv, timeout=600).check()
+    ranks = LAYOUTS[layout][0]
+    argv = [str(Path(__file__)), str(out), layout, str(STEPS)]
+    job: dict[str, Any] = dict(entry="script", arm="device", timeout=600)
+    if layout in REFERENCES:
+        trainer.run(nproc=1, argv=argv, **job).check()
+    trainer.run(nproc=ranks, argv=[*argv, *features], **job).check()
     read = json.loads((out / f"{ranks - 1}.json").read_text())
     return {name: Outcome(**{**row, **_pairs(row)}) for name, row in read.items()}
 
@@ -90,7 +109,12 @@ class _Builder(live_undo.Bench):
 
     def __init__(self, layout: str) -> None:
         self.layout = layout
-        self.options = live_undo.LAYOUTS[layout][1]
+        self.options = LAYOUTS[layout][1]
+
+
+def _forget_operators() -> None:
+    for name in dispatch.OPERATORS:
+        dispatch.operator(name).forget()
 
 
 def main() -> None:
@@ -100,17 +124,31 @@ def main() -> None:
     builder = _Builder(layout)
 
     def history(training: core_loop.Training) -> list[tuple[str, str]]:
-        return [each for _ in range(int(steps)) for each in training.step()]
+        """Of the rank that has losses; the last one, of several."""
+        found: list[Any] = [None] * core_loop.dist.get_world_size()
+        core_loop.dist.all_gather_object(found, [each for _ in range(int(steps)) for each in training.step()])
+        return next(each for each in reversed(found) if each)
 
-    off = history(core_loop.Training(builder.options))
+    reference = Path(out, "reference.json")
+    if not names:
+        off = history(core_loop.Training({**builder.options, **REFERENCES[layout]}))
+        reference.write_text(json.dumps(off))
+        return
+    if layout in REFERENCES:
+        off = [(loss, norm) for loss, norm in json.loads(reference.read_text())]
+    else:
+        off = history(core_loop.Training(builder.options))
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         outcome = Outcome(off)
         feature = runtime.catalogue()[name]
+        _forget_operators()
         try:
             builder.enable(feature)
             outcome.on = history(builder.build(feature))
             outcome.fallbacks = [f"{each.feature}: {each.reason}" for each in mindspeed_lite.report().fallbacks]
+            called = training_server.called()
+            outcome.idle = [] if set(called) & set(feature.operators) else [*feature.operators]
         except Exception:
             outcome.error = traceback.format_exc()
         mindspeed_lite.disable()

@@ -5,15 +5,15 @@ line from standard input, forks `nproc` ranks, waits, and answers one JSON line:
 
     {"nproc": 2, "entry": "core" | "script", "options": {...} | "argv": [...], "arm": "device" | "adaptor" |
      "features", "flags": {...}, "out": DIR, "timeout": SECONDS, "env": {...}, "kill_when": {...}, "compile": BOOL,
-     "before": "MODULE:FUNCTION"}
+     "before": "MODULE:FUNCTION", "grace": SECONDS}
 
 `entry` "core" trains `tests.harness.core_loop` with `options`; "script" runs `argv[0]` as `__main__`. `arm`:
 "device" puts only the device layer on, "adaptor" imports the adaptor line, "features" calls
 `mindspeed_lite.enable(**flags)`. Each rank writes OUT/rank<N>.log and OUT/rank<N>.json, the history of exact
 losses and gradient norms. `compile`: let Megatron's fused functions compile, which every process does anew and which
 takes most of a short job's time; without it they run as they are written. `before`: called before features are turned
-on. `kill_when` {"path": P} or {"log": TEXT} sends SIGKILL to every rank as soon as the path exists or the log of the
-last rank, which logs the iterations, holds the text.
+on. `grace`: what the others have once a rank has failed, 3 unless given. `kill_when` {"path": P} or {"log": TEXT} sends
+SIGKILL to every rank as soon as the path exists or the log of the last rank, which logs the iterations, holds the text.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
             runpy.run_path(job["argv"][0], run_name="__main__")
     finally:
         (out / f"rank{rank}.json").write_text(json.dumps(history))
-        (out / f"rank{rank}.operators").write_text("\n".join(_called()))
+        (out / f"rank{rank}.operators").write_text("\n".join(called()))
 
 
-def _called() -> list[str]:
+def called() -> list[str]:
     """The operators of this library that something was computed with."""
     dispatch = sys.modules.get("mindspeed_lite.ops.dispatch")
     packages = {} if dispatch is None else {name: sys.modules.get(path) for name, path in dispatch.OPERATORS.items()}
@@ -154,8 +154,12 @@ def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
             code = 1
             os.setpgid(0, 0)
             try:
-                _rank(job, rank, port)
-                code = 0
+                try:
+                    _rank(job, rank, port)
+                    code = 0
+                except Exception as error:
+                    # As the interpreter does at its end.
+                    sys.excepthook(type(error), error, error.__traceback__)
             except SystemExit as ending:
                 code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
             except BaseException:
@@ -180,7 +184,7 @@ def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
                     codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
             if any(codes.values()):
                 # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
-                deadline = min(deadline, time.monotonic() + 3)
+                deadline = min(deadline, time.monotonic() + job.get("grace", 3))
             if time.monotonic() > deadline or (
                 kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
             ):

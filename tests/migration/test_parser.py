@@ -59,9 +59,9 @@ def test_a_mindspeed_flag_works_and_the_report_says_so_once():
 def test_every_error_at_once_and_no_wall_of_usage():
     assert ends("--auto-settings", "--use-flas-attn", "3", "--num_layers", "4", "--auto-settings-type", "black") == [
         "pretrain.py: error: --auto-settings (planned, not in this release): search parallel layout and micro-batch by "
-        "profiling short runs. Instead: choose the layout with `mindspeed-lite memory`",
+        "profiling short runs. Instead: choose the layout with `mindspeed-lite plan`",
         "pretrain.py: error: --auto-settings-type (planned, not in this release): white: model only; black: run each "
-        "candidate; mixed: run the model's best. Instead: choose the layout with `mindspeed-lite memory`",
+        "candidate; mixed: run the model's best. Instead: choose the layout with `mindspeed-lite plan`",
         "pretrain.py: error: unrecognized argument --use-flas-attn: did you mean --use-flash-attn?",
         "pretrain.py: error: unrecognized argument --num_layers: did you mean --num-layers?",
     ]

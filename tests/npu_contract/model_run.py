@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mindspeed_lite import runtime
 from tests.npu_contract.environment import FOLDER, Environment, prepare
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -127,31 +128,12 @@ ON_REFERENCE = {
 }
 # Features that say they fall back to that.
 FALLS_BACK = ("moe_router_fusion",)
-# Features that `auto` leaves off for every model.
-LEFT_OFF = {
-    "balanced_moe_experts": "what it gains has not been measured on a device",
-    "context_parallel_algo": "--context-parallel-size above 1 turns it on",
-    "moe_allgather_overlap_comm": "what it gains has not been measured on a device",
-    "moe_alltoall_mc2": "it has never been timed on a device",
-    "moe_alltoall_overlap_comm": "what it gains has not been measured on a device",
-    "moe_fb_overlap": "it says to Megatron's arguments what a configuration says itself",
-    "moe_hierarchical_alltoallv": "what it gains has not been measured on a device",
-    "moe_record_load": "it writes a file",
-    "moe_tp_extend_ep": "it says to Megatron's arguments what a configuration says itself",
-    "moe_wgrad_side_stream": "it needs a value, and has never been timed on a device",
-    "moe_zero_memory": "it needs a value, and trades time for memory",
-    "pipeline_schedule": "it needs a value: Megatron's schedule runs the same orders",
-    "quant_states": "it needs a value, and changes what training computes",
-    "recompute_activation_function": "it trades time for memory and is asked for by name",
-    "recompute_norm": "it trades time for memory and is asked for by name",
-    "schedules_method": "it needs a value, and places layers otherwise",
-    "swap_attention": "it trades time for memory and is asked for by name",
-    "swap_optimizer": "it trades time for memory and is asked for by name",
-    "use_ascend_coc": "times choose its slices, so that two runs may differ in the last bit",
-    "use_ascend_mc2": "it has never been timed on a device",
-    "use_fused_linear_cross_entropy": "it trades time for memory and is asked for by name",
-    "virtual_optimizer": "it needs a value, and trades time for memory",
-}
+
+
+def _is_left_off(name: str) -> bool:
+    """Whether `auto` may leave a feature off: its declaration says why, it needs a value, or only arguments follow."""
+    feature = runtime.catalogue()[name]
+    return bool(feature.not_auto) or not feature.options[0].is_switch or not feature.patches
 
 
 def faults(result: Mapping[str, Any]) -> list[str]:
@@ -160,7 +142,7 @@ def faults(result: Mapping[str, Any]) -> list[str]:
     found += [f"fell back: {text}" for text in result["fallbacks"] if text.partition(":")[0] not in FALLS_BACK]
     found += [f"in place of {operator} ran {', '.join(ran)}" for operator, ran in result["unfused"].items() if ran]
     found += [f"contract: {text}" for text in result["violations"]]
-    found += [f"auto leaves {text}" for text in result["left_off"] if text.partition(":")[0] not in LEFT_OFF]
+    found += [f"auto leaves {text}" for text in result["left_off"] if not _is_left_off(text.partition(":")[0])]
     return found + [f"gradient of {text}" for text in result["wrong_gradients"]]
 
 

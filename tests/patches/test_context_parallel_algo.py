@@ -135,6 +135,7 @@ def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
             got = run(module_of(), *draw(ROWS), None)
         compare("a model beside it that is not split", got, exact["chosen"])
         assert refusal(rank) and told_at_its_end()
+        goes_on_after_an_undo(rank)
 
     on_ranks(RANKS, body)
 
@@ -188,9 +189,31 @@ def told_at_its_end():
             module_of(context_parallel_size=RANKS)(q, q, q, None)
         assert not [text for text in found if "taken back" in text]
     (text,) = [text for text in found if "taken back" in text]
-    assert f"--context-parallel-size {RANKS} attends to each rank's own rows alone" in text
+    assert f"--context-parallel-size {RANKS} now attends to each rank's own rows alone" in text
+    assert "turn the feature on again before the next step" in text and "\n" not in text
     logging.getLogger("mindspeed_lite").removeHandler(handler)
     return True
+
+
+def goes_on_after_an_undo(rank):
+    """A backward pass after the undo, and the next step with the feature on again."""
+    import mindspeed_lite
+
+    own = torch.tensor(stream_rows(zigzag(ROWS, RANKS), rank))
+    tensors, dout = draw(ROWS)
+    leaves = [t[own].requires_grad_() for t in tensors]
+    steps = []
+    with mindspeed_lite.enabled(context_parallel_size=RANKS, context_parallel_algo="megatron_cp_algo"):
+        module = module_of(context_parallel_size=RANKS)
+        steps.append(run(module, [t[own] for t in tensors], dout[own], None))
+        out = module(*leaves, None)
+    out.backward(dout[own])
+    steps.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    assert not torch.equal(module(*leaves, None), out), "without the feature a rank has its own rows alone"
+    with mindspeed_lite.enabled(context_parallel_size=RANKS, context_parallel_algo="megatron_cp_algo"):
+        steps.append(run(module, [t[own] for t in tensors], dout[own], None))
+    for step in steps[1:]:
+        assert all(torch.equal(ours, first) for ours, first in zip(step, steps[0], strict=True))
 
 
 @forked("megatron")
@@ -225,9 +248,9 @@ def test_the_partition_is_that_of_transformer_engine():
     assert sorted(itertools.chain(*parts)) == list(range(54))
 
 
-def context(explicit=(), host=None, **settings):
+def context(explicit=(), host=None, versions=None, **settings):
     settings.setdefault("context_parallel_size", 4)
-    return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host, frozenset(explicit))
+    return Context(Settings.of(FEATURE.options, settings), "cpu", versions or {}, host, frozenset(explicit))
 
 
 def test_it_is_on_above_one_rank_and_leaves_transformer_engine_alone():
@@ -250,6 +273,7 @@ def test_it_asks_for_no_mask_and_for_hierarchical_groups():
         FEATURE.arguments(context(host=sizes, ulysses_degree_in_cp=2, context_parallel_size=8))
 
 
+HIERARCHY = {"cp_comm_type": ["a2a+p2p"]}
 DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embedding_type": "none"}
 
 
@@ -260,6 +284,9 @@ DOCUMENTS_APART = {"dataloader_inter_document_masking": True, "position_embeddin
         ("--cp-window-size is about a ring", {"context_parallel_algo": "ulysses_cp_algo", "cp_window_size": 2}, {}),
         ("is about Ulysses", {"context_parallel_algo": "megatron_cp_algo", "use_ulysses_allgather_kv": True}, {}),
         ("give that too", {"context_parallel_cache_interval": 1}, {}),
+        ("sizes 3 2 must be two numbers", {}, {**HIERARCHY, "hierarchical_context_parallel_sizes": [3, 2]}),
+        ("sizes 4 must be two numbers", {}, {**HIERARCHY, "hierarchical_context_parallel_sizes": [4]}),
+        ("--seq-length 60 is not divisible by 8", {}, {"seq_length": 60}),
         ("needs --ulysses-degree-in-cp", {"context_parallel_algo": "hybrid_cp_algo"}, {"num_layers": 2}),
         ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 3}, {}),
         ("must divide --context-parallel-size 4", {"ulysses_degree_in_cp": 4}, {}),
@@ -296,6 +323,14 @@ def test_flags_that_contradict_each_other_or_the_layout_are_refused(words, setti
 )
 def test_flags_that_go_together_are_taken(settings, host):
     assert FEATURE.condition(context({"cp_comm_type"} & host.keys(), host, **settings)) == []
+
+
+def test_types_of_layers_are_refused_where_megatron_misreads_them():
+    host = {"cp_comm_type": ["p2p", "a2a"], "num_layers": 2}
+    with pytest.raises(OptionError, match=r"Megatron before 0\.17 reads that of the layer behind"):
+        FEATURE.condition(context(host, host, {"megatron-core": "0.16.1"}))
+    for its, release in ((host, "0.17.1"), ({"cp_comm_type": ["p2p"]}, "0.16.1")):
+        assert FEATURE.condition(context(its, its, {"megatron-core": release})) == []
 
 
 @pytest.mark.parametrize("name", ["adaptive_cp_algo", "hybrid_adaptive_cp_algo", "none_such"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mindspeed_lite import runtime
-from tests.harness import checkouts, live_undo, matrix, on_and_off
+from tests.harness import checkouts, matrix, on_and_off
 from tests.harness.training import Trainer
 
 TODAY = checkouts.OLDER[datetime.date.today().toordinal() % len(checkouts.OLDER)]
@@ -16,7 +16,9 @@ TODAY = checkouts.OLDER[datetime.date.today().toordinal() % len(checkouts.OLDER)
 
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.only([(TODAY, "plain")], [(release, layout) for release in checkouts.EVERY for layout in live_undo.LAYOUTS]),
+    matrix.only(
+        [(TODAY, "plain")], [(release, layout) for release in checkouts.EVERY for layout in on_and_off.LAYOUTS]
+    ),
 )
 def test_features_train_within_their_class(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
     features = on_and_off.layouts(release).get(layout, [])
@@ -35,5 +37,6 @@ def test_a_fault_is_seen() -> None:
     assert "not the same bits" in on_and_off.Outcome(step, other).fault("bitwise")
     assert "is its class" in on_and_off.Outcome(step, other).fault("ulp")
     assert on_and_off.Outcome(step, other).fault("deviation") == ""
+    assert on_and_off.Outcome(step, step, idle=["adamw"]).fault("bitwise") == "never called: adamw"
     assert "0 steps with it" in on_and_off.Outcome(step, []).fault("deviation")
     assert on_and_off.Outcome(step, step, error="Traceback\nValueError: x").fault("ulp") == "ValueError: x"

@@ -6,7 +6,7 @@ partial           one rank's queries against one owner's keys after another, sum
 ring, messages    the steps executed over process groups
 ulysses, rows     all-to-alls between rows and heads
 gathered_keys     keys and values gathered by one collective
-contact           one error for a rank that is gone, and for sequences of different lengths
+lengths           one error for sequences of different lengths
 cost              predicted exposed communication, from bytes and products
 simulation        the time of a ring's steps from those of its blocks and messages
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from mindspeed_lite.ops import attention as op
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.context import gathered_keys, ring, ulysses
-from mindspeed_lite.parallel.context.contact import compare_lengths
 from mindspeed_lite.parallel.context.layout import Layout, gathered, packed_zigzag, zigzag
+from mindspeed_lite.parallel.context.lengths import compare_lengths
 from mindspeed_lite.parallel.context.partial import Dropout, RankBlocks
 from mindspeed_lite.parallel.context.pieces import Band
 from mindspeed_lite.parallel.context.ring import Ring
@@ -86,8 +86,7 @@ def attend(
     Raises:
         ValueError: the rows are not those of the layout, its ranks not those of the algorithm, or heads are fewer than
             the ranks of Ulysses.
-        contact.UnequalLengthsError: the ranks have sequences of different lengths.
-        contact.LostRankError: a rank has ended; in the backward pass too.
+        lengths.UnequalLengthsError: the ranks have sequences of different lengths.
     """
     if algorithm.ranks != layout.ranks:
         raise ValueError(f"context parallelism: a layout of {layout.ranks} ranks over groups of {algorithm.ranks}")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops.attention.autograd import sink_gradient
-from mindspeed_lite.parallel.context.contact import contact
 from mindspeed_lite.parallel.context.layout import Layout, Spans, gathered
 from mindspeed_lite.parallel.context.messages import Pair
 from mindspeed_lite.parallel.context.partial import Partial, RankBlocks, Sums, zero_sum
@@ -108,6 +107,5 @@ def _scatter(
         pair.message(*parts) for parts in zip(by_rank(dk, order, ranks), by_rank(dv, order, ranks), strict=True)
     ]
     own = torch.empty_like(messages[0])
-    with contact("gradients of gathered keys"):
-        dist.reduce_scatter_tensor(own, torch.cat(messages), group=group)
+    dist.reduce_scatter_tensor(own, torch.cat(messages), group=group)
     return pair.of_message(own)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.context.contact import contact
 from mindspeed_lite.parallel.context.schedule import Move
 
 
@@ -51,10 +50,6 @@ class Mail:
 
     def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
         """Start these messages; `held` has what is sent and has not come through this mail."""
-        with contact("ring"):
-            self._post(moves, held)
-
-    def _post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
         self._going = [each for each in self._going if not each[1].is_completed()]
         for lane, group in enumerate(self._groups):
             chosen = [move for move in moves if move.lane == lane]
@@ -83,13 +78,11 @@ class Mail:
     def take(self, what: str, owner: int) -> torch.Tensor:
         """Wait for a message."""
         tensor, work = self._coming.pop((what, owner))
-        with contact("ring"):
-            work.wait()
+        work.wait()
         return tensor
 
     def finish(self) -> None:
         """Wait until everything sent is on its way."""
-        with contact("ring"):
-            for _, work in self._going:
-                work.wait()
+        for _, work in self._going:
+            work.wait()
         self._going.clear()

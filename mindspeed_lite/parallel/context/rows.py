@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.context.contact import contact
 from mindspeed_lite.parallel.context.layout import Spans
 from mindspeed_lite.parallel.context.messages import Pair
 
@@ -34,7 +33,6 @@ def gather(
     pair = Pair.of(k, v)
     own = pair.message(k, v)
     everything = own.new_empty(group.size() * own.numel())
-    with contact("gathered keys"):
-        dist.all_gather_into_tensor(everything, own, group=group)
+    dist.all_gather_into_tensor(everything, own, group=group)
     parts = [pair.of_message(each) for each in everything.chunk(group.size())]
     return in_order([keys for keys, _ in parts], order), in_order([values for _, values in parts], order)

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.parallel.context.contact import contact
 from mindspeed_lite.parallel.context.layout import Spans
 from mindspeed_lite.parallel.context.rows import by_rank, gather, in_order
 
@@ -174,8 +173,7 @@ def _exchange(outgoing: Sequence[torch.Tensor], sizes: list[int], group: dist.Pr
     """Flat messages to every rank, and those of every rank, of these sizes."""
     received = outgoing[0].new_empty(sum(sizes))
     sent = [each.numel() for each in outgoing]
-    with contact("Ulysses"):
-        dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, sent, group=group)
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, sent, group=group)
     return list(torch.split_with_sizes(received, sizes))
 
 

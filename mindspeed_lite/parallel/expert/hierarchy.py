@@ -106,7 +106,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 
 
 @dataclass(frozen=True)
-class Copies:
+class RowCopies:
     """Copies of rows: copy i is of row index[i] (int32) of `rows`."""
 
     index: torch.Tensor
@@ -133,11 +133,11 @@ class Copies:
 class Path(NamedTuple):
     """The way of rows to experts: `spread` begins behind `to_nodes`, and `collect` ends there."""
 
-    to_nodes: Copies
+    to_nodes: RowCopies
     between: Exchange
-    to_ranks: Copies
+    to_ranks: RowCopies
     within: Exchange
-    to_experts: Copies
+    to_experts: RowCopies
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """Rows for nodes -> rows for this rank's experts, by source, then expert, then token."""
@@ -188,13 +188,13 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
     order = source.repeat_interleave(rows)[row].argsort(stable=True)
     pairs = _numbers(wanted)[row[order], expert[order]]
     return Route(
-        Path(level.rows, between, inner.rows, within, Copies(row[order].int(), len(wanted))),
+        Path(level.rows, between, inner.rows, within, RowCopies(row[order].int(), len(wanted))),
         Path(
             level.pairs,
             Exchange(nodes.between, splits.pairs_between),
             inner.pairs,
             Exchange(nodes.within, splits.pairs_within),
-            Copies(pairs, sum(splits.pairs_within.received)),
+            RowCopies(pairs, sum(splits.pairs_within.received)),
         ),
     )
 
@@ -214,8 +214,8 @@ def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
 
 
 class _Level(NamedTuple):
-    rows: Copies
-    pairs: Copies
+    rows: RowCopies
+    pairs: RowCopies
     # [rows that leave, experts of a place]: which experts there each is for.
     wanted: torch.Tensor
 
@@ -227,8 +227,8 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
     needs = by_place.any(-1)
     row = needs.nonzero(as_tuple=True)[1]
     return _Level(
-        Copies(row.int(), len(wanted)),
-        Copies(numbers.view(shape).transpose(0, 1)[by_place], pairs),
+        RowCopies(row.int(), len(wanted)),
+        RowCopies(numbers.view(shape).transpose(0, 1)[by_place], pairs),
         by_place[needs],
     )
 
@@ -254,7 +254,7 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: Copies | Path) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
         ctx.way = way
         return way.spread(x)
 
@@ -266,7 +266,7 @@ class _Spread(torch.autograd.Function):
 
 class _Collect(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, way: Copies | Path) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
         ctx.way = way
         return way.collect(y)
 
@@ -276,16 +276,16 @@ class _Collect(torch.autograd.Function):
         return ctx.way.spread(grad), None
 
 
-def spread(x: torch.Tensor, way: Copies | Path) -> torch.Tensor:
+def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
     """Rows to experts, differentiable: the gradient of a row is the sum over its copies. Keeps indices alone."""
     out: torch.Tensor = _Spread.apply(x, way)  # type: ignore[no-untyped-call]
     return out
 
 
-def collect(y: torch.Tensor, way: Copies | Path) -> torch.Tensor:
+def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
     """Results to tokens, differentiable: the gradient of a copy is that of its row. Keeps indices alone."""
     out: torch.Tensor = _Collect.apply(y, way)  # type: ignore[no-untyped-call]
     return out
 
 
-__all__ = ["Copies", "NodeGroups", "Path", "Route", "collect", "padded_map", "ranks_per_node", "route_of", "spread"]
+__all__ = ["RowCopies", "NodeGroups", "Path", "Route", "collect", "padded_map", "ranks_per_node", "route_of", "spread"]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from mindspeed_lite.ops.permute import rows as row_ids
 from mindspeed_lite.parallel.expert import hierarchy
-from mindspeed_lite.parallel.expert.hierarchy import Copies, NodeGroups, padded_map, ranks_per_node
+from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, RowCopies, padded_map, ranks_per_node
 from mindspeed_lite.parallel.expert.traffic import expected_copies, pairs_to, rows_to
 from tests.harness.expert_hierarchy import (
     HIDDEN,
@@ -54,13 +54,13 @@ def test_outputs_and_gradients_are_those_of_one_process(tmp_path, size):
 def _within_unsummed(monkeypatch):
     """A copy of a row takes the place of the sum over all."""
     monkeypatch.setattr(
-        Copies, "collect", lambda self, y: y.new_zeros(self.rows, *y.shape[1:]).index_copy_(0, self.index.long(), y)
+        RowCopies, "collect", lambda self, y: y.new_zeros(self.rows, *y.shape[1:]).index_copy_(0, self.index.long(), y)
     )
 
 
 def _probs_without_gradient(monkeypatch):
-    own = Copies.collect
-    monkeypatch.setattr(Copies, "collect", lambda self, y: own(self, y) * (y.dim() > 1))
+    own = RowCopies.collect
+    monkeypatch.setattr(RowCopies, "collect", lambda self, y: own(self, y) * (y.dim() > 1))
 
 
 def _other_experts(monkeypatch):
@@ -216,4 +216,4 @@ def test_row_ids_of_copies():
     assert parts.pair.tolist() == [2, 0, 2, 3] and parts.order.tolist() == [1, 0, 2, 3]
     assert parts.offsets.tolist() == [0, 1, 1, 3, 4, 4]
     y = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
-    assert Copies(index, 5).collect(y).flatten().tolist() == [2, 0, 5, 8, 0]
+    assert RowCopies(index, 5).collect(y).flatten().tolist() == [2, 0, 5, 8, 0]

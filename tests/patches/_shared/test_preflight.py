@@ -44,6 +44,8 @@ def test_what_megatron_may_go_on_with(data, monkeypatch, arguments):
             {"context_parallel_size": 4, "tensor_model_parallel_size": 2, "world_size": 12},
             r"--tensor-model-parallel-size 2 --context-parallel-size 4: needs 8 processes, .* has 12\. .*per-node 8",
         ),
+        ({"context_parallel_size": 0, "world_size": 2}, r"--context-parallel-size 0: must be at least 1\."),
+        ({"tensor_model_parallel_size": -1}, r"--tensor-model-parallel-size -1: must be at least 1\."),
     ],
 )
 def test_what_it_would_end_in_a_traceback_with(data, monkeypatch, arguments, text):

@@ -1,0 +1,176 @@
+"""Records what autograd saves in each layer for its backward pass: sizes, lifetimes, and what computing it again costs.
+
+While it records, every layer runs without a graph and again for its backward pass, so a training that fits at all can
+be recorded. What a layer would keep is what is saved in that second run. A storage belongs to the parts of the layer
+that saved it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .saved_tensors import Tracker
+
+# The parts of a layer, in the order in which they run, and the layer as a whole.
+INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
+LAYER = "layer"
+
+
+@dataclass
+class SavedStorage:
+    """A storage that a layer saves.
+
+    Attributes:
+        parts: those of the layer that saved it; "" for the layer itself. None for an input that only a part which
+            runs again would keep.
+        enters: the norm or activation that it is the input of, or "".
+        leaves: the norm or activation that it is the output of, or "".
+    """
+
+    bytes: int
+    parts: set[str] = field(default_factory=set)
+    enters: str = ""
+    leaves: str = ""
+
+
+@dataclass
+class LayerRecord:
+    """What one layer saves in one micro-batch, and the seconds that its parts take in a forward pass."""
+
+    storages: list[SavedStorage] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(each.bytes for each in self.storages if each.parts)
+
+    def cost(self, part: str) -> float:
+        """Seconds of a part in one micro-batch, the median; 0 where it did not run."""
+        found = self.seconds.get(part)
+        return statistics.median(found) if found else 0.0
+
+
+# A layer whose backward pass runs (-1: none), and for how many micro-batches each layer is kept then.
+Moment = tuple[int, tuple[int, ...]]
+
+
+class LayerRecorder(Tracker):
+    """Records `count` layers within its `with` block.
+
+    Attributes:
+        layers: by their number. moments: the most bytes that were saved outside of layers, by moment.
+    """
+
+    def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
+        super().__init__(is_excluded)
+        self.layers = [LayerRecord() for _ in range(count)]
+        self.moments: dict[Moment, int] = {}
+        self._synchronize = synchronize
+        self._kept = [0] * count
+        #: Whether a layer runs, and the number of that which runs again.
+        self._is_inside, self._again = False, -1
+        #: Keys of storages that layers saved; what is alive and not among them is outside.
+        self._of_layers: set[int] = set()
+        self._saved: dict[int, SavedStorage] = {}
+        self._ends: dict[int, tuple[str, str]] = {}
+        self._given: set[int] = set()
+        self._parts: list[tuple[str, float]] = []
+        self._sums: dict[str, float] = {}
+        #: Tensors that are looked at, so that no other takes their keys meanwhile.
+        self._held: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def forward(self, layer: int) -> Iterator[None]:
+        """Around a layer's first run, which saves its input alone."""
+        self._kept[layer] += 1
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
+
+    @contextlib.contextmanager
+    def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Around its second run, on `hidden`; `given` is what it gets besides, which is not its own."""
+        self._look(layer)
+        self._kept[layer] -= 1
+        self._saved, self._ends, self._parts, self._sums, self._held = {}, {}, [], {}, []
+        self._given = {each.untyped_storage()._cdata for each in given}
+        self._is_inside, self._again = True, layer
+        try:
+            self._mark(INPUT_NORM, hidden, is_input=True)
+            self.enter(LAYER)
+            yield
+            self.leave(LAYER)
+        finally:
+            self._is_inside, self._again = False, -1
+        self._finish(layer)
+        self._held = []
+
+    def _finish(self, layer: int) -> None:
+        record = self.layers[layer]
+        for part, seconds in self._sums.items():
+            record.seconds.setdefault(part, []).append(seconds)
+        for key, saved in self._saved.items():
+            saved.enters, saved.leaves = self._ends.get(key, ("", ""))
+        found = LayerRecord(list(self._saved.values()), record.seconds)
+        # The largest of several micro-batches: a router does not spread tokens alike.
+        if found.bytes >= record.bytes:
+            self.layers[layer] = found
+
+    def enter(self, part: str, entered: torch.Tensor | None = None) -> None:
+        """A part of the layer that runs again begins, on a tensor that is looked for."""
+        if self._again >= 0:
+            self._mark(part, entered, is_input=True)
+            self._parts.append((part, self._now()))
+
+    def leave(self, part: str, left: torch.Tensor | None = None) -> None:
+        """It ends, with an output that is looked for."""
+        if self._again >= 0 and self._parts and self._parts[-1][0] == part:
+            _, began = self._parts.pop()
+            self._sums[part] = self._sums.get(part, 0.0) + self._now() - began
+            self._mark(part, left, is_input=False)
+
+    def _mark(self, part: str, tensor: torch.Tensor | None, is_input: bool) -> None:
+        if tensor is not None:
+            key = tensor.untyped_storage()._cdata
+            enters, leaves = self._ends.get(key, ("", ""))
+            self._ends[key] = (enters or part, leaves) if is_input else (enters, leaves or part)
+            self._held.append(tensor)
+            if is_input:
+                self._saved.setdefault(key, SavedStorage(tensor.untyped_storage().nbytes()))
+
+    def _now(self) -> float:
+        self._synchronize()
+        return time.perf_counter()
+
+    def _look(self, layer: int) -> None:
+        outside = sum(each.storage.nbytes() for key, each in self._live.items() if key not in self._of_layers)
+        moment = (layer, tuple(self._kept))
+        self.moments[moment] = max(outside, self.moments.get(moment, 0))
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        packed = super()._pack(tensor)
+        if packed is tensor:
+            return packed
+        key = tensor.untyped_storage()._cdata
+        if not self._is_inside:
+            self._look(-1)
+        elif key not in self._given:
+            self._of_layers.add(key)
+            if self._again >= 0:
+                saved = self._saved.setdefault(key, SavedStorage(tensor.untyped_storage().nbytes()))
+                saved.parts.add(self._parts[-1][0] if self._parts[-1][0] != LAYER else "")
+        return packed
+
+    def _released(self, key: int) -> None:
+        super()._released(key)
+        if key not in self._live:
+            self._of_layers.discard(key)

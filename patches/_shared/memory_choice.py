@@ -1,0 +1,219 @@
+"""The steps of `--adaptive-memory`: record, choose for all ranks of a pipeline stage, run, measure, keep.
+
+Ranks of one stage run the same collectives in a layer that runs again, so they choose alike. Rank 0 solves for every
+stage; records, moments and measurements are the largest of a stage's ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_lite import _version
+from mindspeed_lite.engine import OptionError, Session
+from mindspeed_lite.memory.layer_records import LAYER, LayerRecord, LayerRecorder, Moment
+from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, choose, gib, merged, peak, ways
+from mindspeed_lite.memory.recompute_table import table
+from mindspeed_lite.memory.saved_tensors import Tracker
+from mindspeed_lite.platform import cache
+
+from .recomputed_layers import RecomputedLayer
+
+# The first step of a process is slower than the others, so its times are left out where there is a second one.
+RECORD_STEPS = 2
+# How often a choice that turned out too large is made again with less.
+MAX_CHECKS = 3
+
+Told = tuple[list[frozenset[str]], list[LayerRecord], dict[Moment, int]]
+
+
+class MemoryChoice:
+    """What one process keeps of a session's layers."""
+
+    def __init__(self, session: Session, budget: int, explains: bool) -> None:
+        self._session, self._budget, self._explains = session, budget, explains
+        self._layers: list[RecomputedLayer] = []
+        self._steps, self._checks, self._is_done = 0, 0, False
+        self._told: dict[int, Told] = {}
+        self._budgets: dict[int, int] = {}
+        self._synchronize = functools.partial(_synchronize, session.context.device)
+
+    def add(self, layer: Any) -> None:
+        """One more layer of this rank."""
+        self._layers.append(RecomputedLayer(len(self._layers), layer, self._session))
+
+    def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Run the forward and backward passes of a step, recorded or measured while there is something to learn."""
+        if self._is_done or given.get("forward_only", False):
+            return original(**given)
+        if self._steps == 0 and self._take_kept(given):
+            self._steps = RECORD_STEPS
+        if self._steps < RECORD_STEPS:
+            return self._recorded(original, given)
+        tracker = Tracker(_excluded(given))
+        with tracker:
+            result = original(**given)
+        self._check(tracker.peak, given)
+        return result
+
+    def _recorded(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        recorder = LayerRecorder(len(self._layers), _excluded(given), self._synchronize)
+        with contextlib.ExitStack() as stack:
+            for layer in self._layers:
+                stack.enter_context(layer.recorded(recorder))
+            stack.enter_context(recorder)
+            result = original(**given)
+        self._steps = RECORD_STEPS if self._explains else self._steps + 1
+        if self._steps == RECORD_STEPS:
+            told = ([layer.can for layer in self._layers], recorder.layers, recorder.moments)
+            self._told = {stage: merged(each) for stage, each in _by_stage(told).items()}
+            self._budgets = dict.fromkeys(self._told, self._budget)
+            self._solve(given)
+            if self._explains:
+                sys.exit(0)
+        return result
+
+    def _solve(self, given: dict[str, Any]) -> None:
+        """Choose for every stage on rank 0, print, and run like that from the next step on."""
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [{stage: self._chosen(stage) for stage in sorted(self._told)}]
+            except BudgetError as error:
+                answer = [str(error)]
+        dist.broadcast_object_list(answer, 0)
+        if isinstance(answer[0], str):
+            raise OptionError(f"{self._session.feature}: {answer[0]}{_what_reaches_it(given)}")
+        self._apply(answer[0])
+        for stage, choice in answer[0].items():
+            can, records, moments = self._told[stage]
+            whole = peak(
+                [next(w for w in ways(*each) if not w.again) for each in zip(records, can, strict=True)], moments
+            )
+            self._session.log_decision(table(choice, whole, self._budget, stage, len(answer[0])))
+
+    def _chosen(self, stage: int) -> LayerChoice:
+        can, records, moments = self._told[stage]
+        options = [ways(record, parts) for record, parts in zip(records, can, strict=True)]
+        try:
+            return choose(options, moments, self._budgets[stage])
+        except BudgetError as error:
+            raise BudgetError(error.least, self._budgets[stage], stage) from None
+
+    def _apply(self, choices: dict[int, LayerChoice]) -> None:
+        for layer, way in zip(self._layers, choices[_stage()].ways, strict=True):
+            layer.run_again(way.again)
+
+    def _check(self, measured: int, given: dict[str, Any]) -> None:
+        """Compare with what was measured; choose again where it is above the budget."""
+        self._checks += 1
+        found = {stage: max(each) for stage, each in _by_stage(measured).items()}
+        shown = ", ".join(
+            f"{gib(size)}{f' on stage {stage}' if len(found) > 1 else ''}" for stage, size in found.items()
+        )
+        self._session.log_decision(f"{self._session.feature}: measured {shown}; the budget is {gib(self._budget)}")
+        above = {stage: size - self._budget for stage, size in found.items() if size > self._budget}
+        self._is_done = not above or self._checks == MAX_CHECKS
+        if above and not self._told:
+            # What an earlier run has kept does not fit any more: record again.
+            self._steps, self._is_done, self._checks = 0, False, MAX_CHECKS - 1
+            for layer in self._layers:
+                layer.run_again(frozenset({LAYER}))
+        elif above and not self._is_done:
+            for stage, size in above.items():
+                self._budgets[stage] -= size
+            self._solve(given)
+        elif not above:
+            self._keep(given)
+
+    def _take_kept(self, given: dict[str, Any]) -> bool:
+        """Run as an earlier run of the same training chose; False where none did."""
+        found: list[Any] = [None]
+        key = self._key(given)
+        if dist.get_rank() == 0 and not self._explains:
+            with contextlib.suppress(OSError, ValueError, LookupError, cache.NoCache):
+                found = [json.loads((cache.folder() / f"memory-{key}.json").read_text())["stages"]]
+        dist.broadcast_object_list(found, 0)
+        mine = (found[0] or {}).get(str(_stage()), [])
+        fits = len(mine) == len(self._layers) and all(
+            set(parts) <= layer.can for parts, layer in zip(mine, self._layers, strict=False)
+        )
+        if not all(all(each) for each in _by_stage(fits).values()):
+            return False
+        for layer, parts in zip(self._layers, mine, strict=True):
+            layer.run_again(frozenset(parts))
+        self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose (memory-{key}.json)")
+        return True
+
+    def _keep(self, given: dict[str, Any]) -> None:
+        key, stages = self._key(given), _by_stage([sorted(layer.again) for layer in self._layers])
+        if dist.get_rank() == 0 and self._told:
+            try:
+                text = json.dumps({"stages": {stage: each[0] for stage, each in stages.items()}}, indent=1)
+                (cache.folder() / f"memory-{key}.json").write_text(text)
+            except (OSError, cache.NoCache) as error:
+                self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
+
+    def _key(self, given: dict[str, Any]) -> str:
+        """Of everything that decides what is saved."""
+        from megatron.core import package_info, parallel_state
+        from megatron.core.utils import get_model_config
+
+        config = get_model_config(_models(given)[0])
+        told = {name: value for name, value in vars(config).items() if isinstance(value, (int, float, str, bool))}
+        told |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
+        told |= {"budget": self._budget, "world": dist.get_world_size(), "torch": torch.__version__}
+        told |= {"megatron": package_info.__version__, "lite": _version.__version__}
+        told |= {"vocabulary": sum(each.numel() for model in _models(given) for each in model.parameters())}
+        told |= {"flags": dict(self._session.settings)}
+        told |= {"data": parallel_state.get_data_parallel_world_size()}
+        keys = [None] * dist.get_world_size()
+        dist.all_gather_object(keys, hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest())
+        return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
+
+
+def _models(given: dict[str, Any]) -> list[Any]:
+    return list(given["model"]) if isinstance(given["model"], (list, tuple)) else [given["model"]]
+
+
+def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
+    """Whether an address is that of weights, which autograd saves too."""
+    parameters = [each for model in _models(given) for each in model.parameters()]
+    return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
+
+
+def _synchronize(device: str) -> None:
+    if device != "cpu":
+        getattr(torch, device).synchronize()
+
+
+def _stage() -> int:
+    from megatron.core import parallel_state
+
+    return int(parallel_state.get_pipeline_model_parallel_rank())
+
+
+def _by_stage(mine: Any) -> dict[int, list[Any]]:
+    """What every rank has, by its pipeline stage."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (_stage(), mine))
+    stages: dict[int, list[Any]] = {}
+    for stage, each in found:
+        stages.setdefault(stage, []).append(each)
+    return stages
+
+
+def _what_reaches_it(given: dict[str, Any]) -> str:
+    more = f"--micro-batch-size below {given['micro_batch_size']}, " if given["micro_batch_size"] > 1 else ""
+    return (
+        f": raise --memory-budget to that, or take {more}a larger --tensor-model-parallel-size with "
+        "--sequence-parallel, or a larger --context-parallel-size"
+    )

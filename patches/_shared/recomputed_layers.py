@@ -1,0 +1,167 @@
+"""Runs chosen parts of a transformer layer again in the backward pass, and lets a recorder look on.
+
+What runs again may be changed from one step to the next. Norms and the activation are released by the machinery of
+`--recompute-norm` and `--recompute-activation-function`; attention, MLP or experts, and a whole layer run in Megatron's
+own `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mindspeed_lite.engine import Session
+from mindspeed_lite.memory.layer_records import (
+    ACTIVATION,
+    ATTENTION,
+    INPUT_NORM,
+    LAYER,
+    MLP,
+    MLP_NORM,
+    LayerRecorder,
+)
+
+from .. import recompute_activation_function, recompute_norm
+
+_NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
+_CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
+#: Module -> its layer here, and which part it is.
+_PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] = weakref.WeakKeyDictionary()
+
+
+class RecomputedLayer:
+    """A transformer layer, of which parts are to run again.
+
+    Attributes:
+        can: the parts that may. again: those that do; the whole layer at first, which takes least memory.
+        recorder: what looks on, or None.
+    """
+
+    def __init__(self, number: int, layer: Any, session: Session) -> None:
+        self.number = number
+        self.again: frozenset[str] = frozenset({LAYER})
+        self.recorder: LayerRecorder | None = None
+        self._layer, self._session = weakref.ref(layer), session
+        # Which norms and activations can be given up is those features' own judgement.
+        recompute_norm.prepare(layer, session)
+        recompute_activation_function.prepare(layer, session)
+        norms = {part for part, name in _NORMS.items() if getattr(layer, f"recompute_{name}")}
+        acts = {ACTIVATION} if self._activations() else set()
+        modules = {part: getattr(layer, name) for part, name in _CHECKPOINTED.items()}
+        parts = {part for part, module in modules.items() if any(True for _ in module.parameters())}
+        self.can = frozenset(norms | acts | parts | {LAYER})
+        for part, module in [(LAYER, layer), *((part, modules[part]) for part in sorted(parts))]:
+            _PARTS[module] = (self, part)
+            session.mark(module, "forward", functools.partial(_forward, module))
+        self.run_again(self.again)
+
+    def _activations(self) -> list[Any]:
+        layer = self._layer()
+        name = recompute_activation_function.CHOSEN
+        return [] if layer is None else [each for each in layer.mlp.modules() if name in vars(each)]
+
+    def run_again(self, parts: frozenset[str]) -> None:
+        """From now on these parts run again."""
+        layer = self._layer()
+        if layer is None:
+            return
+        self.again = parts
+        for part, name in _NORMS.items():
+            if part in self.can:
+                self._session.mark(layer, f"recompute_{name}", part in parts)
+        for module in self._activations():
+            self._session.mark(module, recompute_activation_function.CHOSEN, ACTIVATION in parts)
+
+    def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a part's own forward pass, now or again later too."""
+        if part not in self.again:
+            return forward(*args, **kwargs)
+        recorder = self.recorder if part == LAYER else None
+        if recorder is None:
+            return _checkpointed(forward, args, kwargs, None)
+        with recorder.forward(self.number):
+            return _checkpointed(forward, args, kwargs, functools.partial(recorder.again, self.number))
+
+    @contextlib.contextmanager
+    def recorded(self, recorder: LayerRecorder) -> Iterator[None]:
+        """Let a recorder see the parts of this layer."""
+        layer = self._layer()
+        handles = [] if layer is None else [*_watched(layer, self._activations(), recorder)]
+        self.recorder = recorder
+        try:
+            yield
+        finally:
+            self.recorder = None
+            for handle in handles:
+                handle.remove()
+
+
+def _watched(layer: Any, activations: Sequence[Any], recorder: LayerRecorder) -> Iterator[Any]:
+    for part, name in {**_NORMS, **_CHECKPOINTED}.items():
+        module, looks = getattr(layer, name), part in _NORMS
+        yield module.register_forward_pre_hook(
+            lambda _, args, part=part, looks=looks: recorder.enter(part, args[0] if looks else None)
+        )
+        yield module.register_forward_hook(
+            lambda _, args, out, part=part, looks=looks: recorder.leave(part, out if looks else None)
+        )
+    for mlp in activations:
+        yield mlp.linear_fc1.register_forward_hook(
+            lambda _, args, out: recorder.enter(ACTIVATION, out[0]) if args else None
+        )
+        # Experts in a grouped product run these hooks without any rows.
+        yield mlp.linear_fc2.register_forward_pre_hook(
+            lambda _, args: recorder.leave(ACTIVATION, args[0]) if args else None
+        )
+
+
+def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """In the place of a module's forward; a copy of the module has no layer here and runs as it is."""
+    forward = functools.partial(type(module).forward, module)
+    layer, part = _PARTS.get(module, (None, ""))
+    if layer is None or not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return layer.run(part, forward, args, kwargs)
+
+
+def _checkpointed(
+    forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Callable[..., Any] | None
+) -> Any:
+    """Call `forward` and keep its inputs alone; what it returns besides its first output needs no gradient from here.
+
+    A bias that a module returns is a parameter, whose gradient is its own.
+    """
+    from megatron.core import tensor_parallel
+
+    given: list[Any] = [*args, *kwargs.values()]
+    places = [place for place, each in enumerate(given) if isinstance(each, torch.Tensor) and each.requires_grad]
+    if not places:
+        return forward(*args, **kwargs)
+    differentiable = [given[place] for place in places]
+    for place in places:
+        given[place] = None
+    others = [each for each in given if isinstance(each, torch.Tensor)]
+    rest: list[Any] = []
+    is_tuple = False
+
+    def function(*tensors: torch.Tensor) -> Any:
+        nonlocal is_tuple
+        values = list(given)
+        for place, tensor in zip(places, tensors, strict=True):
+            values[place] = tensor
+        is_again = torch.is_grad_enabled()
+        with around_again(tensors[0], others) if is_again and around_again else contextlib.nullcontext():
+            output = forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
+        is_tuple = isinstance(output, tuple)
+        first, *more = output if is_tuple else (output,)
+        if not is_again:
+            rest.extend(more)
+        return first
+
+    first = tensor_parallel.checkpoint(function, False, *differentiable)
+    return (first, *rest) if is_tuple else first

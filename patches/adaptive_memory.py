@@ -1,0 +1,129 @@
+"""`--adaptive-memory`: what each layer keeps and what it computes again is chosen within a budget.
+
+In the first steps every layer runs again in the backward pass, which takes least memory, and that second run is
+recorded: what each part saves, in which layer, for how long, and its time. Then the least time within the budget is
+solved for, for each pipeline rank: norms, activation functions, attention, MLPs or experts, and whole layers, each kept
+or computed again. The next step runs like that, and its memory is measured. Rank 0 prints the choice as a table and
+keeps it for the next run of the same training. `--mindspeed-lite-explain-memory` prints it and ends before any weight
+has changed.
+
+Reaches `get_forward_backward_func`, which every training loop calls for a step, and each layer where it is built.
+Leaves evaluation and everything outside of transformer layers alone. Limitations: the local implementation; nothing is
+moved to the host; experts in a grouped product are computed again as a whole only.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
+from mindspeed_lite.platform.megatron import CONFIG
+
+from . import recompute_activation_function, recompute_norm
+from ._shared import recompute
+from ._shared.memory_choice import MemoryChoice
+
+NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
+
+
+def _state(session: Session) -> MemoryChoice:
+    settings = session.settings
+    return session.state(NAME, lambda: MemoryChoice(session, int(settings[BUDGET] * 2**30), bool(settings[EXPLAIN])))
+
+
+def _prepare(layer: Any, session: Session, turn: int | None) -> None:
+    if recompute.can_release(NAME, layer.config, session):
+        _state(session).add(layer)
+
+
+def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
+        original = wrapped(*args, **kwargs)
+
+        @functools.wraps(original)
+        def forward_backward(**given: Any) -> Any:
+            # A training loop may hold this function, whatever becomes of the session.
+            state = session.find(NAME)
+            return original(**given) if state is None else state.step(original, given)
+
+        return forward_backward
+
+    return get_forward_backward_func
+
+
+def _enabled(settings: Settings) -> bool:
+    return bool(settings.get(NAME) or settings.get(EXPLAIN))
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if not _enabled(context.settings):
+        return []
+    budget = context.settings.get(BUDGET)
+    if budget is None or not 0 < budget < float("inf"):
+        raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
+    if importlib.util.find_spec("scipy") is None:
+        raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
+    reasons = []
+    if context.arg("transformer_impl", "local") == "transformer_engine":
+        reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
+    return reasons
+
+
+_CHOSEN_HERE = "it is chosen here, layer by layer: leave its flag out"
+
+FEATURE = Feature(
+    name=NAME,
+    summary="what layers keep and what they compute again, chosen within a budget of memory",
+    options=(
+        Option("--adaptive-memory", help="Choose what each layer keeps and what it computes again within a budget."),
+        Option(
+            "--memory-budget",
+            help="Memory that the activations of a rank may take, for --adaptive-memory.",
+            default=None,
+            type=float,
+            metavar="GIB",
+        ),
+        Option("--mindspeed-lite-explain-memory", help="Print what --adaptive-memory chooses, and end."),
+    ),
+    enabled=_enabled,
+    numerics="bitwise",
+    theme="memory",
+    memory="not predicted: it is within the budget, and is measured after the choice",
+    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
+    condition=_why_not,
+    conflicting_args={
+        "recompute_granularity": "--recompute-granularity says what is computed again: leave it out",
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
+        "delay_wgrad_compute": "--delay-wgrad-compute keeps inputs until its weight gradients run",
+        **recompute.CONFLICTING_ARGS,
+    },
+    conflicts=(
+        Relation("recompute_activation_function", _CHOSEN_HERE),
+        Relation("recompute_norm", _CHOSEN_HERE),
+        Relation("moe_zero_memory", "it gives up what is chosen here: leave its flag out"),
+        Relation("swap_attention", "it moves what is chosen here: leave its flag out"),
+        Relation("balanced_moe_experts", "its copies of experts have not been trained with it"),
+        Relation("pipeline_schedule", "its orders may delay weight gradients, which keeps their inputs"),
+    ),
+    not_auto=recompute.NOT_AUTO,
+    patches=(
+        recompute.in_layers(
+            _prepare,
+            (
+                "mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm",
+                "recompute_pre_mlp_layernorm", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap",
+            ),
+        ),
+        Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
+        Override(
+            recompute_norm.CHECKPOINT, recompute_norm.no_sign_of_fp8, absent_in="<0.13"
+        ),
+        Override(
+            "megatron.core.transformer.mlp:MLP.forward", recompute_activation_function.recomputing_forward,
+            by_name=True, reads=("linear_fc1", "linear_fc2"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""The steps of `--adaptive-memory`: recorded, chosen, measured, chosen again, kept for the next run; or explained."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+import mindspeed_lite
+from mindspeed_lite import platform
+from mindspeed_lite.engine import OptionError
+from tests.harness.process_groups import start
+from tests.harness.processes import forked
+
+pytest.importorskip("scipy")
+MIB = 2.0**-10
+LOW = 0.5
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return str(tmp_path)
+
+
+def training(**flags):
+    """A model in a session of its own, which the caller ends."""
+    import torch.distributed
+
+    from tests.harness import core_loop
+
+    platform.activate()
+    if not torch.distributed.is_initialized():
+        start()
+    mindspeed_lite.enable(**flags)
+    return core_loop.Training({"layers": 4})
+
+
+def on(budget, **flags):
+    return training(adaptive_memory=True, memory_budget=budget * MIB, **flags)
+
+
+def measured():
+    """MiB of each step that was measured."""
+    found = [re.search(r"measured (\S+) MiB; the budget is", each) for each in mindspeed_lite.report().notices]
+    return [float(each.group(1)) for each in found if each]
+
+
+def losses(trained, steps=5):
+    return [each for _ in range(steps) for each in trained.step()]
+
+
+def kept_in(folder):
+    """Let choices of this process be kept there and nowhere else."""
+    import os
+    import pathlib
+
+    from mindspeed_lite.platform import cache
+
+    os.environ[cache.CACHE_VARIABLE] = str(folder)
+    cache.folder.cache_clear()
+    return lambda: list(pathlib.Path(folder).glob("memory-*.json"))
+
+
+@forked("megatron")
+def test_a_training_within_the_budget_is_the_same(folder):
+    files = kept_in(folder)
+    off = losses(training())
+    mindspeed_lite.disable()
+    trained = on(LOW)
+    assert not files()
+    assert losses(trained) == off
+    assert len(measured()) == 1 and measured()[0] <= LOW * 1.03
+    (table,) = [each for each in mindspeed_lite.report().notices if "computed again" in each]
+    assert "the budget is 0.50 MiB" in table and ("proven" in table or "above the least" in table)
+    assert len(files()) == 1
+    mindspeed_lite.disable()
+    # The next run of the same training begins with what was chosen, and one with another budget does not.
+    again = on(LOW)
+    assert losses(again) == off and len(measured()) == 1
+    assert any("as an earlier run chose" in each for each in mindspeed_lite.report().notices)
+    mindspeed_lite.disable()
+    other = on(0.7)
+    assert losses(other) == off and len(files()) == 2
+    assert not any("as an earlier run chose" in each for each in mindspeed_lite.report().notices)
+    mindspeed_lite.disable()
+    # What cannot be read is recorded anew.
+    for file in files():
+        file.write_text("{")
+    assert losses(on(LOW)) == off and measured()[0] <= LOW * 1.03
+
+
+@forked("megatron")
+def test_a_choice_that_takes_more_than_foreseen_is_made_again_with_less(folder):
+    from mindspeed_lite.patches._shared import memory_choice
+
+    kept_in(folder)
+    trained = on(LOW)
+    more = [200_000, 0, 0]
+
+    class Larger(memory_choice.Tracker):
+        def __exit__(self, *given):
+            super().__exit__(*given)
+            self.peak += more.pop(0)
+
+    memory_choice.Tracker = Larger
+    off = losses(trained)
+    assert len(measured()) == 2 and measured()[0] > LOW >= measured()[1] + 0.15
+    mindspeed_lite.disable()
+    assert losses(training()) == off
+
+
+@forked("megatron")
+def test_a_budget_that_cannot_be_met_says_the_least(folder):
+    kept_in(folder)
+    trained = on(0.05)
+    trained.step()
+    with pytest.raises(OptionError, match=r"within 0.05 MiB: the least possible is 0.\d+ MiB.*raise --memory-budget"):
+        trained.step()
+
+
+@forked("megatron")
+def test_explained_it_ends_before_a_weight_has_changed(folder):
+    import torch
+
+    kept_in(folder)
+    trained = on(LOW, mindspeed_lite_explain_memory=True)
+    before = [each.detach().clone() for each in trained.models[0].parameters()]
+    with pytest.raises(SystemExit) as end:
+        trained.step()
+    assert end.value.code == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, trained.models[0].parameters(), strict=True))
+    assert any("computed again" in each for each in mindspeed_lite.report().notices)
+
+
+@forked("megatron")
+def test_evaluation_is_left_alone(folder):
+    kept_in(folder)
+    trained = on(LOW)
+    trained.evaluate()
+    losses(trained)
+    assert len(measured()) == 1
+    trained.evaluate()
