@@ -25,7 +25,7 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
 from mindspeed_lite.parallel.balance import payoff, placement
-from mindspeed_lite.parallel.balance.copies import Copies, CopyPlan, PendingGradients
+from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients
 from mindspeed_lite.parallel.balance.replicas import SentTokens, hot_experts
 from mindspeed_lite.parallel.balance.slots import Slots, gather_counts
 from mindspeed_lite.platform.megatron import CONFIG
@@ -57,7 +57,7 @@ class _State:
         # Dispatchers as Megatron built them.
         self.built: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         # Copies that experts compute with at their next call.
-        self.copies: weakref.WeakKeyDictionary[Any, Copies] = weakref.WeakKeyDictionary()
+        self.copies: weakref.WeakKeyDictionary[Any, ExpertCopies] = weakref.WeakKeyDictionary()
         self.pending = PendingGradients()
         self.break_even: dict[tuple[int, ...], float] = {}
         session.on_end(self.end)
@@ -167,7 +167,7 @@ def _sizes(dispatcher: Any, built: dict[str, Any], slots: Slots) -> dict[str, An
     }
 
 
-def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> Copies:
+def _copy(state: _State, dispatcher: Any, experts: Any, slots: Slots) -> ExpertCopies:
     rank, first = dispatcher.ep_group.rank(), dispatcher.ep_group.rank() * slots.local
     like = [*experts.local_experts[0].parameters()]
     plan = CopyPlan(

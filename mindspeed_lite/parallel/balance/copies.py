@@ -76,7 +76,7 @@ class CopyPlan(NamedTuple):
     def gradient_dtype(self) -> torch.dtype:
         return torch.promote_types(self.like[0].dtype, torch.float32)
 
-    def make(self, own: Sequence[Parameters | None]) -> Copies:
+    def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
         """Begin to send copies.
 
         Args:
@@ -92,7 +92,7 @@ class CopyPlan(NamedTuple):
         if gradients is not None:
             for tensor, main_grad in zip(tensors, self.parts(gradients), strict=True):
                 tensor.main_grad = main_grad
-        return Copies(tensors, len(self.like), works)
+        return ExpertCopies(tensors, len(self.like), works)
 
     def parts(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Views of `flat` [experts, elements] in the parameters' shapes, expert by expert."""
@@ -115,7 +115,7 @@ class CopyPlan(NamedTuple):
         return found
 
 
-class Copies:
+class ExpertCopies:
     """The copies of one plan."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], each: int, works: Sequence[Any]) -> None:
@@ -186,4 +186,4 @@ class _Copy(torch.autograd.Function):
         return (*(None,) * 6, *(found.to(parameter.dtype) for parameter, found in mine))
 
 
-__all__ = ["Copies", "CopyPlan", "PendingGradients"]
+__all__ = ["ExpertCopies", "CopyPlan", "PendingGradients"]

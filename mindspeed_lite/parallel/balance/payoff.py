@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 
-class Costs(NamedTuple):
+class CopyCosts(NamedTuple):
     """Seconds of one copy, of one row's products in both passes, and of one row's four messages."""
 
     copy: float
@@ -30,7 +30,7 @@ class Costs(NamedTuple):
 
 @torch.no_grad()
 def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup,
-            repeats: int = 3) -> Costs:  # fmt: skip
+            repeats: int = 3) -> CopyCosts:  # fmt: skip
     """Time them, all ranks together; the slowest rank's times hold for all.
 
     Args:
@@ -64,7 +64,7 @@ def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.Process
     # The backward pass has two products for each of the forward pass.
     found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)
-    return Costs(*found.tolist())
+    return CopyCosts(*found.tolist())
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -80,4 +80,4 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-__all__ = ["Costs", "measure"]
+__all__ = ["CopyCosts", "measure"]
