@@ -59,7 +59,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--enable-recompute-layers-per-pp-rank",
-            help="--recompute-num-layers counts the layers of a pipeline rank, divided over its virtual stages.",
+            help="The number of recomputed layers counts for a pipeline rank, divided over its virtual stages.",
         ),
     ),
     numerics="bitwise",
@@ -76,7 +76,12 @@ FEATURE = Feature(
         Around(
             "megatron.core.transformer.transformer_block:TransformerBlock.__init__",
             _init,
-            reads=("config", f"{CONFIG}.recompute_num_layers", f"{CONFIG}.virtual_pipeline_model_parallel_size"),
+            reads=(
+                "config",
+                f"{CONFIG}.recompute_method",
+                f"{CONFIG}.recompute_num_layers",
+                f"{CONFIG}.virtual_pipeline_model_parallel_size",
+            ),
         ),
     ),
 )
