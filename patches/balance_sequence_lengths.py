@@ -154,7 +154,7 @@ FEATURE = Feature(
         **{flag[2:].replace("-", "_"): f"{flag} changes how many samples a step has" for flag in _CHANGING},
     },
     not_auto="it changes which rank trains on which micro-batch: enable it explicitly with its flag",
-    unsupported={"<0.19": "before Megatron 0.19 its data sets do not tell attention where documents end"},
+    unsupported={"<0.19": "before Megatron 0.19 data sets do not give attention the ends of documents"},
     patches=(
         Override(
             "megatron.training.datasets.data_samplers:build_pretraining_data_loader",

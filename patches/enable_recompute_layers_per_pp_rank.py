@@ -64,7 +64,7 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    unsupported={"<0.14": "before Megatron 0.14 a block is not told its virtual stage"},
+    unsupported={"<0.14": "before Megatron 0.14 a block does not know its virtual stage"},
     condition=_why_not,
     conflicts=tuple(
         Relation(name, "it passes over as many layers of each virtual stage")

@@ -86,13 +86,14 @@ def _call(command: str, arguments: Sequence[str]) -> int:
 
 
 def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
     lines = [
         f"usage: {PROGRAM} COMMAND ...",
         "",
         "A non-invasive accelerator for Megatron-LM: one import line, features by flag.",
         "",
         "commands:",
-        *(f"  {name:11}{summary}" for name, summary in COMMANDS.items()),
+        *(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items()),
         "",
         "options:",
         "  --version   print the version",
