@@ -63,7 +63,10 @@ def test_when_it_is_skipped(settings, args, text):
     ("settings", "text"),
     [
         ({"pipeline_schedule_trace": "folder"}, "name it with --pipeline-schedule"),
-        ({"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 3}, "bounds zb-auto, not 1f1b"),
+        (
+            {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 3},
+            "bounds zb-auto and --recompute-in-bubble, not 1f1b",
+        ),
         ({"pipeline_schedule": "interleaved"}, "add --num-virtual-stages"),
     ],
 )
