@@ -31,7 +31,14 @@ _LENGTH = 160
 
 
 def describe(error: BaseException) -> str | None:
-    """One line about the rank that is lost, or None for an error that is about none."""
+    """One line about the rank that is lost, or None for an error that is about none.
+
+    Raised while another error was handled, such as by a barrier in `finally`, it follows from that one, which has to be
+    seen.
+    """
+    first = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if first is not None and describe(first) is None:
+        return None
     text = str(error)
     words = text.lower()
     speaks = type(error).__name__.startswith("Dist") or any(each in words for each in _SPEAKERS)

@@ -80,8 +80,12 @@ def put(layer: Any, compute: Callable[[], None]) -> bool:
     return queue is not None
 
 
+def _order_asks(session: Session) -> bool:
+    return pipeline_orders.delays_weight_gradients(pipeline_orders.in_force(session))
+
+
 def _is_asked_for(config: Any, session: Session) -> bool:
-    return getattr(config, ARGUMENT, False) or pipeline_orders.delays_weight_gradients(session.settings)
+    return getattr(config, ARGUMENT, False) or _order_asks(session)
 
 
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
@@ -159,7 +163,7 @@ def _queued(model: Any) -> Iterator[Any]:
 
 def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, config: Any, ddp_config: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-        if pipeline_orders.delays_weight_gradients(session.settings):
+        if _order_asks(session):
             session.mark(ddp_config, ARGUMENT, True)
         elif getattr(config, ARGUMENT, False) and ddp_config.overlap_grad_reduce and not ddp_config.delay_wgrad_compute:
             session.fallback(

@@ -50,10 +50,14 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
         # A training loop holds this function, whatever becomes of the session.
         if not state.is_on:
             return original(**given)
+        settings = pipeline_orders.in_force(session)
+        if pipeline_orders.name_of(settings) is None:
+            session.fallback(NAME, "the feature whose order it would execute was skipped")
+            return original(**given)
         reasons = _reasons_to_leave(given)
         if reasons:
-            if session.settings.get(pipeline_orders.METHOD):
-                raise RuntimeError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
+            if settings.get(pipeline_orders.METHOD):
+                raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
         return execute(session, state, **given)

@@ -50,7 +50,9 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
         raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
-    if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings):
+    # Whether an order of the user's has weight gradients of its own is seen when it is made.
+    is_own = ":" in (settings.get(pipeline_orders.SCHEDULE) or "")
+    if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings) and not is_own:
         raise OptionError(
             f"{NAME}: --recompute-in-bubble: {pipeline_orders.name_of(settings)} fills the bubble with weight "
             "gradients: take 1f1b or interleaved."

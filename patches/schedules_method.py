@@ -45,6 +45,8 @@ def _is_up(vp_stage: int | None) -> bool:
 def _offset(wrapped: Callable[..., int], session: Session) -> Callable[..., int]:
     from megatron.core import parallel_state
 
+    session.state(pipeline_orders.PLACED, object)
+
     def get_transformer_layer_offset(config: Any, vp_stage: int | None = None, pp_rank: int | None = None) -> int:
         if not _is_up(vp_stage):
             return wrapped(config, vp_stage, pp_rank)

@@ -94,3 +94,26 @@ class DistNetworkError(RuntimeError):
 )
 def test_what_is_taken_for_a_lost_rank(error: Exception, is_lost: bool) -> None:
     assert (lost_rank.describe(error) is not None) == is_lost
+
+
+def _raised(before: Exception | None, is_from_none: bool = False) -> Exception:
+    """What ends a script whose `finally` calls a barrier."""
+    lost = RuntimeError("[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [::1]:24413")
+    try:
+        try:
+            if before is not None:
+                raise before
+        except Exception:
+            if is_from_none:
+                raise lost from None
+            raise lost  # noqa: B904
+        raise lost
+    except Exception as error:
+        return error
+
+
+def test_an_error_before_it_is_seen() -> None:
+    assert lost_rank.describe(_raised(KeyError("of the script"))) is None
+    for before, is_from_none in ((KeyError("of the script"), True), (DistNetworkError("failed to recv"), False)):
+        assert lost_rank.describe(_raised(before, is_from_none)) is not None
+    assert lost_rank.describe(_raised(None)) is not None

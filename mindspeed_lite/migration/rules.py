@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -166,11 +167,14 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
         f"--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not {text!r}"
     )
     try:
-        rows = json.loads(text)
-        table = [[row] if isinstance(row, int) else [int(each) for each in row] for row in rows]
+        # What is no whole number stays text.
+        rows = json.loads(_repeated(text), parse_float=str, parse_constant=str)
+        table = [row if isinstance(row, list) else [row] for row in rows]
     except (ValueError, TypeError):
         raise wanted from None
-    if not table or any(len(row) != len(table[0]) or min(row, default=-1) < 0 for row in table):
+    if not table or any(type(each) is not int for row in table for each in row):
+        raise wanted
+    if any(len(row) != len(table[0]) or min(row, default=-1) < 0 for row in table):
         raise wanted
     stages, layers = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0)
     if len(table) != stages:
@@ -182,6 +186,13 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
             raise Refusal(f"--pipeline-num-transformer-layers beside {other}. Instead: leave {other} out")
     counts = [row[chunk] for chunk in range(len(table[0])) for row in table]
     return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), "layers of each stage")
+
+
+def _repeated(text: str) -> str:
+    """MindSpeed's table with each number or row that stands before *N written N times."""
+    for each in (r"\d+", r"\[[\d\s,]*\]"):
+        text = re.sub(rf"({each})\s*\*\s*(\d{{1,3}})(?!\d)", lambda found: ",".join([found[1]] * int(found[2])), text)
+    return text
 
 
 def layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> Found | None:

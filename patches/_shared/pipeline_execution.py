@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import Session, Settings
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_program
 from mindspeed_lite.pipeline.run import Trace, run
@@ -89,7 +89,8 @@ def execute(
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     shape = PipelineShape(ranks, num_microbatches, len(models), group)
-    planned = _planned(session, state, shape, rank, forward_only, config)
+    settings = pipeline_orders.in_force(session)
+    planned = _planned(settings, state, shape, rank, forward_only, config)
     last_rank = planned.schedule.locations[planned.schedule.num_stages - 1][0]
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
@@ -112,7 +113,7 @@ def execute(
     if fully is not None and not forward_only:
         this.checkpointed = {step[1:]: place >= fully for step, place in planned.place_in_window.items()}
     sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
-    delays = pipeline_orders.delays_weight_gradients(session.settings) and not forward_only
+    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
     delayed = [state.delayed_of(each) for each in models] if delays else []
     recomputed = None if forward_only else recomputed_units.for_step(session, config, planned.recomputed)
     passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
@@ -157,24 +158,40 @@ def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
     import torch.distributed as dist
 
     source, target = dist.get_global_rank(group, source), dist.get_global_rank(group, group.size() - 1)
-    given = [this.losses, this.num_tokens]
+    given: list[Any] = [this.losses, this.num_tokens]
     if dist.get_rank() == source:
-        dist.send_object_list(given, target, group=group)
+        # A tensor arrives on the device that it was on, which is not the receiver's.
+        dist.send_object_list(_on("cpu", given), target, group=group)
     elif dist.get_rank() == target:
         dist.recv_object_list(given, source, group=group)
-        this.losses, this.num_tokens = given
+        this.losses, this.num_tokens = _on(this.num_tokens.device, given)
+
+
+def _on(device: Any, given: list[Any]) -> list[Any]:
+    """The same with every tensor on a device."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    moved: list[Any] = tree_map_only(torch.Tensor, lambda each: each.to(device), given)
+    return moved
 
 
 def _planned(
-    session: Session, state: ExecutorState, shape: PipelineShape, rank: int, forward_only: bool, config: Any
+    settings: Settings, state: ExecutorState, shape: PipelineShape, rank: int, forward_only: bool, config: Any
 ) -> PlannedStep:
     # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
     exchanges_lengths = config.variable_seq_lengths or config.mtp_standalone
     joining: Joining = "none" if exchanges_lengths else "one way" if config.overlap_p2p_comm else "all"
     lookahead = int(config.overlap_p2p_comm)
-    key = (shape, rank, forward_only, joining, lookahead)
+    # Flags of other features, which may be turned on between two steps.
+    asked = (
+        pipeline_orders.name_of(settings),
+        settings.get(pipeline_orders.IN_BUBBLE),
+        settings.get(pipeline_orders.IN_ADVANCE),
+    )
+    key = (shape, rank, forward_only, joining, lookahead, asked)
     if key not in state.planned:
-        schedule = pipeline_orders.schedule_of(session.settings, shape, forward_only)
+        schedule = pipeline_orders.schedule_of(settings, shape, forward_only)
         # A receive that is begun a step early runs beside that step.
         program = compile_program(schedule, rank, lookahead, joining)
         state.planned[key] = PlannedStep(schedule, program, sync_plan(program.steps, shape.chunks, rank))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_lite.engine import Context, OptionError
+from mindspeed_lite.engine import Context, OptionError, Session, Settings
 from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, zero_bubble
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule, interleaved_placement, v_placement
@@ -17,6 +17,8 @@ SCHEDULE = "pipeline_schedule"
 METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
 IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
+# What the features keep in a session while they apply, by which the executor knows that they do.
+PLACED, RECORDED = "stages in a V", "recomputed units"
 # Megatron's own order, with or without virtual stages.
 _MEGATRONS = "megatron's"
 # DualPipeV whose backwards are whole.
@@ -44,6 +46,16 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
         is_fused = settings.get("use_gradient_accumulation_fusion") or settings.get("mindspeed_lite_auto")
         return "dualpipev" if is_fused else WHOLE
     return settings.get(SCHEDULE) or (_MEGATRONS if recomputes_in_steps(settings) else None)
+
+
+def in_force(session: Session) -> Settings:
+    """The settings without the flags of features that were skipped: those stay set in a session's."""
+    settings, without = session.settings, {}
+    if settings.get(METHOD) and session.find(PLACED) is None:
+        without[METHOD] = None
+    if recomputes_in_steps(settings) and session.find(RECORDED) is None:
+        without.update({IN_BUBBLE: None, IN_ADVANCE: None})
+    return Settings({**settings, **without}) if without else settings
 
 
 def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:
@@ -107,8 +119,12 @@ def _base(settings: Mapping[str, Any], shape: PipelineShape) -> Schedule:
         return orders.build(name, shape)
     schedule = check.load(name, shape)
     if schedule.recomputed and not recomputes_in_steps(settings):
-        raise ValueError(f"{name}: it has recomputations as steps: add --recompute-in-advance or --recompute-in-bubble")
+        raise check.ScheduleError(
+            f"{name}: it has recomputations as steps: add --recompute-in-advance or --recompute-in-bubble"
+        )
     if schedule.placement != interleaved_placement(shape.ranks, shape.chunks):
         has = "the V placement" if schedule.placement == v_placement(shape.ranks) else "another one"
-        raise ValueError(f"{name}: the model is built on Megatron's placement of stages, and the order has {has}")
+        raise check.ScheduleError(
+            f"{name}: the model is built on Megatron's placement of stages, and the order has {has}"
+        )
     return schedule

@@ -28,4 +28,7 @@ class AttributeOverride:
         self.__dict__.update(others)
 
     def __getattr__(self, name: str) -> Any:
+        # A copy is asked for attributes before it has one.
+        if name == "_original":
+            raise AttributeError(name)
         return getattr(self._original, name)

@@ -6,29 +6,28 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mindspeed_lite.engine import Session
+from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
 
 from . import pipeline_orders
-
-_STATE = "recomputed_units"
 
 
 def of(session: Session) -> RecomputedUnits:
     """The session's, which the feature's patch has made."""
     stores_others = bool(session.settings.get(pipeline_orders.IN_BUBBLE))
-    return session.find(_STATE) or session.state(_STATE, lambda: RecomputedUnits(_snapshot, stores_others))
+    found: RecomputedUnits | None = session.find(pipeline_orders.RECORDED)
+    return found or session.state(pipeline_orders.RECORDED, lambda: RecomputedUnits(_snapshot, stores_others))
 
 
 def for_step(session: Session, config: Any, units: frozenset[Unit]) -> RecomputedUnits | None:
-    """What records `units` in a training step; None where no flag makes recomputation a step.
+    """What records `units` in a training step; None where no feature makes recomputation a step.
 
-    Raises ValueError if the model's configuration recomputes nothing that could be one.
+    Raises OptionError if the model's configuration recomputes nothing that could be one.
     """
-    if not pipeline_orders.recomputes_in_steps(session.settings):
+    if not pipeline_orders.recomputes_in_steps(pipeline_orders.in_force(session)):
         return None
     if config.recompute_granularity != "full":
-        raise ValueError(
+        raise OptionError(
             "recompute_in_bubble: the model's configuration has no full recomputation, which steps could run: set "
             "recompute_granularity to 'full', recompute_method to 'uniform' and recompute_num_layers to 1"
         )

@@ -163,6 +163,8 @@ def _weigh_by_name(chunks: list[Any], local_experts: int) -> None:
     for chunk in chunks:
         layers = getattr(chunk.decoder, "layers", ())
         for name, parameter in chunk.named_parameters():
+            if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
+                name = "embedding.word_embeddings.weight"  # the copy of it on another stage
             within = re.match(r"(decoder\.layers\.)(\d+)(.*)", name)
             if within:
                 name = f"{within[1]}{layers[int(within[2])].layer_number - 1}{within[3]}"

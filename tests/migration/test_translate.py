@@ -54,6 +54,10 @@ def become(text, **more):
          "--pipeline-model-parallel-layout Et*6|t*8|t*8|t*6L --pipeline-model-parallel-size 4"),
         ("--num-layers 11 --pipeline-num-transformer-layers [[2,3],[4,2]] --pipeline-model-parallel-size 2",
          "--num-layers 11 --pipeline-model-parallel-layout Et*2|t*4|t*3|t*2L --pipeline-model-parallel-size 2"),
+        ("--num-layers 6 --pipeline-num-transformer-layers [[1],[2]*2,[1]] --pipeline-model-parallel-size 4",
+         "--num-layers 6 --pipeline-model-parallel-layout Et*1|t*2|t*2|t*1L --pipeline-model-parallel-size 4"),
+        ("--num-layers 4 --pipeline-num-transformer-layers [[0,1],[1*2],[1,0]] --pipeline-model-parallel-size 3",
+         "--num-layers 4 --pipeline-model-parallel-layout E|t*1|t*1|t*1|t*1|L --pipeline-model-parallel-size 3"),
         ("--num-layers 5 --pipeline-num-transformer-layers [2,3] --pipeline-model-parallel-size 2 "
          "--num-layers-per-virtual-pipeline-stage 1",
          "--num-layers 5 --pipeline-model-parallel-layout Et*2|t*3L --pipeline-model-parallel-size 2"),
@@ -112,6 +116,13 @@ def test_it_becomes(given, expected):
         (
             "--pipeline-num-transformer-layers 1;2 --pipeline-model-parallel-size 2",
             "--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not '1;2'",
+        ),
+        *(
+            (
+                f"--pipeline-num-transformer-layers {table} --pipeline-model-parallel-size 2",
+                "--pipeline-num-transformer-layers takes a table",
+            )
+            for table in ("[[1.5,2.5]]", "[[Infinity]]", "[true,1]", "[1]*9999", "[1]*0", "{}", "3", "[[[1]],[1]]")
         ),
         (
             "--pipeline-num-transformer-layers [1,2,3] --pipeline-model-parallel-size 2",

@@ -9,7 +9,8 @@ from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches import pipeline_schedule
 from mindspeed_lite.patches._shared import pipeline_orders
 from mindspeed_lite.patches.recompute_in_bubble import FEATURE
-from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.check import ScheduleError
+from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
 from mindspeed_lite.pipeline.steps import Kind
 from tests.harness.processes import forked
 from tests.harness.swapped import is_swapped, reasons
@@ -38,6 +39,7 @@ def test_it_turns_the_executor_on():
     for each in (IN_BUBBLE, IN_ADVANCE):
         assert FEATURE.is_enabled(settings(each)) and pipeline_schedule.FEATURE.is_enabled(settings(each))
     assert not FEATURE.is_enabled(settings())
+    assert reasons(FEATURE, context(IN_BUBBLE, {"pipeline_schedule": "own.py:mine"})) == []
     assert reasons(FEATURE, context(IN_BUBBLE)) == reasons(FEATURE, context(IN_ADVANCE, **FULL)) == []
 
 
@@ -99,8 +101,17 @@ def test_an_order_of_the_users_says_itself_what_is_recomputed(tmp_path):
     own = {"pipeline_schedule": f"{file}:mine"}
     found = pipeline_orders.schedule_of(settings(own, IN_ADVANCE), PipelineShape(2, 3), False)
     assert [step.kind for step in found.steps(1)].count(Kind.RECOMPUTE) == 3
-    with pytest.raises(ValueError, match="add --recompute-in-advance"):
+    with pytest.raises(ScheduleError, match="add --recompute-in-advance"):
         pipeline_orders.schedule_of(settings(own), PipelineShape(2, 3), False)
+
+
+def test_an_order_of_the_users_with_weight_gradients_is_refused_when_it_is_made(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("from mindspeed_lite.pipeline.orders import zb_h1 as mine\n")
+    with pytest.raises(OrderError, match="beside weight gradients"):
+        pipeline_orders.schedule_of(
+            settings(IN_BUBBLE, {"pipeline_schedule": f"{file}:mine"}), PipelineShape(2, 4), False
+        )
 
 
 @forked("megatron")

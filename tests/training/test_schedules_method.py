@@ -105,3 +105,13 @@ def test_checkpoints_interchange_with_1f1b(trainer: Callable[[str], Trainer], wr
     assert len(lm_losses(written)) == 2 and len(lm_losses(whole)) == 4
     for a, b in zip(lm_losses(read), lm_losses(whole)[2:], strict=True):
         assert abs(a - b) <= DRIFT * abs(b)
+
+
+def test_a_skipped_feature_leaves_the_order_to_megatron(trainer: Callable[[str], Trainer]) -> None:
+    """Neither the V nor recomputation as steps applies to this model: it trains on as without the flags."""
+    base = [*PIPELINE, "--num-layers", "2"]
+    skipped = ["--schedules-method", "dualpipev", "--recompute-in-advance"]
+    off = train(trainer("0.19.2"), "adaptor", 2, base, 2).check()
+    on = train(trainer("0.19.2"), "adaptor", 2, [*base, *skipped], 2).check()
+    assert lm_losses(on) == lm_losses(off) and len(lm_losses(on)) == 2
+    assert on.log().count("the feature whose order it would execute was skipped") == 1

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from mindspeed_lite.engine import Context, Report, Session, Settings
 from mindspeed_lite.patches._shared.data_parallel_sync import sync_plan
-from mindspeed_lite.patches._shared.pipeline_execution import ExecutorState, PlannedStep, listed
+from mindspeed_lite.patches._shared.pipeline_execution import (
+    ExecutorState,
+    PlannedStep,
+    _hand_on,
+    _planned,
+    listed,
+)
 from mindspeed_lite.pipeline import orders
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
+from tests.harness.processes import forked
 
 
 def session():
@@ -47,3 +56,41 @@ def test_what_is_kept_of_a_model_goes_with_it_and_ends_with_the_session():
 
 def test_one_model_is_a_list_of_one():
     assert listed(3) == [3] and listed([3, 4]) == [3, 4]
+
+
+def test_what_is_planned_follows_the_flags_of_other_features():
+    config = SimpleNamespace(variable_seq_lengths=False, mtp_standalone=False, overlap_p2p_comm=False)
+    state, flags = ExecutorState(session()), {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 1}
+
+    def plan(**more):
+        return _planned(Settings({**flags, **more}), state, PipelineShape(2, 4), 0, False, config)
+
+    assert plan() is plan() and not plan().recomputed
+    bubble, advance = plan(recompute_in_bubble=True), plan(recompute_in_advance=True)
+    assert bubble.recomputed and len(advance.recomputed) == 4 and bubble is not advance
+    assert not plan().recomputed
+
+
+@forked("torch")
+def test_losses_arrive_on_the_device_of_the_rank_that_gets_them():
+    import torch.distributed as dist
+    from torch._subclasses import FakeTensorMode
+
+    sent = []
+    dist.get_global_rank = lambda group, rank: rank
+    dist.send_object_list = lambda given, target, group: sent.append((given, target))
+    dist.recv_object_list = lambda given, source, group: given.__setitem__(slice(None), sent[0][0])
+    group = SimpleNamespace(size=lambda: 2)
+    with FakeTensorMode():
+        on_source = [{"lm loss": torch.ones(2, device="cuda:0"), "name": "kept"}], torch.ones((), device="cuda:0")
+        at_source = SimpleNamespace(losses=on_source[0], num_tokens=on_source[1])
+        dist.get_rank = lambda: 0
+        _hand_on(at_source, group, 0)
+        (losses, tokens), target = sent[0]
+        assert target == 1 and losses[0]["name"] == "kept"
+        assert losses[0]["lm loss"].device.type == tokens.device.type == "cpu"
+        dist.get_rank = lambda: 1
+        at_target = SimpleNamespace(losses=[], num_tokens=torch.zeros((), device="cuda:1"))
+        _hand_on(at_target, group, 0)
+        assert at_target.losses[0]["lm loss"].device == at_target.num_tokens.device == torch.device("cuda:1")
+    assert at_source.losses is on_source[0]

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings
 from mindspeed_lite.patches._shared import pipeline_orders
+from mindspeed_lite.pipeline.check import ScheduleError
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Kind
 
 
-def settings(name=None, **more):
-    return Settings({"pipeline_schedule": name, "pipeline_schedule_max_live": None, "schedules_method": None, **more})
+def settings(pipeline_schedule=None, **more):
+    off = {"pipeline_schedule_max_live": None, "schedules_method": None}
+    return Settings({"pipeline_schedule": pipeline_schedule, **off, **more})
 
 
 def test_names():
@@ -23,6 +25,26 @@ def test_names():
     assert pipeline_orders.name_of(settings(schedules_method="dualpipev")) == "dualpipev-whole"
     detached = settings(schedules_method="dualpipev", dualpipev_dw_detach=True)
     assert pipeline_orders.name_of(detached) == "dualpipev-dw-detach"
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "order", "without"),
+    [
+        ({"schedules_method": "dualpipev"}, pipeline_orders.PLACED, "dualpipev-whole", None),
+        ({"recompute_in_advance": True}, pipeline_orders.RECORDED, "megatron's", None),
+        ({"pipeline_schedule": "zb-h1", "recompute_in_bubble": True}, pipeline_orders.RECORDED, "zb-h1", "zb-h1"),
+    ],
+)
+def test_flags_of_a_skipped_feature_ask_for_nothing(flags, key, order, without):
+    given = settings(**flags)
+    session = Session(given, Context(given, "cpu", {}), Report({}, "cpu"))
+    assert pipeline_orders.name_of(pipeline_orders.in_force(session)) == without
+    assert not pipeline_orders.recomputes_in_steps(pipeline_orders.in_force(session))
+    feature = session.of("of its own")
+    feature.state(key, object)
+    assert pipeline_orders.in_force(session) is given and pipeline_orders.name_of(given) == order
+    feature.end()
+    assert pipeline_orders.name_of(pipeline_orders.in_force(session)) == without
 
 
 def test_which_orders_have_weight_gradients_of_their_own():
@@ -70,5 +92,5 @@ def test_an_order_of_the_users_stands_on_megatrons_placement(tmp_path):
         "from mindspeed_lite.pipeline.steps import v_placement\n"
         "mine.placement, mine.chunks = v_placement, 2\n"
     )
-    with pytest.raises(ValueError, match="the V placement"):
+    with pytest.raises(ScheduleError, match="the V placement"):
         pipeline_orders.schedule_of(settings(f"{file}:mine"), PipelineShape(2, 4, 2), False)

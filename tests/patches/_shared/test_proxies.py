@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import torch
@@ -20,3 +22,9 @@ def test_only_the_attributes_given_differ():
     assert (stand_in.a, stand_in.b, original.a) == (5, 2, 1)
     original.b = 7
     assert stand_in.b == 7
+
+
+def test_it_can_be_copied():
+    for copied in (copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))):
+        found = copied(AttributeOverride(SimpleNamespace(a=1, b=[2]), a=5))
+        assert (found.a, found.b) == (5, [2])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.engine import Context, Report, Session, Settings
+from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings
 from mindspeed_lite.patches._shared import recomputed_units
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
@@ -21,15 +21,18 @@ def test_a_step_records_where_a_flag_says_so_into_what_the_checkpoints_read():
     full = SimpleNamespace(recompute_granularity="full")
     assert recomputed_units.for_step(session(), full, frozenset()) is None
     here = session(recompute_in_advance=True)
+    # The feature was skipped: nothing has been patched.
+    assert recomputed_units.for_step(here, full, frozenset()) is None
+    made = recomputed_units.of(here)
     found = recomputed_units.for_step(here, full, frozenset({(0, 1)}))
-    assert found is recomputed_units.of(here) and found is not recomputed_units.of(session())
+    assert found is made and found is not recomputed_units.of(session())
 
 
 def test_a_model_that_recomputes_nothing_is_one_line():
-    with pytest.raises(ValueError, match="set recompute_granularity to 'full'") as error:
-        recomputed_units.for_step(
-            session(recompute_in_bubble=True), SimpleNamespace(recompute_granularity=None), frozenset()
-        )
+    here = session(recompute_in_bubble=True)
+    recomputed_units.of(here)
+    with pytest.raises(OptionError, match="set recompute_granularity to 'full'") as error:
+        recomputed_units.for_step(here, SimpleNamespace(recompute_granularity=None), frozenset())
     assert "\n" not in str(error.value)
 
 
