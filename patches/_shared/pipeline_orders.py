@@ -50,7 +50,8 @@ def name_of(settings: Mapping[str, Any]) -> str | None:
 
 def in_force(session: Session) -> Settings:
     """The settings without the flags of features that were skipped: those stay set in a session's."""
-    settings, without = session.settings, {}
+    settings = session.settings
+    without: dict[str, None] = {}
     if settings.get(METHOD) and session.find(PLACED) is None:
         without[METHOD] = None
     if recomputes_in_steps(settings) and session.find(RECORDED) is None:
