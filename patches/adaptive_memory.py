@@ -27,6 +27,12 @@ from ._shared import recompute
 from ._shared.memory_choice import MemoryChoice
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
+_CONFLICTING_ARGS = {
+    "recompute_granularity": "--recompute-granularity says what is computed again: leave it out",
+    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
+    "delay_wgrad_compute": "--delay-wgrad-compute keeps inputs until its weight gradients run",
+    **recompute.CONFLICTING_ARGS,
+}
 
 
 def _state(session: Session) -> MemoryChoice:
@@ -35,11 +41,14 @@ def _state(session: Session) -> MemoryChoice:
 
 
 def _prepare(layer: Any, session: Session, turn: int | None) -> None:
-    if recompute.can_release(NAME, layer.config, session):
+    if recompute.can_release(NAME, layer.config, session, _CONFLICTING_ARGS):
         _state(session).add(layer)
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    # A pipeline stage without layers takes part in what the others agree on.
+    _state(session)
+
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         original = wrapped(*args, **kwargs)
 
@@ -55,13 +64,15 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _enabled(settings: Settings) -> bool:
-    return bool(settings.get(NAME) or settings.get(EXPLAIN))
+    return bool(settings.get(NAME) or settings.get(EXPLAIN) or settings.get(BUDGET) is not None)
 
 
 def _why_not(context: Context) -> Sequence[str]:
     if not _enabled(context.settings):
         return []
     budget = context.settings.get(BUDGET)
+    if not context.settings.get(NAME) and not context.settings.get(EXPLAIN):
+        raise OptionError(f"{NAME}: --memory-budget {budget} has no effect without --adaptive-memory: add it")
     if budget is None or not 0 < budget < float("inf"):
         raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
     if importlib.util.find_spec("scipy") is None:
@@ -94,12 +105,7 @@ FEATURE = Feature(
     memory="not predicted: it is within the budget, and is measured after the choice",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=_why_not,
-    conflicting_args={
-        "recompute_granularity": "--recompute-granularity says what is computed again: leave it out",
-        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
-        "delay_wgrad_compute": "--delay-wgrad-compute keeps inputs until its weight gradients run",
-        **recompute.CONFLICTING_ARGS,
-    },
+    conflicting_args=_CONFLICTING_ARGS,
     conflicts=(
         Relation("recompute_activation_function", _CHOSEN_HERE),
         Relation("recompute_norm", _CHOSEN_HERE),

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
 from mindspeed_lite.parallel.balance import payoff, placement
 from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients
 from mindspeed_lite.parallel.balance.replicas import SentTokens, hot_experts
@@ -31,10 +31,10 @@ from mindspeed_lite.parallel.balance.slots import Slots, gather_counts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
+from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS, conflict_reasons
 from ._shared.proxies import AttributeOverride
 
-NAME = "balanced_moe_experts"
+NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
 NUMBER = "balanced_moe_hot_expert_num"
 BREAK_EVEN = "balanced_moe_break_even"
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
@@ -46,6 +46,12 @@ _SIZES = (
     "sort_input_by_local_experts",
     "restore_output_by_local_experts",
 )
+_PADS = {
+    "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity gives all experts as many tokens",
+    "moe_router_padding_for_quantization": "the dispatcher pads the tokens of each expert",
+}
+# Experts of a layer that are copied, at most, where the flag is not given.
+_COPIES = 3
 
 
 class _State:
@@ -81,13 +87,20 @@ def _state(session: Session) -> _State:
 
 
 def _reasons_of(experts: Any) -> list[str]:
+    """What the configuration says, so that all ranks give the same reasons."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     if type(experts) is not SequentialMLP:
         return [f"experts are a {type(experts).__name__}: copies are made of SequentialMLP's"]
+    is_narrow = bool(experts.config.fp8) or bool(getattr(experts.config, "fp4", None))
+    found = ["experts compute in fp8 or fp4"] if is_narrow else []
+    return found + conflict_reasons(_PADS, lambda name: getattr(experts.config, name, None))
+
+
+def _reasons_of_rank(experts: Any) -> list[str]:
+    """What this rank's parameters say; those of another rank may differ."""
     parameters = [*experts.parameters()]
     reasons = {
-        "experts compute in fp8 or fp4": bool(experts.config.fp8) or bool(getattr(experts.config, "fp4", None)),
         "a frozen parameter of an expert": not all(each.requires_grad for each in parameters),
         "parameters of experts of several dtypes": len({each.dtype for each in parameters}) > 1,
     }
@@ -127,7 +140,11 @@ def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any,
             # Parameters that are gathered late are read here first.
             moe.before_call(layer)
     ranks, local = dispatcher.ep_size, built["num_local_experts"]
-    counts = gather_counts(routing_map, ranks, dispatcher.tp_ep_group)
+    reasons = _reasons_of_rank(experts)
+    counts, is_refused = gather_counts(routing_map, ranks, dispatcher.tp_ep_group, bool(reasons))
+    if is_refused:
+        state.session.fallback(NAME, "; ".join(reasons) or "another rank that shares the experts makes no copies")
+        return Slots(ranks, local, ())
     placed = placement.contiguous(ranks * local, ranks)
     price = _break_even(state, dispatcher, experts, sum(map(sum, counts)) // (ranks * local))
     number = min(state.session.settings[NUMBER], ranks * local)
@@ -226,12 +243,25 @@ def _before_gradients_are_reduced(wrapped: Callable[..., None], session: Session
     return start_grad_sync
 
 
+def _given_beside(settings: Settings) -> list[str]:
+    """Flags besides the first one that are not at their default."""
+    number, break_even = settings.get(NUMBER), settings.get(BREAK_EVEN)
+    found = [] if number in (None, _COPIES) else [f"--balanced-moe-hot-expert-num {number}"]
+    return found if break_even is None else [*found, f"--balanced-moe-break-even {break_even:g}"]
+
+
+def _enabled(settings: Settings) -> bool:
+    return bool(settings.get(NAME) or _given_beside(settings))
+
+
 def _why_not(context: Context) -> Sequence[str]:
     number, break_even = context.settings.get(NUMBER), context.settings.get(BREAK_EVEN)
     if number is not None and number < 1:
         raise OptionError(f"--balanced-moe-hot-expert-num takes a number of experts, at least 1, not {number}.")
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--balanced-moe-break-even takes a number of tokens, at least 0, not {break_even}.")
+    if not context.settings.get(NAME) and (given := _given_beside(context.settings)):
+        raise OptionError(f"{' '.join(given)} has no effect without {FLAG}: add it")
     if context.host_args is None:
         return []
     arg = context.arg
@@ -249,13 +279,13 @@ FEATURE = Feature(
     summary="the hottest experts are copied to every rank for a micro-batch",
     options=(
         Option(
-            "--balanced-moe-experts",
+            FLAG,
             help="Copy the hottest experts of each micro-batch to all ranks that share experts, where that pays.",
         ),
         Option(
             "--balanced-moe-hot-expert-num",
             help="Experts of a layer that are copied, at most (default: 3).",
-            default=3,
+            default=_COPIES,
             type=int,
             metavar="N",
         ),
@@ -268,6 +298,7 @@ FEATURE = Feature(
             metavar="TOKENS",
         ),
     ),
+    enabled=_enabled,
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
@@ -276,8 +307,7 @@ FEATURE = Feature(
     conflicting_args={
         **CUDA_GRAPH_ARGS,
         **dict.fromkeys(FSDP_ARGS, "FSDP holds shards of the experts' parameters, which are copied whole"),
-        "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity gives all experts as many tokens",
-        "moe_router_padding_for_quantization": "the dispatcher pads the tokens of each expert",
+        **_PADS,
         "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm calls parts of the layer",
         "delay_wgrad_compute": "--delay-wgrad-compute: gradients of copies are sent in the backward pass",
     },

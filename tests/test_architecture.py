@@ -263,9 +263,10 @@ def test_the_public_surface_is_this_and_nothing_else(request):
     assert all(hasattr(mindspeed_lite, name) for name in mindspeed_lite.__all__)
 
 
-def test_every_feature_says_what_lists_are_made_of():
+def test_every_feature_says_what_lists_are_made_of(monkeypatch):
     from mindspeed_lite.planner import flags
 
+    monkeypatch.syspath_prepend(ROOT / "docs")  # as for a script
     themes = runpy.run_path(str(ROOT / "docs" / "generate.py"))["THEMES"]
     read = {flag for name in ("ON", "INTEGERS", "NUMBERS", "TEXTS", "LISTS") for flag in getattr(flags, name)}
     for feature in runtime.catalogue():

@@ -35,6 +35,8 @@ examples:
 
 exit code: 0; 2 for bad input."""
 
+# With a smaller exponent a drawn length may exceed what a float holds.
+_LEAST_TAIL = 0.1
 _LEGEND = (
     ("each step", "slowest rank over that of equal ranks, where ranks wait for each other at the end of a step"),
     ("each micro-batch", "the same where they wait in every micro-batch: --expert-model-parallel-size above 1"),
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
         samples = options.steps * options.global_batch_size
         costs = sample_costs(documents, options.seq_length, samples, options.seed)
         outcomes = simulate(costs, options.ranks, options.global_batch_size, options.micro_batch_size)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         return fail(PROGRAM, error)
     except OSError as error:
         return fail(PROGRAM, f"{options.index}: cannot be read: {error.strerror or error}")
@@ -89,8 +91,9 @@ def _generated(options: argparse.Namespace) -> GeneratedLengths:
             given[name] = kinds[name](value)
         except (KeyError, ValueError):
             raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
-        if name != "seed" and given[name] <= 0:
-            raise ValueError(f"--generate {word}: above 0")
+        least = _LEAST_TAIL if name == "tail" else 1
+        if name != "seed" and not given[name] >= least:
+            raise ValueError(f"--generate {word}: at least {least}")
     return GeneratedLengths(**given)  # type: ignore[arg-type]
 
 

@@ -8,6 +8,7 @@ it the answer is at most.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class LayerChoice:
 
     Attributes:
         ways: for each layer. peak: bytes at the fullest moment. seconds: longer for each micro-batch.
-        gap: by how much less, as a share, another choice might take; 0 is proven to be the best.
+        gap: by how much less, as a share, another choice might take; 0 is proven to be the best, infinity: not known.
     """
 
     ways: tuple[Way, ...]
@@ -151,10 +152,20 @@ def choose(options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budg
     """
     found = _solve(options, moments, budget)
     if found is None:
-        leanest = _solve(options, moments, None)
-        assert leanest is not None  # Every layer has a way.
-        raise BudgetError(leanest.peak, budget)
+        # There is none, or the search has ended before it found one.
+        found = leanest(options, moments)
+        if found.peak > budget:
+            raise BudgetError(found.peak, budget)
     return found
+
+
+def leanest(options: Sequence[Sequence[Way]], moments: Mapping[Moment, int]) -> LayerChoice:
+    """The ways that take least memory; where the search for them ended without any, those with the least of a layer."""
+    found = _solve(options, moments, None)
+    chosen = found.ways if found else tuple(
+        min(each, key=lambda way: way.kept + max(way.back_late, way.back_early)) for each in options
+    )  # fmt: skip
+    return LayerChoice(chosen, peak(chosen, moments), sum(way.seconds for way in chosen), math.inf)
 
 
 def _solve(options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int | None) -> LayerChoice | None:

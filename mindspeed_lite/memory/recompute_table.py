@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 
 from .recompute_choice import LayerChoice, Way, gib
@@ -11,9 +12,9 @@ from .recompute_choice import LayerChoice, Way, gib
 def table(choice: LayerChoice, everything: int, budget: int, stage: int, stages: int) -> str:
     """The choice of one pipeline stage, several lines. everything: the peak where nothing is computed again."""
     where = f" of pipeline stage {stage}" if stages > 1 else ""
-    share = f", {1 - choice.peak / everything:.0%} less than the {gib(everything)} of keeping everything" * (
-        everything > 0
-    )
+    share = ""
+    if everything:
+        share = f", {1 - choice.peak / everything:.0%} less than the {gib(everything)} of keeping everything"
     lines = [
         f"activations{where}: {gib(choice.peak)} at the peak{share}; the budget is {gib(budget)}",
         f"{'layers':>9}  {'kept each':>11}  {'longer each':>11}  computed again",
@@ -23,6 +24,8 @@ def table(choice: LayerChoice, everything: int, budget: int, stage: int, stages:
         named = ", ".join(sorted(way.again)) or "nothing"
         lines.append(f"{layers:>9}  {gib(way.kept):>11}  {way.seconds * 1e3:>8.2f} ms  {named}")
     proof = "proven to be the least" if choice.gap <= 0 else f"at most {choice.gap:.2%} above the least"
+    if math.isinf(choice.gap):
+        proof = "which may not be the least"
     lines.append(f"{choice.seconds * 1e3:.2f} ms longer for each micro-batch, {proof}")
     return "\n".join(lines)
 

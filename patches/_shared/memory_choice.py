@@ -7,6 +7,7 @@ stage; records, moments and measurements are the largest of a stage's ranks.
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import hashlib
 import json
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from mindspeed_lite import _version
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecord, LayerRecorder, Moment
-from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, choose, gib, merged, peak, ways
+from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, choose, gib, leanest, merged, peak, ways
 from mindspeed_lite.memory.recompute_table import table
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.platform import cache
@@ -41,7 +42,8 @@ class MemoryChoice:
     def __init__(self, session: Session, budget: int, explains: bool) -> None:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
-        self._steps, self._checks, self._is_done = 0, 0, False
+        self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
+        self._file = ""
         self._told: dict[int, Told] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
@@ -54,7 +56,12 @@ class MemoryChoice:
         """Run the forward and backward passes of a step, recorded or measured while there is something to learn."""
         if self._is_done or given.get("forward_only", False):
             return original(**given)
-        if self._steps == 0 and self._take_kept(given):
+        if self._steps == 0 and not any(map(any, _by_stage(bool(self._layers)).values())):
+            self._is_done = True
+            name = self._session.feature
+            self._session.fallback(name, "no layer was built while it is on: enable it before the model is built")
+            return original(**given)
+        if self._steps == 0 and self._reads_kept and self._take_kept(given):
             self._steps = RECORD_STEPS
         if self._steps < RECORD_STEPS:
             return self._recorded(original, given)
@@ -106,7 +113,11 @@ class MemoryChoice:
         try:
             return choose(options, moments, self._budgets[stage])
         except BudgetError as error:
-            raise BudgetError(error.least, self._budgets[stage], stage) from None
+            if self._budgets[stage] == self._budget:
+                raise BudgetError(error.least, self._budget, stage) from None
+        # More was measured than foreseen, and the training runs: it takes as little as there is.
+        self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
+        return leanest(options, moments)
 
     def _apply(self, choices: dict[int, LayerChoice]) -> None:
         for layer, way in zip(self._layers, choices[_stage()].ways, strict=True):
@@ -124,7 +135,7 @@ class MemoryChoice:
         self._is_done = not above or self._checks == MAX_CHECKS
         if above and not self._told:
             # What an earlier run has kept does not fit any more: record again.
-            self._steps, self._is_done, self._checks = 0, False, MAX_CHECKS - 1
+            self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
             for layer in self._layers:
                 layer.run_again(frozenset({LAYER}))
         elif above and not self._is_done:
@@ -132,15 +143,16 @@ class MemoryChoice:
                 self._budgets[stage] -= size
             self._solve(given)
         elif not above:
-            self._keep(given)
+            self._keep()
 
     def _take_kept(self, given: dict[str, Any]) -> bool:
         """Run as an earlier run of the same training chose; False where none did."""
         found: list[Any] = [None]
-        key = self._key(given)
+        # Once: a training loop may set functions in the configuration after its first step.
+        self._file = f"memory-{self._key(given)}.json"
         if dist.get_rank() == 0 and not self._explains:
             with contextlib.suppress(OSError, ValueError, LookupError, cache.NoCache):
-                found = [json.loads((cache.folder() / f"memory-{key}.json").read_text())["stages"]]
+                found = [json.loads((cache.folder() / self._file).read_text())["stages"]]
         dist.broadcast_object_list(found, 0)
         mine = (found[0] or {}).get(str(_stage()), [])
         fits = len(mine) == len(self._layers) and all(
@@ -150,15 +162,15 @@ class MemoryChoice:
             return False
         for layer, parts in zip(self._layers, mine, strict=True):
             layer.run_again(frozenset(parts))
-        self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose (memory-{key}.json)")
+        self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose ({self._file})")
         return True
 
-    def _keep(self, given: dict[str, Any]) -> None:
-        key, stages = self._key(given), _by_stage([sorted(layer.again) for layer in self._layers])
+    def _keep(self) -> None:
+        stages = _by_stage([sorted(layer.again) for layer in self._layers])
         if dist.get_rank() == 0 and self._told:
             try:
                 text = json.dumps({"stages": {stage: each[0] for stage, each in stages.items()}}, indent=1)
-                (cache.folder() / f"memory-{key}.json").write_text(text)
+                (cache.folder() / self._file).write_text(text)
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 
@@ -168,8 +180,8 @@ class MemoryChoice:
         from megatron.core.utils import get_model_config
 
         config = get_model_config(_models(given)[0])
-        plain = (int, float, str, bool)
-        told: dict[str, Any] = {name: value for name, value in vars(config).items() if isinstance(value, plain)}
+        told: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
+        told |= {"device": self._session.context.device}
         told |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
         told |= {"budget": self._budget, "world": dist.get_world_size(), "torch": torch.__version__}
         told |= {"megatron": package_info.__version__, "lite": _version.__version__}
@@ -179,6 +191,17 @@ class MemoryChoice:
         keys = [None] * dist.get_world_size()
         dist.all_gather_object(keys, hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest())
         return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """What JSON takes, alike in every run; None for what has no such form."""
+    if isinstance(value, (int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    if isinstance(value, (enum.Enum, torch.dtype)):
+        return str(value)
+    return getattr(value, "__qualname__", None)
 
 
 def _models(given: dict[str, Any]) -> list[Any]:

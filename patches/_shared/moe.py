@@ -9,6 +9,8 @@ from mindspeed_lite.engine import Context, Feature, Override, Session
 from mindspeed_lite.verify import Exact
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
+# What makes the hook of --overlap-param-gather, in every release since 0.12.
+_GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
 
 class Permutation(NamedTuple):
@@ -116,10 +118,10 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
 def before_call(layer: Any) -> None:
     """Wait for the parameters of a linear layer that is read and not called, as its hooks do (--overlap-param-gather).
 
-    Hooks that are one half of a pair are left alone.
+    Hooks that are one half of a pair are left alone; Megatron's own, which waits for a gather, never is one.
     """
-    if not layer._forward_hooks:
-        for hook in layer._forward_pre_hooks.values():
+    for hook in layer._forward_pre_hooks.values():
+        if not layer._forward_hooks or _GATHERING in getattr(hook, "__qualname__", ""):
             hook(layer, ())
 
 

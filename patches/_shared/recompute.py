@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Option, OptionError, Session, Settings
@@ -104,9 +104,11 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
     )
 
 
-def can_release(feature: str, config: Any, session: Session) -> bool:
+def can_release(
+    feature: str, config: Any, session: Session, conflicting_args: Mapping[str, str] = CONFLICTING_ARGS
+) -> bool:
     """Whether a model's configuration allows it; says what does not, as the condition may have seen no script."""
-    reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(config, name, None))
+    reasons = conflict_reasons(conflicting_args, lambda name: getattr(config, name, None))
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons

@@ -10,8 +10,8 @@ import numpy as np
 
 from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
 
-# The token that ends a document.
-EOD = 255
+# The token that ends a document: `NullTokenizer` with `--vocab-size 255` has its last one for that.
+EOD = 254
 
 
 def write(prefix: Path, documents: int, lengths: GeneratedLengths) -> str:

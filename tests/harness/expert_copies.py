@@ -64,7 +64,7 @@ def run(problem: Problem, rank: int, group: Any, copied: Sequence[int], kind: st
 
     to_places, probs_of_places = slots.route(routing_map, probs, rank)
     place, token = to_places.t().nonzero(as_tuple=True)
-    counts = gather_counts(to_places, problem.ranks, group)
+    counts, _ = gather_counts(to_places, problem.ranks, group)
     each = len(places)
     mine = slice(rank * each, (rank + 1) * each)
     received = [sum(source[mine]) for source in counts]

@@ -31,7 +31,12 @@ LAYOUTS = {**live_undo.LAYOUTS, **live_undo.TRAINED_ALONE}
 # Of the rank that such a layout is compared with.
 REFERENCES: dict[str, dict[str, Any]] = {"context": {"cp": 1}, "V": {"pp": 1, "vpp": None}}
 # Where the first layout that a feature fits leaves it nothing to do.
-EXERCISED = {"bias_dropout_fusion": "biases", "context_parallel_algo": "context", "schedules_method": "V"}
+EXERCISED = {
+    "bias_dropout_fusion": "biases",
+    "context_parallel_algo": "context",
+    "schedules_method": "V",
+    "use_fused_embedding": "tensor",
+}
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -111,3 +112,14 @@ def test_a_stage_without_layers() -> None:
     assert choice.choose([], {(-1, ()): 7}, 8).peak == 7
     with pytest.raises(BudgetError):
         choice.choose([], {(-1, ()): 7}, 6)
+    assert "0.00 MiB at the peak; the budget" in table(choice.choose([], {}, 8), 0, 8, 1, 2)
+
+
+def test_a_search_that_ends_without_an_answer_leaves_what_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
+    options, moments = [choice.ways(record(), PARTS)] * 3, {(-1, (1, 1, 1)): 4}
+    found = choice.choose(options, moments, 420)
+    assert found.peak <= 420 and found.gap == float("inf") and "may not be the least" in table(found, 457, 420, 0, 1)
+    with pytest.raises(BudgetError) as error:
+        choice.choose(options, moments, found.peak - 1)
+    assert error.value.least == found.peak

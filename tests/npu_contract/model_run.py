@@ -132,7 +132,9 @@ FALLS_BACK = ("moe_router_fusion",)
 
 def _is_left_off(name: str) -> bool:
     """Whether `auto` may leave a feature off: its declaration says why, it needs a value, or only arguments follow."""
-    feature = runtime.catalogue()[name]
+    feature = next((each for each in runtime.catalogue() if each.name == name), None)
+    if feature is None:
+        return False
     return bool(feature.not_auto) or not feature.options[0].is_switch or not feature.patches
 
 

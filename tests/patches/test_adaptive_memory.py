@@ -47,6 +47,13 @@ def test_what_its_flags_say():
             FEATURE.condition(context({**ON, "memory_budget": budget}))
 
 
+def test_a_budget_alone_is_refused():
+    alone = context({"memory_budget": 4.0})
+    assert FEATURE.is_enabled(alone.settings)
+    with pytest.raises(OptionError, match=r"--memory-budget 4.0 has no effect without --adaptive-memory: add it"):
+        FEATURE.condition(alone)
+
+
 def test_without_a_solver_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"scipy.*pip install mindspeed-lite\[adaptive\]"):

@@ -47,6 +47,18 @@ def test_numbers_that_make_no_sense_are_refused():
         reasons(FEATURE, context(3, -1.0))
 
 
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [((5,), "--balanced-moe-hot-expert-num 5"), ((3, 8.0), "--balanced-moe-break-even 8"), ((3,), "")],
+)
+def test_a_number_without_the_feature_is_refused(given, text):
+    alone = context(*given)
+    assert FEATURE.is_enabled(alone.settings) is bool(text)
+    if text:
+        with pytest.raises(OptionError, match=f"^{text} has no effect without --balanced-moe-experts: add it$"):
+            FEATURE.condition(alone)
+
+
 def test_auto_leaves_it_off():
     (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
     assert "measured" in left_off
@@ -121,15 +133,25 @@ def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
             assert torch.equal(a, b)
         assert not made
 
-        layer.experts.local_experts[0].linear_fc1.weight.requires_grad_(False)
+        with (
+            mindspeed_lite.enabled(balanced_moe_experts=True, strict=True),
+            pytest.raises(FallbackError, match="gives all experts as many tokens"),
+        ):
+            layer.experts.config.moe_pad_expert_input_to_capacity = True
+            passed()
+        layer.experts.config.moe_pad_expert_input_to_capacity = False
+
+        # Of one rank: the other makes no copies either.
+        why = "another rank" if rank else "a frozen parameter"
+        layer.experts.local_experts[0].linear_fc1.weight.requires_grad_(rank == 1)
         with mindspeed_lite.enabled(balanced_moe_experts=True, balanced_moe_break_even=0.0):
             passed()
             passed()
             (found,) = mindspeed_lite.report().fallbacks
-            assert "a frozen parameter" in found.reason and not made
+            assert why in found.reason and not made
         with (
             mindspeed_lite.enabled(balanced_moe_experts=True, strict=True),
-            pytest.raises(FallbackError, match="a frozen parameter"),
+            pytest.raises(FallbackError, match=why),
         ):
             passed()
 

@@ -54,9 +54,13 @@ def read_index(path: str | Path) -> Sequence[int]:
         if len(head) < _HEADER.size or not head.startswith(_MAGIC):
             raise ValueError(f"{path} is no index of a Megatron data set (.idx)")
         count = _HEADER.unpack(head)[3]
+        # A damaged count may be more than memory holds.
+        held = min(count, (Path(path).stat().st_size - _HEADER.size) // 4)
+        if held < count or not count:
+            raise ValueError(f"{path} holds {held} lengths of {count} documents")
         found = array("i", file.read(4 * count))
-    if len(found) < count or not count:
-        raise ValueError(f"{path} holds {len(found)} lengths of {count} documents")
+    if min(found) < 0 or max(found) < 1:
+        raise ValueError(f"{path} is damaged: its documents have {min(found)} to {max(found)} tokens")
     return found
 
 

@@ -62,18 +62,25 @@ class Slots(NamedTuple):
         return routing_map.index_select(1, index) & is_open, probs.index_select(1, index)
 
 
-def gather_counts(routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> list[list[int]]:
-    """[ranks][experts], tokens of each expert by the rank of the expert-parallel group that they come from.
+def gather_counts(
+    routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
+) -> tuple[list[list[int]], bool]:
+    """Tokens of each expert by the rank of the expert-parallel group that they come from, and whether a rank refuses.
 
     Args:
         routing_map: [T, experts] bool, this rank's tokens.
         group: all ranks that share experts; of each `ranks` those that share shards of the same ones are neighbours.
+        refuses: this rank can make no copies.
+
+    Returns:
+        [ranks][experts], and whether any rank of the group refuses; alike on all of them.
     """
     counts = routing_map.sum(0, dtype=torch.int64)
-    table = counts.new_empty(group.size() * len(counts))
-    dist.all_gather_into_tensor(table, counts, group=group)
-    found: list[list[int]] = table.view(ranks, -1, len(counts)).sum(1).tolist()
-    return found
+    sent = torch.cat([counts, counts.new_full((1,), int(refuses))])
+    table = counts.new_empty(group.size() * len(sent))
+    dist.all_gather_into_tensor(table, sent, group=group)
+    found: list[list[int]] = table.view(ranks, -1, len(sent)).sum(1).tolist()
+    return [row[:-1] for row in found], any(row[-1] for row in found)
 
 
 __all__ = ["Slots", "gather_counts"]

@@ -124,7 +124,14 @@ def test_the_index_of_a_data_set_is_read(tmp_path):
     assert list(read_index(file)) == [5, 70, 9]
     found = shuffled(read_index(file), 1)
     assert sorted(itertools.islice(found, 3)) == sorted(itertools.islice(found, 3)) == [5, 9, 70]
-    for content, why in ((b"text", "is no index"), (head + bytes(8), "holds 2 lengths of 3")):
+    damaged = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 8, 1 << 60, 4)
+    for content, why in (
+        (b"text", "is no index"),
+        (head + bytes(8), "holds 2 lengths of 3"),
+        (damaged + bytes(8), f"holds 2 lengths of {1 << 60}"),
+        (head + bytes(60), "have 0 to 0 tokens"),
+        (head + struct.pack("<3i", 5, -1, 9), "have -1 to 9 tokens"),
+    ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=why):
             read_index(file)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import OptionError
-from tests.harness.process_groups import start
-from tests.harness.processes import forked
+from tests.harness.process_groups import joined, start
+from tests.harness.processes import forked, on_ranks
 
 pytest.importorskip("scipy")
 MIB = 2.0**-10
@@ -24,8 +25,6 @@ def folder(tmp_path):
 
 def training(**flags):
     """A model in a session of its own, which the caller ends."""
-    import torch.distributed
-
     from tests.harness import core_loop
 
     platform.activate()
@@ -61,6 +60,24 @@ def kept_in(folder):
     return lambda: list(pathlib.Path(folder).glob("memory-*.json"))
 
 
+def measure_more(*sizes):
+    """Let as many of the steps that are measured seem to take more bytes."""
+    from mindspeed_lite.patches._shared import memory_choice
+
+    more = list(sizes)
+
+    class Larger(memory_choice.Tracker):
+        def __exit__(self, *given):
+            super().__exit__(*given)
+            self.peak += more.pop(0) if more else 0
+
+    memory_choice.Tracker = Larger
+
+
+def said(text):
+    return sum(text in each for each in mindspeed_lite.report().notices)
+
+
 @forked("megatron")
 def test_a_training_within_the_budget_is_the_same(folder):
     files = kept_in(folder)
@@ -87,26 +104,79 @@ def test_a_training_within_the_budget_is_the_same(folder):
     for file in files():
         file.write_text("{")
     assert losses(on(LOW)) == off and measured()[0] <= LOW * 1.03
+    mindspeed_lite.disable()
+    # Another configuration is another training, in what is no number either.
+    from megatron.core.transformer.enums import AttnBackend
+
+    changed = on(LOW)
+    changed.config.attention_backend = AttnBackend.unfused
+    changed.step()
+    assert not said("as an earlier run chose")
 
 
 @forked("megatron")
 def test_a_choice_that_takes_more_than_foreseen_is_made_again_with_less(folder):
-    from mindspeed_lite.patches._shared import memory_choice
-
-    kept_in(folder)
+    files = kept_in(folder)
     trained = on(LOW)
-    more = [200_000, 0, 0]
-
-    class Larger(memory_choice.Tracker):
-        def __exit__(self, *given):
-            super().__exit__(*given)
-            self.peak += more.pop(0)
-
-    memory_choice.Tracker = Larger
-    off = losses(trained)
+    measure_more(200_000)
+    found = losses(trained)
     assert len(measured()) == 2 and measured()[0] > LOW >= measured()[1] + 0.15
     mindspeed_lite.disable()
-    assert losses(training()) == off
+    # A choice of an earlier run that takes more than it did is made again, once.
+    measure_more(5_000_000)
+    assert losses(on(LOW)) == found and said("as an earlier run chose") == said("computed again") == 1
+    assert len(measured()) == 2 and measured()[0] > LOW >= measured()[1]
+    mindspeed_lite.disable()
+    for file in files():
+        file.unlink()
+    # Where nothing takes less, the training goes on with what takes least.
+    measure_more(5_000_000, 6_000_000, 7_000_000)
+    assert losses(on(LOW)) == found and said("runs with the least possible") == 1 and len(measured()) == 3
+    assert not files()
+    mindspeed_lite.disable()
+    assert losses(training()) == found
+
+
+@pytest.mark.parametrize(
+    ("value", "plain"),
+    [(torch.nn.functional.silu, "silu"), ((4, None), [4, None]), (torch.bfloat16, "torch.bfloat16"), (object(), None)],
+)
+def test_what_a_configuration_holds_is_told_in_plain_values(value, plain):
+    from mindspeed_lite.patches._shared.memory_choice import _plain
+
+    assert _plain(value) == plain
+
+
+@forked("megatron")
+def test_a_stage_without_layers_takes_part(folder):
+    def body(rank):
+        from pathlib import Path
+
+        from tests.harness import core_loop
+
+        platform.activate()
+        kept_in(folder)
+        joined(rank, 2, Path(folder))
+        # The embedding counts as a layer, and is alone on the first stage.
+        options = {"pp": 2, "layers": 1, "config": {"account_for_embedding_in_pipeline_split": True}}
+        off = losses(core_loop.Training(options), 4)
+        with mindspeed_lite.enabled(adaptive_memory=True, memory_budget=LOW * MIB, strict=True):
+            trained = core_loop.Training(options)
+            assert len(trained.models[0].module.module.decoder.layers) == rank
+            assert losses(trained, 4) == off and said("measured") == 1 and said("computed again") == 2
+
+    on_ranks(2, body)
+
+
+@forked("megatron")
+def test_a_model_that_was_built_before_is_left_alone_and_it_says_so(folder):
+    kept_in(folder)
+    trained = training()
+    mindspeed_lite.disable()
+    mindspeed_lite.enable(adaptive_memory=True, memory_budget=LOW * MIB)
+    losses(trained, 2)
+    (found,) = mindspeed_lite.report().fallbacks
+    assert "before the model is built" in found.reason
 
 
 @forked("megatron")
@@ -120,8 +190,6 @@ def test_a_budget_that_cannot_be_met_says_the_least(folder):
 
 @forked("megatron")
 def test_explained_it_ends_before_a_weight_has_changed(folder):
-    import torch
-
     kept_in(folder)
     trained = on(LOW, mindspeed_lite_explain_memory=True)
     before = [each.detach().clone() for each in trained.models[0].parameters()]

@@ -9,6 +9,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.memory.layer_records import LayerRecorder
 from mindspeed_lite.memory.recompute_choice import ways
 from mindspeed_lite.memory.saved_tensors import Tracker
@@ -101,6 +102,13 @@ def test_a_second_run_on_other_values_is_noticed():
 
         layer._forward_attention = wrong
         assert not same(step(model), off)
+
+
+@forked("megatron")
+def test_a_model_that_computes_again_by_itself_is_left_alone_in_python_too():
+    whole = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    with mindspeed_lite.enabled(**ON), pytest.raises(FallbackError, match="--recompute-granularity"):
+        model_of(**whole)
 
 
 @forked("megatron")
