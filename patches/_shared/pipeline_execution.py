@@ -20,6 +20,7 @@ from . import pipeline_orders, recomputed_units
 from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from .delayed_wgrads import DelayedWgrads
 from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
+from .proxies import AttributeOverride
 
 
 class PlannedStep:
@@ -90,7 +91,10 @@ def execute(
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     shape = PipelineShape(ranks, num_microbatches, len(models), group)
     settings = pipeline_orders.in_force(session)
-    planned = _planned(settings, state, shape, rank, forward_only, config)
+    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
+    # A call that waits for its message's receiver would hold up the weight gradients that are to run meanwhile.
+    is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
+    planned = _planned(settings, state, shape, rank, forward_only, config, is_async)
     last_rank = planned.schedule.locations[planned.schedule.num_stages - 1][0]
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
@@ -113,7 +117,6 @@ def execute(
     if fully is not None and not forward_only:
         this.checkpointed = {step[1:]: place >= fully for step, place in planned.place_in_window.items()}
     sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
-    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
     delayed = [state.delayed_of(each) for each in models] if delays else []
     recomputed = None if forward_only else recomputed_units.for_step(session, config, planned.recomputed)
     passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
@@ -126,9 +129,12 @@ def execute(
         tp_group=tp,
         cp_group=cp,
     )
-    transport = (OverlappedTransport if config.overlap_p2p_comm else MegatronTransport)(
-        p2p_communicator, tensor_shapes[0]
-    )
+    communicator = p2p_communicator
+    if is_async and config.batch_p2p_comm:
+        # Megatron's batches are waited for.
+        single = AttributeOverride(config, batch_p2p_comm=False)
+        communicator = schedules.P2PCommunicator(pp_group=p2p_communicator.pp_group, config=single)
+    transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     trace = None if forward_only else _trace(session, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
@@ -177,12 +183,18 @@ def _on(device: Any, given: list[Any]) -> list[Any]:
 
 
 def _planned(
-    settings: Settings, state: ExecutorState, shape: PipelineShape, rank: int, forward_only: bool, config: Any
+    settings: Settings,
+    state: ExecutorState,
+    shape: PipelineShape,
+    rank: int,
+    forward_only: bool,
+    config: Any,
+    is_async: bool,
 ) -> PlannedStep:
     # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
     exchanges_lengths = config.variable_seq_lengths or config.mtp_standalone
-    joining: Joining = "none" if exchanges_lengths else "one way" if config.overlap_p2p_comm else "all"
-    lookahead = int(config.overlap_p2p_comm)
+    joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
+    lookahead = int(is_async)
     # Flags of other features, which may be turned on between two steps.
     asked = (
         pipeline_orders.name_of(settings),

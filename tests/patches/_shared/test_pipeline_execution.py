@@ -63,7 +63,7 @@ def test_what_is_planned_follows_the_flags_of_other_features():
     state, flags = ExecutorState(session()), {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 1}
 
     def plan(**more):
-        return _planned(Settings({**flags, **more}), state, PipelineShape(2, 4), 0, False, config)
+        return _planned(Settings({**flags, **more}), state, PipelineShape(2, 4), 0, False, config, is_async=False)
 
     assert plan() is plan() and not plan().recomputed
     bubble, advance = plan(recompute_in_bubble=True), plan(recompute_in_advance=True)
