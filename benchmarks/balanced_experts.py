@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
 import statistics
 import sys
 import time
@@ -26,13 +25,14 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from benchmarks import expert_model, page
+from benchmarks.expert_model import RANKS
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 
 ARMS = ("off", "on")
 FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
          "use_gradient_accumulation_fusion", "use_fused_swiglu")  # fmt: skip
-RANKS = 2
 
 
 class _Loopback:
@@ -74,31 +74,12 @@ class _Counted:
 
 
 def _training(options: argparse.Namespace) -> Any:
-    from tests.harness import core_loop
-
-    core_loop.SEQUENCE, core_loop.MICRO_BATCH = options.sequence, 1
-    return core_loop.Training(
-        {
-            "experts": options.experts,
-            "ep": RANKS,
-            "layers": options.layers,
-            "micro_batches": options.micro_batches,
-            "wgrad_fusion": True,
-            "no_sync": True,
-            "moe": {
-                "moe_grouped_gemm": True,
-                "moe_permute_fusion": True,
-                "moe_router_fusion": True,
-                "moe_router_topk": options.topk,
-                "moe_router_load_balancing_type": "none",
-                "moe_aux_loss_coeff": 0.0,
-            },
-            "config": {
-                "hidden_size": options.hidden,
-                "ffn_hidden_size": options.expert_hidden,
-                "moe_ffn_hidden_size": options.expert_hidden,
-            },
-        }
+    width = options.expert_hidden
+    return expert_model.training(
+        options,
+        options.experts,
+        {"moe_router_topk": options.topk, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
+        {"ffn_hidden_size": width, "moe_ffn_hidden_size": width},
     )
 
 
@@ -184,24 +165,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
     rows = on_ranks(RANKS, _Loopback(), functools.partial(_measure, options))
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, rows, shlex.join(["python", "-m", "benchmarks.balanced_experts", *given]))
-    print(text)
-    if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
+    text = _page(options, rows, page.command("balanced_experts", arguments))
+    page.write(options, text)
     return 0
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], command: str) -> str:
-    from mindspeed_lite.platform import cpu
-
     lines = [
         "# Copies of hot experts",
         "",
         f"`{command}`",
         "",
-        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        page.machine(),
         "",
         f"{RANKS} processes, a core each, gloo on loopback. {options.layers} layers of {options.hidden}, "
         f"{options.experts} experts of {options.expert_hidden}, {options.topk} a token, {options.micro_batches} "

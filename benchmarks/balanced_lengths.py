@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shlex
 import sys
 import tempfile
 import time
@@ -29,6 +28,7 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
 import mindspeed_lite
+from benchmarks import page
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays
 from mindspeed_lite.bench.statistics import paired_ratio
@@ -195,12 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         found = on_ranks(RANKS, Delays(), partial(_rank, options, folder))
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, found, shlex.join(["python", "-m", "benchmarks.balanced_lengths", *given]))
-    print(text)
-    if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
+    text = _page(options, found, page.command("balanced_lengths", arguments))
+    page.write(options, text)
     return 0
 
 

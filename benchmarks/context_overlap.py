@@ -12,7 +12,6 @@ compute, so that their blocks sleep; messages are real. What two lanes make of t
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import sys
 import time
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
+from benchmarks import page
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
@@ -36,7 +36,6 @@ from mindspeed_lite.parallel.context.pieces import CAUSAL
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.context.schedule import Move, programs
 from mindspeed_lite.parallel.context.simulation import RingTiming, simulate
-from mindspeed_lite.platform import cpu
 
 PASSES = ("forward", "backward")
 # Times of messages between hosts and within one, in blocks of the forward pass.
@@ -222,12 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         two, four = on_ranks(2, Delays(), partial(_two_ranks, options)), {}
     four["own"] = on_ranks(4, Delays(ranks_per_host=2), partial(_four_ranks, options))
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, two, four, reason, shlex.join(["python", "-m", "benchmarks.context_overlap", *given]))
-    print(text)
-    if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
+    text = _page(options, two, four, reason, page.command("context_overlap", arguments))
+    page.write(options, text)
     return 0
 
 
@@ -274,7 +269,7 @@ def _page(
         "",
         f"`{command}`",
         "",
-        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        page.machine(),
         "",
         "## A ring of two ranks",
         "",

@@ -15,7 +15,6 @@ import argparse
 import functools
 import importlib
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from benchmarks import page
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import laboratory
 from mindspeed_lite.bench.statistics import paired_ratio
@@ -168,18 +168,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with laboratory(ranks, options.ranks_per_host) as (network, reason):
         found = on_ranks(ranks, network, functools.partial(_measure, options, timeline))
     remove()
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, found, reason, shlex.join(["python", "-m", "benchmarks.expert_hierarchy", *given]))
-    print(text)
-    if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
+    text = _page(options, found, reason, page.command("expert_hierarchy", arguments))
+    page.write(options, text)
     return 0
 
 
 def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None, command: str) -> str:
     from mindspeed_lite.parallel.expert.traffic import expected_copies
-    from mindspeed_lite.platform import cpu
 
     kind = "network namespaces, a host's ranks share its link" if reason is None else f"links in the clock ({reason})"
     copies = expected_copies(options.experts, options.topk, options.hosts)
@@ -189,7 +184,7 @@ def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None
         "",
         f"`{command}`",
         "",
-        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        page.machine(),
         "",
         f"{options.hosts} hosts of {options.ranks_per_host} processes; {kind}. {options.tokens} tokens of "
         f"{options.hidden} a process in bf16, {options.experts} experts, {options.topk} a token, all equally likely. "

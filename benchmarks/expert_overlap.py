@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
 import statistics
 import sys
 import time
@@ -26,6 +25,8 @@ from typing import Any
 import torch.distributed as dist
 
 import mindspeed_lite
+from benchmarks import expert_model, page
+from benchmarks.expert_model import RANKS
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
@@ -40,7 +41,6 @@ FUSED = (
     "use_flash_attn",
     "use_gradient_accumulation_fusion",
 )
-RANKS = 2
 
 
 class Exchange:
@@ -81,36 +81,20 @@ class _Timed:
 
 
 def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
-    from tests.harness import core_loop
-
-    core_loop.SEQUENCE, core_loop.MICRO_BATCH = options.sequence, 1
-    common: dict[str, Any] = {
-        "experts": 4,
-        "ep": RANKS,
-        "layers": options.layers,
-        "micro_batches": options.micro_batches,
-        "wgrad_fusion": True,
-        "no_sync": True,
-        "moe": {
-            "moe_grouped_gemm": True,
-            "moe_permute_fusion": True,
-            "moe_router_fusion": True,
-            # Or ranks wait for the one with more tokens, which is no matter of messages.
-            "moe_router_force_load_balancing": True,
-        },
-    }
-    sizes: dict[str, Any] = {"hidden_size": options.hidden, "ffn_hidden_size": 2 * options.hidden}
+    # Or ranks wait for the one with more tokens, which is no matter of messages.
+    moe = {"moe_router_force_load_balancing": True}
+    sizes: dict[str, Any] = {"ffn_hidden_size": 2 * options.hidden}
     on = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     if feature == BETWEEN:
         sizes["moe_shared_expert_intermediate_size"] = 2 * options.hidden
         on = {"moe_shared_expert_overlap": True}
     trainings = {
-        arm: core_loop.Training(
-            {
-                **common,
-                "ddp_delay_wgrad_compute": feature == COMBINED and arm == "on",
-                "config": {**sizes, **(on if arm == "on" else {})},
-            }
+        arm: expert_model.training(
+            options,
+            4,
+            moe,
+            {**sizes, **(on if arm == "on" else {})},
+            ddp_delay_wgrad_compute=feature == COMBINED and arm == "on",
         )
         for arm in ARMS
     }
@@ -189,12 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = on_ranks(RANKS, network, body)
     else:
         rows = on_ranks(RANKS, Delays(), body)
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, rows, reason, shlex.join(["python", "-m", "benchmarks.expert_overlap", *given]))
-    print(text)
-    if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
+    text = _page(options, rows, reason, page.command("expert_overlap", arguments))
+    page.write(options, text)
     return 0
 
 
@@ -205,15 +185,13 @@ combined schedule. *exposed*: the waits with overlap, by the step."""
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
-    from mindspeed_lite.platform import cpu
-
     kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
     lines = [
         "# Experts' exchange behind computation",
         "",
         f"`{command}`",
         "",
-        f"On {cpu.describe()}. What else the machine did is not known: where it matters, repeat.",
+        page.machine(),
         "",
         f"{RANKS} processes, a core each; {kind}. {options.layers} layers of {options.hidden}, 4 experts, 2 a token, "
         f"{options.micro_batches} micro-batches of {options.sequence} tokens, bf16; a rank sends "

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import shlex
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
+from benchmarks import page
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays
 from mindspeed_lite.memory.saved_tensors import Tracker
@@ -228,12 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     folder = Path(tempfile.mkdtemp())
     rows = on_ranks(RANKS, Delays(), functools.partial(_measure, options, folder))
-    given = sys.argv[1:] if arguments is None else arguments
-    text = _page(options, rows, shlex.join(["python", "-m", "benchmarks.pipeline_prediction", *given]))
-    print(text)
+    text = _page(options, rows, page.command("pipeline_prediction", arguments))
+    page.write(options, text)
     if options.page is not None:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(text)
         order = "zb-h1" if "zb-h1" in options.orders else options.orders[0]
         schedule, _ = _schedule(ORDERS[order][1], ORDERS[order][0], options.micro_batches)
         steps = trace.training_steps(trace.read(folder / order), schedule)[1:-1]
@@ -248,7 +245,7 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: 
         "",
         f"`{command}`",
         "",
-        f"Two processes of one machine, other work beside them. {2 * RANKS} layers, {options.micro_batches} "
+        f"{page.machine()} Two processes. {2 * RANKS} layers, {options.micro_batches} "
         f"micro-batches; a layer sleeps {options.layer:g} ms forward and twice as long backward. "
         f"Median of {options.steps} steps.",
         "",

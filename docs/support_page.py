@@ -42,14 +42,22 @@ def _summary(operator: str) -> str:
 
 def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any], notes: dict[str, int]) -> str:
     """What the table of releases says of one feature; reasons are numbered in `notes`."""
+    from tests.harness import on_and_off
+
     row = ran.get(release, {}).get(feature.name, {})
     lacking = "; ".join(feature.patches_for(release)[1])
+    layout = row.get("layout")
+    idle = layout is not None and layout != on_and_off.layout_of(feature)
     note = lacking or row.get("reason") or row.get("fault") or ""
+    if not note and idle:
+        note = f"trained in the layout `{layout}` alone, where it has nothing to do"
     number = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
     if lacking:
         return f"no{number}"
-    if "layout" in row:
-        return f"fails{number}" if row["fault"] else "trained"
+    if row.get("fault"):
+        return f"fails{number}"
+    if layout is not None and not idle:
+        return "trained"
     return f"{'read' if verified or not feature.patches else 'not read'}{number}"
 
 
@@ -134,9 +142,9 @@ def support() -> str:
         "",
         "*trained*: trained on this release with the feature and without it, on CPU; losses agree within its class, to",
         "the bit where that is bitwise. *read*: what the feature swaps has been read in this release and its",
-        "fingerprint is known, and it was not trained. Another patch release of the same series counts as both if its",
-        "source is the same. *no*: the release lacks what the feature stands on, and it is left off with that reason.",
-        "What happens otherwise:",
+        "fingerprint is known; it was not trained, or not where it has something to do. Another patch release of the",
+        "same series counts as both if its source is the same. *no*: the release lacks what the feature stands on, and",
+        "it is left off with that reason. What happens otherwise:",
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
         *(f"{number}. {note}" for note, number in notes.items()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,20 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_generated_parts_are_current() -> None:
     run = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_training_that_exercises_nothing_is_not_called_one() -> None:
+    mark = runpy.run_path(str(DOCS / "support_page.py"))["_mark"]
+    feature = runtime.catalogue()["use_fused_embedding"]
+
+    def marked(layout: str) -> tuple[str, list[str]]:
+        notes: dict[str, int] = {}
+        ran = {"0.19.2": {feature.name: {"layout": layout, "fault": ""}}}
+        return mark(feature, "0.19.2", True, ran, notes), [*notes]
+
+    assert marked("tensor") == ("trained", [])
+    # One rank holds all of the vocabulary.
+    assert marked("plain") == ("read (1)", ["trained in the layout `plain` alone, where it has nothing to do"])
 
 
 def test_every_feature_has_its_page_and_every_page_its_feature() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_lite.platform import megatron
 from tests.harness import checkouts
-from tools import new_release
+from tools import matrix, matrix_python, new_release
 
 OLDER, NEWER = "0.18.2", "0.19.2"
 
@@ -41,3 +41,19 @@ def test_a_place_without_megatron_is_one_line(tmp_path, capsys: pytest.CaptureFi
     assert capsys.readouterr().err == f"error: {tmp_path}: there is no megatron/core in it\n"
     assert new_release.main(["no version"]) == 2
     assert "no version" in capsys.readouterr().err
+
+
+def test_what_cannot_be_fetched_is_one_line_and_records_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(checkouts, "PIP_INSTALL", ["false"])
+        for main in (new_release.main, lambda words: matrix_python.main(["--release", *words])):
+            assert main(["0.1.99"]) == 2
+            assert capsys.readouterr().err.startswith("error: megatron-core 0.1.99 cannot be installed")
+    assert new_release.main(["odd.whl"]) == 2
+    assert capsys.readouterr().err.startswith("error: Invalid wheel filename")
+    before = matrix.FILE.read_bytes()
+    with pytest.raises(SystemExit):
+        # The environment's own Megatron would be trained and recorded under this name.
+        matrix.main(["--release", "0.1.99"])
+    assert "--release 0.1.99: it is not here" in capsys.readouterr().err
+    assert matrix.FILE.read_bytes() == before

@@ -41,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layout", action="append", default=[], choices=[*on_and_off.LAYOUTS], help="all of them")
     options = parser.parse_args(arguments)
     roots: dict[str, Path | None] = {each: checkouts.folder(each) for each in options.release}
+    for release, root in roots.items():
+        if root is not None and not (root / "megatron").is_dir():
+            parser.error(
+                f"--release {release}: it is not here: run `python -m tests.harness.checkouts`, or name --root"
+            )
     for text in options.root:
         version, _, folder = text.partition("=")
         if not (Path(folder) / "megatron" / "core").is_dir():

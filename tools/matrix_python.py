@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -42,14 +41,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.matrix_python", description="This Python and this torch.")
     parser.add_argument("--release", nargs="+", required=True, metavar="VERSION", help="of those in .releases/")
     options = parser.parse_args(arguments)
+    try:
+        roots = {release: checkouts.fetched(release) for release in options.release}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     name = f"Python {'.'.join(platform.python_version_tuple()[:2])}, torch {torch.__version__.partition('+')[0]}"
     checks = numerics.checks("cpu", quick=True)
     wrong = [check.name for check in checks if check.run().status == FAILED]
     faults = len(wrong)
-    for release in options.release:
-        root = checkouts.FOLDER / release
-        if not (root / "megatron").is_dir():
-            subprocess.run([*checkouts.PIP_INSTALL, "--target", str(root), f"megatron-core=={release}"], check=True)
+    for release, root in roots.items():
         with tempfile.TemporaryDirectory() as scratch:
             trainer = Trainer(root, Path(scratch), training=False)
             try:

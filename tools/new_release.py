@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from mindspeed_lite import runtime
@@ -67,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         other = checkouts.folder(against) or megatron.root()
         if other is None or not (other / "megatron").is_dir():
             raise ValueError(f"megatron-core {against} is not here: run `python -m tests.harness.checkouts`")
-    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"megatron-core {version} in {root}, against {against}")
@@ -81,11 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"\n{len(found)} of {targets} targets differ; they hit {len(hit)} features: {', '.join(sorted(hit)) or 'none'}"
     )
     print(f"not applied as it stands: {', '.join(sorted(refused)) or 'none'}")
+    failed = False
     if options.record:
         for source, table in TABLES.items():
             kind = "--features" if ":" in source else "--package"
-            _run("-m", "tools.fingerprints", kind, source, "--root", f"{version}={root}", "--out", str(table))
-    failed = options.test and not _test(root, [each.name for each in runtime.catalogue() if each.name in hit])
+            failed |= bool(
+                _run("-m", "tools.fingerprints", kind, source, "--root", f"{version}={root}", "--out", str(table))
+            )
+    failed |= options.test and not _test(root, [each.name for each in runtime.catalogue() if each.name in hit])
     print(f"{time.monotonic() - started:.0f} s")
     return int(failed or (bool(refused) and not options.record))
 
@@ -145,17 +149,12 @@ def _root_of(release: str) -> Path:
             raise ValueError(f"{release}: there is no megatron/core in it")
         return path.resolve()
     if path.suffix == ".whl":
-        target = checkouts.FOLDER / path.name.split("-")[1]
+        _, version, *_ = parse_wheel_filename(path.name)
+        target = checkouts.FOLDER / str(version)
         with zipfile.ZipFile(path) as wheel:
             wheel.extractall(target)
         return target
-    version = str(Version(release))
-    folder = checkouts.folder(version)
-    if folder is None:
-        return megatron.root() or Path()
-    if not (folder / "megatron").is_dir():
-        subprocess.run([*checkouts.PIP_INSTALL, "--target", str(folder), f"megatron-core=={version}"], check=True)
-    return folder
+    return checkouts.fetched(str(Version(release))) or megatron.root() or Path()
 
 
 def _version_of(root: Path) -> str:

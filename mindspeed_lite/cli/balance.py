@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from mindspeed_lite.parallel.balance import record as records
 from mindspeed_lite.parallel.balance.simulation import (
@@ -16,7 +15,7 @@ from mindspeed_lite.parallel.balance.simulation import (
     simulate,
 )
 
-from . import load_files, terminal
+from . import generated, load_files, terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite balance"
@@ -57,7 +56,11 @@ def main(arguments: Sequence[str]) -> int:
         return fail(PROGRAM, problem)
     policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
     try:
-        record = load_files.read(options) if options.generate is None else load_files.last(_generated(options), options)
+        if options.generate is None:
+            record = load_files.read(options)
+        else:
+            load = GeneratedLoad(**generated.read(GeneratedLoad, options.generate, {"drift": 0}))
+            record = load_files.last(load.record(), options)
         ranks = options.ranks or record.header.expert_parallel
         outcomes = simulate(record, ranks, policy)
     except ValueError as error:
@@ -86,21 +89,6 @@ def _problem(options: argparse.Namespace) -> str | None:
     if options.break_even < 0:
         return f"--break-even takes a number of tokens, at least 0, not {options.break_even}"
     return load_files.problem(options, {"ranks": 1, "interval": 1, "copies": 0})
-
-
-def _generated(options: argparse.Namespace) -> records.LoadRecord:
-    kinds = {each.name: float if each.name in ("skew", "drift") else int for each in fields(GeneratedLoad)}
-    given = {}
-    for word in options.generate:
-        name, _, value = word.partition("=")
-        try:
-            given[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
-        least = {"seed": -math.inf, "skew": 1, "drift": 0}.get(name, 1)
-        if given[name] < least:
-            raise ValueError(f"--generate {word}: at least {least}")
-    return GeneratedLoad(**given).record()  # type: ignore[arg-type]
 
 
 def _text(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -18,7 +18,7 @@ from mindspeed_lite.parallel.balance.length_simulation import (
     simulate,
 )
 
-from . import terminal
+from . import generated, terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite balance-lengths"
@@ -53,7 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         if options.generate is None:
             documents = shuffled(read_index(options.index), options.seed)
         else:
-            documents = _generated(options).draw()
+            given = generated.read(GeneratedLengths, options.generate, {"tail": _LEAST_TAIL})
+            documents = GeneratedLengths(**{"longest": options.seq_length, "seed": options.seed, **given}).draw()
         samples = options.steps * options.global_batch_size
         costs = sample_costs(documents, options.seq_length, samples, options.seed)
         outcomes = simulate(costs, options.ranks, options.global_batch_size, options.micro_batch_size)
@@ -80,21 +81,6 @@ def _problem(options: argparse.Namespace) -> str | None:
     if options.json and (problem := terminal.why_not_writable(options.json)):
         return f"--json {options.json}: {problem}"
     return None
-
-
-def _generated(options: argparse.Namespace) -> GeneratedLengths:
-    given: dict[str, float] = {"longest": options.seq_length, "seed": options.seed}
-    kinds = {each.name: float if each.name == "tail" else int for each in fields(GeneratedLengths)}
-    for word in options.generate:
-        name, _, value = word.partition("=")
-        try:
-            given[name] = kinds[name](value)
-        except (KeyError, ValueError):
-            raise ValueError(f"--generate takes NAME=NUMBER of {', '.join(kinds)}, not {word!r}") from None
-        least = _LEAST_TAIL if name == "tail" else 1
-        if name != "seed" and not given[name] >= least:
-            raise ValueError(f"--generate {word}: at least {least}")
-    return GeneratedLengths(**given)  # type: ignore[arg-type]
 
 
 def _text(options: argparse.Namespace, costs: Sequence[int], outcomes: Sequence[LengthOutcome]) -> list[str]:

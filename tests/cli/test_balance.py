@@ -43,6 +43,8 @@ def test_a_row_for_each_policy_and_the_files(tmp_path, capsys):
         ([*MADE, "--hidden-size", "64"], "go together"),
         ([*MADE, "heat=3"], "not 'heat=3'"),
         ([*MADE, "topk=x"], "not 'topk=x'"),
+        ([*MADE, "drift=nan"], "not 'drift=nan'"),
+        ([*MADE, "topk=17"], "topk=17: a token has at most all 16 experts"),
         ([*MADE, "layers=0"], "layers=0: at least 1"),
         ([*MADE, "skew=99"], "from 1 to 15"),
         ([*MADE, "--plot", "no/picture.png"], "there is no such folder"),

@@ -42,7 +42,7 @@ def test_a_row_for_each_assignment_and_the_file(tmp_path, capsys):
         (["--generate", "heat=3"], "not 'heat=3'"),
         (["--generate", "tail=x"], "not 'tail=x'"),
         (["--generate", "tail=0.01"], "tail=0.01: at least 0.1"),
-        (["--generate", "tail=nan"], "tail=nan: at least 0.1"),
+        (["--generate", "tail=nan"], "not 'tail=nan'"),
         (["--generate", "shortest=0"], "shortest=0: at least 1"),
         (["--generate", f"shortest={10**400}"], "too large"),
         (["--generate", "--ranks", "0"], "--ranks takes a number of at least 1, not 0"),

@@ -24,8 +24,11 @@ WITH_TRAINING = ALL[1:]
 
 
 def installed() -> str:
-    """The release of this environment."""
-    return importlib.metadata.version("megatron-core")
+    """The release of this environment; "" if it has none."""
+    try:
+        return importlib.metadata.version("megatron-core")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def folder(release: str) -> Path | None:
@@ -33,17 +36,25 @@ def folder(release: str) -> Path | None:
     return None if release == installed() else FOLDER / release
 
 
+def fetched(release: str) -> Path | None:
+    """Where `release` lies, installed there if it is missing; None if the environment's own is the one.
+
+    Raises:
+        ValueError: pip cannot install it.
+    """
+    target = folder(release)
+    if target is not None and not (target / "megatron").is_dir():
+        print(f"installing megatron-core {release} into {target.relative_to(ROOT)}", flush=True)
+        command = [*PIP_INSTALL, "--target", str(target), f"megatron-core=={release}"]
+        if subprocess.run(command).returncode:
+            raise ValueError(f"megatron-core {release} cannot be installed: see the lines of pip above")
+    return target
+
+
 def prepare() -> None:
     """Install what is missing."""
     for release in EVERY:
-        target = folder(release)
-        if target is None or (target / "megatron").is_dir():
-            continue
-        print(f"installing megatron-core {release} into {target.relative_to(ROOT)}", flush=True)
-        subprocess.run(
-            [*PIP_INSTALL, "--target", str(target), f"megatron-core=={release}"],
-            check=True,
-        )
+        fetched(release)
 
 
 if __name__ == "__main__":

@@ -185,8 +185,10 @@ class GeneratedLoad:
         """The record of it.
 
         Raises:
-            ValueError: a skew that no power gives.
+            ValueError: a skew that no power gives, or more experts for a token than there are.
         """
+        if self.topk > self.experts:
+            raise ValueError(f"topk={self.topk}: a token has at most all {self.experts} experts")
         if not 1 <= self.skew < self.experts:
             raise ValueError(f"skew is the most popular expert's load over the mean, from 1 to {self.experts - 1}")
         header = LoadHeader(self.experts, self.topk, self.ranks, 1, self.layers, tuple(range(1, self.layers + 1)))
