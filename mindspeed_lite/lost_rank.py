@@ -45,7 +45,7 @@ def describe(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError) or not speaks or not any(each in words for each in _SIGNS):
         return None
     # Of gloo: [where in its source] what happened.
-    reason = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", text.strip()).splitlines()[0].rstrip(". ")
+    reason = re.sub(r"^\[[^\]]*\.cc:\d+\]\s*", "", text.strip()).partition("\n")[0].rstrip(". ")
     return (
         f"another rank has ended or does not answer: {_place(error)} failed ({reason[:_LENGTH]}); look for what that "
         "rank said last. A rank that is only slow needs a longer --distributed-timeout-minutes; "

@@ -10,16 +10,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import os
 import platform as python_platform
-import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite import platform
+from mindspeed_lite import platform, report_output
 from mindspeed_lite._version import __version__
 from mindspeed_lite.engine import (
     ApplyError,
@@ -40,6 +38,7 @@ from mindspeed_lite.engine import (
     make_plan,
 )
 from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.report_output import REPORT, rank, report_file
 
 PATCHES = "mindspeed_lite.patches"
 
@@ -48,14 +47,6 @@ AUTO = Option(
     help="Turn on every feature that applies to this model, device and layout; the report says which and why not.",
 )
 STRICT = Option("--mindspeed-lite-strict", help="Turn every skipped feature and every fallback into an error.")
-VERBOSE = "verbose"
-REPORT = Option(
-    "--mindspeed-lite-report",
-    help="Write what was swapped and why the rest was not to FILE: as text where its name ends in .txt, else as JSON. "
-    f"The word {VERBOSE} prints it in place of the summary (rank 0).",
-    default=None,
-    metavar=f"FILE|{VERBOSE}",
-)
 ALLOW_UNVERIFIED = Option(
     "--mindspeed-lite-allow-unverified",
     help="Apply a replacement although the code it replaces is not one of the verified releases'.",
@@ -149,7 +140,7 @@ def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
     """
     flags = {name: value for each in asked for name, value in each.flags.items()}
     settings = Settings.of((*GENERAL, *catalogue().options()), flags)
-    _check_report_path(_report_file(settings))
+    report_output.check_path(report_file(settings))
     if settings[VERIFY.dest] < 0:
         raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     device = platform.activate()
@@ -267,7 +258,7 @@ def _renew_verifier(session: Session) -> None:
     session.verifier = None
     if calls:
         session.verifier = Verifier(calls, session)
-        if _rank() == 0:
+        if rank() == 0:
             session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
 
 
@@ -339,11 +330,11 @@ def take_back() -> list[str]:
         if _now is None:
             return []
         ending = _now
-        path = _report_file(ending.session.settings)
+        path = report_file(ending.session.settings)
         left = change(remove=[swap for each in ending.swaps.values() for swap in each])
         _now = None
         left += _end(ending, list(ending.views.values()))
-        if path is not None and _rank() == 0 and any(each.arguments is not None for each in ending.requests):
+        if path is not None and rank() == 0 and any(each.arguments is not None for each in ending.requests):
             atexit.unregister(_write_last_report)
             _rewrite_report(ending, path)
         return left
@@ -354,33 +345,14 @@ def applicable(found: InForce) -> dict[str, list[str]]:
     return automatic_reasons(catalogue(), found.session.context)
 
 
-def _report_file(settings: Settings) -> str | None:
-    """Where the report goes besides the terminal."""
-    given: str | None = settings[REPORT.dest]
-    return None if given == VERBOSE else given
-
-
-def _check_report_path(path: str | None) -> None:
-    """Before anything moves: whether the report can be written where the user wants it."""
-    if path is None or _rank() != 0:
-        return
-    place = Path(path)
-    if place.is_dir() or not os.access(place if place.exists() else place.absolute().parent, os.W_OK):
-        raise OptionError(f"{REPORT.flag} {path}: cannot be written there; give a file in a folder that exists.")
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def show_report(found: InForce) -> None:
     """On rank 0 print the report, and write it where the user wants it, again when the process ends."""
-    if _rank() != 0:
+    if rank() != 0:
         return
-    print(report_text(found), end="", flush=True)
-    path = _report_file(found.session.settings)
+    print(report_output.report_text(full_report(found), found.session.settings), end="", flush=True)
+    path = report_file(found.session.settings)
     if path is not None:
-        _write_report(found, path)
+        report_output.write(full_report(found), path)
         # Fallbacks appear while training runs.
         atexit.unregister(_write_last_report)
         atexit.register(_write_last_report)
@@ -389,25 +361,16 @@ def show_report(found: InForce) -> None:
             found.session.verifier.listeners.append(functools.partial(_rewrite_report, found, path))
 
 
-def _write_report(found: InForce, path: str) -> None:
-    try:
-        report = full_report(found)
-        text = report.to_text(verbose=True) if path.endswith(".txt") else report.to_json() + "\n"
-        Path(path).write_text(text)
-    except OSError as error:
-        raise OptionError(f"{REPORT.flag} {path}: cannot be written ({error}).") from error
-
-
 def _write_last_report() -> None:
-    path = None if _now is None else _report_file(_now.session.settings)
+    path = None if _now is None else report_file(_now.session.settings)
     if _now is not None and path is not None:
-        _write_report(_now, path)
+        report_output.write(full_report(_now), path)
 
 
 def _rewrite_report(found: InForce, path: str, cause: Any = None) -> None:
     # In the middle of training a full disk is no reason to stop; at the end the writing speaks for itself.
     with contextlib.suppress(OptionError):
-        _write_report(found, path)
+        report_output.write(full_report(found), path)
 
 
 def full_report(found: InForce) -> Report:
@@ -417,16 +380,6 @@ def full_report(found: InForce) -> Report:
     merged = Report.from_dict(found.session.report.as_dict())
     merged.entries = [*merged.entries, *megatron.entries()]
     return merged
-
-
-def report_text(found: InForce) -> str:
-    """The report for a terminal: framed, in colour where the output is one."""
-    color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    verbose = found.session.settings[REPORT.dest] == VERBOSE
-    details = "" if verbose else _report_file(found.session.settings) or f"{REPORT.flag} {VERBOSE}"
-    text = full_report(found).to_text(color=color, verbose=verbose, details=details)
-    rule = "-" * 40
-    return f"{rule} mindspeed_lite\n{text}{rule}\n"
 
 
 def dest_of(keyword: str) -> str:

@@ -86,6 +86,7 @@ class DistNetworkError(RuntimeError):
         (RuntimeError("NCCL error in: c.cpp:3, remote process exited or there was a network error"), True),
         (RuntimeError("Rank 2 failed to pass monitoredBarrier in 3000 ms"), True),
         (DistNetworkError("failed to recv, got 0 bytes"), True),
+        (RuntimeError("[../gloo/timeout.cc:81]"), True),
         (RuntimeError("NCCL error in: c.cpp:3, invalid usage"), False),
         (RuntimeError("Connection reset by peer"), False),
         (ConnectionResetError("gloo: connection reset by peer"), False),

@@ -270,7 +270,7 @@ def _assigned(code: CodeType, first: str) -> frozenset[str]:
 
 
 def mentions(module: str, name: str) -> bool:
-    """Whether the code of a module looks for a name."""
+    """Whether the code of a module looks for a name; one that cannot be imported looks for none."""
     with contextlib.suppress(ImportError):
         importlib.import_module(module)
     return any(name in code.co_names or name in code.co_varnames for code in _compiled(module))

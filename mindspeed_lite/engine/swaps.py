@@ -15,6 +15,7 @@ import functools
 import inspect
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
@@ -82,7 +83,7 @@ class Swap:
         return new
 
 
-class _Site:
+class _Site(ABC):
     """A place with its original and the patches on it; `placed` is what stands there, MISSING for the original."""
 
     def __init__(self, where: str) -> None:
@@ -90,17 +91,17 @@ class _Site:
         self.swaps: list[Swap] = []
         self.placed: Any = MISSING
 
+    @abstractmethod
     def compose(self, swaps: Sequence[Swap]) -> Any:
         """What is to stand here with these patches, MISSING for the original."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
         """Let `value` stand here and in `copies`, which hold what stands here now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def is_foreign(self) -> bool:
         """Whether another party has changed the place since."""
-        raise NotImplementedError
 
 
 class _Function(_Site):

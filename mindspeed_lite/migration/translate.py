@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
-from . import rules
+from . import layer_rules, rules
 from .command_line import CommandLine, FlagUse, Refusal, UnknownValue
+from .rule_types import SHARED_NAMES, CommandContext
 from .table import FlagRow
 
 # What a row's class is called in a line for the user.
@@ -83,7 +84,7 @@ def translate(
     line = CommandLine(words, known, resolve, ends)
     strict = line.has("--mindspeed-lite-strict")
     foreign = any(_is_foreign(use.row, line) for use in line.uses)
-    context = rules.CommandContext(line, foreign, device, transformer_engine)
+    context = CommandContext(line, foreign, device, transformer_engine)
     steps = []
     for use in line.uses:
         step = _step(use, context)
@@ -104,14 +105,14 @@ def _is_foreign(row: FlagRow, line: CommandLine) -> bool:
     """Whether this flag is MindSpeed's alone, which tells a MindSpeed command from one of Megatron's."""
     if line.known is not None:
         return row.flag not in line.known
-    return row.outcome not in ("keep", "launcher") and row.flag not in rules.SHARED_NAMES
+    return row.outcome not in ("keep", "launcher") and row.flag not in SHARED_NAMES
 
 
 def _raw(use: FlagUse, line: CommandLine) -> tuple[str, ...]:
     return tuple(line.words[use.start : use.stop])
 
 
-def _step(use: FlagUse, context: rules.CommandContext) -> TranslatedFlag:
+def _step(use: FlagUse, context: CommandContext) -> TranslatedFlag:
     line, foreign = context.line, context.foreign
     row, raw = use.row, _raw(use, line)
     kept = TranslatedFlag(use, "kept", raw, "")
@@ -121,7 +122,7 @@ def _step(use: FlagUse, context: rules.CommandContext) -> TranslatedFlag:
             return kept
         if row.outcome == "keep":
             raise Refusal(f"{row.flag}: this release of Megatron-core does not have it ({row.note})")
-        if line.known is not None and row.flag in line.known and row.flag not in rules.SHARED_NAMES:
+        if line.known is not None and row.flag in line.known and row.flag not in SHARED_NAMES:
             return kept  # ours by now, or the script's own
         if row.outcome == "rule":
             own = rules.BY_CONTEXT.get(row.flag)
@@ -189,7 +190,7 @@ def _idle(use: FlagUse, line: CommandLine) -> str:
             return "there is nothing to do with --context-parallel-size 1"
         if condition == "pp=1" and line.number("--pipeline-model-parallel-size", 1) == 1:
             return "there is nothing to do with --pipeline-model-parallel-size 1"
-        if condition == "vpp=1" and rules.virtual_stages(line) == 1:
+        if condition == "vpp=1" and layer_rules.virtual_stages(line) == 1:
             return "there is nothing to do without virtual pipeline stages"
         if condition == "dense" and not line.has("--num-experts"):
             return "there is nothing to do without --num-experts"

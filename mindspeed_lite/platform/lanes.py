@@ -232,6 +232,7 @@ def _empty_results(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         shapes = func(*tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs))
     except (NotImplementedError, RuntimeError):
+        # No meta kernel, or inputs that it refuses. The caller runs the operator at once, which raises what is wrong.
         return None
     return tree_map_only(torch.Tensor, memory_of, shapes)
 

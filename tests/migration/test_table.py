@@ -6,7 +6,8 @@ import pytest
 
 from mindspeed_lite import runtime
 from mindspeed_lite.migration import flags, translate
-from mindspeed_lite.migration.rules import BY_CONTEXT, RULES, SHARED_NAMES
+from mindspeed_lite.migration.rule_types import SHARED_NAMES
+from mindspeed_lite.migration.rules import BY_CONTEXT, RULES
 from mindspeed_lite.migration.table import CLASSES, OUTCOMES
 from tests.harness.processes import forked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_lite.migration import translate
-from mindspeed_lite.migration.rules import SHARED_NAMES
+from mindspeed_lite.migration.rule_types import SHARED_NAMES
 
 MEGATRON = frozenset(
     "--rotary-scaling-factor --multi-latent-attention --use-rope-scaling --moe-ffn-hidden-size "

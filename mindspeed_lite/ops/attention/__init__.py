@@ -6,9 +6,9 @@ two halves without autograd, for callers that split the keys among calls and put
 (context parallelism); `packed.attention` serves sequences of several lengths behind one another.
 
 A backend module holds `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
-`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`, and, where its kernels can leave their sums
-unrounded, `forward_wide` and `backward_wide` of the same. No row is empty by position, and the halves leave `spec.sink`
-alone.
+`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. Where it has `HAS_WIDE`, these two take `wide`:
+their results for 16-bit inputs are fp32 sums that are not rounded. No row is empty by position, and the halves leave
+`spec.sink` alone.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def forward(
     out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
 
     wide: `out` in fp32 (float64 for float64), for a sum over several results: rounded to q's dtype, each would add an
-        error of its own. A backend with `forward_wide` and `backward_wide` (CPU) hands over its fp32 sums; elsewhere
+        error of its own. A backend with `HAS_WIDE` (CPU) hands over its fp32 sums; elsewhere
         (CUDA, NPU) the kernel's rounded result is widened.
     dropout: which weights are dropped, by position; in plain PyTorch on every device.
     """
@@ -179,8 +179,8 @@ def forward(
     if not wide or not _is_narrow(q.dtype):
         pair = backend.forward(q, k, v, spec)
         return pair
-    if hasattr(backend, "forward_wide"):
-        pair = backend.forward_wide(q, k, v, spec)
+    if hasattr(backend, "HAS_WIDE"):
+        pair = backend.forward(q, k, v, spec, wide=True)
         return pair
     out, lse = backend.forward(q, k, v, spec)
     return out.float(), lse
@@ -219,8 +219,8 @@ def backward(
     if not wide or not _is_narrow(q.dtype):
         gradients = backend.backward(dout, q, k, v, out, lse, spec)
         return gradients
-    if hasattr(backend, "backward_wide"):
-        gradients = backend.backward_wide(dout, q, k, v, out, lse, spec)
+    if hasattr(backend, "HAS_WIDE"):
+        gradients = backend.backward(dout, q, k, v, out, lse, spec, wide=True)
         return gradients
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, spec)
     return dq.float(), dk.float(), dv.float()

@@ -54,9 +54,14 @@ def attention(
     return autograd.attention(_KERNELS, q, k, v, spec)
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
-    run = cpu_native.forward if _native(q, spec) else _flash_forward if spec.rng is None else blocked.forward
-    return run(q, k, v, spec)
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
+) -> autograd.Pair:
+    if _native(q, spec):
+        return cpu_native.forward(q, k, v, spec, wide=wide)
+    if wide:
+        return forward(q.float(), k.float(), v.float(), spec.of_fp32())
+    return (_flash_forward if spec.rng is None else blocked.forward)(q, k, v, spec)
 
 
 def backward(
@@ -67,33 +72,18 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     spec: AttentionSpec,
+    *,
+    wide: bool = False,
 ) -> autograd.Triple:
-    run = cpu_native.backward if _native(q, spec) else _flash_backward if spec.rng is None else blocked.backward
-    return run(dout, q, k, v, out, lse, spec)
-
-
-def forward_wide(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
-    """`forward` with its fp32 sums for 16-bit inputs, which PyTorch's kernel has for fp32 ones only."""
     if _native(q, spec):
-        return cpu_native.forward(q, k, v, spec, wide=True)
-    return forward(q.float(), k.float(), v.float(), spec.of_fp32())
+        return cpu_native.backward(dout, q, k, v, out, lse, spec, wide=wide)
+    if wide:
+        return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, spec.of_fp32())
+    return (_flash_backward if spec.rng is None else blocked.backward)(dout, q, k, v, out, lse, spec)
 
 
-def backward_wide(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-) -> autograd.Triple:
-    """`backward` with its fp32 sums, as `forward_wide`."""
-    if _native(q, spec):
-        return cpu_native.backward(dout, q, k, v, out, lse, spec, wide=True)
-    return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, spec.of_fp32())
-
-
+# For 16-bit inputs our kernel can leave its fp32 sums unrounded, and PyTorch's takes the inputs in fp32.
+HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
 
 

@@ -12,6 +12,8 @@ from mindspeed_lite.ops.attention.packing import Packing
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
+HAS_WIDE = True
+
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
@@ -44,20 +46,15 @@ def attention(
 
 
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The output and log-sum-exp, without gradients."""
+    if wide:
+        q, k, v = q.float(), k.float(), v.float()
     with torch.no_grad():
         out, lse = attention(q, k, v, spec._replace(return_lse=True))
     assert lse is not None
     return out, lse
-
-
-def forward_wide(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`forward` with its fp32 sums for 16-bit inputs."""
-    return forward(q.float(), k.float(), v.float(), spec)
 
 
 @torch.no_grad()
@@ -69,8 +66,12 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     spec: AttentionSpec,
+    *,
+    wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients of q, k and v, where p = exp(score - lse), whatever further keys `lse` and `out` hold."""
+    if wide:
+        q, k, v = q.float(), k.float(), v.float()
     sq, b, n, _d = q.shape
     sk, _, g, _dv = v.shape
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -88,19 +89,6 @@ def backward(
     dk = torch.einsum("bgrst,sbgrd->tbgd", dscores, queries)
     dv_ = torch.einsum("bgrst,sbgrd->tbgd", probs, dout)
     return dq.to(q.dtype), dk.to(k.dtype), dv_.to(v.dtype)
-
-
-def backward_wide(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    spec: AttentionSpec,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` with its fp32 sums, as `forward_wide`."""
-    return backward(dout.float(), q.float(), k.float(), v.float(), out.float(), lse, spec)
 
 
 def packed(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops.linear_map import linear_map
 
 
 class Blocks(NamedTuple):
@@ -67,20 +68,7 @@ def sort(x: torch.Tensor, by: Blocks | Lookup) -> torch.Tensor:
     """x in the order of the plan."""
     if isinstance(by, Blocks) and by.order == list(range(len(by.order))):
         return x
-    out: torch.Tensor = _Sort.apply(x, by)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Sort(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: Blocks | Lookup) -> torch.Tensor:
-        ctx.by = by
-        return by.apply(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.by.undo(dy), None
+    return linear_map(x, by.apply, by.undo)
 
 
 def _inverse(order: list[int]) -> list[int]:

@@ -60,7 +60,7 @@ def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.Process
     sent, summed, multiplied = (
         min(_seconds(each, flat.device) for _ in range(repeats + 1)) for each in (broadcast, reduce, multiply)
     )
-    row = 4 * hidden * flat.element_size() * sent / (flat.numel() * flat.element_size())
+    row = 4 * hidden * sent / flat.numel()
     # The backward pass has two products for each of the forward pass.
     found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
     dist.all_reduce(found, dist.ReduceOp.MAX, group=all_sharers)

@@ -44,10 +44,6 @@ class ExpertCounts(NamedTuple):
         each = len(self.received) // ranks
         return [sum(self.received[expert::each]) for expert in range(each)]
 
-    def of_ranks(self, counts: list[int], ranks: int) -> list[int]:
-        each = len(counts) // ranks
-        return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-
 
 class RowsOfRank(NamedTuple):
     """The fewest and the most rows that a rank of the group sends or receives."""
@@ -169,11 +165,15 @@ class AlltoAllMC2:
         return not reasons
 
     def _exchanged(self, x: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
-        ranks = self.group.size()
-        to, back = self.counts.of_ranks(sent, ranks), self.counts.of_ranks(received, ranks)
+        to, back = (_by_rank(each, self.group.size()) for each in (sent, received))
         out = x.new_empty(sum(back), x.shape[1])
         dist.all_to_all_single(out, x.contiguous(), back, to, group=self.group)
         return out
+
+
+def _by_rank(counts: list[int], ranks: int) -> list[int]:
+    each = len(counts) // ranks
+    return [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
 
 
 def _transposed(chunks: int, parts: int) -> list[int]:

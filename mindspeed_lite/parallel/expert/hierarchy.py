@@ -16,13 +16,13 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import permute as ops
+from mindspeed_lite.ops.linear_map import linear_map
 from mindspeed_lite.ops.permute import rows as row_ids
 
 from .traffic import Splits, splits_of
@@ -252,40 +252,14 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
     return bits.view(len(packed), packed.shape[1] * 8)[:, :count]
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-        ctx.way = way
-        return way.spread(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.collect(grad), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-        ctx.way = way
-        return way.collect(y)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.way.spread(grad), None
-
-
 def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
     """Rows to experts, differentiable: the gradient of a row is the sum over its copies. Keeps indices alone."""
-    out: torch.Tensor = _Spread.apply(x, way)  # type: ignore[no-untyped-call]
-    return out
+    return linear_map(x, way.spread, way.collect)
 
 
 def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
     """Results to tokens, differentiable: the gradient of a copy is that of its row. Keeps indices alone."""
-    out: torch.Tensor = _Collect.apply(y, way)  # type: ignore[no-untyped-call]
-    return out
+    return linear_map(y, way.collect, way.spread)
 
 
 __all__ = ["RowCopies", "NodeGroups", "Path", "Route", "collect", "padded_map", "ranks_per_node", "route_of", "spread"]
