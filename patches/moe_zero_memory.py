@@ -37,7 +37,6 @@ NAME = "moe_zero_memory"
 NUMBER = "moe_zero_memory_num_layers"
 FLAG = "--moe-zero-memory"
 OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 # Of dispatchers that were built with the feature on: the turn of their layer, None if it keeps everything. It stays
 # while they live, so that the feature can be turned off and on again.
 _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
@@ -223,14 +222,8 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
     if context.host_args is None:
         return []
-    arg = context.arg
-    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: arg(name, None))]
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the rows are those of alltoall")
-    if arg("recompute_granularity", None) == "full" and arg("recompute_method", None) != "block":
-        reasons.append("--recompute-granularity full computes every layer again as a whole")
-    return reasons
+    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
+    return [*reasons, *moe.why_not_dispatched(context, "alltoall"), *recompute.why_whole(context)]
 
 
 FEATURE = Feature(
@@ -263,15 +256,15 @@ FEATURE = Feature(
     not_auto=recompute.NOT_AUTO,
     patches=(
         recompute.in_layers(_prepare, ("mlp", f"{CONFIG}.recompute_modules")),
-        Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess),
+        Around(f"{moe.DISPATCHER}.dispatch_preprocess", _preprocess),
         Around(
-            f"{_DISPATCHER}.dispatch_postprocess",
+            f"{moe.DISPATCHER}.dispatch_postprocess",
             _postprocess,
             reads=(
                 *("drop_and_pad", "ep_group", "ep_size", "input_splits", "num_out_tokens", "output_splits"),
                 *("config", "probs", "routing_map", "shared_experts", f"{CONFIG}.moe_permute_fusion"),
             ),
         ),
-        Around(f"{_DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
+        Around(f"{moe.DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
     ),
 )

@@ -65,9 +65,7 @@ class Switch:
         reasons = []
         if context.arg("transformer_impl", "local") == "transformer_engine":
             reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-        if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
-            reasons.append("--recompute-granularity full computes every layer again as a whole")
-        return reasons
+        return reasons + why_whole(context)
 
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
         """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
@@ -77,6 +75,14 @@ class Switch:
                 prepare(layer, session)
 
         return in_layers(prepare_chosen, reads)
+
+
+def why_whole(context: Context) -> list[str]:
+    """The reason of a feature that recomputes parts of layers, where all layers are recomputed as a whole."""
+    is_full = context.arg("recompute_granularity", None) == "full"
+    if is_full and context.arg("recompute_method", None) != "block":
+        return ["--recompute-granularity full computes every layer again as a whole"]
+    return []
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:

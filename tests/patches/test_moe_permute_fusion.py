@@ -83,7 +83,7 @@ def test_the_configuration_takes_the_flag_only_while_it_is_on():
         # What only Transformer Engine has is an error that says so.
         tokens, routing_map, probs = routed()
         counts = routing_map.sum(0)
-        with pytest.raises(ValueError, match="requires TE|install TE"):
+        with pytest.raises(ValueError, match=r"requires TE|install TE"):
             moe_utils.permute(tokens, routing_map, probs, T * K, True, False, counts, 16)
         # With an old Transformer Engine, which lacks these functions, Megatron calls what is supplied.
         moe_utils.HAVE_TE = True
