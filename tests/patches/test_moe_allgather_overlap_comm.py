@@ -32,7 +32,7 @@ def context(**args):
         ({"cuda_graph_impl": "local"}, "records"),
     ],
 )
-def test_when_it_steps_aside(args, text):
+def test_when_it_is_skipped(args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
 

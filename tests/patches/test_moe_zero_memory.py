@@ -172,7 +172,7 @@ def context(settings=None, **args):
         ({"fp8": "hybrid"}, "--fp8-format"),
     ],
 )
-def test_when_there_is_nothing_to_give_up(args, text):
+def test_when_there_is_nothing_to_release(args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
 
