@@ -67,7 +67,7 @@ def use_compiled_dataset_helpers() -> None:
 
 
 def separates_documents() -> bool:
-    """Whether documents of a sample do not see each other: every stage is told where they end (from 0.19 on)."""
+    """Whether attention stays within documents; every pipeline stage then needs their ends (from 0.19 on)."""
     return bool(getattr(get_args(), "dataloader_inter_document_masking", False))
 
 

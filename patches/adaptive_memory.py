@@ -109,7 +109,7 @@ FEATURE = Feature(
     conflicts=(
         Relation("recompute_activation_function", _CHOSEN_HERE),
         Relation("recompute_norm", _CHOSEN_HERE),
-        Relation("moe_zero_memory", "it gives up what is chosen here: leave its flag out"),
+        Relation("moe_zero_memory", "it releases what is chosen here: leave its flag out"),
         Relation("swap_attention", "it moves what is chosen here: leave its flag out"),
         Relation("balanced_moe_experts", "its copies of experts have not been trained with it"),
         Relation("pipeline_schedule", "its orders may delay weight gradients, which keeps their inputs"),

@@ -6,7 +6,8 @@ proxy takes a place among a step's samples for another one of the same step. Mic
 each has the samples, the loss and the weight that it has without; the rank that trains on it changes, and when.
 
 Lengths of documents are read off the indices of `GPTDataset`, not off tokens, on each rank by itself: no message.
-Leaves validation, test and other data sets alone; for the latter it falls back with a reason.
+Leaves validation, test and other data sets alone; for the latter it falls back with a reason. A loader that was built
+with the feature keeps its order when that is turned off: it has read ahead.
 """
 
 from __future__ import annotations

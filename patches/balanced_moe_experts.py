@@ -37,7 +37,6 @@ from ._shared.proxies import AttributeOverride
 NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
 NUMBER = "balanced_moe_hot_expert_num"
 BREAK_EVEN = "balanced_moe_break_even"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 # What a dispatcher knows of the number of experts.
 _SIZES = (
     "num_experts",
@@ -118,14 +117,15 @@ def _layer(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         state = _state(session)
+        built = state.built.setdefault(self, {name: getattr(self, name) for name in _SIZES})
+        vars(self).update(built)
         experts = state.experts_of(self)
         if experts is not None:
-            built = state.built.setdefault(self, {name: getattr(self, name) for name in _SIZES})
             slots = _choose(state, self, built, experts, routing_map)
-            vars(self).update(_sizes(self, built, slots) if slots.copied else built)
             # Of a pass that has failed.
             state.copies.pop(experts, None)
             if slots.copied:
+                vars(self).update(_sizes(self, built, slots))
                 state.copies[experts] = _copy(state, self, experts, slots)
                 routing_map, probs = slots.route(routing_map, probs, self.ep_group.rank())
         return wrapped(self, hidden_states, routing_map, probs)
@@ -235,14 +235,6 @@ def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
     return found
 
 
-def _before_gradients_are_reduced(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        _state(session).pending.finish()
-        wrapped(self, *args, **kwargs)
-
-    return start_grad_sync
-
-
 def _given_beside(settings: Settings) -> list[str]:
     """Flags besides the first one that are not at their default."""
     number, break_even = settings.get(NUMBER), settings.get(BREAK_EVEN)
@@ -264,14 +256,10 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{' '.join(given)} has no effect without {FLAG}: add it")
     if context.host_args is None:
         return []
-    arg = context.arg
     reasons = moe.why_not("experts")(context)
-    if (arg("expert_model_parallel_size", 1) or 1) == 1:
+    if moe.expert_sizes(context)[1] == 1:
         reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the routing is that of alltoall")
-    return reasons
+    return [*reasons, *moe.why_not_dispatched(context, "alltoall")]
 
 
 FEATURE = Feature(
@@ -323,7 +311,7 @@ FEATURE = Feature(
             "megatron.core.transformer.moe.moe_layer:MoELayer.forward", _layer, reads=("experts", "token_dispatcher")
         ),
         Override(
-            f"{_DISPATCHER}.dispatch_preprocess",
+            f"{moe.DISPATCHER}.dispatch_preprocess",
             _preprocess,
             reads=(*_SIZES, "ep_group", "ep_size", "tp_ep_group", "tp_size"),
             order=1,
@@ -335,9 +323,6 @@ FEATURE = Feature(
             reads=("config", "local_experts", f"{CONFIG}.fp8", f"{CONFIG}.gradient_accumulation_fusion"),
             order=1,
         ),
-        Around(
-            "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-            _before_gradients_are_reduced,
-        ),
+        moe.before_gradients_are_reduced(lambda session: _state(session).pending.finish()),
     ),
 )

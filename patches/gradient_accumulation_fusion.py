@@ -25,7 +25,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Pr
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 from mindspeed_lite.verify import Exact
 
-from ._shared.conflicts import FSDP_ARGS
+from ._shared.conflicts import fsdp_reasons
 from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
 from ._shared.until_end import config_field
 
@@ -116,10 +116,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.arg("transformer_impl", "local") == "transformer_engine":
         reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
     reasons += explicitly_disabled_reasons(context, ARGUMENT, "--no-gradient-accumulation-fusion")
-    for flag in FSDP_ARGS:
-        if context.arg(flag, False):
-            reasons.append(f"--{flag.replace('_', '-')} has no main gradients that a layer could add to")
-    return reasons
+    return reasons + fsdp_reasons(context, "has no main gradients that a layer could add to")
 
 
 FEATURE = Feature(

@@ -25,7 +25,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Se
 from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, issue
 
 from . import recompute_activation_function
-from ._shared import expert_messages
+from ._shared import expert_messages, moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 from ._shared.proxies import AttributeOverride, FunctionModule
 
@@ -181,21 +181,12 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    arg = context.arg
-    reasons: list[str] = []
     if context.host_args is None:
-        return reasons
-    ranks = max(arg(name, 1) or 1 for name in ("expert_model_parallel_size", "tensor_model_parallel_size"))
-    if not arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    elif ranks == 1:
-        reasons.append(
-            "--expert-model-parallel-size and --tensor-model-parallel-size are 1: tokens stay where they are"
-        )
-    dispatcher = arg("moe_token_dispatcher_type", "allgather")
-    if dispatcher != "allgather":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the messages are those of allgather")
-    return reasons
+        return []
+    reasons = moe.why_no_experts(context)
+    if not reasons and moe.expert_sizes(context) == (1, 1):
+        reasons = ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
+    return [*reasons, *moe.why_not_dispatched(context, "allgather")]
 
 
 FEATURE = Feature(

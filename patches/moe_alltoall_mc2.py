@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "moe_alltoall_mc2"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 
@@ -90,7 +89,7 @@ def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[
 
 def _check_exchanged(state: _State) -> None:
     if state.left:
-        raise RuntimeError(
+        raise OptionError(
             "moe_alltoall_mc2: the experts did not compute with --moe-grouped-gemm, whose reason was logged, so that "
             "no token was exchanged: leave --moe-alltoall-mc2 out."
         )
@@ -135,21 +134,13 @@ def _why_not_here(device: str) -> list[str]:
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    arg = context.arg
     reasons = _why_not_here(context.device)
     if context.host_args is None:
         return reasons
-    if not arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    elif (arg("expert_model_parallel_size", 1) or 1) == 1:
-        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the exchange is that of alltoall")
-    tensor = arg("tensor_model_parallel_size", 1) or 1
-    if (arg("expert_tensor_parallel_size", None) or tensor) > 1:
+    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
+    if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
-    if arg("add_bias_linear", False):
+    if context.arg("add_bias_linear", False):
         reasons.append("experts have biases, which the operators do not add: --disable-bias-linear")
     return reasons
 
@@ -185,7 +176,7 @@ FEATURE = Feature(
     not_auto="it has never been timed on a device: enable it explicitly with its flag",
     patches=(
         Around(
-            f"{_DISPATCHER}.token_dispatch",
+            f"{moe.DISPATCHER}.token_dispatch",
             _dispatch,
             reads=(
                 "ep_group",
@@ -195,9 +186,9 @@ FEATURE = Feature(
                 "routing_map",
             ),
         ),
-        Around(f"{_DISPATCHER}.dispatch_postprocess", _dispatcher_call),
-        Around(f"{_DISPATCHER}.combine_preprocess", _after_experts),
-        Around(f"{_DISPATCHER}.token_combine", _dispatcher_call),
+        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _dispatcher_call),
+        Around(f"{moe.DISPATCHER}.combine_preprocess", _after_experts),
+        Around(f"{moe.DISPATCHER}.token_combine", _dispatcher_call),
         moe.all_to_all_patch(_all_to_all, order=1),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
     ),

@@ -26,7 +26,6 @@ from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = expert_messages.ALLTOALL
 SHARED = "moe_shared_expert_overlap"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 _SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 
 
@@ -76,13 +75,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons: list[str] = []
     if context.host_args is None:
         return reasons
-    if not arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    elif (arg("expert_model_parallel_size", 1) or 1) == 1:
-        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the messages are those of alltoall")
+    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
     if arg("moe_shared_expert_intermediate_size", None) and "shared_experts" in (arg("recompute_modules", None) or ()):
         reasons.append("--recompute-modules shared_experts runs the shared expert whole, which is taken apart here")
     return reasons
@@ -116,18 +109,21 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
-        Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
+        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
         moe.all_to_all_patch(_all_to_all),
         Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
         Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
-        Around(f"{_DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),
-        Around(f"{_DISPATCHER}.combine_postprocess", _before, versions=">=0.18"),
+        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),
+        Around(f"{moe.DISPATCHER}.combine_postprocess", _before, versions=">=0.18"),
         Around(
-            f"{_DISPATCHER}.dispatch_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+            f"{moe.DISPATCHER}.dispatch_postprocess",
+            _before_without_shared,
+            versions="<0.18",
+            reads=("shared_experts",),
         ),
         Around(
-            f"{_DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+            f"{moe.DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
         ),
         expert_messages.before_gradients_are_reduced(NAME),
     ),

@@ -58,7 +58,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
-        given_up = moe_zero_memory.taken(session, permuted_local_hidden_states)
+        released = moe_zero_memory.taken(session, permuted_local_hidden_states)
         # Of a module: `self` may be a proxy of one call.
         first = self.local_experts[0]
         reasons = getattr(first, _REASONS, None)
@@ -70,7 +70,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons:
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
         together = FunctionModule(
-            lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, given_up), None)
+            lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, released), None)
         )
         # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
         one = AttributeOverride(self, num_local_experts=1, local_experts=[together])
@@ -85,7 +85,7 @@ def _together(
     hidden: torch.Tensor,
     counts: Counts,
     probs: torch.Tensor,
-    given_up: moe_zero_memory.GivenUp | None,
+    released: moe_zero_memory.ReleasedExperts | None,
 ) -> torch.Tensor:
     experts = module.local_experts
     first = experts[0]
@@ -100,22 +100,22 @@ def _together(
             first,
             linear_fc1=FunctionModule(lambda _: (x, None)),
             linear_fc2=FunctionModule(lambda y: (y, None)),
-            # It is given up here, if at all: for all experts at once.
+            # It is recomputed here, if at all: for all experts at once.
             **{recompute_activation_function.CHOSEN: False},
         )
         found: torch.Tensor = type(first).forward(middle, x, probs)[0]
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
-    x = _linear(session, fc1, hidden, counts, fc1_biases, given_up)
+    x = _linear(session, fc1, hidden, counts, fc1_biases, released)
     recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)
-    if not (recomputes or given_up):
+    if not (recomputes or released):
         return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
     checkpoint = recompute.checkpoint_without_output()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
-    if given_up is not None:
+    if released is not None:
         weights = [layer.weight for layer in fc1]
-        given_up.release(hidden, x, out, lambda: grouped_matmul(hidden, weights, counts, fc1_biases))
+        released.release(hidden, x, out, lambda: grouped_matmul(hidden, weights, counts, fc1_biases))
     checkpoint.discard_output_and_register_recompute(out)
     return _finish(fc2, out, counts, probs)
 
@@ -130,7 +130,7 @@ def _linear(
     x: torch.Tensor,
     counts: Counts,
     biases: Sequence[Any] | None = None,
-    given_up: moe_zero_memory.GivenUp | None = None,
+    released: moe_zero_memory.ReleasedExperts | None = None,
 ) -> torch.Tensor:
     weights = [layer.weight for layer in layers]
     together = moe_alltoall_mc2.product_of(session)
@@ -138,7 +138,7 @@ def _linear(
         return together(x, weights, _gradients(session, layers, None))  # type: ignore[no-any-return]
     if session.verifier is not None:
         _verify(session, x, weights, counts, biases)
-    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, given_up))
+    return grouped_matmul(x, weights, counts, biases, take_gradients=_gradients(session, layers, released))
 
 
 def _verify(
@@ -177,13 +177,15 @@ def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch
     return (x + biases * probs.unsqueeze(-1)).to(x.dtype)
 
 
-def _gradients(session: Session, layers: Sequence[Any], given_up: moe_zero_memory.GivenUp | None) -> TakeGradients:
+def _gradients(
+    session: Session, layers: Sequence[Any], released: moe_zero_memory.ReleasedExperts | None
+) -> TakeGradients:
     """What the linear layers of the experts do with their weight gradients, for all of them at once."""
     weights = [layer.weight for layer in layers]
 
     def arrive() -> None:
-        if given_up is not None:
-            given_up.arrive()
+        if released is not None:
+            released.arrive()
 
     def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
         if not (layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)):

@@ -25,9 +25,9 @@ from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "moe_hierarchical_alltoallv"
 NODE_SIZE = "moe_node_size"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 # Where Megatron keeps what `permute` gave for `unpermute`.
 _ROUTE = "reversed_local_input_permutation_mapping"
+_NO_SIZE = "neither --moe-node-size nor the launcher (LOCAL_WORLD_SIZE) says how many ranks a node has"
 
 
 class _State:
@@ -58,8 +58,9 @@ def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
     if group not in made:
         made[group] = None
         try:
-            if size is not None:
-                made[group] = NodeGroups(group, size)
+            if size is None:
+                raise ValueError(_NO_SIZE)
+            made[group] = NodeGroups(group, size)
         except ValueError as error:
             session.fallback(NAME, f"{error}: tokens take one all-to-all")
     return made[group]
@@ -124,8 +125,7 @@ def _unpermute(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
 
 
 def _layout_reason(context: Context, size: int) -> str | None:
-    tensor = context.arg("expert_tensor_parallel_size", None) or context.arg("tensor_model_parallel_size", 1) or 1
-    experts = context.arg("expert_model_parallel_size", 1) or 1
+    tensor, experts = moe.expert_sizes(context)
     ranks = tensor * experts
     what = f"the {experts} x {tensor} ranks that share experts"
     if size % ranks == 0:
@@ -139,19 +139,13 @@ def _why_not(context: Context) -> Sequence[str]:
     size = _node_size(context.settings)
     reasons = []
     if size is None:
-        reasons.append("neither --moe-node-size nor the launcher (LOCAL_WORLD_SIZE) says how many ranks a node has")
+        reasons.append(_NO_SIZE)
     if context.host_args is None:
         return reasons
-    if not context.arg("num_experts", None):
-        reasons.append("--num-experts is not given: the model has no experts")
-    elif (context.arg("expert_model_parallel_size", 1) or 1) == 1:
-        reasons.append("--expert-model-parallel-size 1: tokens stay where they are")
-    elif size is not None and (reason := _layout_reason(context, size)):
+    not_sent = moe.why_not_sent(context)
+    if not not_sent and size is not None and (reason := _layout_reason(context, size)):
         reasons.append(reason)
-    dispatcher = context.arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the exchange is that of alltoall")
-    return reasons
+    return [*reasons, *not_sent, *moe.why_not_dispatched(context, "alltoall")]
 
 
 FEATURE = Feature(
@@ -183,9 +177,9 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     operators=("permute",),
     patches=(
-        Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess, reads=("ep_group",)),
-        Around(f"{_DISPATCHER}.token_dispatch", _during(True), reads=(_ROUTE,)),
-        Around(f"{_DISPATCHER}.token_combine", _during(False), reads=(_ROUTE,)),
+        Around(f"{moe.DISPATCHER}.dispatch_preprocess", _preprocess, reads=("ep_group",)),
+        Around(f"{moe.DISPATCHER}.token_dispatch", _during(True), reads=(_ROUTE,)),
+        Around(f"{moe.DISPATCHER}.token_combine", _during(False), reads=(_ROUTE,)),
         moe.all_to_all_patch(_all_to_all, order=1),
         # Outside of --moe-permute-fusion, which serves the calls that are not this dispatcher's.
         *moe.permute_patches(_permute, order=1),

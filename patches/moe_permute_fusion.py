@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Option, Override, Provide, Session
+from mindspeed_lite.engine import Feature, Option, OptionError, Override, Provide, Session
 from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
@@ -123,14 +123,14 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 def _supplied(session: Session) -> Callable[..., Any]:
     """What stands under the names of Transformer Engine's functions, for the configuration to find.
 
-    The functions above leave two who would call it: padding to a tile, which Megatron asks for with fp8 or fp4 only,
-    and third-party code. The operator has no such padding, so both are told.
+    The functions above serve every other call. One that pads to a tile, which Megatron makes with fp8 or fp4 alone, and
+    third-party code get here.
     """
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(
-            "--moe-permute-fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
-            "permutation; train without fp8 and fp4 or leave the flag out."
+        raise OptionError(
+            "moe_permute_fusion: padding to the tile of a quantised product needs Transformer Engine's form of the "
+            "permutation: train without fp8 and fp4, or leave --moe-permute-fusion out."
         )
 
     return fused_form

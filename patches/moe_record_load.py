@@ -24,6 +24,7 @@ from mindspeed_lite.parallel.balance import record
 from mindspeed_lite.parallel.balance.counter import ExpertPlace, LoadCounter
 from mindspeed_lite.platform.megatron import CONFIG
 
+from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "moe_record_load"
@@ -168,9 +169,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
     if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
         raise OptionError(f"--moe-record-load {file}: {reason}.")
-    if context.host_args is not None and not context.arg("num_experts", None):
-        return ["--num-experts is not given: the model has no experts"]
-    return []
+    return moe.why_no_experts(context)
 
 
 FEATURE = Feature(

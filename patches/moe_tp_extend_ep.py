@@ -13,6 +13,8 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option
 
+from ._shared import moe
+
 
 def _sizes(context: Context) -> tuple[int, int]:
     return context.arg("tensor_model_parallel_size", 1) or 1, context.arg("expert_model_parallel_size", 1) or 1
@@ -21,12 +23,10 @@ def _sizes(context: Context) -> tuple[int, int]:
 def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return ["in Python, set expert_tensor_parallel_size=1 and the larger expert_model_parallel_size yourself"]
-    reasons = []
+    reasons = moe.why_no_experts(context)
     experts = context.arg("num_experts", None)
     tensor, expert = _sizes(context)
-    if not experts:
-        reasons.append("--num-experts is not given: the model has no experts")
-    elif experts % (tensor * expert):
+    if not reasons and experts % (tensor * expert):
         reasons.append(
             f"--num-experts {experts} cannot be divided among --tensor-model-parallel-size {tensor} x "
             f"--expert-model-parallel-size {expert} = {tensor * expert} ranks"

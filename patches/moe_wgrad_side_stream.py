@@ -27,6 +27,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream, StreamExecutor
 from mindspeed_lite.tuning.ab_test import StepABTest
 
+from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 
 NAME = "moe_wgrad_side_stream"
@@ -116,14 +117,10 @@ def _zero(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
     return zero_grad_buffer
 
 
-def _start(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        beside = session.find(NAME)
-        if beside is not None:
-            beside.side.wait_all()
-        wrapped(self, *args, **kwargs)
-
-    return start_grad_sync
+def _wait(session: Session) -> None:
+    beside = session.find(NAME)
+    if beside is not None:
+        beside.side.wait_all()
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -155,6 +152,6 @@ FEATURE = Feature(
     patches=(
         Around(f"{_DDP}.__init__", _init, reads=(f"{CONFIG}.gradient_accumulation_fusion",)),
         Around(f"{_DDP}.zero_grad_buffer", _zero),
-        Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", _start),
+        moe.before_gradients_are_reduced(_wait),
     ),
 )

@@ -37,14 +37,13 @@ NAME = "moe_zero_memory"
 NUMBER = "moe_zero_memory_num_layers"
 FLAG = "--moe-zero-memory"
 OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
-_DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 # Of dispatchers that were built with the feature on: the turn of their layer, None if it keeps everything. It stays
 # while they live, so that the feature can be turned off and on again.
 _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
-class GivenUp:
-    """What one layer and micro-batch gives up, between its forward and its backward pass."""
+class ReleasedExperts:
+    """What one layer and micro-batch releases between its forward and its backward pass."""
 
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
         self._rows, self.level, self._session = rows, level, session
@@ -86,21 +85,20 @@ class GivenUp:
 
 
 class _State:
-    """The tokens of dispatchers that are between their two halves, and the rows that experts are to be given next."""
+    """Tokens and level of dispatchers that are between their two halves, and the rows that experts are given next."""
 
     def __init__(self) -> None:
-        self.tokens: weakref.WeakKeyDictionary[Any, torch.Tensor] = weakref.WeakKeyDictionary()
-        self.given: tuple[torch.Tensor, GivenUp] | None = None
-        self.combined: weakref.WeakKeyDictionary[Any, GivenUp] = weakref.WeakKeyDictionary()
+        self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
+        self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
+        self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
 
 
 def _state(session: Session) -> _State:
-    found: _State = session.find(NAME) or session.state(NAME, _State)
-    return found
+    return session.state(NAME, _State)
 
 
-def taken(session: Session, rows: torch.Tensor) -> GivenUp | None:
-    """What experts with these rows give up; None if they keep it."""
+def taken(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
+    """What experts with these rows release; None if they keep it."""
     state = session.find(NAME)
     if state is None or state.given is None:
         return None
@@ -124,7 +122,7 @@ def _prepare(layer: Any, session: Session, turn: int | None) -> None:
 
 
 def _level(session: Session, dispatcher: Any) -> str | None:
-    """What the layer of a dispatcher gives up."""
+    """The level of a dispatcher's layer; None if it keeps everything."""
     turn, level = _BUILT.get(dispatcher), session.settings[NAME]
     if dispatcher not in _BUILT:
         session.fallback(NAME, "a layer that was built before the feature was enabled")
@@ -136,8 +134,11 @@ def _level(session: Session, dispatcher: Any) -> str | None:
 
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
-        if torch.is_grad_enabled() and _level(session, self):
-            _state(session).tokens[self] = hidden_states.detach()
+        tokens = _state(session).tokens
+        # Of a pass that has failed.
+        tokens.pop(self, None)
+        if torch.is_grad_enabled() and (level := _level(session, self)):
+            tokens[self] = hidden_states.detach(), level
         return wrapped(self, hidden_states, routing_map, probs)
 
     return dispatch_preprocess
@@ -146,15 +147,16 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_postprocess(self: Any, global_input_tokens: Any, global_probs: Any) -> Any:
         state = _state(session)
-        tokens = state.tokens.pop(self, None)
-        if tokens is None:
+        kept = state.tokens.pop(self, None)
+        if kept is None:
             return wrapped(self, global_input_tokens, global_probs)
+        tokens, level = kept
         # Its counts are this micro-batch's own until the next one comes.
         counts = copy.copy(self)
         counts.shared_experts = counts.probs = None
         found = wrapped(self, global_input_tokens, global_probs)
-        given_up = GivenUp(_rows(counts, tokens), _level(session, self) or LEVEL0, session)
-        state.given, state.combined[self] = (found[0], given_up), given_up
+        released = ReleasedExperts(_rows(counts, tokens), level, session)
+        state.given, state.combined[self] = (found[0], released), released
         return found
 
     return dispatch_postprocess
@@ -190,16 +192,16 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
 def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def token_combine(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = wrapped(self, *args, **kwargs)
-        given_up = _state(session).combined.pop(self, None)
-        if given_up is not None and given_up.level == LEVEL1 and self.ep_size > 1 and found.requires_grad:
-            found.register_hook(lambda _: given_up.before_the_gradient())
+        released = _state(session).combined.pop(self, None)
+        if released is not None and released.level == LEVEL1 and self.ep_size > 1 and found.requires_grad:
+            found.register_hook(lambda _: released.before_the_gradient())
         return found
 
     return token_combine
 
 
 def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
-    """What in a model's arguments leaves nothing to give up, or gives experts other rows."""
+    """What in a model's arguments leaves nothing to release, or gives experts other rows."""
     reasons = []
     if value_of("recompute_granularity") == "selective" and "moe" in (value_of("recompute_modules") or ()):
         reasons.append("--recompute-modules moe computes the layer of experts again as a whole")
@@ -220,19 +222,13 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
     if context.host_args is None:
         return []
-    arg = context.arg
-    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: arg(name, None))]
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher != "alltoall":
-        reasons.append(f"--moe-token-dispatcher-type {dispatcher}: the rows are those of alltoall")
-    if arg("recompute_granularity", None) == "full" and arg("recompute_method", None) != "block":
-        reasons.append("--recompute-granularity full computes every layer again as a whole")
-    return reasons
+    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
+    return [*reasons, *moe.why_not_dispatched(context, "alltoall"), *recompute.why_whole(context)]
 
 
 FEATURE = Feature(
     name=NAME,
-    summary="experts' inputs and activations given up after use and exchanged and computed again",
+    summary="experts' inputs and activations released after use, exchanged again and recomputed",
     options=(
         Option(
             FLAG,
@@ -260,15 +256,15 @@ FEATURE = Feature(
     not_auto=recompute.NOT_AUTO,
     patches=(
         recompute.in_layers(_prepare, ("mlp", f"{CONFIG}.recompute_modules")),
-        Around(f"{_DISPATCHER}.dispatch_preprocess", _preprocess),
+        Around(f"{moe.DISPATCHER}.dispatch_preprocess", _preprocess),
         Around(
-            f"{_DISPATCHER}.dispatch_postprocess",
+            f"{moe.DISPATCHER}.dispatch_postprocess",
             _postprocess,
             reads=(
                 *("drop_and_pad", "ep_group", "ep_size", "input_splits", "num_out_tokens", "output_splits"),
                 *("config", "probs", "routing_map", "shared_experts", f"{CONFIG}.moe_permute_fusion"),
             ),
         ),
-        Around(f"{_DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
+        Around(f"{moe.DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
     ),
 )

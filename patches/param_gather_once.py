@@ -16,7 +16,7 @@ from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 
-from ._shared.conflicts import FSDP_ARGS
+from ._shared.conflicts import fsdp_reasons
 
 # The parameters whose optimizer is in its step; the innermost is last.
 _stepping: list[Any] = []
@@ -56,9 +56,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--num-experts is not given: there is one optimizer, which gathers once")
     if context.arg("overlap_param_gather", False):
         reasons.append("--overlap-param-gather gathers once already")
-    if any(context.arg(flag, False) for flag in FSDP_ARGS):
-        reasons.append("FSDP gathers by itself")
-    return reasons
+    return reasons + fsdp_reasons(context, "gathers by itself")
 
 
 FEATURE = Feature(

@@ -1,4 +1,4 @@
-"""`--recompute-activation-function`: the MLP's activation is given up after the second linear layer has used it.
+"""`--recompute-activation-function`: the MLP's activation is released after the second linear layer has used it.
 
 Reaches every MLP of the local implementation: dense, experts one by one or in a grouped product
 (`--moe-grouped-gemm`), shared experts. The output of the activation, [s, b, ffn / TP], is kept by the second linear
@@ -30,7 +30,7 @@ CHOSEN = "activation_is_recomputed"
 
 
 def is_recomputed(mlp: Any) -> bool:
-    """Whether the activation of this MLP is given up, for those that run it in another way."""
+    """Whether the activation of this MLP is recomputed, for features that run it in another way."""
     return getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
 
 
@@ -39,7 +39,7 @@ def prepare(layer: Any, session: Session) -> None:
 
     mlp, modules = layer.mlp, layer.config.recompute_modules or ()
     selective = layer.config.recompute_granularity == "selective"
-    # What is computed again as a whole keeps nothing that could be given up.
+    # What is computed again as a whole keeps nothing that could be released.
     if isinstance(mlp, MLP):
         session.mark(mlp, CHOSEN, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):
@@ -80,7 +80,7 @@ def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callab
 
 FEATURE = Feature(
     name=SWITCH.feature,
-    summary="the MLP's activation given up after use and computed again",
+    summary="the MLP's activation released after use and recomputed",
     options=SWITCH.options,
     enabled=SWITCH.enabled,
     numerics="bitwise",

@@ -19,7 +19,7 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
 
-from ._shared import pipeline_orders, recomputed_units
+from ._shared import pipeline_orders, recompute, recomputed_units
 from ._shared.conflicts import CUDA_GRAPH_ARGS
 
 NAME = "recompute_in_bubble"
@@ -96,8 +96,8 @@ FEATURE = Feature(
     enabled=lambda settings: bool(settings.get(_IN_BUBBLE) or settings.get(_IN_ADVANCE)),
     conflicting_args=_CONFLICTING_ARGS,
     requires=(Relation(pipeline_orders.SCHEDULE, "it executes the steps"),),
-    conflicts=(Relation("swap_attention", "it moves the activations that are given up here"),),
-    not_auto="it trades speed for memory: enable it explicitly with its flag",
+    conflicts=(Relation("swap_attention", "it moves the activations that are recomputed here"),),
+    not_auto=recompute.NOT_AUTO,
     arguments=_arguments,
     memory="not predicted by features: `mindspeed-lite schedule` predicts the order",
     patches=(Override("megatron.core.tensor_parallel.random:checkpoint", _checkpoint),),

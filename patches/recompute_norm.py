@@ -1,4 +1,4 @@
-"""`--recompute-norm`: the two norms of a layer are given up after use and computed again from the layer's input.
+"""`--recompute-norm`: the two norms of a layer are released after use and recomputed from the layer's input.
 
 Reaches the norm before attention and the one before the MLP or the experts. Each output, [s, b, h] (divided by TP
 under sequence parallelism), is kept by the linear layers behind it; its memory is released when attention or the MLP
@@ -61,7 +61,7 @@ def no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 FEATURE = Feature(
     name=SWITCH.feature,
-    summary="a layer's norms given up after use and computed again",
+    summary="a layer's norms released after use and recomputed",
     options=SWITCH.options,
     enabled=SWITCH.enabled,
     numerics="bitwise",

@@ -21,7 +21,7 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, Session
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared.conflicts import FSDP_ARGS, conflict_reasons
+from ._shared.conflicts import conflict_reasons, fsdp_reasons
 
 NAME = "reset_bucket_group_order"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -135,9 +135,7 @@ def _why_not(context: Context) -> Sequence[str]:
         return reasons
     if not context.arg("overlap_param_gather", False):
         reasons.append("--overlap-param-gather is not given: no gather overlaps anything")
-    if any(context.arg(flag, False) for flag in FSDP_ARGS):
-        reasons.append("FSDP gathers by itself")
-    return reasons
+    return reasons + fsdp_reasons(context, "gathers by itself")
 
 
 FEATURE = Feature(

@@ -7,7 +7,7 @@ their own beside compute, in buffers that are used again; `--swap-attention-budg
 
 Every pass through the layers of a chunk keeps its own order, so 1F1B and interleaved schedules, where passes of
 several microbatches are under way, need nothing of their own. Layers that recomputation runs again move nothing when
-they do, and an output that is given up (`--recompute-norm`, `--recompute-activation-function`) is not moved.
+they do, and an output that is recomputed (`--recompute-norm`, `--recompute-activation-function`) is not moved.
 
 Reaches the block that runs the layers (`TransformerBlock.forward`) and each layer where it is built, by hooks of
 PyTorch's modules and of its saved tensors.

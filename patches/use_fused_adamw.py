@@ -30,7 +30,7 @@ from mindspeed_lite.ops.l2norm import reference as l2norm_reference
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepInput, adopt, release
 from mindspeed_lite.verify import Exact
 
-from ._shared.conflicts import FSDP_ARGS
+from ._shared.conflicts import fsdp_reasons
 from ._shared.held_before import held_before
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
 
@@ -258,9 +258,7 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append("--optimizer-cpu-offload has an optimizer of its own")
     if context.arg("optimizer_cuda_graph", False):
         reasons.append("--optimizer-cuda-graph records torch's step")
-    for flag in FSDP_ARGS:
-        if context.arg(flag, False):
-            reasons.append(f"--{flag.replace('_', '-')} has parameters that are not plain tensors")
+    reasons += fsdp_reasons(context, "has parameters that are not plain tensors")
     if context.device == "cuda":
         for package, name in (("transformer_engine", "Transformer Engine"), ("apex", "Apex")):
             if importlib.util.find_spec(package) is not None:

@@ -20,7 +20,7 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conflicts import FSDP_ARGS
+from ._shared.conflicts import fsdp_reasons
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.
 _ADDS_SPARSE = ("cpu", "cuda")
@@ -88,9 +88,8 @@ def _why_not(context: Context) -> Sequence[str]:
         one = "--tensor-model-parallel-size is 1: a rank has the whole vocabulary and masks nothing"
         if context.device not in _ADDS_SPARSE:
             reasons.append(f"{one}, and {context.device} has no gradient in rows")
-        for flag in FSDP_ARGS:
-            if context.arg(flag, False):
-                reasons.append(f"{one}, and --{flag.replace('_', '-')} has no main gradient for a gradient in rows")
+        for reason in fsdp_reasons(context, "has no main gradient for a gradient in rows"):
+            reasons.append(f"{one}, and {reason}")
     if context.arg("deterministic_mode", False):
         reasons.append("--deterministic-mode asks for another gradient kernel")
     return reasons

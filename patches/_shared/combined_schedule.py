@@ -8,6 +8,8 @@ from __future__ import annotations
 from mindspeed_lite.engine import Context, matches
 from mindspeed_lite.platform import megatron
 
+from . import moe
+
 ARGUMENT = "overlap_moe_expert_parallel_comm"
 UNSUPPORTED = {
     "<0.16": "before Megatron 0.16 its combined schedule asks no layer of the local implementation for weight gradients"
@@ -23,20 +25,14 @@ _STAGES = (
 def why_not(context: Context) -> list[str]:
     """Why the schedule would not run with these arguments; [] if it would."""
     arg = context.arg
-    found = []
-    if not arg("num_experts", None):
-        found.append("--num-experts is not given: the model has no experts")
-    elif (arg("expert_model_parallel_size", 1) or 1) == 1:
-        found.append("--expert-model-parallel-size 1: tokens stay where they are")
-    else:
+    found = moe.why_not_sent(context)
+    if not found:
         each = arg("num_experts", 0) // arg("expert_model_parallel_size", 1)
         if each == 1 and matches("<0.17", context.versions.get(megatron.HOST, "1")):
             found.append(
                 "one expert a rank, whose input the schedule of Megatron 0.16 frees: add experts, or take 0.17"
             )
-    dispatcher = arg("moe_token_dispatcher_type", "alltoall")
-    if dispatcher not in ("alltoall", "flex"):
-        found.append(f"--moe-token-dispatcher-type {dispatcher}: the schedule takes alltoall, or flex")
+    found += moe.why_not_dispatched(context, "alltoall", "flex")
     if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not any(arg(name, None) for name in _STAGES):
         found.append(
             "--pipeline-model-parallel-size above 1 without virtual stages: no two micro-batches stand side by side; "

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mindspeed_lite.engine import Context
+
 CUDA_GRAPH_ARGS = {
     "enable_cuda_graph": "--enable-cuda-graph records a layer once",
     "external_cuda_graph": "--external-cuda-graph records a layer once",
@@ -16,6 +18,11 @@ CUDA_GRAPH_ARGS = {
 
 # Until 0.13 Megatron's own one has another name.
 FSDP_ARGS = ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp")
+
+
+def fsdp_reasons(context: Context, why: str) -> list[str]:
+    """One reason for each flag given that asks for FSDP: the flag, and `why`."""
+    return [f"--{name.replace('_', '-')} {why}" for name in FSDP_ARGS if context.arg(name, False)]
 
 
 def conflict_reasons(conflicting_args: Mapping[str, str], value_of: Callable[[str], Any]) -> list[str]:

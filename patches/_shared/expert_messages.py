@@ -8,6 +8,8 @@ from typing import Any
 from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.parallel.expert.exchange import Messages
 
+from . import moe
+
 ALLTOALL, ALLGATHER = "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm"
 
 
@@ -62,13 +64,5 @@ def during(feature: str, is_dispatch: bool) -> Callable[[Callable[..., Any], Ses
 
 
 def before_gradients_are_reduced(feature: str) -> Around:
-    """The first reader of main gradients, before which what has found no message to run beside is computed."""
-
-    def make(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            state_of(session, feature).messages.run_jobs()
-            wrapped(self, *args, **kwargs)
-
-        return start_grad_sync
-
-    return Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", make)
+    """Computes what has found no message to run beside."""
+    return moe.before_gradients_are_reduced(lambda session: state_of(session, feature).messages.run_jobs())

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Context, Feature, Override, Session
+from mindspeed_lite.engine import Around, Context, Feature, Override, Session
 from mindspeed_lite.verify import Exact
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
+DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 # What makes the hook of --overlap-param-gather, in every release since 0.12.
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
@@ -92,6 +93,46 @@ def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int =
     return Override("megatron.core.tensor_parallel.mappings:all_to_all", make, by_name=True, order=order)
 
 
+def before_gradients_are_reduced(finish: Callable[[Session], object]) -> Around:
+    """Calls `finish` before the first reader of main gradients."""
+
+    def make(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
+            finish(session)
+            wrapped(self, *args, **kwargs)
+
+        return start_grad_sync
+
+    return Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", make)
+
+
+def expert_sizes(context: Context) -> tuple[int, int]:
+    """The ranks that share an expert, and those that experts are divided among."""
+    arg = context.arg
+    shared = arg("expert_tensor_parallel_size", None) or arg("tensor_model_parallel_size", 1) or 1
+    return shared, arg("expert_model_parallel_size", 1) or 1
+
+
+def why_no_experts(context: Context) -> list[str]:
+    """The reason of a feature that is about experts."""
+    has_none = context.host_args is not None and not context.arg("num_experts", None)
+    return ["--num-experts is not given: the model has no experts"] if has_none else []
+
+
+def why_not_dispatched(context: Context, *dispatchers: str) -> list[str]:
+    """The reason of a feature that is written for these dispatchers alone."""
+    given = context.arg("moe_token_dispatcher_type", dispatchers[0])
+    return [] if given in dispatchers else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(dispatchers)}"]
+
+
+def why_not_sent(context: Context) -> list[str]:
+    """The reason of a feature that is about the messages between the ranks that experts are divided among."""
+    found = why_no_experts(context)
+    if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
+        found = ["--expert-model-parallel-size 1: tokens stay where they are"]
+    return found
+
+
 def why_not(theirs: str) -> Callable[[Context], list[str]]:
     """The condition of a feature beside whose place Transformer Engine has `theirs`."""
 
@@ -99,9 +140,7 @@ def why_not(theirs: str) -> Callable[[Context], list[str]]:
         found = []
         if context.arg("transformer_impl", "local") == "transformer_engine":
             found.append(f"--transformer-impl transformer_engine has {theirs} of its own")
-        if context.host_args is not None and not context.arg("num_experts", None):
-            found.append("--num-experts is not given: the model has no experts")
-        return found
+        return found + why_no_experts(context)
 
     return reasons
 

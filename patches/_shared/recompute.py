@@ -1,7 +1,7 @@
 """Chooses the transformer layers that release an output and recompute it, and says when that is no use.
 
 Layers are taken in the order in which their outputs are kept longest: with virtual pipeline stages the first layer of
-every chunk, then the second one, so that all chunks give up as much. Layers that `--recompute-granularity full`
+every chunk, then the second one, so that all chunks release as much. Layers that `--recompute-granularity full`
 computes again as a whole are passed over.
 """
 
@@ -21,8 +21,8 @@ NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
     "fp8": "--fp8-format keeps outputs in another form",
     "fp4": "--fp4-format keeps outputs in another form",
-    "cpu_offloading": "--cpu-offloading moves what is given up here",
-    "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is given up here",
+    "cpu_offloading": "--cpu-offloading moves what is recomputed here",
+    "fine_grained_activation_offloading": "--fine-grained-activation-offloading moves what is recomputed here",
     **CUDA_GRAPH_ARGS,
 }
 
@@ -36,7 +36,7 @@ _READS = (
 
 
 class Switch:
-    """`flag`, which gives an output up in all layers, and `flag`-num-layers, which does so in the first ones alone."""
+    """`flag`, which releases an output in all layers, and `flag`-num-layers, which does so in the first ones alone."""
 
     def __init__(self, feature: str, help: str) -> None:
         self.feature = feature
@@ -65,9 +65,7 @@ class Switch:
         reasons = []
         if context.arg("transformer_impl", "local") == "transformer_engine":
             reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-        if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
-            reasons.append("--recompute-granularity full computes every layer again as a whole")
-        return reasons
+        return reasons + why_whole(context)
 
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
         """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
@@ -77,6 +75,14 @@ class Switch:
                 prepare(layer, session)
 
         return in_layers(prepare_chosen, reads)
+
+
+def why_whole(context: Context) -> list[str]:
+    """The reason of a feature that recomputes parts of layers, where all layers are recomputed as a whole."""
+    is_full = context.arg("recompute_granularity", None) == "full"
+    if is_full and context.arg("recompute_method", None) != "block":
+        return ["--recompute-granularity full computes every layer again as a whole"]
+    return []
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:

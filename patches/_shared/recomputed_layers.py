@@ -47,7 +47,7 @@ class RecomputedLayer:
         self.again: frozenset[str] = frozenset({LAYER})
         self.recorder: LayerRecorder | None = None
         self._layer, self._session = weakref.ref(layer), session
-        # Which norms and activations can be given up is those features' own judgement.
+        # Which norms and activations can be recomputed is those features' own judgement.
         recompute_norm.prepare(layer, session)
         recompute_activation_function.prepare(layer, session)
         norms = {part for part, name in _NORMS.items() if getattr(layer, f"recompute_{name}")}

@@ -80,8 +80,8 @@ def test_indices_that_are_read_late_are_read_first(tmp_path):
     assert patch.document_lengths(late, 5) == patch.document_lengths(first, 5)
 
 
-def micro_batches(dataset, rank, consumed=0, workers=0, **args):
-    """Tokens and document lengths of the micro-batches that the loader of a rank gives, in order."""
+def loader_of(dataset, rank, consumed=0, workers=0, **args):
+    """Megatron's loader of a rank."""
     from megatron.core import mpu
     from megatron.training import global_vars
     from megatron.training.datasets import data_samplers
@@ -90,8 +90,17 @@ def micro_batches(dataset, rank, consumed=0, workers=0, **args):
     global_vars.unset_global_variables()
     global_vars.set_args(SimpleNamespace(**given))
     mpu._MPU_DATA_PARALLEL_RANK, mpu._MPU_DATA_PARALLEL_WORLD_SIZE = rank, given["data_parallel_size"]
+    return data_samplers.build_pretraining_data_loader(dataset, consumed)
+
+
+def micro_batches(dataset, rank, **more):
+    return read(loader_of(dataset, rank, **more))
+
+
+def read(loader):
+    """Tokens and document lengths of the micro-batches that a loader gives, in order."""
     found = []
-    for batch in data_samplers.build_pretraining_data_loader(dataset, consumed):
+    for batch in loader:
         rows = zip(batch["tokens"].tolist(), batch["cu_seqlens"], strict=True)
         found.append([(tuple(tokens), attention_pairs(lengths_of({"cu_seqlens": ends}))) for tokens, ends in rows])
     return found
@@ -153,6 +162,15 @@ def test_a_training_that_resumes_goes_on_and_workers_change_nothing(tmp_path):
         whole = of_ranks(train)
         assert of_ranks(train, consumed=32) == whole[2:]
         assert of_ranks(train, workers=2) == whole
+
+
+@forked("megatron")
+def test_a_loader_keeps_its_order_when_the_feature_is_turned_off(tmp_path):
+    train, _ = datasets(tmp_path, "one")
+    with on():
+        whole = micro_batches(train, 0)
+        loader = loader_of(train, 0)
+    assert read(loader) == whole != micro_batches(train, 0)
 
 
 @forked("megatron")

@@ -23,12 +23,16 @@ def context(**args):
     ("args", "text"),
     [
         ({"num_experts": None}, "--num-experts"),
-        ({"expert_model_parallel_size": 1}, "are 1"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size"),
+        (
+            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "tokens stay where they are",
+        ),
         ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
         ({"cuda_graph_impl": "local"}, "records"),
     ],
 )
-def test_when_it_steps_aside(args, text):
+def test_when_it_is_skipped(args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
 

@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from mindspeed_lite.engine import Context, Settings, automatic_reasons
+from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
 from mindspeed_lite.patches import moe_alltoall_mc2
 from mindspeed_lite.patches.moe_alltoall_mc2 import FEATURE
 from tests.harness.swapped import reasons
@@ -59,3 +59,13 @@ def test_when_it_does_not_apply(wheel, args, text):
 def test_auto_leaves_it_off(wheel):
     (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
     assert "never been timed" in left_off
+
+
+def test_experts_that_exchanged_nothing_end_in_one_line():
+    state = moe_alltoall_mc2._State()
+    moe_alltoall_mc2._check_exchanged(state)
+    state.left = 2
+    with pytest.raises(
+        OptionError, match=r"^moe_alltoall_mc2: .* no token was exchanged: leave --moe-alltoall-mc2 out\.$"
+    ):
+        moe_alltoall_mc2._check_exchanged(state)

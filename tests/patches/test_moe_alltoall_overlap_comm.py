@@ -36,7 +36,7 @@ def test_a_shared_expert_is_taken_apart_by_megatrons_own_flag():
         ({"cuda_graph_impl": "local"}, "records"),
     ],
 )
-def test_when_it_steps_aside(args, text):
+def test_when_it_is_skipped(args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
@@ -110,5 +112,11 @@ def test_one_node_falls_back_once_and_strict_raises(tmp_path):
         ):
             there_and_back()
         assert there_and_back() == 6
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        with mindspeed_lite.enabled(moe_hierarchical_alltoallv=True):
+            del os.environ["LOCAL_WORLD_SIZE"]
+            there_and_back()
+            (found,) = mindspeed_lite.report().fallbacks
+            assert "neither --moe-node-size nor the launcher" in found.reason
 
     on_ranks(2, body)

@@ -22,7 +22,7 @@ def test_it_says_megatrons_own_two_flags():
     assert FEATURE.arguments(context()) == {"expert_tensor_parallel_size": 1, "expert_model_parallel_size": 4}
 
 
-def test_when_it_steps_aside():
+def test_when_it_is_skipped():
     assert "4 ranks" in reasons(num_experts=6)[0]
     assert "--tensor-model-parallel-size 1" in reasons(tensor_model_parallel_size=1)[0]
     assert "--num-experts" in reasons(num_experts=None)[0]

@@ -93,7 +93,7 @@ def test_nothing_waits_before_gradients_are_reduced():
 
 
 @forked("megatron")
-def test_activations_that_are_given_up_are_there_for_as_long_as_they_are_read():
+def test_activations_that_are_released_are_there_for_as_long_as_they_are_read():
     start()
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     with mindspeed_lite.enabled(**NEEDED, strict=True):
@@ -151,7 +151,7 @@ def test_turned_off_between_forward_and_backward_pass_nothing_goes_to_a_side_tha
 
 
 @forked("megatron")
-def test_a_model_that_steps_aside_does_so_beside_one_that_does_not():
+def test_a_model_that_is_skipped_is_so_beside_one_that_does_not():
     start()
     with beside(strict=False) as lane:
         other = reduced(experts())

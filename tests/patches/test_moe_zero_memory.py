@@ -127,11 +127,31 @@ def test_a_wrong_row_gives_a_wrong_gradient():
 
 
 @forked("megatron")
-def test_without_gradients_nothing_is_given_up():
+def test_without_gradients_nothing_is_released():
     with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level1"), torch.no_grad():
         model = model_of(**EXPERTS)
         x = torch.randn(SEQUENCE, BATCH, HIDDEN).bfloat16()
         assert torch.equal(model(x, attention_mask=None), model(x, attention_mask=None))
+
+
+@forked("megatron")
+def test_an_evaluation_takes_nothing_that_a_failed_pass_left():
+    from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
+
+    def fail(*_):
+        raise RuntimeError("no message leaves")
+
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level1"):
+        model = model_of(**EXPERTS)
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN).bfloat16()
+        dispatchers = [each.token_dispatcher for each in model.modules() if hasattr(each, "token_dispatcher")]
+        dispatchers[0].token_dispatch = fail
+        with pytest.raises(RuntimeError, match="no message leaves"):
+            model(x, attention_mask=None)
+        del dispatchers[0].token_dispatch
+        RecomputedRows.release = fail
+        with torch.no_grad():
+            model(x, attention_mask=None)
 
 
 MODEL = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
@@ -152,7 +172,7 @@ def context(settings=None, **args):
         ({"fp8": "hybrid"}, "--fp8-format"),
     ],
 )
-def test_when_there_is_nothing_to_give_up(args, text):
+def test_when_there_is_nothing_to_release(args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
 

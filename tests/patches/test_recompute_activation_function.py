@@ -29,7 +29,7 @@ GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
 
 
 @pytest.mark.parametrize(
-    "fields, given_up",
+    "fields, released",
     [
         # The unfused product keeps both its factors too, the second one after an offset.
         ({"bias_activation_fusion": False}, 3 * ONE),
@@ -39,11 +39,11 @@ GELU = {"gated_linear_unit": False, "activation_func": torch.nn.functional.gelu}
     ids=["unfused", "plain", "bias"],
 )
 @forked("megatron")
-def test_every_kind_of_activation(fields, given_up):
+def test_every_kind_of_activation(fields, released):
     off = step(model_of(**fields))
     with mindspeed_lite.enabled(**ON):
         on = step(model_of(**fields))
-    assert off[0] - on[0] == LAYERS * given_up and same(on, off)
+    assert off[0] - on[0] == LAYERS * released and same(on, off)
 
 
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN, "moe_router_dtype": "fp32"}
@@ -61,7 +61,7 @@ def test_experts_give_up_theirs(grouped):
 
 
 @forked("megatron")
-def test_without_gradients_nothing_is_given_up():
+def test_without_gradients_nothing_is_released():
     with mindspeed_lite.enabled(**ON):
         model = model_of()
         with torch.no_grad():

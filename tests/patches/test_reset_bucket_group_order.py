@@ -113,6 +113,6 @@ def test_conditions() -> None:
     given = {"overlap_param_gather": True}
     assert reasons() == reasons(**given) == []
     assert "no gather overlaps" in reasons(overlap_param_gather=False)[0]
-    assert "FSDP" in reasons(**given, use_megatron_fsdp=True)[0]
+    assert "--use-megatron-fsdp gathers by itself" in reasons(**given, use_megatron_fsdp=True)[0]
     assert "schedule" in reasons(**given, align_param_gather=True)[0]
     assert "starts them in the step" in reasons(**given, overlap_param_gather_with_optimizer_step=True)[0]

@@ -148,7 +148,7 @@ def test_only_the_input_is_kept_for_the_backward_pass():
 
 
 @forked("megatron")
-def test_what_the_operator_does_not_do_steps_aside_with_its_reason():
+def test_what_the_operator_does_not_do_falls_back_with_its_reason():
     from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 
     x, weights = torch.randn(3, 8), torch.rand(3, 1)

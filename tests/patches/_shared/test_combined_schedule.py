@@ -35,7 +35,7 @@ def context(**args):
         ({"mtp_num_layers": 2}, "--mtp-num-layers"),
     ],
 )
-def test_when_it_steps_aside(args, text):
+def test_when_it_is_skipped(args, text):
     (reason,) = combined_schedule.why_not(context(**args))
     assert text in reason
     assert [*moe_fb_overlap.FEATURE.condition(context(**args))] == [reason]

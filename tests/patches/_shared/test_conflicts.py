@@ -2,7 +2,8 @@
 
 import pytest
 
-from mindspeed_lite.patches._shared.conflicts import conflict_reasons
+from mindspeed_lite.engine import Context, Settings
+from mindspeed_lite.patches._shared.conflicts import conflict_reasons, fsdp_reasons
 
 TABLE = {"fp8": "other outputs", "cuda_graph_impl": "recorded once", "cpu_offloading": "moved away"}
 
@@ -18,3 +19,9 @@ TABLE = {"fp8": "other outputs", "cuda_graph_impl": "recorded once", "cpu_offloa
 )
 def test_only_what_is_set_gives_its_reason(given, reasons):
     assert conflict_reasons(TABLE, given.get) == reasons
+
+
+def test_each_flag_of_fsdp_is_named():
+    args = {"use_megatron_fsdp": True, "use_custom_fsdp": True, "use_torch_fsdp2": False}
+    found = fsdp_reasons(Context(Settings({}), "cpu", {}, args), "gathers by itself")
+    assert found == ["--use-megatron-fsdp gathers by itself", "--use-custom-fsdp gathers by itself"]
