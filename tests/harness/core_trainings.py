@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tests.harness.training import Result
@@ -36,8 +37,33 @@ CONFIGURED = {"wgrad_fusion": True}
 DRIFT = 2.0**-8
 
 
-def losses(result: Result) -> list[float]:
-    return [float.fromhex(loss) for loss, _ in result.history()]
+# Gradient norms of such runs: before the first update, of the same weights, and later. AdamW divides by the size of
+# gradients, so losses do not show a gradient of a wrong size.
+FIRST_NORM, NORM_DRIFT = 2.0**-10, 2.0**-5
+
+
+def losses(result: Result, rank: int = -1) -> list[float]:
+    return [float.fromhex(loss) for loss, _ in _steps(result.history(rank))]
+
+
+def _steps(history: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [(a, b) for a, b in history if a not in ("gradients", "evaluation")]
+
+
+def fault(off: Sequence[tuple[str, str]], on: Sequence[tuple[str, str]], drift: float = DRIFT) -> str:
+    """What is not near in two histories of losses and gradient norms, as hexadecimal floats; "" if all is."""
+    off, on = _steps(off), _steps(on)
+    if not on or len(on) != len(off):
+        return f"{len(on)} steps with it, {len(off)} without"
+    for step, pair in enumerate(zip(off, on, strict=True)):
+        (loss, norm), (other_loss, other_norm) = ([float.fromhex(each) for each in one] for one in pair)
+        for what, a, b, bound in (
+            ("loss", loss, other_loss, drift),
+            ("gradient norm", norm, other_norm, NORM_DRIFT * drift / DRIFT if step else FIRST_NORM),
+        ):
+            if not abs(a - b) <= bound * abs(a):
+                return f"step {step}: {what} {a} off, {b} on: {abs(a - b) / abs(a):.2g}, and {bound:.2g} is allowed"
+    return ""
 
 
 GROUPED = {"moe_grouped_gemm": True, "strict": True}

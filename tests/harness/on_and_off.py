@@ -21,7 +21,7 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops import dispatch
 from tests.harness import core_loop, live_undo, training_server
-from tests.harness.core_trainings import DRIFT
+from tests.harness.core_trainings import DRIFT, fault
 from tests.harness.training import Trainer
 
 STEPS = 4
@@ -64,9 +64,8 @@ class Outcome:
         if self.idle:
             return f"never called: {', '.join(self.idle)}"
         if numerics == "bitwise":
-            return "" if self.on == self.off else f"not the same bits: losses differ by {self.drift():.2g}"
-        bound = DRIFT if numerics == "ulp" else DEVIATION
-        return "" if self.drift() <= bound else f"losses differ by {self.drift():.2g}, and {bound:.2g} is its class"
+            return "" if self.on == self.off else f"not the same bits: {fault(self.off, self.on, 0.0)}"
+        return fault(self.off, self.on, DRIFT if numerics == "ulp" else DEVIATION)
 
 
 def numerics_of(feature: Feature) -> str:

@@ -38,7 +38,12 @@ def train(trainer: Trainer, arm: str, nproc: int, arguments: list[str], iteratio
 
 
 def lm_losses(result: Result) -> list[float]:
-    return [float.fromhex(step["lm loss"]) for step in result.history() if "lm loss" in step]
+    return [float.fromhex(loss) for loss, _ in lm_steps(result)]
+
+
+def lm_steps(result: Result) -> list[tuple[str, str]]:
+    """Losses and gradient norms as `core_trainings.fault` takes them."""
+    return [(step["lm loss"], step["grad norm"]) for step in result.history() if "lm loss" in step]
 
 
 # Of a checkpoint by two data-parallel ranks: whether the optimizer is distributed, and who reads it.

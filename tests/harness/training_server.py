@@ -62,9 +62,12 @@ def _record_training_log(history: list[dict[str, str]]) -> None:
     if training is None:
         return
     wrapped = training.training_log
+    signature = inspect.signature(wrapped)
 
     def training_log(loss_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        history.append({name: float(value).hex() for name, value in loss_dict.items()})
+        norm = signature.bind(loss_dict, *args, **kwargs).arguments["grad_norm"]
+        known = loss_dict if norm is None else {**loss_dict, "grad norm": norm}
+        history.append({name: float(value).hex() for name, value in known.items()})
         return wrapped(loss_dict, *args, **kwargs)
 
     training.training_log = training_log

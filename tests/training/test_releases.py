@@ -30,12 +30,15 @@ def test_features_train_within_their_class(trainer: Callable[[str], Trainer], re
 
 
 def test_a_fault_is_seen() -> None:
-    """A loss beyond the class, other bits, a missing step and an error each are one."""
+    """A loss or a gradient norm beyond the class, other bits, a missing step and an error each are one."""
     step = [((1.0).hex(), (1.0).hex())]
     other = [((1.0 + 2.0**-7).hex(), (1.0).hex())]
     assert on_and_off.Outcome(step, step).fault("bitwise") == ""
     assert "not the same bits" in on_and_off.Outcome(step, other).fault("bitwise")
-    assert "is its class" in on_and_off.Outcome(step, other).fault("ulp")
+    assert "loss 1.0 off" in on_and_off.Outcome(step, other).fault("ulp")
+    for numerics in ("ulp", "deviation"):
+        wrong = [*step, ((1.0).hex(), (1.5).hex())]
+        assert "step 1: gradient norm 1.0 off" in on_and_off.Outcome([*step, *step], wrong).fault(numerics)
     assert on_and_off.Outcome(step, other).fault("deviation") == ""
     assert on_and_off.Outcome(step, step, idle=["adamw"]).fault("bitwise") == "never called: adamw"
     assert "0 steps with it" in on_and_off.Outcome(step, []).fault("deviation")
