@@ -138,7 +138,7 @@ def test_generated_loads_have_the_skew_that_was_asked_for():
     none, copies, placed, both = simulate(made, 4, BalancingOptions(interval=2))
     assert none.imbalance > 1.1 and copies.imbalance < none.imbalance and both.imbalance <= 1.01 * placed.imbalance
     with pytest.raises(ValueError, match="skew"):
-        GeneratedLoad(experts=4, ranks=2, skew=4).record()
+        GeneratedLoad(experts=4, topk=2, ranks=2, skew=4).record()
 
 
 def test_bytes_of_copies_and_tokens():
