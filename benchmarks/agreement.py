@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[*LAYOUTS, *EXPERT_LAYOUTS],
         choices=[*EVERY_LAYOUT],
         metavar="LAYOUT",
-        help=f"of {', '.join(EVERY_LAYOUT)}; single and experts, which have the rounding baselines, come with the others",
+        help=f"of {', '.join(EVERY_LAYOUT)}; single and experts, which have the baselines, come with the others",
     )
     parser.add_argument(
         "--features", nargs="+", default=[], metavar="FEATURE[=VALUE]", help="these alone, in each layout"
@@ -376,7 +376,7 @@ def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> s
         "",
         f"{' and '.join(f'`{each}`' for each in commands)}, on CPU in bf16. {held} of {len(rows)} hold.",
         "",
-        "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Rounding baseline | Worst share |",
+        "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Baseline | Worst share |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]

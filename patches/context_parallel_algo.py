@@ -232,7 +232,9 @@ def _is_split(settings: Settings) -> bool:
 
 def _given_beside(settings: Settings) -> list[str]:
     """The flags given that say how a sequence is split."""
-    return [option.flag for option in FEATURE.options[1:] if settings.get(option.dest, option.default) != option.default]
+    return [
+        option.flag for option in FEATURE.options[1:] if settings.get(option.dest, option.default) != option.default
+    ]
 
 
 def _enabled(settings: Settings) -> bool:
