@@ -19,14 +19,15 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 
 from . import delay_wgrad_compute
-from ._shared import pipeline_orders
+from ._shared import combined_schedule, pipeline_orders
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+# Of ours, only DualPipeV has a place for it.
+_COMBINED = {combined_schedule.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
 _LEFT_TO_MEGATRON = {
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm has a schedule of its own",
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
@@ -43,6 +44,8 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _executing(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core.pipeline_parallel import schedules
+
     state = session.state(NAME, lambda: ExecutorState(session))
 
     @functools.wraps(original)
@@ -50,26 +53,25 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
         # A training loop holds this function, whatever becomes of the session.
         if not state.is_on:
             return original(**given)
-        settings = pipeline_orders.in_force(session)
-        if pipeline_orders.name_of(settings) is None:
+        asked = state.asked(session)
+        if asked.name is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
-        reasons = _reasons_to_leave(given)
+        config = schedules.get_model_config(listed(given["model"])[0])
+        reasons = _reasons_to_leave(given, config, asked.is_v)
         if reasons:
-            if settings.get(pipeline_orders.METHOD):
+            if asked.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, **given)
+        return execute(session, state, asked, config, **given)
 
     return forward_backward
 
 
-def _reasons_to_leave(given: dict[str, Any]) -> list[str]:
-    from megatron.core.pipeline_parallel import schedules
-
-    config = schedules.get_model_config(listed(given["model"])[0])
-    reasons = conflict_reasons(_LEFT_TO_MEGATRON, lambda name: getattr(config, name, None))
+def _reasons_to_leave(given: dict[str, Any], config: Any, is_v: bool) -> list[str]:
+    table = _LEFT_TO_MEGATRON if is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}
+    reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
     communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
@@ -95,6 +97,8 @@ def _why_not(context: Context) -> Sequence[str]:
         return []
     if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
         return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
+        return left
     if pipeline_orders.delays_weight_gradients(settings):
         reasons = delay_wgrad_compute.FEATURE.condition
         assert reasons is not None

@@ -78,6 +78,8 @@ class DataParallelSync:
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
         """Return what to call before and after steps, by their place."""
+        if not (self._no_sync or self._reduce or self._gather):
+            return {}, {}
         places = self._plan.places.items()
         return (
             {place: functools.partial(self.before, step) for place, step in places},

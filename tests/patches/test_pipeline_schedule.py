@@ -29,6 +29,8 @@ def context(settings, **args):
 def test_it_applies_to_a_pipeline_and_auto_leaves_it_off():
     assert reasons(FEATURE, context({"pipeline_schedule": "1f1b"})) == []
     assert reasons(FEATURE, context({"pipeline_schedule": "zb-h1"})) == []
+    combined = {"overlap_moe_expert_parallel_comm": True}
+    assert reasons(FEATURE, context({"schedules_method": "dualpipev"}, **combined)) == []
     assert not FEATURE.is_enabled(Settings(OFF))
     (left_off,) = automatic_reasons([FEATURE], context({"pipeline_schedule": "1f1b"}))[FEATURE.name]
     assert "same orders" in left_off
