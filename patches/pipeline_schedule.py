@@ -13,6 +13,7 @@ overlapped experts' communication, several modules, tensors of other shapes, rec
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -33,12 +34,19 @@ _LEFT_TO_MEGATRON = {
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
     **CUDA_GRAPH_ARGS,
 }
+_ALL = {**_COMBINED, **_LEFT_TO_MEGATRON}
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    made: dict[Any, Callable[..., Any]] = {}
+
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         function = wrapped(*args, **kwargs)
-        return _executing(function, session) if function.__name__ in _PIPELINED else function
+        if function.__name__ not in _PIPELINED:
+            return function
+        if function not in made:
+            made[function] = _executing(function, session)
+        return made[function]
 
     return get_forward_backward_func
 
@@ -47,6 +55,7 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     from megatron.core.pipeline_parallel import schedules
 
     state = session.state(NAME, lambda: ExecutorState(session))
+    conflicts = _Conflicts()
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
@@ -58,7 +67,7 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
         config = schedules.get_model_config(listed(given["model"])[0])
-        reasons = _reasons_to_leave(given, config, asked.is_v)
+        reasons = _reasons_to_leave(given, conflicts.of(config, asked.is_v))
         if reasons:
             if asked.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
@@ -69,9 +78,32 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     return forward_backward
 
 
-def _reasons_to_leave(given: dict[str, Any], config: Any, is_v: bool) -> list[str]:
-    table = _LEFT_TO_MEGATRON if is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}
-    reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
+def _read_all(config: Any) -> list[Any]:
+    return [getattr(config, name, None) for name in _ALL]
+
+
+class _Conflicts:
+    """What of a configuration Megatron's schedule alone does; looked up again where one of its fields has changed."""
+
+    def __init__(self) -> None:
+        self._type: type | None = None
+        self._values: Any = None
+        self._reasons: list[str] = []
+
+    def of(self, config: Any, is_v: bool) -> list[str]:
+        if type(config) is not self._type:
+            self._type, self._values = type(config), None
+            fields = [name for name in _ALL if hasattr(self._type, name)]
+            self._read = operator.attrgetter(*fields) if fields else _read_all
+        values = is_v, self._read(config)
+        if values != self._values:
+            table = _LEFT_TO_MEGATRON if is_v else _ALL
+            self._values = values
+            self._reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
+        return [*self._reasons]
+
+
+def _reasons_to_leave(given: dict[str, Any], reasons: list[str]) -> list[str]:
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
     communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")

@@ -110,16 +110,14 @@ def run(
     form = straight_line.ExecutionForm(
         keep, passes.releases, transport.is_async, trace is not None, frozenset(before), frozenset(after)
     )
-    function = straight_line.function(program, form)
-    bound = {name: getattr(passes, method)(*chunks) for name, (method, chunks) in program.passes.items()}
-    function(
-        exchange=transport.exchange,
-        hand_over=passes.hand_over,
-        release=passes.release,
-        before=before,
-        after=after,
-        record=None if trace is None else trace.done.append,
-        now=time.perf_counter,
-        steps=program.steps,
-        **bound,
+    straight_line.function(program, form)(
+        transport.exchange,
+        passes.hand_over,
+        passes.release,
+        before,
+        after,
+        None if trace is None else trace.done.append,
+        time.perf_counter,
+        program.steps,
+        *[getattr(passes, method)(*chunks) for method, chunks in program.passes.values()],
     )

@@ -40,7 +40,7 @@ class ExecutionForm(NamedTuple):
 
 
 def function(program: RankProgram, form: ExecutionForm) -> Callable[..., None]:
-    """Return the function of a program; its parameters are the keywords that `run` hands over."""
+    """Return the function of a program; its parameters are what `run` hands over, in that order."""
     found: Callable[..., None] | None = program.functions.get(form)
     if found is None:
         namespace: dict[str, Any] = {}

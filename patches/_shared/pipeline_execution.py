@@ -5,6 +5,7 @@ Megatron's parts are called: its passes, communicator, reductions and `finalize_
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ class PlannedStep:
 
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
+        self.last_rank = schedule.locations[schedule.num_stages - 1][0]
         self.recomputed = frozenset(step[1:] for step in program.steps if step.kind is Kind.RECOMPUTE)
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
@@ -47,6 +49,15 @@ class ExecutorState:
         self.is_on = True
         self._asked: tuple[Settings, Asked] | None = None
         session.on_end(self.end)
+
+    @functools.cached_property
+    def modules(self) -> tuple[Any, Any, Any]:
+        """What a step calls; to import it takes a step longer than to run some."""
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import schedules
+
+        return torch, parallel_state, schedules
 
     def end(self) -> None:
         self.is_on = False
@@ -89,10 +100,7 @@ def execute(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import schedules
-
+    torch, parallel_state, schedules = state.modules
     models = listed(model)
     tp = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
     cp = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
@@ -107,12 +115,14 @@ def execute(
     shape = (ranks, num_microbatches, len(models), group)
     is_combined = not forward_only and combined_passes.is_asked_for(config)
     planned = _planned(asked, state, shape, rank, forward_only, config, is_async, is_combined)
-    last_rank = planned.schedule.locations[planned.schedule.num_stages - 1][0]
+    last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
         embedding = schedules.clear_embedding_activation_buffer(config, model, rank == last_rank)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    # Only the loss of each token divides by it; a rank that gets the losses gets it too.
+    counts = config.calculate_per_token_loss or last_rank != ranks - 1
     this = TrainingStep(
         forward_step_func,
         listed(data_iterator),
@@ -123,12 +133,13 @@ def execute(
         forward_only,
         collect_non_loss_data,
         first_val_step,
-        num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+        num_tokens=torch.zeros([], dtype=torch.int, device="cuda") if counts else None,
     )
     fully = config.num_microbatches_with_partial_activation_checkpoints
     if fully is not None and not forward_only:
         this.checkpointed = {step[1:]: place >= fully for step, place in planned.place_in_window.items()}
-    sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
+    is_synced = not forward_only and DataParallelSync.is_asked_for(config)
+    sync = DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0) if is_synced else None
     delayed = [state.delayed_of(each) for each in models] if delays else []
     is_recomputed = asked.recomputes and not forward_only
     recomputed = recomputed_units.for_step(session, config, planned.recomputed) if is_recomputed else None
