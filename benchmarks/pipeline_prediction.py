@@ -5,9 +5,9 @@
 
 Two processes train a model in each order. A layer sleeps `--layer` milliseconds in its forward pass, as long again for
 the gradient of its input and for those of its weights, so that what else the machine does counts for little. The
-schedule is simulated with the median times of each kind of step and stage, of a message and between steps, and its idle
-time set beside that which was recorded. Memory is what autograd has saved (activations), counted at its peak in each
-process, beside the peak that the schedule and what one micro-batch keeps come to.
+schedule is simulated with the times of steps, of messages and between steps, and its idle time set beside that which
+was recorded. Memory is what autograd has saved (activations), counted at its peak in each process, beside the peak that
+the schedule and what one micro-batch keeps come to.
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ def _bubbles(schedule: Schedule, traces: Path) -> dict[str, float]:
     steps = trace.training_steps(trace.read(traces), schedule)[1:-1]
     typical = sorted(steps, key=trace.bubble)[len(steps) // 2]
     executed = trace.as_executed(schedule, typical)
-    besides = trace.overheads(steps, executed)
+    besides = trace.overheads([typical], executed)
     return {
-        # Each step as long as it was in this training step, and nothing else.
+        # Each step as long as it was in this training step: nothing else, and what is besides steps in it.
         "as long": simulate(executed, trace.recorded_costs(typical)).bubble,
         "besides": simulate(executed, trace.recorded_costs(typical, besides)).bubble,
         "simulated": simulate(executed, _costs(schedule, steps)).bubble,
@@ -224,7 +224,7 @@ def _bubbles(schedule: Schedule, traces: Path) -> dict[str, float]:
 
 
 def _costs(schedule: Schedule, steps: Sequence[Sequence[trace.ExecutedStep]]) -> costs.Costs:
-    """The medians of all that takes time."""
+    """Median times of steps, and means of what is besides."""
     seconds = trace.median_seconds([each for step in steps for each in step], schedule)
     besides = trace.overheads(steps, trace.as_executed(schedule, steps[0]))
     return costs.from_measured(seconds, schedule.num_stages, *besides)
@@ -266,12 +266,12 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: 
         f"micro-batches; a layer sleeps {options.layer:g} ms forward and twice as long backward. "
         f"Median of {options.steps} steps.",
         "",
-        "| order | message, between steps | idle, steps alone | and besides | all medians | recorded | off by | "
+        "| order | message, between steps | idle, steps alone | all its times | median steps | recorded | off by | "
         "peak bytes, simulated | counted | off by at most |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = row["simulated"] / row["recorded"] - 1
+        ratio = row["besides"] / row["recorded"] - 1
         besides = f"{row['message'] * 1e3:.2f} ms, {row['between'] * 1e3:.2f} ms"
         memory = max(abs(simulated / counted - 1) for simulated, counted in row["memory"])
         numbers = [", ".join(f"{each[place] / 2**20:.2f} MiB" for each in row["memory"]) for place in (0, 1)]
@@ -281,10 +281,10 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: 
     lines += [
         "",
         "*message*: from the end of a sender's step to the begin of the receiver's, which has waited; *between steps*: "
-        "of rank 0, where nothing is waited for; medians. *idle*: share of both ranks' time without a step: simulated "
-        "with each step as long as it was in one training step, the same with what is besides steps, with medians of "
-        "everything (*off by* is of these), and recorded. *peak bytes*: of ranks 0 and 1, what autograd has saved; "
-        "simulated from what the first micro-batch of each chunk keeps.",
+        "of rank 0, where nothing is waited for; means. *idle*: share of both ranks' time without a step: simulated "
+        "with each step as long as it was in one training step, the same with messages and the time between steps "
+        "(*all its times*, which *off by* is of), with steps of median length instead, and recorded. *peak bytes*: of "
+        "ranks 0 and 1, what autograd has saved; simulated from what the first micro-batch of each chunk keeps.",
         "",
         "![The schedule, simulated and executed](pipeline.png)",
         "",

@@ -143,7 +143,7 @@ class Overheads(NamedTuple):
 
 
 def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
-    """Return the medians in recorded training steps.
+    """Return the means in recorded training steps: idle time is their sum, and a few are long.
 
     A message takes as long as a rank that has waited for its input begins after the sender's step has ended. What
     follows a step is measured where the next one waits for nothing: its input was made on the rank, or before the step.
@@ -161,11 +161,8 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    return Overheads(_median(messages), {kind: _median(gaps) for kind, gaps in after.items()})
-
-
-def _median(values: Sequence[float]) -> float:
-    return statistics.median(values) if values else 0.0
+    message = statistics.fmean(messages) if messages else 0.0
+    return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
 
 @dataclass(frozen=True)
