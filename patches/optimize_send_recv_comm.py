@@ -6,8 +6,8 @@ Here gradients go over a second group of the same ranks.
 
 Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of every schedule, Megatron's and those of
 `--pipeline-schedule` and `--schedules-method`: they are called once for each direction. Reaches
-`P2PCommunicator.__init__` because all ranks of a pipeline make one at the beginning of a step, and have to make the
-second group together. Leaves the exchange of lengths, what is waited for and the order of messages alone.
+`P2PCommunicator.__init__` because all ranks make one at the beginning of a step, and have to make the second groups
+together. Leaves the exchange of lengths, what is waited for and the order of messages alone.
 """
 
 from __future__ import annotations
@@ -17,19 +17,40 @@ from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Session
 
-from ._shared.second_group import second_group
-
 NAME = "optimize_send_recv_comm"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 
 
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
         wrapped(self, *args, **kwargs)
-        if self.pp_group.size() > 1:
-            second_group(self.pp_group, session)
+        group = self.pp_group
+        if group is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
+            session.fallback(NAME, "a communicator of other ranks than Megatron's pipeline group: it keeps one group")
+        elif group.size() > 1 and group not in _second_groups(session):
+            _make(group, session)
 
     return __init__
+
+
+def _second_groups(session: Session) -> dict[Any, Any]:
+    """Megatron's group -> another one of the same ranks."""
+    made: dict[Any, Any] = session.state(NAME, dict)
+    return made
+
+
+def _make(group: Any, session: Session) -> None:
+    """Make those of all pipelines: a group is made by all ranks, whichever they belong to."""
+    import torch.distributed as dist
+
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
+    for ranks in sorted(set(map(tuple, pipelines))):
+        made = dist.new_group(list(ranks), backend=dist.get_backend(group))
+        if dist.get_rank() in ranks:
+            _second_groups(session)[group] = made
 
 
 def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -48,10 +69,10 @@ def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..
             ranks = {"prev_pipeline_rank": prev_pipeline_rank, "next_pipeline_rank": next_pipeline_rank}
             return wrapped(**{**none, **tensors}, group=group, **ranks)
 
+        second = _second_groups(session).get(group, group)
         down = issue(group, tensor_recv_prev=tensor_recv_prev, tensor_send_next=tensor_send_next)
         if tensor_send_prev is None and tensor_recv_next is None:
             return down
-        second = second_group(group, session)
         up = issue(second, tensor_send_prev=tensor_send_prev, tensor_recv_next=tensor_recv_next)
         return [*down, *up] if isinstance(down, list) else {**down, **up}
 

@@ -10,8 +10,6 @@ from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.parallel.context import Algorithm, Ring
 from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
 
-from .second_group import second_group
-
 # MindSpeed's names and Megatron's, each with what it means here.
 ALGORITHMS = {
     "megatron_cp_algo": "ring",
@@ -106,8 +104,19 @@ def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, se
 
 
 def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
-    second = second_group(group, session) if options.two_groups else None
+    second = _second(group, session) if options.two_groups else None
     return Ring(group, second, options.window, options.cache_of(layer))
+
+
+def _second(group: Any, session: Session) -> Any:
+    """Another group of the same ranks, made once."""
+    import torch.distributed as dist
+
+    made: dict[Any, Any] = session.state("second groups", dict)
+    if group not in made:
+        ranks = dist.get_process_group_ranks(group)
+        made[group] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[group]
 
 
 def _hierarchical(group: Any) -> Sequence[Any]:

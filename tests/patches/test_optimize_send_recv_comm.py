@@ -31,6 +31,7 @@ def test_what_goes_up_the_pipeline_takes_the_second_group(tmp_path, batched):
 
     import torch
     import torch.distributed as dist
+    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import p2p_communication
 
     from mindspeed_lite import platform
@@ -45,7 +46,9 @@ def test_what_goes_up_the_pipeline_takes_the_second_group(tmp_path, batched):
 
     def body(rank):
         platform.activate()
-        world = joined(rank, ranks, tmp_path)
+        joined(rank, ranks, tmp_path)
+        parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
+        own = parallel_state.get_pipeline_model_parallel_group()
         used = []
         own_batch, own_send = dist.batch_isend_irecv, dist.isend
 
@@ -63,7 +66,7 @@ def test_what_goes_up_the_pipeline_takes_the_second_group(tmp_path, batched):
             dist.isend = send
 
         def exchange():
-            communicator = p2p_communication.P2PCommunicator(pp_group=world, config=config)
+            communicator = p2p_communication.P2PCommunicator(pp_group=own, config=config)
             down, up = (torch.full((4,), 10.0 * rank + place) for place in (1, 2))
             return communicator.send_forward_backward_recv_forward_backward(down, up, True, True, (4,))
 
@@ -73,13 +76,13 @@ def test_what_goes_up_the_pipeline_takes_the_second_group(tmp_path, batched):
                 assert above.tolist() == [10.0 * ((rank - 1) % ranks) + 1] * 4
                 assert below.tolist() == [10.0 * ((rank + 1) % ranks) + 2] * 4
             groups = {way: {group for each, group in used if each == way} for way in ("down", "up")}
-            assert len(used) == 4 and groups["down"] == {world}
+            assert len(used) == 4 and groups["down"] == {own}
             (second,) = groups["up"]
-            assert second is not world and dist.get_process_group_ranks(second) == [*range(ranks)]
+            assert second is not own and dist.get_process_group_ranks(second) == [*range(ranks)]
         assert not is_swapped(FEATURE.patches[1].target)
         used.clear()
         exchange()
-        assert {group for _, group in used} == {world}
+        assert {group for _, group in used} == {own}
         dist.barrier()
 
     on_ranks(ranks, body)
