@@ -90,9 +90,9 @@ def _race(trainings: dict[str, Any], feature: str, seen: Timeline, repeats: int)
                 with seen:
                     start = time.perf_counter()
                     training.forward_backward()
-                    seconds = time.perf_counter() - start
+                    took = time.perf_counter() - start
             if repeat:
-                told[arm].append((seconds, seen.waited_for_experts, sum(seen.sent.values())))
+                told[arm].append((took, seen.waited_for_experts, sum(seen.sent.values())))
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, told)
     seconds = {
