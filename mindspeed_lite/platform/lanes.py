@@ -152,8 +152,8 @@ class Queueing(TorchDispatchMode):
         lane = self._lane
         if not lane:
             return func(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
+        given = _tensors_in((*args, *kwargs.values()))
+        written = _written(func, args, kwargs)
         if not lane.is_written(given) and not (written and lane.is_used(written)):
             return func(*args, **kwargs)
         if func.is_view:
@@ -182,9 +182,20 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    found = [args[index] if index < len(args) else kwargs.get(name) for index, name in _places_written(func)]
-    return tree_leaves(found)
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    places = _places_written(func)
+    return _tensors_in([args[index] if index < len(args) else kwargs.get(name) for index, name in places])
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of an operator's arguments, of which a list of tensors is one."""
+    found: list[torch.Tensor] = []
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += [one for one in each if isinstance(one, torch.Tensor)]
+    return found
 
 
 @functools.cache
@@ -307,9 +318,11 @@ def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]
             return original(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         finish_for(tensors, writing=True)
-        if lane is None or signature.bind(*args, **kwargs).arguments.get("async_op"):
+        if lane is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("async_op"):
+            return original(*args, **kwargs)
         bound.arguments["async_op"] = True
         work = original(*bound.args, **bound.kwargs)
         if work is not None:
