@@ -19,7 +19,7 @@ from .calibrate import default_file
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite plan"
-MOST_DEVICES = 10_000_000
+MOST_DEVICES, MOST_GIB = 10_000_000, 1_000_000
 
 DESCRIPTION = """\
 Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
@@ -55,6 +55,18 @@ def main(arguments_: Sequence[str]) -> int:
         answer = why.ask(search, options.why) if options.why else None
     except planner.ArgumentError as error:
         return fail(PROGRAM, error)
+    if not result.considered:
+        return fail(
+            PROGRAM,
+            f"no layout of {options.devices} devices divides --global-batch-size, heads, layers and sequence of the "
+            "command: change --devices or --global-batch-size",
+        )
+    if sum(result.impossible.values()) == result.considered:
+        reason, count = result.impossible.most_common(1)[0]
+        return fail(
+            PROGRAM,
+            f"none of {result.considered} layouts runs; of {count} the reason is: {_full_reason(search, reason)}",
+        )
     lines = plan_text.found(search, result, seconds, terminal.width(), terminal.has_color())
     if answer is not None:
         lines += ["", *plan_text.answer(search, result, answer, terminal.width(), terminal.has_color())]
@@ -75,10 +87,21 @@ def main(arguments_: Sequence[str]) -> int:
     return 0 if result.best else 1
 
 
+def _full_reason(search: Search, begin: str) -> str:
+    """What the first layout is refused for, if its reason begins like that."""
+    try:
+        search.training(next(iter(search.space())))
+    except planner.ArgumentError as error:
+        return str(error) if str(error).startswith(begin) else begin
+    return begin
+
+
 def _problem(options: argparse.Namespace) -> str:
     """What is wrong with the numbers among the options; empty if nothing is."""
-    if not 1 <= options.devices <= MOST_DEVICES or not 0 < options.memory < float("inf"):
-        return f"--devices and --memory are above 0, and --devices at most {MOST_DEVICES:,}"
+    if not 1 <= options.devices <= MOST_DEVICES or not 0 < options.memory <= MOST_GIB:
+        return f"--devices and --memory are above 0, at most {MOST_DEVICES:,} devices and {MOST_GIB:,} GiB"
+    if options.plot and not Path(options.plot).suffix:
+        return f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png"
     if options.count < 1:
         return f"--count {options.count}: want how many layouts to show, at least 1"
     if options.reserve is not None and not 0 <= options.reserve < options.memory:

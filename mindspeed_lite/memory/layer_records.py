@@ -221,6 +221,9 @@ class LayerRecorder(Tracker):
         key = tensor.untyped_storage()._cdata
         if not self._is_inside:
             self._look(NONE)
+            if self._before is not None and self._before != NONE:
+                # A norm behind the layers, while what the last but one moves is still there.
+                self._look(self._before, is_forward=True)
         elif key not in self._given:
             self._of_layers.add(key)
             if self._again >= 0:

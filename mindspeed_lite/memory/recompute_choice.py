@@ -28,7 +28,7 @@ class BudgetError(ValueError):
     def __init__(self, least: int, budget: int, stage: int = 0) -> None:
         super().__init__(
             f"activations of pipeline stage {stage} cannot stay within {gib(budget)}: the least possible is "
-            f"{gib(least)}, with layers computed again as a whole"
+            f"{gib(least)}, whatever is computed again or, on a device, moved to the host"
         )
         self.least = least
 

@@ -42,6 +42,10 @@ def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vo
 
 def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
     """With the numbers that follow from others."""
+    if training.num_experts:
+        _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
+    if training.window_attn_skip_freq:
+        _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
     changed: dict[str, object] = {}
     hidden = training.hidden_size
     if not training.ffn_hidden_size:
@@ -185,10 +189,6 @@ def check(training: TrainingConfig) -> TrainingConfig:
             float(coefficient)
         except ValueError:
             raise ArgumentError(f"--moe-aux-loss-coeff is numbers, not {coefficient!r}") from None
-    if training.num_experts:
-        _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
-    if training.window_attn_skip_freq:
-        _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
     if training.moe_pad_expert_input_to_capacity and training.moe_expert_capacity_factor is None:
         raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: add it")
     if training.swap_attention:
