@@ -59,7 +59,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias of experts": (
         {**_EP2, "moe": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
                          "moe_router_load_balancing_type": "none"}}, {}),
-    "further tokens": ({**_EP2, "moe": {"moe_router_load_balancing_type": "none"}, "config": {"mtp_num_layers": 1}}, {}),
+    "further tokens": (
+        {**_EP2, "moe": {"moe_router_load_balancing_type": "none"}, "config": {"mtp_num_layers": 1}}, {}),
     "recompute": ({**_EP2, "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}, {}),
     "recompute full": ({**_EP2, "config": {"recompute_granularity": "full", "recompute_method": "uniform",
                                            "recompute_num_layers": 1}}, {}),
