@@ -261,7 +261,7 @@ class Training:
                 bf16=_dtype(options) == torch.bfloat16,
                 params_dtype=_dtype(options),
                 use_distributed_optimizer=distributed_optimizer,
-                clip_grad=1.0,
+                clip_grad=options.get("clip_grad", 1.0),
                 # Before 0.14 the wrapped model alone is told.
                 **({"overlap_param_gather": options.get("overlap_param_gather", False)} if told else {}),
             ),
