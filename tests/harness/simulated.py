@@ -247,3 +247,55 @@ def seen_messages() -> None:
         return found
 
     core_loop.Training.step = step  # type: ignore[method-assign]
+
+
+def drawn(seed: int) -> Any:
+    """In the place of `placement.chosen`: places at random, all ranks alike."""
+    chance = random.Random(seed)
+
+    def chosen(loads: Any, before: Any, ranks: int, price: float = 0.0) -> list[int]:
+        after, local = [0] * len(loads), len(loads) // ranks
+        for slot in range(local):
+            for expert, rank in zip(range(slot, len(loads), local), chance.sample(range(ranks), ranks), strict=True):
+                after[expert] = rank
+        return after
+
+    return chosen
+
+
+def drawn_placements() -> None:
+    """Let experts change places at random at every placement, and say that they moved."""
+    from mindspeed_lite.parallel.balance import placed_experts, placement
+
+    own, said = placed_experts.exchange, []
+
+    def exchange(*args: Any) -> int:
+        sent = own(*args)
+        if sent and not said:
+            said.append(True)
+            print("experts changed places", flush=True)
+        return sent
+
+    placement.chosen, placed_experts.exchange = drawn(1), exchange
+
+
+def killed_between_exchanges() -> None:
+    """The same, and ranks die once experts are home for the second checkpoint, which is not written by then."""
+    import os
+    import signal
+
+    from mindspeed_lite.patches import enable_expert_placement as patch
+
+    drawn_placements()
+    own, times = patch._Placements.go_home, []
+
+    def go_home(self: Any) -> None:
+        moved = [each for each in self.layers.values() if not each.is_home]
+        own(self)
+        if moved:
+            times.append(True)
+            print(f"home {len(times)}", flush=True)
+            if len(times) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    patch._Placements.go_home = go_home

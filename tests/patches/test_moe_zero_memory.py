@@ -50,8 +50,8 @@ def test_rows_and_activations_are_not_kept(level, number, counts):
     saved = counts[0] * level0 + counts[1] * level1
     assert off[0] - on[0] == saved
     layers = range(LAYERS)
-    foreseen = predicted("", layers, None) - predicted(level, layers, number)
-    assert abs(saved - sum(counts) * MAP - foreseen) <= 0.01 * foreseen
+    expected = predicted("", layers, None) - predicted(level, layers, number)
+    assert abs(saved - sum(counts) * MAP - expected) <= 0.01 * expected
 
 
 @pytest.mark.parametrize(

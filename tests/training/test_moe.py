@@ -544,7 +544,7 @@ def test_lanes_of_experts_off_and_on(trainer: Callable[[str], Trainer], exchange
 @matrix.whole
 @pytest.mark.parametrize("exchange", [*DELAYED])
 def test_ranks_that_are_late_by_chance_neither_hang_nor_err(trainer: Callable[[str], Trainer], exchange: str) -> None:
-    """Four ranks, each late by chance before every message, 200 steps: every loss has the same bits."""
+    """Four ranks, each late at random before every message, 200 steps: every loss has the same bits."""
     flags, options, moe = DELAYED[exchange]
     fused = {**MOE, "use_gradient_accumulation_fusion": True}
     common = {"experts": 8, "ep": 4, "steps": 200, "layers": 1, "micro_batches": 2, "wgrad_fusion": True,
