@@ -147,7 +147,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
 
 
 def _nudge(chunks: list[Any], seed: int) -> None:
-    """Move every weight by one rounding, up or down by chance."""
+    """Move every weight by one rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for chunk in chunks:
         for parameter in chunk.parameters():

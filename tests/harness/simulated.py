@@ -225,6 +225,30 @@ def copied_experts() -> None:
     skewed_router()
 
 
+def seen_messages() -> None:
+    """Say after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
+    import json
+
+    from mindspeed_lite.bench.probes import experts
+    from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, WAIT, Timeline
+    from tests.harness import core_loop
+
+    seen, own = Timeline(), core_loop.Training.step
+    seen.install()
+    experts.install(seen)
+
+    def step(self: Any) -> Any:
+        with seen:
+            found = own(self)
+        waits = [each.name for each in seen.spans if each.lane == WAIT]
+        told = {"dispatch": waits.count(DISPATCH), "combine": waits.count(COMBINE), "bytes": sum(seen.sent.values())}
+        assert 0 < seen.waited_for_experts <= seen.waited
+        print(f"messages of experts: {json.dumps(told)}", flush=True)
+        return found
+
+    core_loop.Training.step = step  # type: ignore[method-assign]
+
+
 def drawn(seed: int) -> Any:
     """In the place of `placement.chosen`: places at random, all ranks alike."""
     chance = random.Random(seed)
