@@ -57,47 +57,64 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared": ({**_EP2, "moe": {"moe_shared_expert_intermediate_size": 64}}, {}),
     "dropped": ({**_EP2, "moe": {"moe_expert_capacity_factor": 1.0}}, {}),
     "bias of experts": (
-        {
-            **_EP2,
-            "moe": {
-                "moe_router_enable_expert_bias": True,
-                "moe_router_score_function": "sigmoid",
-                "moe_router_load_balancing_type": "none",
-            },
-        },
-        {},
-    ),
+        {**_EP2, "moe": {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid",
+                         "moe_router_load_balancing_type": "none"}}, {}),
     "further tokens": (
-        {**_EP2, "moe": {"moe_router_load_balancing_type": "none"}, "config": {"mtp_num_layers": 1}},
-        {},
-    ),
+        {**_EP2, "moe": {"moe_router_load_balancing_type": "none"}, "config": {"mtp_num_layers": 1}}, {}),
     "recompute": ({**_EP2, "config": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}, {}),
-    "recompute full": (
-        {**_EP2, "config": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}},
-        {},
-    ),
+    "recompute full": ({**_EP2, "config": {"recompute_granularity": "full", "recompute_method": "uniform",
+                                           "recompute_num_layers": 1}}, {}),
     "combined schedule": (
-        {
-            **_EP2,
-            "wgrad_fusion": True,
-            "overlap_grad_reduce": True,
-            "ddp_delay_wgrad_compute": True,
-            "no_sync": True,
-            "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True},
-        },
-        {
-            "moe_grouped_gemm": True,
-            "use_gradient_accumulation_fusion": True,
-            "delay_wgrad_compute": True,
-            "moe_fb_overlap": True,
-        },
-    ),
-    "two levels": (
-        _EP2,
-        {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_hierarchical_alltoallv": True, "moe_node_size": 1},
-    ),
+        {**_EP2, "wgrad_fusion": True, "overlap_grad_reduce": True, "ddp_delay_wgrad_compute": True, "no_sync": True,
+         "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}},
+        {"moe_grouped_gemm": True, "use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True,
+         "moe_fb_overlap": True}),
+    "two levels": (_EP2, {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_hierarchical_alltoallv": True,
+                          "moe_node_size": 1}),
     "released": (_EP2, {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_zero_memory": "level1"}),
     "copies": (_FP32, {"moe_grouped_gemm": True, "balanced_moe_experts": True, "balanced_moe_break_even": 0.0}),
+    "tp2_etp1_ep2": ({**_EP2, "tp": 2, "sp": True, "etp": 1}, {}),
+    # Four ranks.
+    "ep4": ({"ep": 4, "experts": 8}, {}),
+    "ep4, distributed": ({"ep": 4, "experts": 8, **_DISTRIBUTED}, {}),
+    "tp2_ep2": ({**_EP2, "tp": 2, "sp": True}, {}),
+    "tp2_ep2, distributed": ({**_EP2, "tp": 2, "sp": True, **_OVERLAPPED}, {}),
+    "tp2_etp1_ep4": ({"ep": 4, "experts": 8, "tp": 2, "sp": True, "etp": 1}, {}),
+    "pp2_ep2": ({**_EP2, "pp": 2}, {}),
+    "pp2_ep2, distributed": ({**_EP2, "pp": 2, **_DISTRIBUTED}, {}),
+    "ep2_dp2, distributed": ({**_EP2, **_OVERLAPPED}, {}),
+    "ep2_dp2, both": ({**_EP2, **_OVERLAPPED}, {**_FUSED, "quant_states": "fp8", "reuse_fp32_param": True}),
+}  # fmt: skip
+# Another order of sums: a token's rows are added within a rank first, or an expert's rows by copies.
+ROUNDED = {"allgather", "copies"}
+INTERVAL = 2
+
+
+def _without_states(parameters: Any, mains: Any) -> Any:
+    return contextlib.nullcontext([*parameters])
+
+
+def _without_moments(own: Any) -> Any:
+    @contextlib.contextmanager
+    def training_state(parameters: Any, mains: Any) -> Iterator[list[torch.Tensor]]:
+        with own(parameters, mains) as found:
+            yield [each for each in found if not any(each is state for state in _states(mains))]
+
+    return training_state
+
+
+def _states(mains: Any) -> list[torch.Tensor]:
+    return [
+        each for inner, main in mains.values() for name, each in inner.state.get(main, {}).items() if name != "step"
+    ]
+
+
+MUTATIONS: dict[str, Any] = {
+    "main parameters and moments stay": lambda: mock.patch.object(patch, "training_state", _without_states),
+    "moments stay": lambda: mock.patch.object(patch, "training_state", _without_moments(patch.training_state)),
+    "the map is not applied": lambda: mock.patch.object(
+        placed_experts.PlacedExperts, "by_place", lambda self, columns: columns
+    ),
     "probabilities keep their order": lambda: mock.patch.object(
         placed_experts.PlacedExperts,
         "by_place",
