@@ -89,7 +89,7 @@ def _environments(ran: Mapping[str, Any]) -> list[str]:
             release,
             f"{row['features']} of {row['of']}",
             f"{row['operators']} of {row['checks']}",
-            row["drift"],
+            f"{row['drift']:.1e}",
             row["date"],
         )
         for name, rows in ran.items()
@@ -101,8 +101,7 @@ def _environments(ran: Mapping[str, Any]) -> list[str]:
     return [
         "## Python and torch",
         "",
-        "A handful of features trained off and on, and every operator checked against float64, on CPU (`make",
-        "matrix-python`).",
+        "Features trained off and on, and every operator checked against float64, on CPU (`make matrix-python`).",
         "",
         *table(headers, rows),
         "",

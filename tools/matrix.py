@@ -2,6 +2,7 @@
 
     python -m tools.matrix                                  all releases in .releases/
     python -m tools.matrix --root 0.20.0.dev0=CHECKOUT      one of your own; releases that are not named are kept
+    python -m tools.matrix --feature NAME...                these alone; rows of others are kept
 
 Writes docs/matrix.json, from which `python docs/generate.py` makes the table of docs/support.md.
 """
@@ -32,6 +33,7 @@ from tests.harness.training import Trainer
 FILE = checkouts.ROOT / "docs" / "matrix.json"
 # Trained by a script alone: they set arguments of Megatron's parser.
 _BY_SCRIPT = "sets arguments of a script: `tests/training` trains it"
+_ELSEWHERE = {"balance_sequence_lengths": "orders the data of a script: `tests/training` trains it"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", action="append", default=[], metavar="VERSION=DIR", help="a release and its folder")
     parser.add_argument("--release", action="append", default=[], metavar="VERSION", help="of those in .releases/")
     parser.add_argument("--layout", action="append", default=[], choices=[*on_and_off.LAYOUTS], help="all of them")
+    parser.add_argument("--feature", nargs="+", choices=[each.name for each in runtime.catalogue()], metavar="NAME")
     options = parser.parse_args(arguments)
     roots: dict[str, Path | None] = {each: checkouts.folder(each) for each in options.release}
     for release, root in roots.items():
@@ -56,10 +59,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     faults = 0
     for version, root in roots.items():
         rows: dict[str, dict[str, Any]] = {}
-        for rows_of_layout in _release(version, root, options.layout):
-            # After each: what trains for minutes is not lost if the next one fails.
-            record("releases", version, rows_of_layout)
-            rows |= rows_of_layout
+        try:
+            for rows_of_layout in _release(version, root, options.layout, options.feature):
+                # After each: what trains for minutes is not lost if the next one fails.
+                record("releases", version, rows_of_layout)
+                rows |= rows_of_layout
+        except AssertionError as error:
+            # Of the server that imports the release; the others can be trained all the same.
+            print(f"{version}: {error}", flush=True)
+            faults += 1
         failed = {name: row["fault"] for name, row in rows.items() if row.get("fault")}
         trained = sum("layout" in row and not row["fault"] for row in rows.values())
         print(f"{version}: {trained} of {len(rows)} features trained", flush=True)
@@ -111,22 +119,30 @@ def _order(name: str) -> list[Any]:
     return [int(each) for each in re.findall(r"\d+", name)] or [1 << 30]
 
 
-def _release(version: str, root: Path | None, only: Sequence[str]) -> Iterator[dict[str, dict[str, Any]]]:
-    """The rows of a release, layout by layout; with `only`, of these layouts."""
+def _release(
+    version: str, root: Path | None, only: Sequence[str], names: Sequence[str] | None
+) -> Iterator[dict[str, dict[str, Any]]]:
+    """The rows of a release, layout by layout; where they are given, of these layouts and features alone."""
     layouts = on_and_off.layouts(version)
     named = {name for names in layouts.values() for name in names}
     others = [feature for feature in runtime.catalogue() if feature.name not in named]
-    yield {feature.name: {"reason": _reason(feature, version)} for feature in others}
+    yield {each.name: {"reason": _reason(each, version)} for each in others if names is None or each.name in names}
+    chosen = {layout: [name for name in its if names is None or name in names] for layout, its in layouts.items()}
+    chosen = {layout: its for layout, its in chosen.items() if its and (not only or layout in only)}
+    if not chosen:
+        return
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(root, Path(scratch), training=False)
         try:
-            for layout in (each for each in layouts if not only or each in only):
+            for layout, features in chosen.items():
                 rows: dict[str, dict[str, Any]] = {}
-                for name, outcome in on_and_off.trained(trainer, layout, layouts[layout]).items():
+                for name, outcome in on_and_off.trained(trainer, layout, features).items():
                     fault = outcome.fault(on_and_off.numerics_of(runtime.catalogue()[name]))
                     rows[name] = {"layout": layout, "fault": fault, **stamp()}
-                    if outcome.on and not outcome.error:
+                    if not fault:
                         rows[name]["drift"] = float(f"{outcome.drift():.2g}")
+                    for each in outcome.fallbacks:
+                        print(f"  {version} {name} fell back: {each}", flush=True)
                 yield rows
         finally:
             trainer.close()
@@ -140,7 +156,7 @@ def _reason(feature: Feature, version: str) -> str:
             return "; ".join(reasons) if each is feature else f"requires {each.name}: {'; '.join(reasons)}"
     if not feature.patches:
         return _BY_SCRIPT
-    return "; ".join(live_undo.why_not(feature, "tensor"))
+    return _ELSEWHERE.get(feature.name) or "; ".join(live_undo.why_not(feature, "tensor"))
 
 
 if __name__ == "__main__":

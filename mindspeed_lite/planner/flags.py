@@ -55,6 +55,7 @@ ON = {
     "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
     "--moe-pad-expert-input-to-capacity": "moe_pad_expert_input_to_capacity",
     "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
+    "--balanced-moe-experts": "balanced_moe_experts",
     "--moe-fb-overlap": "moe_fb_overlap",
     "--swap-attention": "swap_attention",
 }
@@ -131,6 +132,7 @@ INTEGERS = {
     "--recompute-num-layers": "recompute_num_layers",
     "--recompute-activation-function-num-layers": "recompute_activation_function_num_layers",
     "--recompute-norm-num-layers": "recompute_norm_num_layers",
+    "--balanced-moe-hot-expert-num": "balanced_moe_hot_expert_num",
     "--moe-zero-memory-num-layers": "moe_zero_memory_num_layers",
 }
 NUMBERS = {

@@ -139,6 +139,8 @@ class TrainingConfig:
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
     moe_tp_extend_ep: bool = False
+    balanced_moe_experts: bool = False
+    balanced_moe_hot_expert_num: int = 3
     moe_zero_memory: str = ""
     moe_zero_memory_num_layers: int | None = None
     recompute_activation_function: bool = False

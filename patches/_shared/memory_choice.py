@@ -170,7 +170,7 @@ class MemoryChoice:
         except BudgetError as error:
             if self._budgets[stage] == self._budget:
                 raise BudgetError(error.least, self._budget, stage) from None
-        # More was measured than foreseen, and the training runs: it takes as little as there is.
+        # More was measured than predicted, and the training runs: it takes as little as there is.
         self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
         return leanest(options, told.moments, transfers)
 

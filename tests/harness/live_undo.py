@@ -57,11 +57,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 # The same for `on_and_off`: a step of a pipeline cannot be cut in pieces here, and Megatron's own attention takes no
 # part of a context.
 _BY_NAME: dict[str, Any] = {"by_name": True, "layers": 4, "lr": 1e-3}
+_RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3}
 TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "biases": (1, {"bias": True, "config": {"bias_dropout_fusion": True}}, {}),
     "context": (2, {"cp": 2, **_BY_NAME}, {}),
     "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
     "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {}),
+    "recomputed": (2, {"pp": 2, "vpp": 2, "layers": 8, "config": _RECOMPUTED}, _RECOMPUTED),
 }
 # Where Megatron's dispatcher puts an index, as its configuration said when it was built; it may stand anywhere.
 _DERIVED = ".token_dispatcher.permute_idx_device"
@@ -69,6 +71,8 @@ _DERIVED = ".token_dispatcher.permute_idx_device"
 _VALUES = {"FILE": os.devnull, "ORDER": "1f1b"}
 # What one process asks for beside a feature.
 _BESIDE = {"moe_hierarchical_alltoallv": {"moe_node_size": 1}, "adaptive_memory": {"memory_budget": 1.0}}
+# Why a feature is not undone here, though it can be trained.
+COMBINED = "Megatron's combined schedule, which it turns on, leaves its own marks in a model"
 CUTS = ("between forward and backward pass", "between backward pass and step", "between clipping and update")
 
 
@@ -156,7 +160,7 @@ def _reasons(features: list[Feature], layout: str) -> list[str]:
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
         if combined_schedule.ARGUMENT in (each.arguments(context) if each.arguments is not None else {}):
-            reasons.append("Megatron's combined schedule, which it turns on, leaves its own marks in a model")
+            reasons.append(COMBINED)
     return reasons
 
 

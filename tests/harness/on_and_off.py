@@ -22,9 +22,11 @@ from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops import dispatch
 from tests.harness import core_loop, live_undo, training_server
 from tests.harness.core_trainings import DRIFT, fault
-from tests.harness.training import Trainer
+from tests.harness.training import Result, Trainer
 
 STEPS = 4
+# Seconds that a layout has to begin and to train without a feature, and that each feature has.
+STARTING, TRAINING = 180, 60
 # Moments in fp8 are another training; its losses stay near.
 DEVIATION = 2.0**-5
 LAYOUTS = {**live_undo.LAYOUTS, **live_undo.TRAINED_ALONE}
@@ -37,6 +39,8 @@ EXERCISED = {
     "schedules_method": "V",
     "use_fused_embedding": "tensor",
 }
+# So that it has something to do, whatever it measures.
+BESIDE: dict[str, dict[str, Any]] = {"balanced_moe_experts": {"balanced_moe_break_even": 0.0}}
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 
@@ -51,9 +55,9 @@ class Outcome:
     error: str = ""
 
     def drift(self) -> float:
-        """The largest relative distance of two losses of one step."""
-        pairs = [(float.fromhex(a), float.fromhex(b)) for (a, _), (b, _) in zip(self.off, self.on, strict=True)]
-        return max(abs(a - b) / abs(a) for a, b in pairs)
+        """The largest relative distance of two losses of one step; 0 without any."""
+        pairs = [(float.fromhex(a), float.fromhex(b)) for (a, _), (b, _) in zip(self.off, self.on, strict=False)]
+        return max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
 
     def fault(self, numerics: str) -> str:
         """What is not as a feature of this class promises; "" if all is."""
@@ -76,7 +80,7 @@ def numerics_of(feature: Feature) -> str:
 def layout_of(feature: Feature) -> str | None:
     """The layout that a feature is trained in; None if there is none."""
     choices = [EXERCISED[feature.name]] if feature.name in EXERCISED else LAYOUTS
-    return next((each for each in choices if not live_undo.why_not(feature, each)), None)
+    return next((each for each in choices if {*live_undo.why_not(feature, each)} <= {live_undo.COMBINED}), None)
 
 
 def layouts(release: str) -> dict[str, list[str]]:
@@ -91,21 +95,61 @@ def layouts(release: str) -> dict[str, list[str]]:
 
 
 def trained(trainer: Trainer, layout: str, features: list[str]) -> dict[str, Outcome]:
-    """Train them on the release of `trainer`; of several ranks the last one's figures count."""
+    """Train them on the release of `trainer`; of several ranks the last one's figures count.
+
+    A feature that ends the ranks, or leaves them waiting, is a fault; those behind it are trained by new ranks.
+    """
     out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
     out.mkdir(exist_ok=True)
-    ranks = LAYOUTS[layout][0]
     argv = [str(Path(__file__)), str(out), layout, str(STEPS)]
-    job: dict[str, Any] = dict(entry="script", arm="device", timeout=600)
     if layout in REFERENCES:
-        trainer.run(nproc=1, argv=argv, **job).check()
-    trainer.run(nproc=ranks, argv=[*argv, *features], **job).check()
-    read = json.loads((out / f"{ranks - 1}.json").read_text())
-    return {name: Outcome(**{**row, **_pairs(row)}) for name, row in read.items()}
+        ended = _ended(trainer.run(entry="script", arm="device", nproc=1, argv=argv, timeout=STARTING))
+        if ended:
+            return {name: Outcome(error=f"one rank, without it: {ended}") for name in features}
+    found: dict[str, Outcome] = {}
+    while left := [name for name in features if name not in found]:
+        found |= _round(trainer, LAYOUTS[layout][0], argv, left)
+    return {name: found[name] for name in features}
 
 
-def _pairs(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: [tuple(each) for each in row[name]] for name in ("off", "on")}
+def _round(trainer: Trainer, ranks: int, argv: list[str], features: list[str]) -> dict[str, Outcome]:
+    """How the first of `features` trained, and those behind it as far as one process for each rank came."""
+    out = Path(argv[1])
+    for path in _files(out):
+        path.unlink()
+    timeout = STARTING + TRAINING * len(features)
+    job: dict[str, Any] = dict(entry="script", arm="device", nproc=ranks, timeout=timeout)
+    result = trainer.run(argv=[*argv, *features], **job)
+    files = _files(out)
+    rows = {path: {name: _read(row) for name, row in json.loads(path.read_text()).items()} for path in files}
+    if len(files) < ranks:
+        return {name: Outcome(error=f"without it: {_ended(result)}") for name in features}
+    found = {name: each for name, each in rows[files[-1]].items() if all(name in its for its in rows.values())}
+    # The first error is the cause: in other ranks a collective fails then.
+    for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
+        found |= {name: each for name, each in rows[path].items() if each.error}
+    at_fault = next((name for name in features if name not in found), None)
+    if at_fault is not None and not any(each.error for each in found.values()):
+        found[at_fault] = Outcome(error=_ended(result))
+    return found
+
+
+def _files(out: Path) -> list[Path]:
+    """What the ranks have written, by rank."""
+    return sorted(out.glob("[0-9]*.json"), key=lambda path: int(path.stem))
+
+
+def _ended(result: Result) -> str:
+    """How the first rank that failed ended, with the last line of its log; "" if none failed."""
+    for rank, code in enumerate(result.codes):
+        if code:
+            lines = result.log(rank).strip().splitlines()
+            return f"rank {rank} ended with {code}: {lines[-1] if lines else 'its log is empty'}"
+    return ""
+
+
+def _read(row: dict[str, Any]) -> Outcome:
+    return Outcome(**{**row, **{name: [tuple(each) for each in row[name]] for name in ("off", "on")}})
 
 
 class _Builder(live_undo.Bench):
@@ -143,12 +187,20 @@ def main() -> None:
     else:
         off = history(core_loop.Training(builder.options))
     found: dict[str, dict[str, Any]] = {}
+    rank = os.environ["RANK"]
+
+    def write() -> None:
+        part = Path(out, f"{rank}.part")
+        part.write_text(json.dumps(found))
+        part.replace(part.with_suffix(".json"))
+
+    write()
     for name in names:
         outcome = Outcome(off)
         feature = runtime.catalogue()[name]
         _forget_operators()
         try:
-            builder.enable(feature)
+            builder.enable(feature, **BESIDE.get(name, {}))
             outcome.on = history(builder.build(feature))
             outcome.fallbacks = [f"{each.feature}: {each.reason}" for each in mindspeed_lite.report().fallbacks]
             called = training_server.called()
@@ -158,7 +210,9 @@ def main() -> None:
         mindspeed_lite.disable()
         platform.activate()
         found[name] = asdict(outcome)
-        Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+        write()
+        if outcome.error and core_loop.dist.get_world_size() > 1:
+            sys.exit(1)  # the others wait for this rank, or are in another collective than it
 
 
 if __name__ == "__main__":

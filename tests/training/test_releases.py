@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
 from mindspeed_lite import runtime
 from tests.harness import checkouts, matrix, on_and_off
-from tests.harness.training import Trainer
+from tests.harness.training import Result, Trainer
 
+# Compared with another layout than their own, which only they are.
+AGAINST_OTHERS = [(checkouts.ALL[-1], layout) for layout in on_and_off.REFERENCES]
 TODAY = checkouts.OLDER[datetime.date.today().toordinal() % len(checkouts.OLDER)]
 
 
 @pytest.mark.parametrize(
     ("release", "layout"),
     matrix.only(
-        [(TODAY, "plain")], [(release, layout) for release in checkouts.EVERY for layout in on_and_off.LAYOUTS]
+        [(TODAY, "plain"), *AGAINST_OTHERS],
+        [(release, layout) for release in checkouts.EVERY for layout in on_and_off.LAYOUTS],
     ),
 )
 def test_features_train_within_their_class(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
@@ -43,3 +50,46 @@ def test_a_fault_is_seen() -> None:
     assert on_and_off.Outcome(step, step, idle=["adamw"]).fault("bitwise") == "never called: adamw"
     assert "0 steps with it" in on_and_off.Outcome(step, []).fault("deviation")
     assert on_and_off.Outcome(step, step, error="Traceback\nValueError: x").fault("ulp") == "ValueError: x"
+
+
+class _Ranks:
+    """Ranks that train as `on_and_off` does, as far as `FATAL` lets them, without Megatron."""
+
+    FATAL = ("use_flash_attn", "use_fused_rmsnorm")
+
+    def __init__(self, scratch: Path, begins: bool = True) -> None:
+        self.scratch, self.begins = scratch, begins
+        self.given: list[list[str]] = []
+
+    def run(self, nproc: int, argv: list[str], **job: object) -> Result:
+        _, out, _, _, *features = argv
+        self.given.append(features)
+        ends = next((place for place, name in enumerate(features) if name in self.FATAL), None)
+        step = [((1.0).hex(), (1.0).hex())]
+        rows = {name: asdict(on_and_off.Outcome(step, step)) for name in features[:ends]}
+        for rank in range(nproc if self.begins else 0):
+            # The first kills its ranks without a word; of the second one rank 0 is the cause.
+            more = {}
+            if ends is not None and features[ends] == self.FATAL[1]:
+                text = "Connection closed" if rank else "ValueError: x"
+                more = {features[ends]: asdict(on_and_off.Outcome(step, error=f"Traceback\n{text}"))}
+            path = Path(out, f"{rank}.json")
+            path.write_text(json.dumps(rows | more))
+            os.utime(path, ns=(rank, rank))
+        (self.scratch / "rank0.log").write_text("Traceback\nSegmentation fault")
+        return Result([0 if ends is None and self.begins else -11] * nproc, 0.0, self.scratch)
+
+
+def test_a_feature_that_ends_the_ranks_leaves_the_others_trained(tmp_path: Path) -> None:
+    features = ["moe_grouped_gemm", *_Ranks.FATAL, "moe_permute_fusion"]
+    ranks = _Ranks(tmp_path)
+    found = on_and_off.trained(ranks, "tensor", features)  # type: ignore[arg-type]
+    assert {name: each.fault("bitwise") for name, each in found.items()} == {
+        "moe_grouped_gemm": "",
+        "use_flash_attn": "rank 0 ended with -11: Segmentation fault",
+        "use_fused_rmsnorm": "ValueError: x",
+        "moe_permute_fusion": "",
+    }
+    assert ranks.given == [features, features[2:], features[3:]]
+    found = on_and_off.trained(_Ranks(tmp_path, begins=False), "tensor", features)  # type: ignore[arg-type]
+    assert {each.error for each in found.values()} == {"without it: rank 0 ended with -11: Segmentation fault"}

@@ -1,4 +1,4 @@
-"""Whatever runs again gives the same bits, keeps what its record foresees, and a wrong second run is noticed."""
+"""Whatever runs again gives the same bits, keeps what its record predicts, and a wrong second run is noticed."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def test_every_way_has_the_same_bits_and_the_bytes_of_its_record(fields, flags):
     for way in found:
         on = run(way.again)
         assert same(on[1:], off[1:]), way.again
-        foreseen = LAYERS * (nothing.kept - way.kept)
+        predicted = LAYERS * (nothing.kept - way.kept)
         # A router does not spread tokens alike in two layers; without a kernel of our own one mask serves all layers.
-        assert off[0] - on[0] == pytest.approx(foreseen, rel=0.03, abs=0 if not fields else 2000), (
+        assert off[0] - on[0] == pytest.approx(predicted, rel=0.03, abs=0 if not fields else 2000), (
             way,
             off[0] - on[0],
-            foreseen,
+            predicted,
         )
 
 
