@@ -71,7 +71,8 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _trained(name: str, rounds: int, others: int, shares: Sequence[float]) -> list[str]:
-    own, losses = [], {}
+    own: list[Plan] = []
+    losses: dict[str, list[str]] = {}
     for about, flags in MEGATRON.items():
         asked = {"name": about, "planned": False, "steps": ALONE_STEPS}
         found = _run(name, flags, asked)
