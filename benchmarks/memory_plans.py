@@ -66,9 +66,9 @@ def others(
     for number in range(1000):
         if len(found) >= count:
             break
-        ways = _drawn(options, moments, budget, draw)
-        if ways is not None:
-            found.append((f"drawn {number + 1}", ways))
+        drawn = _drawn(options, moments, budget, draw)
+        if drawn is not None:
+            found.append((f"drawn {number + 1}", drawn))
     return found[:count]
 
 
