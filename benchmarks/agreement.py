@@ -6,10 +6,10 @@
 Every feature alone, on one process and under tensor and sequence parallelism, and all of them together on every layout,
 in a training loop on Megatron-core: a model of two layers reads the English help texts of Python's standard library, a
 byte being a token. Two trainings that round differently drift apart, and how fast is a property of the model; the
-yardstick is off on one process from weights that are moved by one rounding each, up or down by chance, three times; a
-layout that is beyond it gets one of its own. A feature holds if its losses stay within the largest distance of any of
-these from off's up to the same step. An exchange of experts' tokens is held against the same training, with the same
-operators, without it: "bitwise" where the loss and the gradient norm of each step have the same bits.
+rounding baseline is off on one process from weights that are moved by one rounding each, up or down at random, three
+times; a layout that is beyond it gets one of its own. A feature holds if its losses stay within the largest distance of
+any of these from off's up to the same step. An exchange of experts' tokens is held against the same training, with the
+same operators, without it: "bitwise" where the loss and the gradient norm of each step have the same bits.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[*LAYOUTS, *EXPERT_LAYOUTS],
         choices=[*EVERY_LAYOUT],
         metavar="LAYOUT",
-        help=f"of {', '.join(EVERY_LAYOUT)}; single and experts, which have the yardsticks, come with the others",
+        help=f"of {', '.join(EVERY_LAYOUT)}; single and experts, which have the baselines, come with the others",
     )
     parser.add_argument(
         "--features", nargs="+", default=[], metavar="FEATURE[=VALUE]", help="these alone, in each layout"
@@ -187,13 +187,13 @@ def _read(page: Path, steps: int) -> list[tuple[str, ...]]:
 
 
 def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
-    """The layouts of these names, behind those of their yardsticks."""
-    yardsticks = {
+    """The layouts of these names, behind those of their rounding baselines."""
+    baselines = {
         "experts" if "experts" in EVERY_LAYOUT[name][1] else "single"
         for name in names
         if name not in (*CONTEXT_LAYOUTS, *EXCHANGE_LAYOUTS)
     }
-    return {name: layout for name, layout in EVERY_LAYOUT.items() if name in yardsticks | set(names)}
+    return {name: layout for name, layout in EVERY_LAYOUT.items() if name in baselines | set(names)}
 
 
 def _measure(
@@ -202,7 +202,7 @@ def _measure(
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(checkouts.folder(release), Path(scratch), training=False)
         text = _text(Path(scratch))
-        yardstick: list[float] = []
+        baseline: list[float] = []
         for layout, (nproc, options) in layouts.items():
             options = {"steps": steps, "lr": 1e-3, "text": text, **options}
             if layout in EXCHANGE_LAYOUTS:
@@ -221,14 +221,14 @@ def _measure(
             off = _losses(trainer.core("device", nproc, options, timeout=900))
             own = layout in ("single", "experts")
             if own:
-                yardstick = _yardstick(trainer, nproc, options, off)
-            marks = yardstick
+                baseline = _rounding_baseline(trainer, nproc, options, off)
+            marks = baseline
             for name, flags, more in _named(features) if features else _arms(layout):
                 moe = {**options.get("moe", {}), **more.get("moe", {})}
                 given = {**options, **more, **({"moe": moe} if moe else {})}
                 on = _losses(trainer.core("features", nproc, given, flags={**flags, "strict": True}, timeout=900))
                 if not own and _compared(off, on, marks)["share"] > ALLOWED:
-                    own, marks = True, _yardstick(trainer, nproc, options, off)
+                    own, marks = True, _rounding_baseline(trainer, nproc, options, off)
                 row = {"release": release, "layout": layout, "features": name, **_compared(off, on, marks)}
                 yield row
         trainer.close()
@@ -240,7 +240,7 @@ def _split(trainer: Trainer, nproc: int, options: dict[str, Any]) -> Iterator[di
     ranks = options.pop("cp")
     whole = {**options, "ep": 1}
     off = _losses(trainer.core("device", nproc // ranks, whole, timeout=900))
-    marks = _yardstick(trainer, nproc // ranks, whole, off)
+    marks = _rounding_baseline(trainer, nproc // ranks, whole, off)
     algorithms: dict[str, dict[str, Any]] = {"ring": RING}
     if options.get("tp", 1) * ranks <= HEADS:
         algorithms["ulysses"] = ULYSSES
@@ -277,7 +277,7 @@ def _exchanged(
         on = trainer.core("features", nproc, _merged(given, with_it), flags={**common, **flags}, timeout=900)
         marks = None
         if on.history() != off.history():
-            marks = _yardstick(trainer, nproc, given, _losses(off), flags=common)
+            marks = _rounding_baseline(trainer, nproc, given, _losses(off), flags=common)
         yield {"features": name, **_compared(_losses(off), _losses(on), marks)}
 
 
@@ -289,7 +289,7 @@ def _merged(*options: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _yardstick(
+def _rounding_baseline(
     trainer: Trainer, nproc: int, options: dict[str, Any], off: list[float], flags: dict[str, Any] | None = None
 ) -> list[float]:
     """After each step the largest distance from off of a training from weights that are moved by a rounding."""
@@ -317,17 +317,17 @@ def _arms(layout: str) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def _compared(off: list[float], on: list[float], marks: list[float] | None) -> dict[str, Any]:
-    """Largest relative distances, and the worst share of the yardstick's largest distance up to that step.
+    """Largest relative distances, and the worst share of the baseline's largest distance up to that step.
 
-    marks: None of two trainings that are equal in all bits, which need no yardstick.
+    marks: None of two trainings that are equal in all bits, which need no baseline.
     """
     ends = {"first": off[0], "last": off[-1], "on": on[-1]}
     if marks is None:
-        return {**ends, "apart": None, "yardstick": None, "share": 0.0}
+        return {**ends, "apart": None, "baseline": None, "share": 0.0}
     distances = [abs(a - b) / a for a, b in zip(off, on, strict=True)]
     # In the first steps both are the noise of one rounding.
     share = max(each / max(*marks[: index + 1], 2.0**-12) for index, each in enumerate(distances))
-    return {**ends, "apart": max(distances), "yardstick": max(marks), "share": share}
+    return {**ends, "apart": max(distances), "baseline": max(marks), "share": share}
 
 
 def _losses(result: Any) -> list[float]:
@@ -346,7 +346,7 @@ def _text(folder: Path) -> str:
 def _line(row: dict[str, Any]) -> str:
     return (
         f"{row['release']}  {row['layout']:22}  {row['features']:34}  {row['first']:.4f} -> {row['last']:.4f}  "
-        + ("bitwise" if row["apart"] is None else f"apart {row['apart']:.1e}  yardstick {row['yardstick']:.1e}  ")
+        + ("bitwise" if row["apart"] is None else f"apart {row['apart']:.1e}  baseline {row['baseline']:.1e}  ")
         + ("" if row["apart"] is None else f"{row['share']:.2f} of it")
     )
 
@@ -355,8 +355,8 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     losses = f"{row['first']:.3f}, {row['last']:.3f}, {row['on']:.3f}"
     if row["apart"] is None:
         return (row["release"], row["layout"], row["features"], losses, "bitwise", "", "0.00")
-    # Rounded up: what is just beyond the yardstick must not read as if it were within.
-    numbers = f"{row['apart']:.1e}", f"{row['yardstick']:.1e}", f"{math.ceil(100 * row['share']) / 100:.2f}"
+    # Rounded up: what is just beyond the baseline must not read as if it were within.
+    numbers = f"{row['apart']:.1e}", f"{row['baseline']:.1e}", f"{math.ceil(100 * row['share']) / 100:.2f}"
     return (row["release"], row["layout"], row["features"], losses, *numbers)
 
 
@@ -376,7 +376,7 @@ def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> s
         "",
         f"{' and '.join(f'`{each}`' for each in commands)}, on CPU in bf16. {held} of {len(rows)} hold.",
         "",
-        "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Yardstick's | Worst share |",
+        "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Baseline | Worst share |",
         "| --- | --- | --- | --- | ---: | ---: | ---: |",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]

@@ -226,15 +226,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _foreseen(row: dict[str, Any], arm: str, size: float) -> RingTiming:
+def _predicted(row: dict[str, Any], arm: str, size: float) -> RingTiming:
     """What two lanes make of a row of two ranks."""
     seconds = 0.0 if row["rate"] is None else 8e-6 * size / row["rate"]
     its = programs(2)
     return simulate(its, row["block"], lambda *_: seconds, backward=row["pass"] == "backward", at_once=arm == "off")
 
 
-def _foreseen_on_hosts(row: dict[str, Any], arm: str, size: float, within: float, shared: bool) -> RingTiming:
-    """As `_foreseen`, of four ranks on two hosts."""
+def _predicted_on_hosts(row: dict[str, Any], arm: str, size: float, within: float, shared: bool) -> RingTiming:
+    """As `_predicted`, of four ranks on two hosts."""
 
     def is_near(source: int, target: int) -> bool:
         return source // 2 == target // 2
@@ -252,11 +252,11 @@ def _foreseen_on_hosts(row: dict[str, Any], arm: str, size: float, within: float
 
 _LEGEND = """\
 *block*: seconds of the products of one block, of which a pass has as many as ranks; a message has the keys and values \
-of a rank, or the sum of their gradients. *off*: each step's messages are waited for before it computes. *foreseen*: \
+of a rank, or the sum of their gradients. *off*: each step's messages are waited for before it computes. *predicted*: \
 by `mindspeed_lite/parallel/context/simulation.py`, two lanes that carry the same steps, from the block's time and the \
 link's rate alone. *waits*: of the slowest rank, in which it did not compute, for messages and for a core that the \
 other rank shares with the machine. *hidden of what can be*: the waits that overlap takes away, by those that it takes \
-away in the lanes. Sockets copy on the cores that compute, which no lane foresees. In the backward pass the last sum \
+away in the lanes. Sockets copy on the cores that compute, which no lane predicts. In the backward pass the last sum \
 goes home when nothing is left to compute, and is never hidden."""
 
 
@@ -278,12 +278,12 @@ def _page(
         f"and with it, "
         f"A B A B, at least {options.repeats}; medians of the slowest rank, the ratio with its 95 % interval.",
         "",
-        "| pass | block | message | link | off | on | off / on | foreseen | waits off | waits on | "
+        "| pass | block | message | link | off | on | off / on | predicted | waits off | waits on | "
         "hidden of what can be |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in two["results"]:
-        off, on = (_foreseen(row, arm, two["bytes"]) for arm in ("off", "on"))
+        off, on = (_predicted(row, arm, two["bytes"]) for arm in ("off", "on"))
         is_free = row["rate"] is None
         waited = row["waited"]
         hidden = 0.0 if is_free else (waited["off"] - waited["on"]) / (off.waited - on.waited)
@@ -312,14 +312,14 @@ def _page(
         "above. Links between hosts are one for each host, which its ranks share (network namespaces), or one for each "
         "rank (in the clock alone), as where every device has a network card of its own.",
         "",
-        "| links | pass | message between hosts | single | double, window 2 | single / double | foreseen |",
+        "| links | pass | message between hosts | single | double, window 2 | single / double | predicted |",
         "|---|---|---|---|---|---|---|",
     ]
     for kind, found in four.items():
         for row in found["results"]:
             within = WITHIN * options.block
             single, double = (
-                _foreseen_on_hosts(row, arm, found["bytes"], within, kind == "shared") for arm in ("single", "double")
+                _predicted_on_hosts(row, arm, found["bytes"], within, kind == "shared") for arm in ("single", "double")
             )
             cells = [
                 "one a host" if kind == "shared" else "one a rank",

@@ -4,7 +4,7 @@
                                           [--topk 8] [--between 100 400] [--within 4000] [--repeats 4]
                                           [--page docs/benchmarks/expert-hierarchy.md]
 
-Each process is a rank with its share of the experts; its tokens choose experts by chance, all equally likely. A pass is
+Each process is a rank with its share of the experts; its tokens choose experts at random, all equally likely. A pass is
 Megatron's dispatcher with experts that only weigh rows: permutation, exchange there and back, sums, and their backward
 passes. Without `moe_hierarchical_alltoallv` and with it, A B A B, on links between hosts and within them.
 """

@@ -4,11 +4,11 @@
                                         [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
                                         [--shares 0.5] [--page docs/benchmarks/expert-overlap.md]
 
-Two processes, a core each, train a model whose experts they share, with a feature and without, A B A B, on a link as
-fast as it goes and on links over which a step's exchange takes shares of its computation. `moe_fb_overlap` is
-Megatron's combined schedule against its plain one: the first forward pass and the last backward pass of a step have
-nothing beside them. `moe_alltoall_overlap_comm` is measured with a shared expert, behind which its forward pass hides
-messages. A message that is longer than what runs beside it is waited for.
+Two processes, a core each, train a model whose experts they share, with a feature and without, A B A B: on a link as
+fast as it goes, and on links over which a step's exchange takes shares of the computation that could hide it, and of
+all computation. `moe_fb_overlap` is Megatron's combined schedule against its plain one: the first forward pass and the
+last backward pass of a step have nothing beside them. `moe_alltoall_overlap_comm` is measured with a shared expert,
+behind which its forward pass hides messages. A message that is longer than what runs beside it is waited for.
 """
 
 from __future__ import annotations
@@ -25,14 +25,20 @@ from typing import Any
 import torch.distributed as dist
 
 import mindspeed_lite
-from benchmarks import expert_model, page
+from benchmarks import expert_model, expert_order, page
 from benchmarks.expert_model import RANKS
 from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
+from mindspeed_lite.bench.probes import experts
 from mindspeed_lite.bench.statistics import paired_ratio
+from mindspeed_lite.bench.timeline import Timeline
 
 ARMS = ("off", "on")
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
+ORDERS = {COMBINED: expert_order.combined, BETWEEN: expert_order.between}
+# What a share of the exchange is of, and how the page calls it.
+HIDING, COMPUTING = "what could hide it", "computation"
+TOPK = 2
 FUSED = (
     "delay_wgrad_compute",
     "moe_grouped_gemm",
@@ -43,50 +49,18 @@ FUSED = (
 )
 
 
-class Exchange:
-    """Times and bytes of all-to-alls, beneath the lanes."""
-
-    def __init__(self) -> None:
-        self.waited, self.sent = 0.0, 0
-        original = dist.all_to_all_single
-
-        @functools.wraps(original)
-        def exchange(*args: Any, **kwargs: Any) -> Any:
-            given, splits = args[1], kwargs.get("input_split_sizes")
-            rows = len(given) - int(len(given) // RANKS if splits is None else splits[dist.get_rank()])
-            self.sent += rows * given[:1].numel() * given.element_size()
-            start = time.perf_counter()
-            work = original(*args, **kwargs)
-            self.waited += time.perf_counter() - start
-            return None if work is None else _Timed(work, self)
-
-        dist.all_to_all_single = exchange
-
-    def take(self) -> tuple[float, int]:
-        found = self.waited, self.sent
-        self.waited, self.sent = 0.0, 0
-        return found
-
-
-class _Timed:
-    def __init__(self, work: Any, exchange: Exchange) -> None:
-        self._work, self._exchange = work, exchange
-
-    def wait(self, *args: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return self._work.wait(*args)
-        finally:
-            self._exchange.waited += time.perf_counter() - start
+def _width(options: argparse.Namespace) -> int:
+    """Of an expert, and of the shared one."""
+    return 2 * int(options.hidden)
 
 
 def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
     # Or ranks wait for the one with more tokens, which is no matter of messages.
     moe = {"moe_router_force_load_balancing": True}
-    sizes: dict[str, Any] = {"ffn_hidden_size": 2 * options.hidden}
+    sizes: dict[str, Any] = {"ffn_hidden_size": _width(options)}
     on = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
     if feature == BETWEEN:
-        sizes["moe_shared_expert_intermediate_size"] = 2 * options.hidden
+        sizes["moe_shared_expert_intermediate_size"] = _width(options)
         on = {"moe_shared_expert_overlap": True}
     trainings = {
         arm: expert_model.training(
@@ -104,7 +78,7 @@ def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
     return trainings
 
 
-def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: int) -> dict[str, Any]:
+def _race(trainings: dict[str, Any], feature: str, seen: Timeline, repeats: int) -> dict[str, Any]:
     """A B A B: seconds of a step, those of them that its slowest rank waits for the exchange, and bytes it sends."""
     told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
     for repeat in range(repeats + 1):
@@ -113,12 +87,12 @@ def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: 
             named = {feature: True} if arm == "on" else {}
             with mindspeed_lite.enabled(**named):
                 dist.barrier()
-                exchange.take()
-                start = time.perf_counter()
-                training.forward_backward()
-                mine = [time.perf_counter() - start, *exchange.take()]
+                with seen:
+                    start = time.perf_counter()
+                    training.forward_backward()
+                    took = time.perf_counter() - start
             if repeat:
-                told[arm].append(mine)
+                told[arm].append((took, seen.waited_for_experts, sum(seen.sent.values())))
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, told)
     seconds = {
@@ -134,20 +108,34 @@ def _race(trainings: dict[str, Any], feature: str, exchange: Exchange, repeats: 
     }
 
 
+def _layer(options: argparse.Namespace, feature: str, computed: float) -> expert_order.Layer:
+    """A layer and micro-batch of steps that compute for so many seconds."""
+    shared = _width(options) if feature == BETWEEN else 0
+    counted = expert_order.layer_of(options.sequence, options.hidden, _width(options), TOPK, shared)
+    return counted.scaled(computed / (options.layers * options.micro_batches))
+
+
 def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
-    exchange = Exchange()
+    seen = Timeline()
+    # Beneath the lanes of the device layer, which wait for messages there.
+    seen.install()
+    experts.install(seen)
     rows: list[dict[str, Any]] = []
     with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
         for feature in options.features:
             trainings = _trainings(options, feature)
-            _race(trainings, feature, exchange, 1)
-            free = _race(trainings, feature, exchange, options.repeats)
-            rows.append({"feature": feature, "share": None, "rate": None, **free})
+            _race(trainings, feature, seen, 1)
+            free = _race(trainings, feature, seen, options.repeats)
+            computed = free["seconds"]["off"] - free["waited"]["off"]
+            rows.append({"feature": feature, "computed": computed, **free})
+            layer = _layer(options, feature, computed)
+            hides = expert_order.could_hide(ORDERS[feature], layer, options.layers, options.micro_batches)
             for share in options.shares:
-                computed = free["seconds"]["off"] - free["waited"]["off"]
-                rate, _ = rates.set(round(8e-6 * free["bytes"] / (share * computed), 1))
-                got = _race(trainings, feature, exchange, options.repeats)
-                rows.append({"feature": feature, "share": share, "rate": rate, **got})
+                for what, seconds in ((HIDING, hides), (COMPUTING, computed)):
+                    rate, _ = rates.set(round(8e-6 * free["bytes"] / (share * seconds), 1))
+                    got = _race(trainings, feature, seen, options.repeats)
+                    exchange = {"share": share, "of": what, "rate": rate, "sent": share * seconds}
+                    rows.append({"feature": feature, "computed": computed, **exchange, **got})
             rates.set(None)
     return rows
 
@@ -179,9 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 _LEGEND = """\
-*waits*: of the slowest rank, in which it did not compute; without overlap that is the exchange. *hidden*: the waits \
-that overlap takes away, by those that have something beside them: of all micro-batches, and of all but one in the \
-combined schedule. *exposed*: the waits with overlap, by the step."""
+*exchange*: seconds that the bytes of a step take on the link, by those of the computation that may stand beside a \
+message, or of all. *at best*: off / on of the order of messages and products in which the feature runs a step, on two \
+lanes, one that computes and one that sends, and what such a step hides of the exchange \
+(`benchmarks/expert_order.py`); what a step computes is measured without the feature on the fast link, and divided \
+among products by their size. *waits*: of the slowest rank, for messages of experts, counts of tokens with them. \
+*hidden*: the waits that the feature takes away, by those that it hides at best. *exposed*: the waits with the \
+feature, by the step."""
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
@@ -193,32 +185,45 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str |
         "",
         page.machine(),
         "",
-        f"{RANKS} processes, a core each; {kind}. {options.layers} layers of {options.hidden}, 4 experts, 2 a token, "
-        f"{options.micro_batches} micro-batches of {options.sequence} tokens, bf16; a rank sends "
+        f"{RANKS} processes, a core each; {kind}. {options.layers} layers of {options.hidden}, 4 experts, {TOPK} a "
+        f"token, {options.micro_batches} micro-batches of {options.sequence} tokens, bf16; a rank sends "
         f"{rows[0]['bytes'] / 2**20:.1f} MiB a step. Pairs of a step without the feature and with it, "
         f"A B A B, {options.repeats}; medians, the ratio with its 95 % interval.",
         "",
-        "| feature | exchange | link | off | on | off / on | waits off | waits on | hidden | exposed |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| feature | exchange | link | off | on | off / on | at best | waits off | waits on | hidden | exposed |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        off, on = (row["waited"][arm] for arm in ARMS)
-        can_be = off * (1 - 1 / options.micro_batches) if row["feature"] == COMBINED else off
-        hidden = (off - on) / can_be
         ratio, low, high = row["ratio"]
+        off, on = (row["waited"][arm] for arm in ARMS)
+        exchange, link, best, hidden = "", "as fast as it goes", "", ""
+        if "rate" in row:
+            fastest, share = _at_best(options, row)
+            exchange, link = f"{row['share']:g} of {row['of']}", f"{row['rate']:.0f} Mbit/s"
+            best, hidden = f"{fastest:.2f}, {100 * share:.0f} %", f"{100 * (off - on) / (off * share):.0f} %"
         cells = [
             f"`{row['feature']}`",
-            "" if row["rate"] is None else f"{row['share']:g} of computation",
-            "as fast as it goes" if row["rate"] is None else f"{row['rate']:.0f} Mbit/s",
+            exchange,
+            link,
             *(_ms(row["seconds"][arm]) for arm in ARMS),
             f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            best,
             _ms(off),
             _ms(on),
-            f"{100 * hidden:.0f} %",
+            hidden,
             f"{100 * on / row['seconds']['on']:.0f} %",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", _LEGEND, ""])
+
+
+def _at_best(options: argparse.Namespace, row: dict[str, Any]) -> tuple[float, float]:
+    """Off / on of the order in which the feature runs, and the share of the exchange that it hides."""
+    each = row["sent"] / (4 * options.layers * options.micro_batches)
+    layer = _layer(options, row["feature"], row["computed"])._replace(message=each)
+    sizes = layer, options.layers, options.micro_batches
+    off, on = expert_order.plain(*sizes), ORDERS[row["feature"]](*sizes)
+    return off.now / on.now, 1 - on.exposed / off.exposed
 
 
 def _ms(seconds: float) -> str:

@@ -169,7 +169,7 @@ def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timel
     assert ratio is not None
     gathered: list[Any] = [None] * options.ranks
     dist.all_gather_object(gathered, spans)
-    foreseen = {
+    predicted = {
         arm: [
             predict_overlap(phase, 1 if arm == "off" else chosen.get(phase, 1), options.ranks, takes[phase])
             for phase in PHASES
@@ -183,8 +183,8 @@ def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timel
         "said": said,
         "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
         "waited": {arm: _slowest(statistics.median(each)) for arm, each in waited.items()},
-        "foreseen": {arm: sum(each.now for each in lanes) for arm, lanes in foreseen.items()},
-        "exposed": {arm: sum(each.exposed for each in lanes) for arm, lanes in foreseen.items()},
+        "predicted": {arm: sum(each.now for each in lanes) for arm, lanes in predicted.items()},
+        "exposed": {arm: sum(each.exposed for each in lanes) for arm, lanes in predicted.items()},
         "ratio": [ratio.ratio, ratio.low, ratio.high],
         "spans": {
             arm: {rank: [vars(span) for span in each[arm]] for rank, each in enumerate(gathered)} for arm in arms
@@ -259,11 +259,11 @@ def _page(
         f"{options.repeats} pairs of a step in one message and a step in chunks, A B A B; medians, the ratio with its "
         "95 % interval.",
         "",
-        "| link | products | messages | off | on | off / on | foreseen | waits off | waits on | hidden of what can |",
+        "| link | products | messages | off | on | off / on | predicted | waits off | waits on | hidden of what can |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in results:
-        foreseen = each["foreseen"]
+        predicted = each["predicted"]
         ratio, low, high = each["ratio"]
         can = each["sending"] - each["exposed"]["on"]
         hidden = (each["sending"] - each["waited"]["on"]) / can if each["share"] is not None else None
@@ -273,14 +273,14 @@ def _page(
             *(f"{1e3 * each[name]:.0f} ms" for name in ("computing", "sending")),
             *(f"{1e3 * each['seconds'][arm]:.0f} ms" for arm in ("off", "on")),
             f"{ratio:.2f} ({low:.2f} to {high:.2f})",
-            f"{foreseen['off'] / foreseen['on']:.2f}",
+            f"{predicted['off'] / predicted['on']:.2f}",
             *(f"{1e3 * each['waited'][arm]:.0f} ms" for arm in ("off", "on")),
             "" if hidden is None else f"{100 * hidden:.0f} %",
         ]
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "*products*, *messages*: each alone, of the slowest rank. *foreseen*: off / on by a model of two lanes that "
+        "*products*, *messages*: each alone, of the slowest rank. *predicted*: off / on by a model of two lanes that "
         "takes these times and the chunks that were chosen. *hidden of what can be*: messages less waits, by messages "
         "less the waits that the model finds unavoidable with these chunks; above 100 % where messages went faster "
         "than they did alone. Waits hold what ranks differ by, too: the first line shows how much that is.",

@@ -5,15 +5,16 @@
 
 Two processes train a model in each order. A layer sleeps `--layer` milliseconds in its forward pass, as long again for
 the gradient of its input and for those of its weights, so that what else the machine does counts for little. The
-schedule is simulated with the median time of each kind of step and stage, and its idle time set beside that which was
-recorded. Memory is what autograd has saved (activations), counted at its peak in each process, beside the peak that the
-schedule and what one micro-batch keeps come to.
+schedule is simulated with the times of steps, of messages and between steps, and its idle time set beside that which
+was recorded. Memory is what autograd has saved (activations), counted at its peak in each process, beside the peak that
+the schedule and what one micro-batch keeps come to.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import sys
 import tempfile
 import time
@@ -87,7 +88,7 @@ class Counted:
 
 
 @contextmanager
-def _slow(training: Any, seconds: float, delays: bool) -> Iterator[None]:
+def slow_layers(training: Any, seconds: float, delays: bool) -> Iterator[None]:
     """Let layers sleep; weight gradients in their own step where the order has such steps."""
     from mindspeed_lite.patches._shared.delayed_wgrads import DelayedWgrads
 
@@ -115,12 +116,20 @@ def _slow(training: Any, seconds: float, delays: bool) -> Iterator[None]:
         yield
 
 
-def _schedule(flags: dict[str, Any], chunks: int, microbatches: int) -> tuple[Schedule, bool]:
+def planned_schedule(flags: dict[str, Any], ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Return what the flags of `ORDERS` run."""
     from mindspeed_lite.patches._shared import pipeline_orders
 
     settings = {"pipeline_schedule_max_live": None, **flags}
-    schedule = pipeline_orders.schedule_of(settings, PipelineShape(RANKS, microbatches, chunks), False)
-    return schedule, pipeline_orders.delays_weight_gradients(settings)
+    found: Schedule = pipeline_orders.schedule_of(settings, PipelineShape(ranks, microbatches, chunks), False)
+    return found
+
+
+def delays_weight_gradients(flags: dict[str, Any]) -> bool:
+    """Return whether their order may have weight gradients as steps of their own."""
+    from mindspeed_lite.patches._shared import pipeline_orders
+
+    return bool(pipeline_orders.delays_weight_gradients(flags))
 
 
 def _trained(options: argparse.Namespace, order: str, folder: Path) -> tuple[Any, dict[str, Any]]:
@@ -131,7 +140,7 @@ def _trained(options: argparse.Namespace, order: str, folder: Path) -> tuple[Any
     from tests.harness import core_loop
 
     chunks, flags, configuration = ORDERS[order]
-    _, delays = _schedule(flags, chunks, options.micro_batches)
+    delays = delays_weight_gradients(flags)
     with mindspeed_lite.enabled(**flags, pipeline_schedule_trace=str(folder), strict=True):
         training = core_loop.Training(
             {
@@ -143,7 +152,7 @@ def _trained(options: argparse.Namespace, order: str, folder: Path) -> tuple[Any
                 **({"vpp": chunks} if chunks > 1 else {}),
             }
         )
-        with _slow(training, options.layer / 1000, delays):
+        with slow_layers(training, options.layer / 1000, delays):
             for _ in range(options.steps + 1):
                 training.zero()
                 dist.barrier()
@@ -189,7 +198,7 @@ def _measure(options: argparse.Namespace, folder: Path, rates: Rates) -> list[di
         chunks, flags, _ = ORDERS[order]
         traces = folder / order
         changes, found = _trained(options, order, traces)
-        schedule, _ = _schedule(flags, chunks, options.micro_batches)
+        schedule = planned_schedule(flags, RANKS, chunks, options.micro_batches)
         mine = (_predicted_bytes(schedule, dist.get_rank(), changes), found["peak"])
         every: list[Any] = [None] * RANKS
         dist.all_gather_object(every, mine)
@@ -201,18 +210,24 @@ def _bubbles(schedule: Schedule, traces: Path) -> dict[str, float]:
     # The first step makes buffers, and the last one sleeps nowhere.
     steps = trace.training_steps(trace.read(traces), schedule)[1:-1]
     typical = sorted(steps, key=trace.bubble)[len(steps) // 2]
+    executed = trace.as_executed(schedule, typical)
+    besides = trace.overheads([typical], executed)
     return {
-        "simulated": simulate(schedule, _costs(schedule, steps)).bubble,
-        # As long as each step of this training step was: what is left is messages and the executor.
-        "as long": simulate(schedule, trace.recorded_costs(typical)).bubble,
+        # Each step as long as it was in this training step: nothing else, and what is besides steps in it.
+        "as long": simulate(executed, trace.recorded_costs(typical)).bubble,
+        "besides": simulate(executed, trace.recorded_costs(typical, besides)).bubble,
+        "simulated": simulate(executed, _costs(schedule, steps)).bubble,
         "recorded": trace.bubble(typical),
+        "message": besides.message,
+        "between": statistics.fmean(besides.between.get(step.kind, 0.0) for step in executed.steps(0)),
     }
 
 
 def _costs(schedule: Schedule, steps: Sequence[Sequence[trace.ExecutedStep]]) -> costs.Costs:
+    """Median times of steps, and means of what is besides."""
     seconds = trace.median_seconds([each for step in steps for each in step], schedule)
-    # A pair's two steps run one after the other.
-    return costs.from_measured(seconds, schedule.num_stages)
+    besides = trace.overheads(steps, trace.as_executed(schedule, steps[0]))
+    return costs.from_measured(seconds, schedule.num_stages, *besides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -232,10 +247,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     page.write(options, text)
     if options.page is not None:
         order = "zb-h1" if "zb-h1" in options.orders else options.orders[0]
-        schedule, _ = _schedule(ORDERS[order][1], ORDERS[order][0], options.micro_batches)
+        chunks, flags, _ = ORDERS[order]
+        schedule = planned_schedule(flags, RANKS, chunks, options.micro_batches)
         steps = trace.training_steps(trace.read(folder / order), schedule)[1:-1]
         title = f"{order}, simulated with the median times of its kinds of steps"
-        draw.png({title: simulate(schedule, _costs(schedule, steps))}, options.page.with_suffix(".png"), "s", steps[-1])
+        executed = trace.as_executed(schedule, steps[0])
+        draw.png({title: simulate(executed, _costs(schedule, steps))}, options.page.with_suffix(".png"), "s", steps[-1])
     return 0
 
 
@@ -249,22 +266,25 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: 
         f"micro-batches; a layer sleeps {options.layer:g} ms forward and twice as long backward. "
         f"Median of {options.steps} steps.",
         "",
-        "| order | idle, median times | idle, its own times | idle, recorded | off by | peak bytes, simulated | "
-        "counted | off by at most |",
-        "|---|---|---|---|---|---|---|---|",
+        "| order | message, between steps | idle, steps alone | all its times | median steps | recorded | off by | "
+        "peak bytes, simulated | counted | off by at most |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio = row["as long"] / row["recorded"] - 1
+        ratio = row["besides"] / row["recorded"] - 1
+        besides = f"{row['message'] * 1e3:.2f} ms, {row['between'] * 1e3:.2f} ms"
         memory = max(abs(simulated / counted - 1) for simulated, counted in row["memory"])
         numbers = [", ".join(f"{each[place] / 2**20:.2f} MiB" for each in row["memory"]) for place in (0, 1)]
-        idle = " | ".join(f"{row[name]:.1%}" for name in ("simulated", "as long", "recorded"))
-        lines.append(f"| `{row['order']}` | {idle} | {ratio:+.1%} | {numbers[0]} | {numbers[1]} | {memory:.1%} |")
+        idle = (f"{row[name]:.1%}" for name in ("as long", "besides", "simulated", "recorded"))
+        cells = (f"`{row['order']}`", besides, *idle, f"{ratio:+.1%}", *numbers, f"{memory:.1%}")
+        lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*idle*: share of both ranks' time in which no step runs: simulated with the median times of the kinds of "
-        "steps, simulated with the times of the very training step (*off by* is of these), and as it was. "
-        "*peak bytes*: of ranks 0 and 1, what autograd has saved; simulated from what the first micro-batch of each "
-        "chunk keeps.",
+        "*message*: from the end of a sender's step to the begin of the receiver's, which has waited; *between steps*: "
+        "of rank 0, where nothing is waited for; means. *idle*: share of both ranks' time without a step: simulated "
+        "with each step as long as it was in one training step, the same with messages and the time between steps "
+        "(*all its times*, which *off by* is of), with steps of median length instead, and recorded. *peak bytes*: of "
+        "ranks 0 and 1, what autograd has saved; simulated from what the first micro-batch of each chunk keeps.",
         "",
         "![The schedule, simulated and executed](pipeline.png)",
         "",

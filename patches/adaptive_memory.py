@@ -1,19 +1,20 @@
-"""`--adaptive-memory`: what each layer keeps and what it computes again is chosen within a budget.
+"""`--adaptive-memory`: what each layer keeps, computes again and moves to the host is chosen within a budget.
 
 In the first steps every layer runs again in the backward pass, which takes least memory, and that second run is
 recorded: what each part saves, in which layer, for how long, and its time. Then the least time within the budget is
-solved for, for each pipeline rank: norms, activation functions, attention, MLPs or experts, and whole layers, each kept
-or computed again. The next step runs like that, and its memory is measured. Rank 0 prints the choice as a table and
-keeps it for the next run of the same training. `--mindspeed-lite-explain-memory` prints it and ends before any weight
-has changed.
+solved for, for each pipeline rank: norms, activation functions, attention, MLPs or experts, whole layers, each kept,
+computed again or, on a device, moved to the host behind the compute of the next layer. The next step runs like that,
+and its memory is measured. Rank 0 prints the choice as a table and keeps it for the next run of the same training.
+`--mindspeed-lite-explain-memory` prints it and ends before any weight has changed.
 
-Reaches `get_forward_backward_func`, which every training loop calls for a step, and each layer where it is built.
-Leaves evaluation and everything outside of transformer layers alone. Limitations: the local implementation; nothing is
-moved to the host; experts in a grouped product are computed again as a whole only.
+Reaches `get_forward_backward_func`, which every training loop calls for a step, each layer where it is built, and the
+block that runs the layers of a chunk. Leaves evaluation and everything outside of transformer layers alone.
+Limitations: the local implementation; experts in a grouped product are computed again as a whole only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -63,6 +64,15 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
+def _in_pass(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = session.find(NAME)
+        with contextlib.nullcontext() if state is None else state.forward_pass():
+            return wrapped(self, *args, **kwargs)
+
+    return forward
+
+
 def _enabled(settings: Settings) -> bool:
     return bool(settings.get(NAME) or settings.get(EXPLAIN) or settings.get(BUDGET) is not None)
 
@@ -87,9 +97,12 @@ _CHOSEN_HERE = "it is chosen here, layer by layer: leave its flag out"
 
 FEATURE = Feature(
     name=NAME,
-    summary="what layers keep and what they compute again, chosen within a budget of memory",
+    summary="what layers keep, compute again and move to the host, chosen within a budget of memory",
     options=(
-        Option("--adaptive-memory", help="Choose what each layer keeps and what it computes again within a budget."),
+        Option(
+            "--adaptive-memory",
+            help="Choose what each layer keeps, computes again and moves to the host, within a budget.",
+        ),
         Option(
             "--memory-budget",
             help="Memory that the activations of a rank may take, for --adaptive-memory.",
@@ -124,6 +137,7 @@ FEATURE = Feature(
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _in_pass),
         Override(
             recompute_norm.CHECKPOINT, recompute_norm.no_sign_of_fp8, absent_in="<0.13"
         ),

@@ -290,7 +290,6 @@ FEATURE = Feature(
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
-    memory="not predicted: which copies are made follows from the data",
     condition=_why_not,
     conflicting_args={
         **CUDA_GRAPH_ARGS,
@@ -305,7 +304,7 @@ FEATURE = Feature(
         Relation("moe_fb_overlap", "it calls parts of the layer, and delays weight gradients"),
         Relation("moe_wgrad_side_stream", "gradients of copies are sent in the backward pass"),
     ),
-    not_auto="what it gains depends on the router and has been measured on CPU alone: enable it with its flag",
+    not_auto="what it gains depends on the skew of the router: enable it with its flag",
     patches=(
         Around(
             "megatron.core.transformer.moe.moe_layer:MoELayer.forward", _layer, reads=("experts", "token_dispatcher")

@@ -226,11 +226,25 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _enabled(settings: Settings) -> bool:
+def _is_split(settings: Settings) -> bool:
     return (settings.get("context_parallel_size") or 1) > 1
 
 
+def _given_beside(settings: Settings) -> list[str]:
+    """The flags given that say how a sequence is split."""
+    return [
+        option.flag for option in FEATURE.options[1:] if settings.get(option.dest, option.default) != option.default
+    ]
+
+
+def _enabled(settings: Settings) -> bool:
+    return _is_split(settings) or bool(_given_beside(settings))
+
+
 def _why_not(context: Context) -> Sequence[str]:
+    if not _is_split(context.settings):
+        given = _given_beside(context.settings)
+        return [f"{', '.join(given)} beside --context-parallel-size 1: no sequence is split"] if given else []
     if context.arg("transformer_impl", "local") == "transformer_engine":
         return ["--transformer-impl transformer_engine uses Transformer Engine's own attention"]
     check(context)

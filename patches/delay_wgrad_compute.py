@@ -147,9 +147,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 def _backward_dw(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def backward_dw(self: Any) -> None:
         wrapped(self)
-        _drain(self)
+        _drain_when_asked(self)
 
     return backward_dw
+
+
+def _drain_when_asked(layer: Any) -> None:
+    """What Megatron calls as `backward_dw`; a pipeline schedule may have a step for it instead."""
+    queue = getattr(layer, _QUEUE, None)
+    if queue and not queue.is_kept:
+        queue.drain()
 
 
 def _drain(layer: Any) -> int:
@@ -250,7 +257,7 @@ FEATURE = Feature(
         Around(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17"),
         Provide(
             f"{_LAYERS}:RowParallelLinear.backward_dw",
-            lambda session: _drain,
+            lambda session: _drain_when_asked,
             versions="<0.17",
             wanted_by="megatron.core.transformer.mlp",
         ),

@@ -183,12 +183,18 @@ def _gradients(
     """What the linear layers of the experts do with their weight gradients, for all of them at once."""
     weights = [layer.weight for layer in layers]
 
+    def accumulates() -> bool:
+        return layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)
+
+    if accumulates():
+        expert_messages.expect_jobs(session)
+
     def arrive() -> None:
         if released is not None:
             released.arrive()
 
     def take(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> Sequence[torch.Tensor | None]:
-        if not (layers[0].gradient_accumulation_fusion and all(hasattr(weight, "main_grad") for weight in weights)):
+        if not accumulates():
             arrive()
             return weight_gradients(dy, x, counts)
 

@@ -51,9 +51,7 @@ class _Recorder:
         group = getattr(router, "tp_group", None) or parallel_state.get_tensor_model_parallel_group(False)
         if group is not None and not config.sequence_parallel and group.rank():
             return
-        # Before 0.17 these layers are numbered behind the others.
-        beyond = config.num_layers if getattr(router, "is_mtp_layer", False) else 0
-        row = (router.layer_number or 0) + beyond - 1
+        row = _row(router)
         counter = self._counter_of(config, routing_map.device)
         if counter is None:
             return
@@ -76,7 +74,7 @@ class _Recorder:
         if counter is None:
             return
         self._step = _iteration(self._session.context) or self._step + 1
-        counter.end_step(self._step)
+        counter.end_step(self._step, self._experts_at(counter))
         if not (counter.is_full or _is_last(self._session.context, self._step)):
             return
         if not parallel_state.model_parallel_is_initialized():
@@ -91,6 +89,13 @@ class _Recorder:
         rows, steps = counter.take(place, torch.distributed.group.WORLD)
         if rows:
             self._write(config, place, rows, steps)
+
+    def _experts_at(self, counter: LoadCounter) -> dict[int, Sequence[int]]:
+        """By row, the expert at each place, of layers whose experts are at other places."""
+        placed = self._session.find("enable_expert_placement")
+        layers = {} if placed is None else placed.layers
+        found = {_row(layer.router): each.experts_at for layer, each in layers.items() if not each.is_home}
+        return {row: each for row, each in found.items() if row in range(counter.shape[0])}
 
     def _write(self, config: Any, place: ExpertPlace, rows: Sequence[int], steps: Sequence[record.LoadStep]) -> None:
         header = record.LoadHeader(
@@ -127,6 +132,13 @@ class _Recorder:
                 f"{NAME}: the last steps, {self._counter.steps}, are not in {self._file}: the feature ended between "
                 "two messages (--moe-record-load-interval 1 writes each step)"
             )
+
+
+def _row(router: Any) -> int:
+    """The place of a layer among all, from 0; those of multi-token prediction are last."""
+    # Before 0.17 these are numbered so.
+    beyond = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
+    return (router.layer_number or 0) + beyond - 1  # type: ignore[no-any-return]
 
 
 def _iteration(context: Context) -> int | None:

@@ -11,8 +11,9 @@ level1 and the others level0; with level0, the first N have it and the others no
 Reaches `dispatch_preprocess` and `dispatch_postprocess` of `MoEAlltoAllTokenDispatcher`: from the one it keeps the
 tokens, from the other a copy of the dispatcher with its counts, whose own functions put rows in order once more. And
 `token_combine`, whose gradient is the first that comes. The experts are those of `--moe-grouped-gemm`. Layers are
-chosen where `TransformerLayer` builds them. Leaves shared experts alone. Runs in Megatron's combined schedule too
-(`--moe-fb-overlap`).
+chosen where `TransformerLayer` builds them. The calls of the two linear layers of a shared expert are seen in
+`SharedExpertMLP`, which `--moe-shared-expert-overlap` runs in parts: the output of its activation is released in both
+levels, and its input in level1. Runs in Megatron's combined schedule too (`--moe-fb-overlap`).
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ from mindspeed_lite.parallel.expert.exchange import AllToAll
 from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG
 
-from ._shared import expert_messages, moe, recompute
+from . import recompute_activation_function
+from ._shared import expert_messages, moe, recompute, released_mlp
 
 NAME = "moe_zero_memory"
 NUMBER = "moe_zero_memory_num_layers"
 FLAG = "--moe-zero-memory"
+_SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
-# Of dispatchers that were built with the feature on: the turn of their layer, None if it keeps everything. It stays
-# while they live, so that the feature can be turned off and on again.
+# Of dispatchers and shared experts that were built with the feature on: the turn of their layer, None if they keep
+# everything. It stays while they live, so that the feature can be turned off and on again.
 _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
@@ -91,6 +94,8 @@ class _State:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
+        # First halves of shared experts whose second halves are to come.
+        self.shared: weakref.WeakKeyDictionary[Any, released_mlp.LinearCall] = weakref.WeakKeyDictionary()
 
 
 def _state(session: Session) -> _State:
@@ -119,12 +124,17 @@ def _prepare(layer: Any, session: Session, turn: int | None) -> None:
         session.fallback(NAME, "; ".join(reasons))
     serves = not reasons and recompute.can_release(NAME, layer.config, session)
     _BUILT[dispatcher] = turn if serves else None
+    shared = getattr(layer.mlp, "shared_experts", None)
+    if shared is not None:
+        # One that is computed again as a whole keeps nothing.
+        is_whole = getattr(layer.mlp, "shared_experts_recompute", False)
+        _BUILT[shared] = turn if serves and not is_whole else None
 
 
-def _level(session: Session, dispatcher: Any) -> str | None:
-    """The level of a dispatcher's layer; None if it keeps everything."""
-    turn, level = _BUILT.get(dispatcher), session.settings[NAME]
-    if dispatcher not in _BUILT:
+def _level(session: Session, built: Any) -> str | None:
+    """The level of the layer of a dispatcher or a shared expert; None if it keeps everything."""
+    turn, level = _BUILT.get(built), session.settings[NAME]
+    if built not in _BUILT:
         session.fallback(NAME, "a layer that was built before the feature was enabled")
         return None
     if recompute.is_among(turn, session.settings[NUMBER]):
@@ -200,6 +210,50 @@ def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return token_combine
 
 
+def _shared_level(session: Session, shared: Any) -> str | None:
+    """The level of a shared expert; None if it keeps everything, or is computed again by others."""
+    if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared):
+        return None
+    return _level(session, shared)
+
+
+def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """A shared expert that runs as a whole."""
+
+    def forward(self: Any, hidden_states: Any) -> Any:
+        with released_mlp.seen(self.linear_fc1) as first, released_mlp.seen(self.linear_fc2) as second:
+            found = wrapped(self, hidden_states)
+        if level := _shared_level(session, self):
+            released_mlp.release(self, first, second, level == LEVEL1)
+        return found
+
+    return forward
+
+
+def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The first half of one that runs beside messages."""
+
+    def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with released_mlp.seen(self.linear_fc1) as first:
+            found = wrapped(self, *args, **kwargs)
+        _state(session).shared[self] = first
+        return found
+
+    return linear_fc1_forward_and_act
+
+
+def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def linear_fc2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with released_mlp.seen(self.linear_fc2) as second:
+            found = wrapped(self, *args, **kwargs)
+        first = _state(session).shared.pop(self, None)
+        if first is not None and (level := _shared_level(session, self)):
+            released_mlp.release(self, first, second, level == LEVEL1)
+        return found
+
+    return linear_fc2_forward
+
+
 def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
     """What in a model's arguments leaves nothing to release, or gives experts other rows."""
     reasons = []
@@ -266,5 +320,8 @@ FEATURE = Feature(
             ),
         ),
         Around(f"{moe.DISPATCHER}.token_combine", _combine, reads=("ep_size",)),
+        Around(f"{_SHARED_EXPERT}.forward", _shared, reads=("linear_fc1", "linear_fc2")),
+        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _shared_first, reads=("linear_fc1",)),
+        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _shared_second, reads=("linear_fc1", "linear_fc2")),
     ),
 )

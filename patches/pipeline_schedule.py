@@ -13,63 +13,97 @@ overlapped experts' communication, several modules, tensors of other shapes, rec
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 
 from . import delay_wgrad_compute
-from ._shared import pipeline_orders
+from ._shared import combined_schedule, pipeline_orders
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
+# Of ours, only DualPipeV has a place for it.
+_COMBINED = {combined_schedule.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
 _LEFT_TO_MEGATRON = {
-    "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm has a schedule of its own",
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
     **CUDA_GRAPH_ARGS,
 }
+_ALL = {**_COMBINED, **_LEFT_TO_MEGATRON}
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    made: dict[Any, Callable[..., Any]] = {}
+
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
         function = wrapped(*args, **kwargs)
-        return _executing(function, session) if function.__name__ in _PIPELINED else function
+        if function.__name__ not in _PIPELINED:
+            return function
+        if function not in made:
+            made[function] = _executing(function, session)
+        return made[function]
 
     return get_forward_backward_func
 
 
 def _executing(original: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core.pipeline_parallel import schedules
+
     state = session.state(NAME, lambda: ExecutorState(session))
+    conflicts = _Conflicts()
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
         # A training loop holds this function, whatever becomes of the session.
         if not state.is_on:
             return original(**given)
-        settings = pipeline_orders.in_force(session)
-        if pipeline_orders.name_of(settings) is None:
+        asked = state.asked(session)
+        if asked.name is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
-        reasons = _reasons_to_leave(given)
+        config = schedules.get_model_config(listed(given["model"])[0])
+        reasons = _reasons_to_leave(given, conflicts.of(config, asked.is_v))
         if reasons:
-            if settings.get(pipeline_orders.METHOD):
+            if asked.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, **given)
+        return execute(session, state, asked, config, **given)
 
     return forward_backward
 
 
-def _reasons_to_leave(given: dict[str, Any]) -> list[str]:
-    from megatron.core.pipeline_parallel import schedules
+def _read_all(config: Any) -> list[Any]:
+    return [getattr(config, name, None) for name in _ALL]
 
-    config = schedules.get_model_config(listed(given["model"])[0])
-    reasons = conflict_reasons(_LEFT_TO_MEGATRON, lambda name: getattr(config, name, None))
+
+class _Conflicts:
+    """What of a configuration Megatron's schedule alone does; looked up again where one of its fields has changed."""
+
+    def __init__(self) -> None:
+        self._type: type | None = None
+        self._values: Any = None
+        self._reasons: list[str] = []
+
+    def of(self, config: Any, is_v: bool) -> list[str]:
+        if type(config) is not self._type:
+            self._type, self._values = type(config), None
+            fields = [name for name in _ALL if hasattr(self._type, name)]
+            self._read = operator.attrgetter(*fields) if fields else _read_all
+        values = is_v, self._read(config)
+        if values != self._values:
+            table = _LEFT_TO_MEGATRON if is_v else _ALL
+            self._values = values
+            self._reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
+        return [*self._reasons]
+
+
+def _reasons_to_leave(given: dict[str, Any], reasons: list[str]) -> list[str]:
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
     communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
@@ -95,6 +129,8 @@ def _why_not(context: Context) -> Sequence[str]:
         return []
     if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
         return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
+        return left
     if pipeline_orders.delays_weight_gradients(settings):
         reasons = delay_wgrad_compute.FEATURE.condition
         assert reasons is not None

@@ -9,7 +9,7 @@ Reaches the four places of Megatron from which its model is built: which layers 
 `is_pipeline_last_stage`). Layers keep their numbers, so checkpoints interchange with other layouts.
 `mtp_on_this_rank` lets rank 0 have tokens and labels of a batch. The order is executed by `pipeline_schedule`, which is
 turned on too. Leaves the model, its messages' form and the optimizer alone. The two passes of an overlapped pair run
-one after the other.
+one after the other, or with `--moe-fb-overlap` through Megatron's combined plan.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-class _Around:
+class HookedModule:
     """Two hooks of a module that keep a context open while it runs, also when it is left by an exception."""
 
     def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
@@ -105,8 +105,8 @@ class _Around:
             entered(output[0] if isinstance(output, tuple) else output)
 
 
-def _idle() -> _Around:
-    found = _Around.__new__(_Around)
+def _idle() -> HookedModule:
+    found = HookedModule.__new__(HookedModule)
     found._make, found._open, found.handles = contextlib.nullcontext, [], ()  # type: ignore[assignment]
     return found
 
@@ -139,8 +139,8 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         offload = _shared(session, next(self.parameters()).device)
         key = next(_keys)
         hooked = [
-            _Around(self, lambda: offload.layer(key, self.parameters())),
-            *(_Around(each, offload.saving) for each in modules),
+            HookedModule(self, lambda: offload.layer(key, self.parameters())),
+            *(HookedModule(each, offload.saving) for each in modules),
         ]
         session.on_end(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
 

@@ -44,7 +44,7 @@ _LEGEND = (
     ),
     ("copies", "experts copied to every rank, in a layer and step"),
     ("stayed", "share of the tokens that a copy kept on the rank that they come from"),
-    ("moved", "experts that changed their rank, in a layer and placement interval"),
+    ("moved", "experts that changed their rank, in a layer and placement interval (--enable-expert-placement)"),
 )
 
 
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
         return fail(PROGRAM, error)
     sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size) if options.hidden_size else None
     lines = _text(record, outcomes, ranks, options.experts_share, policy)
-    lines += _bytes(record, outcomes, ranks, sizes)
+    lines += _bytes(record, outcomes, ranks, sizes, policy.interval)
     print("\n".join(lines))
     found = {"ranks": ranks, "steps": len(record.steps), "options": asdict(policy)}
     found["policies"] = [
@@ -131,11 +131,15 @@ def _text(
 
 
 def _bytes(
-    record: records.LoadRecord, outcomes: Sequence[PolicyOutcome], ranks: int, sizes: ExpertSizes | None
+    record: records.LoadRecord,
+    outcomes: Sequence[PolicyOutcome],
+    ranks: int,
+    sizes: ExpertSizes | None,
+    interval: int,
 ) -> list[str]:
-    """What copies move and save, by rank and step."""
+    """What copies move and save, by rank and step, and what a placement moves."""
     if sizes is None:
-        return ["", "With --hidden-size and --moe-ffn-hidden-size: bytes that copies move and save."]
+        return ["", "With --hidden-size and --moe-ffn-hidden-size: bytes that copies and placements move and save."]
     lines = [""]
     for each in outcomes:
         if each.name in ("copies", "both"):
@@ -145,6 +149,13 @@ def _bytes(
             lines.append(
                 f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
                 f"less of tokens; copies {word}"
+            )
+        if each.name in ("placement", "both"):
+            times = max(1, (len(record.steps) - 1) // interval)
+            sent = each.moved * sizes.move_bytes / ranks / times
+            lines.append(
+                f"{each.name}: every {interval} steps a rank sends {sent / 1e6:.1f} MB of experts that move: weights "
+                "in bf16 and fp32, two moments"
             )
     return lines
 

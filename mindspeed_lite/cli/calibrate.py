@@ -15,6 +15,8 @@ from . import terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite calibrate"
+# The measurement is given up after ten minutes.
+MOST_SECONDS = 500.0
 
 DESCRIPTION = """\
 Times products, attention, norms, other vector work, grouped products, optimizer steps and collectives over processes of
@@ -39,9 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     if problem := terminal.why_not_writable(str(file)):
         return fail(PROGRAM, f"--out {file}: {problem}")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    ranks = options.processes or min(2, cores)
-    if ranks < 1 or options.seconds <= 0:
-        return fail(PROGRAM, "--processes and --seconds are above 0")
+    ranks = min(2, cores) if options.processes is None else options.processes
+    most = max(2, 4 * cores)
+    if not 1 <= ranks <= most or not 0 < options.seconds <= MOST_SECONDS:
+        return fail(
+            PROGRAM,
+            f"--processes is 1 to {most} on these {cores} cores, and --seconds above 0 and at most {MOST_SECONDS:g}",
+        )
+    if options.script and not Path(options.script).is_file():
+        return fail(PROGRAM, f"--script {options.script}: there is no such file")
     try:
         from mindspeed_lite.bench.calibration import probe, run
 

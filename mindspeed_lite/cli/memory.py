@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_lite import planner
+from mindspeed_lite.planner import flags
 from mindspeed_lite.planner.arguments import misspelt
 
 from . import memory_text, terminal, training_command
@@ -53,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
         return fail(PROGRAM, f"--json {options.json}: {problem}")
     try:
         world_size = training_command.world_size(options.world_size, command)
+        if options.vocabulary is not None and not 1 <= options.vocabulary <= flags.LARGEST:
+            raise planner.ArgumentError(f"--vocabulary {options.vocabulary}: want how many words there are, at least 1")
         training = planner.read(
             command, world_size, options.device or training_command.device(), options.vocabulary or 0
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_lite import planner
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, why
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, flags, why
 from mindspeed_lite.planner.search import Search
 
 from . import plan_text, terminal
@@ -19,6 +19,7 @@ from .calibrate import default_file
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite plan"
+MOST_DEVICES, MOST_GIB = 10_000_000, 1_000_000
 
 DESCRIPTION = """\
 Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
@@ -41,8 +42,8 @@ def main(arguments_: Sequence[str]) -> int:
     options, command = _parser().parse_args(given[:place]), given[place + 1 :]
     if not command:
         return fail(PROGRAM, f"no command to plan; write it after `--`: {PROGRAM} [options] -- pretrain_gpt.py ...")
-    if options.devices < 1 or not 0 < options.memory < float("inf"):
-        return fail(PROGRAM, "--devices and --memory are above 0")
+    if problem := _problem(options):
+        return fail(PROGRAM, problem)
     for flag, name in (("--json", options.json), ("--plot", options.plot)):
         if name and (problem := terminal.why_not_writable(name)):
             return fail(PROGRAM, f"{flag} {name}: {problem}")
@@ -54,6 +55,18 @@ def main(arguments_: Sequence[str]) -> int:
         answer = why.ask(search, options.why) if options.why else None
     except planner.ArgumentError as error:
         return fail(PROGRAM, error)
+    if not result.considered:
+        return fail(
+            PROGRAM,
+            f"no layout of {options.devices} devices divides --global-batch-size, heads, layers and sequence of the "
+            "command: change --devices or --global-batch-size",
+        )
+    if sum(result.impossible.values()) == result.considered:
+        reason, count = result.impossible.most_common(1)[0]
+        return fail(
+            PROGRAM,
+            f"none of {result.considered} layouts runs; of {count} the reason is: {_full_reason(search, reason)}",
+        )
     lines = plan_text.found(search, result, seconds, terminal.width(), terminal.has_color())
     if answer is not None:
         lines += ["", *plan_text.answer(search, result, answer, terminal.width(), terminal.has_color())]
@@ -72,6 +85,36 @@ def main(arguments_: Sequence[str]) -> int:
     except (OSError, ValueError) as error:
         return fail(PROGRAM, f"a file cannot be written: {error}")
     return 0 if result.best else 1
+
+
+def _full_reason(search: Search, begin: str) -> str:
+    """What the first layout is refused for, if its reason begins like that."""
+    try:
+        search.training(next(iter(search.space())))
+    except planner.ArgumentError as error:
+        return str(error) if str(error).startswith(begin) else begin
+    return begin
+
+
+def _problem(options: argparse.Namespace) -> str:
+    """What is wrong with the numbers among the options; empty if nothing is."""
+    if not 1 <= options.devices <= MOST_DEVICES or not 0 < options.memory <= MOST_GIB:
+        return f"--devices and --memory are above 0, at most {MOST_DEVICES:,} devices and {MOST_GIB:,} GiB"
+    if options.plot and not Path(options.plot).suffix:
+        return f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png"
+    if options.count < 1:
+        return f"--count {options.count}: want how many layouts to show, at least 1"
+    if options.reserve is not None and not 0 <= options.reserve < options.memory:
+        return (
+            f"--reserve {options.reserve:g}: it is a part of --memory {options.memory:g}: 0 or more, and less than that"
+        )
+    if not 1 <= options.expert_imbalance < float("inf"):
+        return (
+            f"--expert-imbalance {options.expert_imbalance:g}: the fullest rank has at least an even share: 1 or more"
+        )
+    if options.vocabulary is not None and not 1 <= options.vocabulary <= flags.LARGEST:
+        return f"--vocabulary {options.vocabulary}: want how many words there are, at least 1"
+    return ""
 
 
 def search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:

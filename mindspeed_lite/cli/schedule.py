@@ -90,8 +90,11 @@ def _executed(name: str, schedule: Schedule) -> list[trace.ExecutedStep]:
 def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:
     """What a micro-batch took on an average rank."""
     found = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
-    ranks = schedule.num_ranks
-    return StepSeconds(sum(found.forward) / ranks, sum(found.input_grad) / ranks, sum(found.weight_grad) / ranks)
+    ahead, back, weights = (
+        sum(each) / schedule.num_ranks for each in (found.forward, found.input_grad, found.weight_grad)
+    )
+    message = trace.overheads([executed], trace.as_executed(schedule, executed)).message
+    return StepSeconds(ahead, back, weights, message)
 
 
 def _given(options: argparse.Namespace) -> candidates.Given:

@@ -65,12 +65,15 @@ def title(candidate: Candidate, has_seconds: bool) -> str:
 
 
 def compared_with_trace(candidate: Candidate, executed: Sequence[trace.ExecutedStep]) -> list[str]:
-    """What the last recorded training step took, beside a simulation whose steps take as long as they did."""
-    simulation = simulate(candidate.simulation.schedule, trace.recorded_costs(executed))
-    measured, predicted = trace.makespan(executed), simulation.makespan
+    """What the last recorded training step took, beside simulations whose steps take as long as they did."""
+    schedule = trace.as_executed(candidate.simulation.schedule, executed)
+    besides = trace.overheads([executed], schedule)
+    alone, whole = (simulate(schedule, trace.recorded_costs(executed, *more)) for more in ((), (besides,)))
     return [
-        f"executed in this order, last training step: {in_seconds(measured)}, idle {percent(trace.bubble(executed))}; "
-        f"simulated with the times of its steps: {in_seconds(predicted)}, idle {percent(simulation.bubble)}"
+        f"executed in this order, last training step: {in_seconds(trace.makespan(executed))}, idle "
+        f"{percent(trace.bubble(executed))}; simulated with the times of its steps: {in_seconds(alone.makespan)}, idle "
+        f"{percent(alone.bubble)}; with those of its messages ({in_seconds(besides.message)}) and of what is between "
+        f"steps as well: {in_seconds(whole.makespan)}, idle {percent(whole.bubble)}"
     ]
 
 

@@ -22,9 +22,17 @@ def world_size(given: int | None, command: Sequence[str]) -> int:
         if flag in _LAUNCHER:
             found[_LAUNCHER[flag]] = value if has_value else next(iter(command[place + 1 : place + 2]), "")
     if "per node" not in found:
-        return int(os.environ.get("WORLD_SIZE", "1"))
+        found = {"per node": os.environ.get("WORLD_SIZE", "1")}
+        if not found["per node"].isdecimal() or int(found["per node"]) < 1:
+            raise planner.ArgumentError(
+                f"WORLD_SIZE={found['per node'][:40]} does not say how many ranks there will be: add --world-size N "
+                "before the `--`"
+            )
     try:
-        return int(found["per node"]) * int(found.get("nodes", "1"))
+        count = int(found["per node"]) * int(found.get("nodes", "1"))
+        if count < 1:
+            raise ValueError(count)
+        return count
     except ValueError:
         raise planner.ArgumentError(
             "--nproc-per-node and --nnodes do not say how many ranks there will be: add --world-size N before the `--`"

@@ -6,6 +6,8 @@ any object with the methods of `CopyEngine` can take its place.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -119,6 +121,32 @@ class PinnedBufferPool:
             self.nbytes -= self._free.pop().tensor.numel()
         if self.nbytes + nbytes > self._budget:
             raise MemoryError(f"{nbytes:,} bytes more than the budget of {self._budget:,} bytes of host memory allows")
+
+
+# Of copies in each direction that are timed, the first of which takes buffers for the first time.
+_TIMED_COPIES = 3
+
+
+def bandwidths(
+    engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
+) -> tuple[float, float]:
+    """Bytes a second to the host and back, of the fastest of a few copies of `nbytes` with nothing beside them.
+
+    Raises:
+        MemoryError, RuntimeError: the host or the device has no room.
+    """
+    source, buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device), Buffer(engine.allocate(nbytes))
+
+    def seconds(copy: Callable[[], Event]) -> float:
+        synchronize()
+        begin = time.perf_counter()
+        engine.wait(copy())
+        synchronize()
+        return time.perf_counter() - begin
+
+    out = min(seconds(lambda: engine.d2h(source, buffer)) for _ in range(_TIMED_COPIES))
+    back = min(seconds(lambda: engine.h2d(buffer, source)) for _ in range(_TIMED_COPIES))
+    return nbytes / out, nbytes / back
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:

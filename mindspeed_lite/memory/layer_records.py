@@ -12,15 +12,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .saved_tensors import Tracker
 
 # The parts of a layer, in the order in which they run, and the layer as a whole.
 INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
 LAYER = "layer"
+# What is timed besides: the backward pass of a layer, without what runs again in it.
+BACKWARD = "backward"
+NONE = -1
 
 
 @dataclass
@@ -32,24 +36,33 @@ class SavedStorage:
             runs again would keep.
         enters: the norm or activation that it is the input of, or "".
         leaves: the norm or activation that it is the output of, or "".
+        is_shared: other layers or micro-batches save it too, and it is there whatever becomes of this layer: a mask.
     """
 
     bytes: int
     parts: set[str] = field(default_factory=set)
     enters: str = ""
     leaves: str = ""
+    is_shared: bool = False
 
 
 @dataclass
 class LayerRecord:
-    """What one layer saves in one micro-batch, and the seconds that its parts take in a forward pass."""
+    """What one layer saves in one micro-batch, and the seconds that its parts take in a forward pass.
+
+    Attributes:
+        follower: the layer behind it in the same pass through a chunk; NONE for the last one.
+        is_first: whether it is the first one, whose input the caller holds.
+    """
 
     storages: list[SavedStorage] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    follower: int = NONE
+    is_first: bool = False
 
     @property
     def bytes(self) -> int:
-        return sum(each.bytes for each in self.storages if each.parts)
+        return sum(each.bytes for each in self.storages if each.parts and not each.is_shared)
 
     def cost(self, part: str) -> float:
         """Seconds of a part in one micro-batch, the median; 0 where it did not run."""
@@ -57,23 +70,34 @@ class LayerRecord:
         return statistics.median(found) if found else 0.0
 
 
-# A layer whose backward pass runs (-1: none), and for how many micro-batches each layer is kept then.
-Moment = tuple[int, tuple[int, ...]]
+class Moment(NamedTuple):
+    """The layer whose backward or forward pass runs, NONE for neither, and how many micro-batches each is kept for."""
+
+    layer: int
+    counts: tuple[int, ...]
+    is_forward: bool = False
 
 
 class LayerRecorder(Tracker):
     """Records `count` layers within its `with` block.
 
     Attributes:
-        layers: by their number. moments: the most bytes that were saved outside of layers, by moment.
+        layers: by their number.
     """
 
     def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
         super().__init__(is_excluded)
         self.layers = [LayerRecord() for _ in range(count)]
-        self.moments: dict[Moment, int] = {}
+        self._outside: dict[Moment, int] = {}
         self._synchronize = synchronize
         self._kept = [0] * count
+        #: The layer that ran last in the pass through a chunk that runs, and the one whose second run ended last.
+        self._before: int | None = None
+        self._ended: tuple[int, float] = (NONE, 0.0)
+        #: Key -> what second runs saved of a storage that is alive, and bytes of those that several saved.
+        self._saved_by: dict[int, tuple[StorageWeakRef, list[SavedStorage]]] = {}
+        self._shared: dict[int, int] = {}
+        self._most_shared = 0
         #: Whether a layer runs, and the number of that which runs again.
         self._is_inside, self._again = False, -1
         #: Keys of storages that layers saved; what is alive and not among them is outside.
@@ -86,10 +110,30 @@ class LayerRecorder(Tracker):
         #: Tensors that are looked at, so that no other takes their keys meanwhile.
         self._held: list[torch.Tensor] = []
 
+    @property
+    def moments(self) -> dict[Moment, int]:
+        """The most bytes that were saved outside of layers or by several of them, by moment."""
+        return {moment: size + self._most_shared for moment, size in self._outside.items()}
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around a pass through the layers of a chunk."""
+        before, self._before = self._before, NONE
+        try:
+            yield
+        finally:
+            self._before = before
+
     @contextlib.contextmanager
     def forward(self, layer: int) -> Iterator[None]:
         """Around a layer's first run, which saves its input alone."""
         self._kept[layer] += 1
+        self._look(layer, is_forward=True)
+        if self._before is not None:
+            self.layers[layer].is_first = self._before == NONE
+            if self._before != NONE:
+                self.layers[self._before].follower = layer
+            self._before = layer
         before, self._is_inside = self._is_inside, True
         try:
             yield
@@ -99,8 +143,15 @@ class LayerRecorder(Tracker):
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
         """Around its second run, on `hidden`; `given` is what it gets besides, which is not its own."""
+        self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1
+        self._saved_by = {
+            key: each
+            for key, each in self._saved_by.items()
+            if not each[0].expired()  # type: ignore[no-untyped-call]
+        }
+        self._shared = {key: size for key, size in self._shared.items() if key in self._saved_by}
         self._saved, self._ends, self._parts, self._sums, self._held = {}, {}, [], {}, []
         self._given = {each.untyped_storage()._cdata for each in given}
         self._is_inside, self._again = True, layer
@@ -113,6 +164,13 @@ class LayerRecorder(Tracker):
             self._is_inside, self._again = False, -1
         self._finish(layer)
         self._held = []
+        self._ended = (layer, self._now())
+
+    def _time_backward(self, layer: int) -> None:
+        ended, at = self._ended
+        if ended != NONE and self.layers[layer].follower == ended:
+            self.layers[ended].seconds.setdefault(BACKWARD, []).append(self._now() - at)
+        self._ended = (NONE, 0.0)
 
     def _finish(self, layer: int) -> None:
         record = self.layers[layer]
@@ -120,7 +178,7 @@ class LayerRecorder(Tracker):
             record.seconds.setdefault(part, []).append(seconds)
         for key, saved in self._saved.items():
             saved.enters, saved.leaves = self._ends.get(key, ("", ""))
-        found = LayerRecord(list(self._saved.values()), record.seconds)
+        found = LayerRecord(list(self._saved.values()), record.seconds, record.follower, record.is_first)
         # The largest of several micro-batches: a router does not spread tokens alike.
         if found.bytes >= record.bytes:
             self.layers[layer] = found
@@ -151,26 +209,41 @@ class LayerRecorder(Tracker):
         self._synchronize()
         return time.perf_counter()
 
-    def _look(self, layer: int) -> None:
+    def _look(self, layer: int, is_forward: bool = False) -> None:
         outside = sum(each.storage.nbytes() for key, each in self._live.items() if key not in self._of_layers)
-        moment = (layer, tuple(self._kept))
-        self.moments[moment] = max(outside, self.moments.get(moment, 0))
+        moment = Moment(layer, tuple(self._kept), is_forward)
+        self._outside[moment] = max(outside, self._outside.get(moment, 0))
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        packed = super()._pack(tensor)
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
         if packed is tensor:
             return packed
         key = tensor.untyped_storage()._cdata
         if not self._is_inside:
-            self._look(-1)
+            self._look(NONE)
+            if self._before is not None and self._before != NONE:
+                # A norm behind the layers, while what the last but one moves is still there.
+                self._look(self._before, is_forward=True)
         elif key not in self._given:
             self._of_layers.add(key)
             if self._again >= 0:
                 saved = self._saved.setdefault(key, SavedStorage(tensor.untyped_storage().nbytes()))
                 saved.parts.add(self._parts[-1][0] if self._parts[-1][0] != LAYER else "")
+                self._meet(key, tensor.untyped_storage(), saved)
         return packed
 
-    def _released(self, key: int) -> None:
-        super()._released(key)
+    def _meet(self, key: int, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
+        """Notice what another second run saved and is still alive."""
+        _, several = self._saved_by.setdefault(key, (StorageWeakRef(storage), []))  # type: ignore[no-untyped-call]
+        if all(each is not saved for each in several):
+            several.append(saved)
+        if len(several) > 1:
+            for each in several:
+                each.is_shared = True
+            self._shared[key] = saved.bytes
+            self._most_shared = max(self._most_shared, sum(self._shared.values()))
+
+    def release(self, key: int) -> None:
+        super().release(key)
         if key not in self._live:
             self._of_layers.discard(key)

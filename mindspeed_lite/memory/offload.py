@@ -30,6 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mindspeed_lite.platform.side_stream import Event
 
 from .copy_engine import Buffer, CopyEngine, PinnedBufferPool, as_bytes
+from .saved_tensors import Tracker
 
 # Smaller storages cost more than they give.
 SMALLEST = 1 << 20
@@ -47,6 +48,7 @@ class _Record:
         #: Of the copy that is on its way in, until it has been waited for.
         self.pending_h2d: Event | None = None
         self._pool = pool
+        self._counted: tuple[Tracker, int] | None = None
 
     def keep(self) -> None:
         """It stays on the device; a copy that was begun is worth nothing."""
@@ -54,8 +56,20 @@ class _Record:
             self._pool.release(self.buffer)
             self.buffer = None
 
+    def count(self, counter: Tracker | None) -> None:
+        """Let its storage count as saved on the device."""
+        if counter is not None and self.storage is not None and self._counted is None:
+            self._counted = counter, counter.hold(self.storage, (self.nbytes,), "uint8")
+
+    def uncount(self) -> None:
+        if self._counted is not None:
+            counter, key = self._counted
+            self._counted = None
+            counter.release(key)
+
     def __del__(self) -> None:
         self.keep()
+        self.uncount()
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,14 @@ class _Saved:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """A tensor that stays, as a counter holds it."""
+
+    counter: Tracker
+    packed: Any
 
 
 class _Group:
@@ -103,6 +125,9 @@ class Offload:
         budget: bytes of host memory; None for as many as it takes.
         on_refusal: called once with the reason when the host has no more room; what has no room stays on the device.
         smallest: bytes of a storage from which on it moves.
+
+    Attributes:
+        counter: counts what autograd saved on the device, of chosen modules too; None for nothing.
     """
 
     def __init__(
@@ -117,7 +142,8 @@ class Offload:
         self._device = device
         self._pool = PinnedBufferPool(engine, budget)
         self._on_refusal = on_refusal
-        self._smallest = smallest
+        self.smallest = smallest
+        self.counter: Tracker | None = None
         self._pass: _Pass | None = None
         self._group: _Group | None = None
         #: Addresses of storages that never move: the layer's parameters, and tables and masks that all layers share.
@@ -170,14 +196,23 @@ class Offload:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        saved = self._saved(tensor)
+        if self.counter is None:
+            return saved
+        if isinstance(saved, _Saved):
+            saved.record.count(self.counter)
+            return saved
+        return _Counted(self.counter, self.counter.pack(tensor))
+
+    def _saved(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
         if self._group is None or self._pass is None or type(tensor) is not torch.Tensor:
             return tensor
         if tensor.device.type != self._device or tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if storage.nbytes() < self._smallest or address in self._own:
+        if storage.nbytes() < self.smallest or address in self._own:
             return tensor
         self._group.saved += 1
         if address in self._shared and not self._shared[address].expired():  # type: ignore[no-untyped-call]
@@ -192,9 +227,11 @@ class Offload:
             self._group.records.append(weakref.ref(record))
         return _Saved(record, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+    def _unpack(self, saved: Any) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
             return saved
+        if isinstance(saved, _Counted):
+            return saved.counter.unpack(saved.packed)
         record = saved.record
         if record.storage is None:
             self._fetch(record)
@@ -237,11 +274,14 @@ class Offload:
             record.keep()
             return
         address, reference = record.storage.data_ptr(), StorageWeakRef(record.storage)  # type: ignore[no-untyped-call]
+        # A counter keeps what it counts alive.
+        record.uncount()
         record.storage = None
         # Autograd aside, who else would it stay for?
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         if held is not None:
             record.storage = held
+            record.count(self.counter)
             record.keep()
             self._shared[address] = reference
             self._held.add(record.place)
@@ -253,6 +293,7 @@ class Offload:
         target = torch.empty(record.nbytes, dtype=torch.uint8, device=record.device)
         record.pending_h2d = self._engine.h2d(record.buffer, target)
         record.storage = target.untyped_storage()
+        record.count(self.counter)
 
     def _on_backward(self, group: _Group, output: torch.Tensor) -> None:
         if not output.requires_grad:

@@ -1,28 +1,48 @@
-"""Tells what was chosen to be kept and to be computed again: a table by pipeline stage and kind of layer."""
+"""Tells what was chosen to be kept, computed again and moved: a table by pipeline stage and kind of layer."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
-from .recompute_choice import LayerChoice, Way, gib
+from .layer_ways import Way
+from .recompute_choice import LayerChoice, gib
 
 
-def table(choice: LayerChoice, everything: int, budget: int, stage: int, stages: int) -> str:
-    """The choice of one pipeline stage, several lines. everything: the peak where nothing is computed again."""
+def table(
+    choice: LayerChoice,
+    everything: int,
+    budget: int,
+    stage: int,
+    stages: int,
+    rates: tuple[float, float] | None = None,
+    why_kept: str = "",
+) -> str:
+    """The choice of one pipeline stage, several lines.
+
+    Args:
+        everything: the peak where nothing is computed again or moved.
+        rates: bytes a second to the host and back; None where nothing moves, and why_kept says why.
+    """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
     if everything:
         share = f", {1 - choice.peak / everything:.0%} less than the {gib(everything)} of keeping everything"
     lines = [
         f"activations{where}: {gib(choice.peak)} at the peak{share}; the budget is {gib(budget)}",
-        f"{'layers':>9}  {'kept each':>11}  {'longer each':>11}  computed again",
+        f"{'layers':>9}  {'kept each':>11}  {'moved each':>11}  {'longer each':>11}  computed again; moved to the host",
     ]
-    for first, last, way in runs(choice.ways):
+    for first, last, way, seconds in runs(choice):
         layers = f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
         named = ", ".join(sorted(way.again)) or "nothing"
-        lines.append(f"{layers:>9}  {gib(way.kept):>11}  {way.seconds * 1e3:>8.2f} ms  {named}")
+        named += f"; {', '.join(sorted(way.swapped))}" if way.swapped else ""
+        lines.append(f"{layers:>9}  {gib(way.kept):>11}  {gib(way.moved):>11}  {seconds * 1e3:>8.2f} ms  {named}")
+    if rates:
+        out, back = (rate / 1e9 for rate in rates)
+        shown = sum(choice.exposed) * 1e3
+        lines.append(f"copies: {out:.2f} GB/s out, {back:.2f} GB/s back; {shown:.2f} ms do not hide behind compute")
+    elif why_kept:
+        lines.append(f"nothing is moved to the host: {why_kept}")
     proof = "proven to be the least" if choice.gap <= 0 else f"at most {choice.gap:.2%} above the least"
     if math.isinf(choice.gap):
         proof = "which may not be the least"
@@ -30,10 +50,14 @@ def table(choice: LayerChoice, everything: int, budget: int, stage: int, stages:
     return "\n".join(lines)
 
 
-def runs(ways: Sequence[Way]) -> list[tuple[int, int, Way]]:
-    """Neighbours that run alike: the first, the last, and how."""
-    found: list[tuple[int, int, Way]] = []
-    for _, group in itertools.groupby(enumerate(ways), key=lambda each: (each[1].again, each[1].kept)):
+def runs(choice: LayerChoice) -> list[tuple[int, int, Way, float]]:
+    """Neighbours that run alike: the first, the last, how, and how many seconds longer one takes on average."""
+    found = []
+    longer = [way.seconds + exposed for way, exposed in zip(choice.ways, choice.exposed, strict=True)]
+    for _, group in itertools.groupby(
+        enumerate(choice.ways), key=lambda each: (each[1].again, each[1].swapped, each[1].kept)
+    ):
         members = list(group)
-        found.append((members[0][0], members[-1][0], members[0][1]))
+        first, last = members[0][0], members[-1][0]
+        found.append((first, last, members[0][1], sum(longer[first : last + 1]) / len(members)))
     return found

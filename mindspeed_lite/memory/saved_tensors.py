@@ -60,7 +60,7 @@ class Tracker:
     _hooks: Any = None
 
     def __enter__(self) -> Tracker:
-        self._hooks = _Hooks(self._pack, self._unpack)
+        self._hooks = _Hooks(self.pack, self.unpack)
         self._hooks.__enter__()
         return self
 
@@ -82,28 +82,36 @@ class Tracker:
             self.peak = now
             self.at_peak = _by_place(self._live.values())
 
-    def _pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
+    def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
+        """Count a tensor that is saved from here on; what is given is to be held in its place."""
         if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._live and self.is_excluded(storage.data_ptr()):
+            return tensor
+        self.hold(storage, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        return _Reference(self, key, tensor)
+
+    def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
+        """Count a storage until `release` is called with the number that is returned."""
         # The address of the storage itself: that of its memory changes when it is given up.
         key = storage._cdata
         known = self._live.get(key)
         if known is None:
-            if self.is_excluded(storage.data_ptr()):
-                return tensor
-            known = _Storage(storage, _place(), tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            self._live[key] = known
+            known = self._live[key] = _Storage(storage, _place(), shape, dtype)
             self._has_grown = True
         known.references += 1
-        return _Reference(self, key, tensor)
+        return key
 
-    def _unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
+    def unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
+        """The tensor, for a backward pass that reads it."""
         if self._has_grown:
             self.update_peak()
         return packed.tensor if isinstance(packed, _Reference) else packed
 
-    def _released(self, key: int) -> None:
+    def release(self, key: int) -> None:
+        """One that counted a storage holds it no more."""
         if self._has_grown:
             self.update_peak()
         known = self._live[key]
@@ -121,13 +129,13 @@ class _Reference:
         self.tracker, self.key, self.tensor = tracker, key, tensor
 
     def __del__(self) -> None:
-        self.tracker._released(self.key)
+        self.tracker.release(self.key)
 
 
 def _place(depth: int = 4) -> tuple[str, ...]:
     """The functions that are running, torch's own aside."""
     found: list[str] = []
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None and len(found) < depth:
         name = frame.f_globals.get("__name__", "")
         if name.partition(".")[0] != "torch":

@@ -13,6 +13,7 @@ CLASSES = {
     "megatron": "served by Megatron",
     "alias": "ours, under another name",
     "not needed": "nothing has to be asked for",
+    "replaced": "served in another way",
     "planned": "not in this release",
     "another product": "not a matter of this package",
     "dead": "gone from MindSpeed itself",

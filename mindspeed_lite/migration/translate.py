@@ -12,6 +12,7 @@ from .table import FlagRow
 
 # What a row's class is called in a line for the user.
 _SAID = {
+    "replaced": "served in another way",
     "planned": "planned, not in this release",
     "another product": "not a matter of mindspeed_lite",
     "dead": "gone from MindSpeed itself",

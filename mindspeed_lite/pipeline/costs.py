@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps_of
 
@@ -16,6 +16,8 @@ class Costs:
         forward, input_grad, weight_grad: seconds of these steps. A full backward takes the sum of the last two.
         recompute: seconds of a recomputation; empty: those of the forward.
         message: seconds of a message between two ranks.
+        one_queue: whether the messages of both directions between two ranks go one after the other.
+        between: seconds after a step of this kind in which a rank does not compute: the executor, a call that sends.
         pair: seconds of an overlapped pair, as a factor of the sum of its two steps.
         recomputes: whether a backward without a recomputation of its own recomputes its chunk first, as with
             Megatron's full recomputation.
@@ -30,6 +32,8 @@ class Costs:
     weight_grad: Sequence[float]
     recompute: Sequence[float] = ()
     message: float = 0.0
+    one_queue: bool = False
+    between: Mapping[Kind, float] = field(default_factory=dict)
     pair: float = 1.0
     recomputes: bool = False
     activation_bytes: Sequence[float] = ()
@@ -41,6 +45,10 @@ class Costs:
         """Return how long a rank computes an entry."""
         total = sum(self._seconds_of_step(schedule, rank, step) for step in steps_of(entry))
         return total * self.pair if isinstance(entry, OverlappedPair) else total
+
+    def seconds_after(self, entry: Entry) -> float:
+        """Return how long a rank that has run an entry does not compute, whatever it waits for."""
+        return self.between.get(steps_of(entry)[-1].kind, 0.0)
 
     def _seconds_of_step(self, schedule: Schedule, rank: int, step: Step) -> float:
         stage, kind = schedule.stage(rank, step.chunk), step.kind
@@ -147,7 +155,12 @@ def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> float:
     return max((each.bytes(costs, schedule.placement[rank]) for each in held(schedule, rank)), default=0.0)
 
 
-def from_measured(seconds: Mapping[tuple[Kind, int], float], stages: int) -> Costs:
+def from_measured(
+    seconds: Mapping[tuple[Kind, int], float],
+    stages: int,
+    message: float = 0.0,
+    between: Mapping[Kind, float] | None = None,
+) -> Costs:
     """Return the costs of measured seconds of a step, by kind and stage, as `trace.median_seconds` gives them.
 
     A backward that was measured as a whole is taken for half input gradient and half weight gradients.
@@ -162,4 +175,6 @@ def from_measured(seconds: Mapping[tuple[Kind, int], float], stages: int) -> Cos
         input_grad=[of(Kind.INPUT_GRAD, stage) or half[stage] for stage in range(stages)],
         weight_grad=[of(Kind.WEIGHT_GRAD, stage) or half[stage] for stage in range(stages)],
         recompute=[of(Kind.RECOMPUTE, stage) for stage in range(stages)],
+        message=message,
+        between=between or {},
     )

@@ -19,7 +19,16 @@ from typing import Any, Literal, NamedTuple
 
 from .costs import uniform
 from .simulate import simulate
-from .steps import Kind, Message, Payload, Schedule, Step, steps_of
+from .steps import Entry, Kind, Message, OverlappedPair, Payload, Schedule, Step, steps_of
+
+# The methods that make passes of each kind.
+_METHODS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+    Kind.RECOMPUTE: "recompute",
+}
 
 # What one call may carry: messages of all neighbours, only those that go one way round the ring, or a single one.
 Joining = Literal["all", "one way", "none"]
@@ -48,19 +57,27 @@ class RankProgram:
 
     works: its steps in order.
     transfers: `transfers[i]` are the calls before step i; the last entry holds those after the last step.
+    paired: places of the forwards that one call runs together with the backward behind them.
     """
 
     works: tuple[BoundStep, ...]
     transfers: tuple[tuple[Transfer, ...], ...]
+    paired: frozenset[int] = frozenset()
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
         return tuple(work.step for work in self.works)
 
     @cached_property
-    def distinct(self) -> tuple[BoundStep, ...]:
-        """One step of each kind and chunk."""
-        return tuple({work.step[:2]: work for work in self.works}.values())
+    def passes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The passes that it calls: name -> the method of `run.Passes` that makes it, and what that takes."""
+        found: dict[str, tuple[str, tuple[int, ...]]] = {
+            pass_name(step): (_METHODS[step.kind], (step.chunk,)) for step in self.steps
+        }
+        for place in self.paired:
+            chunks = self.steps[place].chunk, self.steps[place + 1].chunk
+            found[pair_name(*chunks)] = "pair", chunks
+        return found
 
     @cached_property
     def functions(self) -> dict[Any, Any]:
@@ -68,12 +85,25 @@ class RankProgram:
         return {}
 
 
-def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all") -> RankProgram:
-    """Return the program of a rank. The steps of an overlapped pair run one after the other.
+def pass_name(step: Step) -> str:
+    """Return what the pass that a step runs is called."""
+    return f"{_METHODS[step.kind]}{step.chunk}"
+
+
+def pair_name(ahead: int, back: int) -> str:
+    """Return what the call that runs the forward of one chunk together with a backward of another is called."""
+    return f"pair{ahead}_{back}"
+
+
+def compile_program(
+    schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
+) -> RankProgram:
+    """Return the program of a rank.
 
     lookahead: how many steps before its own a receive is issued, where the global order allows it.
     joining: what one call may carry. Where a call waits for something else, such as lengths, before it sends, messages
         that depend on each other may not share one: "none".
+    pairs: one call runs the two steps of an overlapped pair; else they run one after the other.
 
     Raises:
         ValueError: ranks wait for each other, or a message goes to a rank that is no neighbour in the ring.
@@ -82,10 +112,21 @@ def compile_program(schedule: Schedule, rank: int, lookahead: int = 0, joining: 
         BoundStep(step, _taken(schedule, rank, step), _given(schedule, rank, step)) for step in schedule.steps(rank)
     )
     order = [each for each in _global_order(schedule) if rank in (each.source, each.target)]
+    paired = frozenset(_pairs(schedule.ranks[rank]) if pairs else ())
     calls: list[list[Message]] = [[] for _ in range(len(works) + 1)]
-    for message, place in zip(order, _places(works, order, rank, lookahead), strict=True):
+    for message, place in zip(order, _places(works, order, rank, lookahead, paired), strict=True):
         calls[place].append(message)
-    return RankProgram(works, tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls))
+    transfers = tuple(tuple(_join(each, rank, schedule.num_ranks, joining)) for each in calls)
+    return RankProgram(works, transfers, paired)
+
+
+def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
+    """Yield the places of forwards that stand in a pair; a backward in two parts runs apart."""
+    place = 0
+    for entry in entries:
+        if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
+            yield place
+        place += len(steps_of(entry))
 
 
 def _taken(schedule: Schedule, rank: int, step: Step) -> Message | None:
@@ -117,20 +158,26 @@ def _global_order(schedule: Schedule) -> list[Message]:
     return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
-def _places(works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int) -> list[int]:
-    """The step before which each message of `order` is issued; never earlier than the message before it."""
+def _places(
+    works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
+) -> list[int]:
+    """The step before which each message of `order` is issued; never earlier than the message before it.
+
+    Nothing is issued between the two steps of a pair.
+    """
     own: dict[Message, int] = {}
     for index, work in enumerate(works):
         if work.takes is not None:
-            own[work.takes] = index
+            own[work.takes] = index - (index - 1 in paired)
         if work.gives is not None:
-            own[work.gives] = index + 1
+            own[work.gives] = index + 1 + (index in paired)
     latest: list[int] = []
     for message in reversed(order):
         latest.append(min(own[message], latest[-1]) if latest else own[message])
     places: list[int] = []
     for message, place in zip(order, reversed(latest), strict=True):
         wanted = place if message.source == rank else max(0, place - lookahead)
+        wanted -= wanted - 1 in paired
         places.append(max(wanted, places[-1]) if places else wanted)
     return places
 

@@ -51,6 +51,16 @@ class Passes(Protocol):
         """Free the storage of an output that has been sent; its graph stays."""
 
 
+class PairedPasses(Passes, Protocol):
+    """What a program with pairs in one call needs besides."""
+
+    def pair(self, ahead: int, back: int) -> Callable[[int, Any, int, Any, Any, Any], tuple[Any, Any]]:
+        """(micro-batch, input, another micro-batch, its input, output, gradient of it): output and gradient.
+
+        They are the forward of chunk `ahead` for the first and the backward of chunk `back` for the second.
+        """
+
+
 class Transport(Protocol):
     """How tensors travel between neighbours.
 
@@ -100,19 +110,14 @@ def run(
     form = straight_line.ExecutionForm(
         keep, passes.releases, transport.is_async, trace is not None, frozenset(before), frozenset(after)
     )
-    function = straight_line.function(program, form)
-    bound = {
-        straight_line.pass_name(work): getattr(passes, straight_line.PASS_NAMES[work.step.kind])(work.step.chunk)
-        for work in program.distinct
-    }
-    function(
-        exchange=transport.exchange,
-        hand_over=passes.hand_over,
-        release=passes.release,
-        before=before,
-        after=after,
-        record=None if trace is None else trace.done.append,
-        now=time.perf_counter,
-        steps=program.steps,
-        **bound,
+    straight_line.function(program, form)(
+        transport.exchange,
+        passes.hand_over,
+        passes.release,
+        before,
+        after,
+        None if trace is None else trace.done.append,
+        time.perf_counter,
+        program.steps,
+        *[getattr(passes, method)(*chunks) for method, chunks in program.passes.values()],
     )

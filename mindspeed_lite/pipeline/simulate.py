@@ -1,13 +1,14 @@
 """Simulates a pipeline schedule: when each entry runs, where ranks wait, and whether they wait forever.
 
 A rank runs its entries in order. An entry begins when the one before has ended and its inputs are there. Messages are
-sent at the end of an entry and run beside computation; a link carries one after the other.
+sent at the end of an entry and run beside computation; a link carries one after the other. With `Costs.one_queue` the
+messages of both directions between two ranks do, as in a communicator that runs its operations in the order of issue.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -78,11 +79,60 @@ class Simulation:
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     """Return when each entry of a schedule runs; DeadlockError if one never does."""
+    found = _simulate(schedule, costs, _Links(costs.message))
+    if not costs.one_queue:
+        return found
+    # Both ranks issue the messages between them in the order in which their steps end.
+    ends = [
+        (timed.end, rank, step)
+        for rank, entries in enumerate(found.ranks)
+        for timed in entries
+        for step in steps_of(timed.entry)
+    ]
+    queues: dict[frozenset[int], deque[tuple[int, Step]]] = {}
+    for _, rank, step in sorted(ends, key=lambda each: each[:2]):
+        message = output_message(schedule, rank, step)
+        if message is not None:
+            queues.setdefault(frozenset((rank, message.target)), deque()).append((rank, step))
+    return _simulate(schedule, costs, _Links(costs.message, queues))
+
+
+class _Links:
+    """When messages arrive.
+
+    queues: between two ranks, the (rank, step) whose messages go one after the other, whichever way; else those of one
+    way alone do.
+    """
+
+    def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[tuple[int, Step]]] | None = None) -> None:
+        self._seconds, self._queues = seconds, queues
+        self._free: dict[object, float] = {}
+        self._sent: dict[tuple[int, Step], tuple[float, int]] = {}
+
+    def send(
+        self, rank: int, step: Step, target: int, now: float
+    ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
+        """Yield what is known to arrive then: ((target, source, step), when it is sent, when it arrives)."""
+        if self._queues is None:
+            yield (target, rank, step), now, self._carry((rank, target), now)
+            return
+        link = frozenset((rank, target))
+        queue, self._sent[rank, step] = self._queues[link], (now, target)
+        while queue and queue[0] in self._sent:
+            source, ahead = queue[0]
+            sent, receiver = self._sent[queue.popleft()]
+            yield (receiver, source, ahead), sent, self._carry(link, sent)
+
+    def _carry(self, link: object, now: float) -> float:
+        self._free[link] = max(now, self._free.get(link, 0.0)) + self._seconds
+        return self._free[link]
+
+
+def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
     ranks = range(schedule.num_ranks)
     timed: list[list[TimedEntry]] = [[] for _ in ranks]
     # (rank that reads it, rank that ran it, step) -> when its output was sent, and when it is there.
     ready: dict[tuple[int, int, Step], tuple[float, float]] = {}
-    link_free: dict[tuple[int, int], float] = {}
     waiting: dict[tuple[int, int, Step], int] = {}
     clock = [0.0] * schedule.num_ranks
     runnable = deque(ranks)
@@ -96,19 +146,19 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
                 waiting[missing] = rank
                 break
             sent, there = max((ready[each] for each in inputs), key=lambda pair: pair[1], default=(0.0, 0.0))
-            begin = max(clock[rank], there)
-            exposed = max(0.0, begin - max(clock[rank], sent)) if there == begin else 0.0
+            free = clock[rank] + (costs.seconds_after(timed[rank][-1].entry) if timed[rank] else 0.0)
+            begin = max(free, there)
+            exposed = max(0.0, begin - max(free, sent)) if there == begin else 0.0
             clock[rank] = end = begin + costs.seconds(schedule, rank, entry)
             timed[rank].append(TimedEntry(entry, begin, end, exposed))
             for step in steps_of(entry):
                 ready[rank, rank, step] = (end, end)
                 message = output_message(schedule, rank, step)
                 if message is not None:
-                    link = (rank, message.target)
-                    link_free[link] = arrival = max(end, link_free.get(link, 0.0)) + costs.message
-                    ready[message.target, rank, step] = (end, arrival)
-                    if (message.target, rank, step) in waiting:
-                        runnable.append(waiting.pop((message.target, rank, step)))
+                    for key, sent, there in links.send(rank, step, message.target, end):
+                        ready[key] = (sent, there)
+                        if key in waiting:
+                            runnable.append(waiting.pop(key))
     for rank in ranks:
         if len(timed[rank]) < len(schedule.ranks[rank]):
             raise DeadlockError(_deadlock(schedule, rank, len(timed[rank]), ready))

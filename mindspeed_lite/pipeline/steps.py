@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import NamedTuple
@@ -186,6 +186,10 @@ class Schedule:
         """Yield the steps of a rank, those of a pair one after the other."""
         for entry in self.ranks[rank]:
             yield from steps_of(entry)
+
+    def one_by_one(self) -> Schedule:
+        """Return the same with the two steps of each pair one after the other, as an executor may run them."""
+        return replace(self, ranks=tuple(tuple(self.steps(rank)) for rank in range(self.num_ranks)))
 
     @cached_property
     def is_forward_only(self) -> bool:

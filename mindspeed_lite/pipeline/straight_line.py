@@ -14,21 +14,13 @@ a call sends, what is waited for, and when a tensor is let go. A loop over steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from .program import BoundStep, RankProgram, Transfer
-from .steps import BACKWARDS, Kind, Message, Payload
+from .program import BoundStep, RankProgram, Transfer, pair_name, pass_name
+from .steps import BACKWARDS, Kind, Message, Payload, Step
 
 NONE = "None"
-# What a pass of each kind is called, before the number of its chunk.
-PASS_NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-    Kind.RECOMPUTE: "recompute",
-}
 
 
 class ExecutionForm(NamedTuple):
@@ -48,7 +40,7 @@ class ExecutionForm(NamedTuple):
 
 
 def function(program: RankProgram, form: ExecutionForm) -> Callable[..., None]:
-    """Return the function of a program; its parameters are the keywords that `run` hands over."""
+    """Return the function of a program; its parameters are what `run` hands over, in that order."""
     found: Callable[..., None] | None = program.functions.get(form)
     if found is None:
         namespace: dict[str, Any] = {}
@@ -59,15 +51,9 @@ def function(program: RankProgram, form: ExecutionForm) -> Callable[..., None]:
 
 def source(program: RankProgram, form: ExecutionForm) -> str:
     """Return the text of that function."""
-    passes = (pass_name(work) for work in program.distinct)
-    given = ("exchange", "hand_over", "release", "before", "after", "record", "now", "steps", *passes)
+    given = ("exchange", "hand_over", "release", "before", "after", "record", "now", "steps", *program.passes)
     lines = [*_Writer(program, form).lines()] or ["pass"]
     return "\n".join((f"def run_rank({', '.join(given)}):", *(f"    {line}" for line in lines)))
-
-
-def pass_name(work: BoundStep) -> str:
-    """Return the name of the pass that a step runs."""
-    return f"{PASS_NAMES[work.step.kind]}{work.step.chunk}"
 
 
 class _Writer:
@@ -87,10 +73,14 @@ class _Writer:
         self.count = 0
 
     def lines(self) -> Iterator[str]:
-        for place, work in enumerate(self.program.works):
+        works, paired = self.program.works, self.program.paired
+        for place, work in enumerate(works):
             for transfer in self.program.transfers[place]:
                 yield from self._transfer(transfer)
-            yield from self._step(place, work)
+            if place in paired:
+                yield from self._pair(place, work, works[place + 1])
+            elif place - 1 not in paired:
+                yield from self._step(place, work)
         for transfer in self.program.transfers[-1]:
             yield from self._transfer(transfer)
         yield from self._finish()
@@ -144,11 +134,8 @@ class _Writer:
 
     def _step(self, place: int, work: BoundStep) -> Iterator[str]:
         kind, chunk, microbatch = work.step
-        taken = NONE if work.takes is None else self.names.pop(work.takes)
-        if place in self.form.before:
-            yield f"before[{place}]()"
-        if work.takes in self.waits:
-            yield from self._wait(self.waits.pop(work.takes))
+        taken = self._taken(work)
+        yield from self._begin(place, work)
         made, arguments, done_with = "", f"{microbatch}", [taken]
         if kind is Kind.FORWARD:
             made, arguments = self._new("o"), f"{microbatch}, {taken}"
@@ -157,20 +144,61 @@ class _Writer:
             elif work.gives is None:
                 made = ""
         elif kind in BACKWARDS:
-            received, output = self.held.pop((chunk, microbatch))
-            if self.sending is not None and any(self.names[each] == output for each in self.sending[1]):
-                yield from self._finish()
+            received, output = yield from self._of_forward(work.step)
             made = "" if work.gives is None else self._new("d")
             arguments = f"{microbatch}, {received}, {output}, {taken}"
             done_with = [received, output, taken]
+        call = f"{pass_name(work.step)}({arguments})"
+        yield from self._timed(f"{made} = {call}" if made else call, place)
+        yield from self._let_go(done_with)
+        yield from self._end(place, work, made)
+
+    def _pair(self, place: int, ahead: BoundStep, back: BoundStep) -> Iterator[str]:
+        """One call runs both passes and returns the output and the gradient."""
+        taken, gradient = self._taken(ahead), self._taken(back)
+        yield from self._begin(place, ahead)
+        yield from self._begin(place + 1, back)
+        received, output = yield from self._of_forward(back.step)
+        made, found = self._new("o"), "_" if back.gives is None else self._new("d")
+        self.held[ahead.step[1:]] = taken, made
+        arguments = f"{ahead.step.microbatch}, {taken}, {back.step.microbatch}, {received}, {output}, {gradient}"
+        call = f"{pair_name(ahead.step.chunk, back.step.chunk)}({arguments})"
+        yield from self._timed(f"{made}, {found} = {call}", place, place + 1)
+        yield from self._let_go([received, output, gradient])
+        yield from self._end(place, ahead, made)
+        yield from self._end(place + 1, back, found)
+
+    def _taken(self, work: BoundStep) -> str:
+        return NONE if work.takes is None else self.names.pop(work.takes)
+
+    def _begin(self, place: int, work: BoundStep) -> Iterator[str]:
+        if place in self.form.before:
+            yield f"before[{place}]()"
+        if work.takes in self.waits:
+            yield from self._wait(self.waits.pop(work.takes))
+
+    def _of_forward(self, step: Step) -> Generator[str, None, tuple[str, str]]:
+        """The input and output of a backward's forward, once the output has been sent."""
+        received, output = self.held.pop(step[1:])
+        if self.sending is not None and any(self.names[each] == output for each in self.sending[1]):
+            yield from self._finish()
+        return received, output
+
+    def _timed(self, line: str, *places: int) -> Iterator[str]:
         if self.form.is_traced:
             yield "begin = now()"
-        yield f"{made} = {pass_name(work)}({arguments})" if made else f"{pass_name(work)}({arguments})"
+        yield line
         if self.form.is_traced:
-            yield f"record((steps[{place}], begin, now()))"
-        free = [name for name in done_with if name != NONE]
+            yield "end = now()"
+            for place in places:
+                yield f"record((steps[{place}], begin, end))"
+
+    def _let_go(self, names: Iterable[str]) -> Iterator[str]:
+        free = [name for name in names if name != NONE]
         if free:
             yield f"{' = '.join(free)} = None"
+
+    def _end(self, place: int, work: BoundStep, made: str) -> Iterator[str]:
         if place in self.form.after:
             yield f"after[{place}]()"
         if work.gives is not None:

@@ -6,9 +6,12 @@ A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin an
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from .costs import Costs
 from .steps import Entry, Kind, Schedule, Step, steps_of
@@ -121,6 +124,47 @@ def _covered(records: Sequence[ExecutedStep]) -> float:
     return total
 
 
+def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule:
+    """Return the schedule with the steps of pairs one after the other, unless a pair's ran at the same time."""
+    run = {(each.rank, each.step): each for each in records}
+    for rank, entries in enumerate(schedule.ranks):
+        for entry in entries:
+            ahead, *back = (run[rank, step] for step in steps_of(entry))
+            if back and back[0].begin < ahead.end:
+                return schedule
+    return schedule.one_by_one()
+
+
+class Overheads(NamedTuple):
+    """What a rank spends besides steps: seconds of a message, and after a step of each kind."""
+
+    message: float
+    between: Mapping[Kind, float]
+
+
+def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
+    """Return the means in recorded training steps: idle time is their sum, and a few are long.
+
+    A message takes as long as a rank that has waited for its input begins after the sender's step has ended. What
+    follows a step is measured where the next one waits for nothing: its input was made on the rank, or before the step.
+    """
+    messages: list[float] = []
+    after: dict[Kind, list[float]] = {}
+    for records in training:
+        run = {(each.rank, each.step): each for each in records}
+        for rank in range(schedule.num_ranks):
+            for last, following in pairwise(schedule.steps(rank)):
+                before, now = run[rank, last], run[rank, following]
+                source = schedule.input_source(rank, following)
+                sent = run[source].end if source is not None and source[0] != rank else before.begin
+                if sent > before.end:
+                    messages.append(now.begin - sent)
+                elif sent <= before.begin:
+                    after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
+    message = statistics.fmean(messages) if messages else 0.0
+    return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
+
+
 @dataclass(frozen=True)
 class RecordedCosts(Costs):
     """Each step takes as long as it did in a recorded training step; an overlapped pair as long as either ran."""
@@ -131,9 +175,10 @@ class RecordedCosts(Costs):
         return _covered([self.recorded[rank, step] for step in steps_of(entry)])
 
 
-def recorded_costs(records: Iterable[ExecutedStep]) -> RecordedCosts:
+def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = None) -> RecordedCosts:
     """Return the costs with which a simulation shows what a schedule and its steps' times explain of what has run."""
-    return RecordedCosts([], [], [], recorded={(each.rank, each.step): each for each in records})
+    recorded = {(each.rank, each.step): each for each in records}
+    return RecordedCosts([], [], [], **(besides or Overheads(0.0, {}))._asdict(), recorded=recorded)
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:

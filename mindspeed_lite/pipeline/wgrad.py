@@ -12,9 +12,13 @@ from collections.abc import Callable, Sequence
 
 
 class WgradQueue:
-    """The weight gradients of one layer that are still to be computed, the oldest first."""
+    """The weight gradients of one layer that are still to be computed, the oldest first.
+
+    is_kept: what asks the layer for them is to be ignored; a schedule computes them later.
+    """
 
     def __init__(self) -> None:
+        self.is_kept = False
         self._waiting: deque[Callable[[], None]] = deque()
         self._hooks: list[Callable[[], object]] = []
 

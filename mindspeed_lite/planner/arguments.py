@@ -42,6 +42,10 @@ def describe(words: Sequence[str], world_size: int = 1, device: str = "cuda", vo
 
 def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary: int) -> TrainingConfig:
     """With the numbers that follow from others."""
+    if training.num_experts:
+        _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
+    if training.window_attn_skip_freq:
+        _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
     changed: dict[str, object] = {}
     hidden = training.hidden_size
     if not training.ffn_hidden_size:
@@ -50,6 +54,11 @@ def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary
     if training.num_experts and not training.moe_ffn_hidden_size:
         changed["moe_ffn_hidden_size"] = ffn
     if not training.kv_channels:
+        if hidden % training.num_attention_heads:
+            raise ArgumentError(
+                f"--hidden-size {hidden} cannot be divided by --num-attention-heads {training.num_attention_heads}: "
+                "change one of them, or add --kv-channels"
+            )
         changed["kv_channels"] = hidden // training.num_attention_heads
     if training.recompute_activations and not training.recompute_granularity:
         changed["recompute_granularity"] = "selective"
@@ -65,6 +74,11 @@ def _completed(training: TrainingConfig, given: Mapping[str, object], vocabulary
         changed["create_attention_mask_in_dataloader"] = False
     per_stage = training.num_layers_per_virtual_pipeline_stage
     if per_stage:
+        if training.num_layers % (training.pp * per_stage):
+            raise ArgumentError(
+                f"--num-layers-per-virtual-pipeline-stage {per_stage} does not divide the layers of each stage "
+                f"(--num-layers {training.num_layers}, {training.pp} stages): change one of them"
+            )
         changed["num_virtual_stages_per_pipeline_rank"] = training.num_layers // training.pp // per_stage
     if training.multi_latent_attention and not training.rope_type:
         changed["rope_type"] = "yarn"
@@ -122,6 +136,11 @@ def check(training: TrainingConfig) -> TrainingConfig:
             f"--global-batch-size {training.global_batch_size} cannot be divided by --micro-batch-size "
             f"{training.micro_batch_size} times {training.dp} data-parallel ranks: change one of them"
         )
+    if training.microbatches > flags.MOST_MICRO_BATCHES:
+        raise ArgumentError(
+            f"--global-batch-size {training.global_batch_size} is {training.microbatches:,} micro-batches a step: more "
+            f"than {flags.MOST_MICRO_BATCHES:,} are not predicted: give a smaller one"
+        )
     if training.sequence_parallel and training.tp == 1:
         training = training.replace(sequence_parallel=False)  # as Megatron does
     if training.multi_latent_attention:
@@ -129,6 +148,25 @@ def check(training: TrainingConfig) -> TrainingConfig:
     if training.mtp_num_layers:
         further_tokens.check(training)
     context.check(training)
+    if training.group_query_attention and training.num_attention_heads % training.num_query_groups:
+        raise ArgumentError(
+            f"--num-attention-heads {training.num_attention_heads} cannot be divided by --num-query-groups "
+            f"{training.num_query_groups}: change one of them"
+        )
+    if training.num_experts and training.moe_router_topk > training.num_experts:
+        raise ArgumentError(
+            f"--moe-router-topk {training.moe_router_topk} of --num-experts {training.num_experts}: give fewer"
+        )
+    by_hand = (training.decoder_first_pipeline_num_layers or 0) + (training.decoder_last_pipeline_num_layers or 0)
+    if by_hand > training.num_layers:
+        raise ArgumentError(
+            f"--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers are {by_hand} of --num-layers "
+            f"{training.num_layers}: give fewer"
+        )
+    for name, choices in flags.CHOICES.items():
+        if getattr(training, name) not in ("", *choices):
+            flag = f"--{name.replace('_', '-')}"
+            raise ArgumentError(f"{flag} {getattr(training, name)}: it is one of {', '.join(choices)}")
     if training.optimizer != "adam":
         raise ArgumentError(f"--optimizer {training.optimizer} is not predicted: adam is")
     if training.quant_states not in ("", "bf16", "fp8"):
@@ -146,10 +184,11 @@ def check(training: TrainingConfig) -> TrainingConfig:
         raise ArgumentError(
             "--virtual-optimizer and --swap-optimizer both keep Adam's moments in host memory: drop one"
         )
-    if training.num_experts:
-        _check_pattern("--moe-layer-freq", training.moe_layer_freq, training)
-    if training.window_attn_skip_freq:
-        _check_pattern("--window-attn-skip-freq", training.window_attn_skip_freq, training)
+    for coefficient in training.moe_aux_loss_coeff:
+        try:
+            float(coefficient)
+        except ValueError:
+            raise ArgumentError(f"--moe-aux-loss-coeff is numbers, not {coefficient!r}") from None
     if training.moe_pad_expert_input_to_capacity and training.moe_expert_capacity_factor is None:
         raise ArgumentError("--moe-pad-expert-input-to-capacity needs --moe-expert-capacity-factor: add it")
     if training.swap_attention:
@@ -167,10 +206,10 @@ def check(training: TrainingConfig) -> TrainingConfig:
 def _check_pattern(flag: str, text: str, training: TrainingConfig) -> None:
     try:
         found = pattern(text)
-    except (ValueError, SyntaxError, TypeError):
-        raise ArgumentError(f"{flag} is a number or a list of 0 and 1, not {text!r}") from None
-    if found == 0:
-        raise ArgumentError(f"{flag} is at least 1, not 0")
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        raise ArgumentError(f"{flag} is a number or a list of 0 and 1, not {text[:80]!r}") from None
+    if isinstance(found, int) and found < 1:
+        raise ArgumentError(f"{flag} is at least 1, not {found}")
     if not isinstance(found, int) and len(found) != training.num_layers:
         raise ArgumentError(
             f"{flag} {text} has {len(found)} entries for {training.num_layers} layers: change one of them"
@@ -228,10 +267,13 @@ def _number(flag: str, text: str, kind: type[int] | type[float]) -> int | float:
     try:
         number = kind(text)
     except ValueError:
-        raise ArgumentError(f"{flag} is a number, not {text!r}") from None
+        raise ArgumentError(f"{flag} is a number, not {text[:40]!r}") from None
     least = 0 if kind is float or flag in flags.FROM_ZERO else 1
-    if number < least:
+    if not number >= least:
         raise ArgumentError(f"{flag} is at least {least}, not {text}")
+    most = flags.MOST.get(flag, flags.LARGEST)
+    if number > most:
+        raise ArgumentError(f"{flag} {text[:40]}: more than {most:,} are not predicted: give a smaller number")
     return number
 
 

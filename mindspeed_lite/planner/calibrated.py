@@ -124,10 +124,18 @@ def read(path: Path, ranks: int = 1) -> CalibratedDevice:
     """The device of a file, as it is with so many processes at work; ArgumentError for another kind of file."""
     try:
         data = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{path}: it cannot be read as a calibration: {error}") from None
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise ArgumentError(f"{path}: it is no calibration of this version: run `mindspeed-lite calibrate` again")
+    try:
+        return _device(data, ranks)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ArgumentError(f"{path}: it is damaged ({reason}): run `mindspeed-lite calibrate` again") from None
+
+
+def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
     counts = sorted(int(each) for each in data["operators"])
     together = max((each for each in counts if each <= max(1, ranks)), default=counts[0])
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}

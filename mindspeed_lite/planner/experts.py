@@ -12,6 +12,7 @@ from .pieces import (
     activation_is_recomputed,
     given_up,
     mlp,
+    mlp_parameters,
     norm_tokens,
     tokens,
     zero_memory_level,
@@ -47,7 +48,12 @@ def experts(training: TrainingConfig, place: int, chunk: int) -> list[MemoryEntr
     found.append(MemoryEntry("experts", "weights of the tokens", chosen * training.width))
     if training.moe_shared_expert_intermediate_size:
         local = training.moe_shared_expert_intermediate_size // training.tp
-        found += mlp(training, "experts", tokens(training), local, gives_up, " of the shared experts")
+        gives_input = level == "level1" and not gives_up
+        found += mlp(
+            training, "experts", tokens(training), local, gives_up or bool(level), " of the shared experts", gives_input
+        )
+    if training.balanced_moe_experts and training.ep > 1 and training.moe_token_dispatcher_type == "alltoall":
+        found.append(_copies(training))
     return found
 
 
@@ -66,3 +72,11 @@ def _order(training: TrainingConfig, rows: int) -> MemoryEntry:
     return MemoryEntry(
         "experts", "order of the tokens", 4 * (2 * chosen + rows) if training.moe_permute_fusion else plain
     )
+
+
+def _copies(training: TrainingConfig) -> MemoryEntry:
+    """Of hot experts: as many as there may be, with fp32 gradients where products add to main gradients."""
+    each = mlp_parameters(training, training.moe_ffn_hidden_size, training.etp)
+    number = min(training.balanced_moe_hot_expert_num, training.num_experts)
+    width = training.width + (4 if training.fuses_accumulation else 0)
+    return MemoryEntry("experts", "copies of hot experts, at most", number * each * width)

@@ -55,6 +55,7 @@ ON = {
     "--dataloader-inter-document-masking": "dataloader_inter_document_masking",
     "--moe-pad-expert-input-to-capacity": "moe_pad_expert_input_to_capacity",
     "--overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm",
+    "--balanced-moe-experts": "balanced_moe_experts",
     "--moe-fb-overlap": "moe_fb_overlap",
     "--swap-attention": "swap_attention",
 }
@@ -131,6 +132,7 @@ INTEGERS = {
     "--recompute-num-layers": "recompute_num_layers",
     "--recompute-activation-function-num-layers": "recompute_activation_function_num_layers",
     "--recompute-norm-num-layers": "recompute_norm_num_layers",
+    "--balanced-moe-hot-expert-num": "balanced_moe_hot_expert_num",
     "--moe-zero-memory-num-layers": "moe_zero_memory_num_layers",
 }
 NUMBERS = {
@@ -167,6 +169,24 @@ FROM_ZERO = (
     "--decoder-last-pipeline-num-layers",
     "--context-parallel-cache-interval",
 )
+# What one number may be at most: the layers are looked at one by one.
+LARGEST = 10**12
+# Each step of a schedule is simulated.
+MOST_MICRO_BATCHES = 65_536
+MOST = {
+    "--num-layers": 1_000,
+    "--mtp-num-layers": 100,
+    "--num-experts": 100_000,
+    "--num-attention-heads": 100_000,
+    "--num-virtual-stages-per-pipeline-rank": 10_000,
+}
+# Of texts, those that are one of a few.
+CHOICES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "moe_zero_memory": ("disable", "level0", "level1"),
+    "normalization": ("LayerNorm", "RMSNorm"),
+}
 # Flags with as many values as there are words before the next flag.
 LISTS = {
     "--virtual-optimizer": "virtual_optimizer",
@@ -202,6 +222,7 @@ REFUSED = {
     "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
     "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
+    "--noop-layers": "it is MindSpeed's: `mindspeed-lite migrate` writes Megatron's layout in its place",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
 # Of these, those that ask for nothing with 1.

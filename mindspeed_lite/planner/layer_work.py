@@ -217,6 +217,9 @@ def _zero_memory(training: TrainingConfig, level: str) -> PartWork:
         if each.category == "expert parallel"
     )
     products = [each for each in inside.products if each.columns == first and each.experts]
+    if training.moe_shared_expert_intermediate_size:
+        shared = training.moe_shared_expert_intermediate_size // training.tp
+        products += _feed_forward(training, tokens(training), shared, 0).products[:1]
     return PartWork(tuple(products) if level == "level1" else (), vectors=tuple(again), traffic=rows)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from .training import ArgumentError, TrainingConfig
+from .training import MOST_ENTRIES, ArgumentError, TrainingConfig
 
 FLAG = "--pipeline-model-parallel-layout"
 _ALONE = (
@@ -24,9 +24,15 @@ _ALONE = (
 def parts(text: str) -> list[str]:
     """The letters of each model chunk, in the order in which a micro-batch goes through them."""
     written = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        written = re.sub(repeated, lambda found: found[1] * int(found[2]), written)
+    for repeated in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
+        written = re.sub(repeated, _repeat, written)
     return written.split("|")
+
+
+def _repeat(found: re.Match[str]) -> str:
+    if len(found[1]) * int(found[2]) > MOST_ENTRIES:
+        raise ArgumentError(f"{FLAG}: {found[0][:40]!r} is more than {MOST_ENTRIES:,} layers, which are not predicted")
+    return found[1] * int(found[2])
 
 
 def read(training: TrainingConfig) -> int:
@@ -45,7 +51,7 @@ def read(training: TrainingConfig) -> int:
     for name in _ALONE:
         if getattr(training, name) not in (0, None, False):
             raise ArgumentError(f"{FLAG} says what each stage holds: leave --{name.replace('_', '-')} out")
-    if not letters.startswith("E") or not letters.endswith("L") or (letters.count("E"), letters.count("L")) != (1, 1):
+    if not found[0].startswith("E") or not letters.endswith("L") or (letters.count("E"), letters.count("L")) != (1, 1):
         raise ArgumentError(f"{FLAG} {text}: one E is the first letter and one L the last: change it")
     for letter, flag, count in (
         ("t", "--num-layers", training.num_layers),

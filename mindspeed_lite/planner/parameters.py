@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from . import further_tokens, latent
 from .layers import Chunk
-from .pieces import norm_parameters
+from .pieces import mlp_parameters, norm_parameters
 from .training import TrainingConfig
 
 
@@ -56,15 +56,15 @@ def of_layer(training: TrainingConfig, has_experts: bool) -> Parameters:
     """Of one transformer layer."""
     dense = _attention(training) + 2 * norm_parameters(training, training.hidden_size)
     if not has_experts:
-        return Parameters(dense + _mlp(training, training.ffn_hidden_size, training.tp))
+        return Parameters(dense + mlp_parameters(training, training.ffn_hidden_size, training.tp))
     hidden = training.hidden_size
     # The router, and its bias where linear layers have one.
     dense += training.num_experts * (hidden + training.add_bias_linear)
     shared = training.moe_shared_expert_intermediate_size
     if shared:
-        dense += _mlp(training, shared, training.tp) + hidden * training.moe_shared_expert_gate
+        dense += mlp_parameters(training, shared, training.tp) + hidden * training.moe_shared_expert_gate
     local = training.num_experts // training.ep
-    return Parameters(dense, local * _mlp(training, training.moe_ffn_hidden_size, training.etp))
+    return Parameters(dense, local * mlp_parameters(training, training.moe_ffn_hidden_size, training.etp))
 
 
 def _embedding(training: TrainingConfig) -> int:
@@ -93,10 +93,3 @@ def _attention(training: TrainingConfig) -> int:
     # A row-parallel layer adds its bias after the sum over ranks: every rank has all of it.
     found += hidden * training.add_bias_linear
     return found + (2 * norm_parameters(training, size) if training.qk_layernorm else 0)
-
-
-def _mlp(training: TrainingConfig, width: int, split: int) -> int:
-    local = width // split
-    first = local * (2 if training.gated else 1)
-    bias = training.add_bias_linear
-    return first * (training.hidden_size + bias) + local * training.hidden_size + training.hidden_size * bias

@@ -84,6 +84,14 @@ def norm_parameters(training: TrainingConfig, width: int) -> int:
     return width if training.normalization == "RMSNorm" else 2 * width
 
 
+def mlp_parameters(training: TrainingConfig, width: int, split: int) -> int:
+    """Of an MLP of this width, of which each of `split` ranks has a part."""
+    local = width // split
+    first = local * (2 if training.gated else 1)
+    bias = training.add_bias_linear
+    return first * (training.hidden_size + bias) + local * training.hidden_size + training.hidden_size * bias
+
+
 def keeps_norm_input(training: TrainingConfig) -> bool:
     """Whether a norm keeps its input as it is.
 

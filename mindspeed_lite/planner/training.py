@@ -139,6 +139,8 @@ class TrainingConfig:
     moe_permute_fusion: bool = False
     moe_router_fusion: bool = False
     moe_tp_extend_ep: bool = False
+    balanced_moe_experts: bool = False
+    balanced_moe_hot_expert_num: int = 3
     moe_zero_memory: str = ""
     moe_zero_memory_num_layers: int | None = None
     recompute_activation_function: bool = False
@@ -291,6 +293,14 @@ class TrainingConfig:
         return dataclasses.replace(self, **changed)  # type: ignore[arg-type]
 
 
+# Entries that a list expression may make.
+MOST_ENTRIES = 100_000
+
+
+def _size(value: int | list[int]) -> int:
+    return abs(value) if isinstance(value, int) else len(value)
+
+
 @functools.lru_cache(maxsize=256)
 def pattern(text: str) -> int | list[int]:
     """`--moe-layer-freq` and its like: every so many layers, or a list expression such as `([0]*1+[1]*3)*2`."""
@@ -305,6 +315,8 @@ def pattern(text: str) -> int | list[int]:
             return [item for each in node.elts if isinstance(item := value(each), int)]
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Mult):
             left, right = value(node.left), value(node.right)
+            if isinstance(node.op, ast.Mult) and _size(left) * _size(right) > MOST_ENTRIES:
+                raise ValueError(text)
             found = left + right if isinstance(node.op, ast.Add) else left * right  # type: ignore[operator]
             return found
         raise ValueError(text)

@@ -152,8 +152,8 @@ class Queueing(TorchDispatchMode):
         lane = self._lane
         if not lane:
             return func(*args, **kwargs)
-        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        written = [each for each in _written(func, args, kwargs) if isinstance(each, torch.Tensor)]
+        given = _tensors_in((*args, *kwargs.values()))
+        written = _written(func, args, kwargs)
         if not lane.is_written(given) and not (written and lane.is_used(written)):
             return func(*args, **kwargs)
         if func.is_view:
@@ -182,9 +182,20 @@ def _places_written(func: Any) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    found = [args[index] if index < len(args) else kwargs.get(name) for index, name in _places_written(func)]
-    return tree_leaves(found)
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    places = _places_written(func)
+    return _tensors_in([args[index] if index < len(args) else kwargs.get(name) for index, name in places])
+
+
+def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """Those of an operator's arguments, of which a list of tensors is one."""
+    found: list[torch.Tensor] = []
+    for each in values:
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+        elif isinstance(each, (list, tuple)):
+            found += [one for one in each if isinstance(one, torch.Tensor)]
+    return found
 
 
 @functools.cache
@@ -220,21 +231,71 @@ def _is_plain(func: Any) -> bool:
     return func.namespace in ("aten", "prims") and not late & set(func.tags)
 
 
+# What a layer's operators return is asked for in every step; more kinds of calls than this are no model's.
+_MOST_CALLS = 4096
+_returned_shapes: dict[Any, Any] = {}
+
+
 def _empty_results(func: Any, args: Any, kwargs: Any) -> Any:
     """Memory for its results; None where their shapes cannot be told."""
+    key = (func, torch.get_default_dtype(), _shapes_in(args), _shapes_in(kwargs))
+    try:
+        found = _returned_shapes.get(key)
+    except TypeError:  # a value that has no hash
+        return _memory(_infer_shapes(func, args, kwargs))
+    if found is None:
+        if len(_returned_shapes) >= _MOST_CALLS:
+            _returned_shapes.clear()
+        found = _returned_shapes[key] = _infer_shapes(func, args, kwargs) or _UNKNOWN
+    return None if found is _UNKNOWN else _memory(found)
 
-    def shape_of(tensor: torch.Tensor) -> torch.Tensor:
+
+class _Shape(NamedTuple):
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+_UNKNOWN = object()
+
+
+def _shape_of(tensor: torch.Tensor) -> _Shape:
+    return _Shape(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _shapes_in(value: Any) -> Any:
+    """`value` with shapes in the place of tensors; equal where an operator returns the same shapes."""
+    if isinstance(value, torch.Tensor):
+        return _shape_of(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_shapes_in, value))
+    if isinstance(value, dict):
+        return tuple((name, _shapes_in(each)) for name, each in value.items())
+    # 1, 1.0 and True are equal, and an operator's result may have another dtype.
+    return type(value), value
+
+
+def _memory(shapes: Any) -> Any:
+    """A tensor for a shape, a tuple of them for several; None for None."""
+    if shapes is None:
+        return None
+    if isinstance(shapes, _Shape):
+        return torch.empty_strided(shapes.size, shapes.stride, dtype=shapes.dtype)
+    return tuple(map(_memory, shapes))
+
+
+def _infer_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    def without_values(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
     try:
-        shapes = func(*tree_map_only(torch.Tensor, shape_of, args), **tree_map_only(torch.Tensor, shape_of, kwargs))
+        found = func(
+            *tree_map_only(torch.Tensor, without_values, args), **tree_map_only(torch.Tensor, without_values, kwargs)
+        )
     except (NotImplementedError, RuntimeError):
         # No meta kernel, or inputs that it refuses. The caller runs the operator at once, which raises what is wrong.
         return None
-    return tree_map_only(torch.Tensor, memory_of, shapes)
+    return _shape_of(found) if isinstance(found, torch.Tensor) else tuple(map(_shape_of, found))
 
 
 def _fill(results: Any, func: Any, args: Any, kwargs: Any) -> None:
@@ -257,9 +318,11 @@ def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]
             return original(*args, **kwargs)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         finish_for(tensors, writing=True)
-        if lane is None or signature.bind(*args, **kwargs).arguments.get("async_op"):
+        if lane is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("async_op"):
+            return original(*args, **kwargs)
         bound.arguments["async_op"] = True
         work = original(*bound.args, **bound.kwargs)
         if work is not None:

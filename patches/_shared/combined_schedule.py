@@ -8,7 +8,7 @@ from __future__ import annotations
 from mindspeed_lite.engine import Context, matches
 from mindspeed_lite.platform import megatron
 
-from . import moe
+from . import moe, pipeline_orders
 
 ARGUMENT = "overlap_moe_expert_parallel_comm"
 UNSUPPORTED = {
@@ -33,7 +33,9 @@ def why_not(context: Context) -> list[str]:
                 "one expert a rank, whose input the schedule of Megatron 0.16 frees: add experts, or take 0.17"
             )
     found += moe.why_not_dispatched(context, "alltoall", "flex")
-    if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not any(arg(name, None) for name in _STAGES):
+    # DualPipeV brings its virtual stages.
+    has_stages = any(arg(name, None) for name in _STAGES) or context.settings.get(pipeline_orders.METHOD)
+    if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not has_stages:
         found.append(
             "--pipeline-model-parallel-size above 1 without virtual stages: no two micro-batches stand side by side; "
             "add --num-virtual-stages-per-pipeline-rank 2"

@@ -35,6 +35,12 @@ class SyncPlan:
     gathered: Mapping[Step, int]
     places: Mapping[int, Step]
 
+    @functools.cached_property
+    def last_of_chunks(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By chunk, the micro-batch of its last backward pass and the one after which all gradients are there."""
+        found = [{step.chunk: step.microbatch for step in steps} for steps in (self.last_backward, self.complete)]
+        return found[0], found[1]
+
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
     """Return the plan of a rank. As in Megatron, ranks with several chunks start together: the first ones later.
@@ -75,6 +81,11 @@ class DataParallelSync:
         self._closing = plan.last_backward | plan.complete
         self._reduced: set[int] = set()
         self._held_back = contextlib.ExitStack()
+
+    @staticmethod
+    def is_asked_for(config: Any) -> bool:
+        """Whether the configuration has a function that holds back or starts anything."""
+        return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
         """Return what to call before and after steps, by their place."""

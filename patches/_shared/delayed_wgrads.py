@@ -5,6 +5,8 @@ The linear layers of `delay_wgrad_compute` queue them. A schedule has a step for
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from mindspeed_lite.pipeline.wgrad import WgradBatches
@@ -18,6 +20,17 @@ class DelayedWgrads:
     def __init__(self, model: Any) -> None:
         self._layers = [each for each in model.modules() if getattr(each, QUEUE, None) is not None]
         self._batches = WgradBatches([getattr(each, QUEUE) for each in self._layers])
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it no layer computes its gradients because Megatron asks for them."""
+        for layer in self._layers:
+            getattr(layer, QUEUE).is_kept = True
+        try:
+            yield
+        finally:
+            for layer in self._layers:
+                getattr(layer, QUEUE).is_kept = False
 
     def seal(self, is_last: bool) -> None:
         """End a backward pass. Autograd was given something in the gradients' stead, which only the last one keeps:

@@ -5,17 +5,20 @@ process that computes by itself has no such queue, and neither has the weight gr
 issues before the next message. Within one pair of layers, forward (F) of one micro-batch and backward (B) of another:
 
     Megatron                     here                             beside the message
-    B combine                    B combine                        B attention's weight gradients of the layer before,
+    B combine                    B combine                        B weight gradients of the layer before,
     F attention                  F attention                      F attention
-    B experts                    F dispatch                       B experts and their weight gradients
+    B experts                    F dispatch                       B experts
     F dispatch                   B experts
-    B experts' weight gradients  B dispatch                       B experts' weight gradients, F experts
-    B dispatch                   B experts' weight gradients
-    F experts                    F experts
-    F combine                    F combine                        B attention
-    B attention                  B attention
+    B experts' weight gradients  B dispatch                       F experts
+    B dispatch                   F experts
+    F experts                    F combine                        B attention, and the weight gradients
+    F combine                    B attention                      behind the next B combine
+    B attention
 
-Messages leave in the same order, and each gradient is a sum in the same order: the same bits.
+The experts of the other micro-batch are longer than a message, where both pay at all. So weight gradients go where
+attention alone is beside messages. In the last layer of a backward pass, and where there is no forward pass, those of
+the experts run behind B dispatch. Messages leave in the same order, and each gradient is a sum in the same order: the
+same bits.
 """
 
 from __future__ import annotations
@@ -54,8 +57,11 @@ def _forward(layer: Any) -> Any:
     )
 
 
-def _backward(layer: Any, waiting: list[Callable[[], None]]) -> Any:
-    """A layer of the backward pass whose weight gradients are computed behind the next message."""
+def _backward(layer: Any, waiting: list[Callable[[], None]], has_next: bool) -> Any:
+    """A layer of the backward pass whose weight gradients are computed behind a later message.
+
+    has_next: a pair of layers comes behind this one in the backward pass, whose combine they can be left to.
+    """
     name, first = _before_dispatch(layer)
 
     def behind(node: Any) -> Any:
@@ -73,7 +79,7 @@ def _backward(layer: Any, waiting: list[Callable[[], None]]) -> Any:
     return AttributeOverride(
         layer,
         moe_combine=behind(layer.moe_combine),
-        moe_dispatch=behind(layer.moe_dispatch),
+        moe_dispatch=layer.moe_dispatch if has_next else behind(layer.moe_dispatch),
         mlp=put_off(layer.mlp),
         **{name: put_off(first)},
     )
@@ -86,7 +92,8 @@ def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         # What the last layer of a backward pass computes goes with messages of the pipeline.
         waiting: list[Callable[[], None]] = session.state(_STATE, list)
         forward = None if f_layer is None else _forward(f_layer)
-        backward = None if b_layer is None else _backward(b_layer, waiting)
+        has_next = f_layer is not None and not is_last_layer_in_bwd
+        backward = None if b_layer is None else _backward(b_layer, waiting, has_next)
         return wrapped(forward, backward, f_input, b_grad, is_last_layer_in_bwd)
 
     return run

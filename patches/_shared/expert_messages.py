@@ -37,6 +37,14 @@ def put(session: Session, job: Callable[[], None]) -> bool:
     return any(each.messages.put(job) for each in states if each is not None)
 
 
+def expect_jobs(session: Session) -> None:
+    """Say that the backward pass of what runs now will `put` jobs."""
+    for name in (ALLTOALL, ALLGATHER):
+        state = session.find(name)
+        if state is not None:
+            state.messages.expect_jobs()
+
+
 def run_jobs(session: Session) -> None:
     """Run what was put and has found no message yet."""
     for name in (ALLTOALL, ALLGATHER):
@@ -52,7 +60,7 @@ def during(feature: str, is_dispatch: bool) -> Callable[[Callable[..., Any], Ses
         def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
             state = state_of(session, feature)
             state.is_dispatch = is_dispatch
-            state.messages.begin()
+            state.messages.begin(is_dispatch)
             try:
                 return wrapped(self, *args, **kwargs)
             finally:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,20 +20,32 @@ import torch.distributed as dist
 
 from mindspeed_lite import _version
 from mindspeed_lite.engine import OptionError, Session
-from mindspeed_lite.memory.layer_records import LAYER, LayerRecord, LayerRecorder, Moment
-from mindspeed_lite.memory.recompute_choice import BudgetError, LayerChoice, choose, gib, leanest, merged, peak, ways
+from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
+from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
+from mindspeed_lite.memory.offload import Offload
+from mindspeed_lite.memory.recompute_choice import (
+    BudgetError,
+    LayerChoice,
+    StageRecord,
+    choose,
+    gib,
+    leanest,
+    merged,
+)
 from mindspeed_lite.memory.recompute_table import table
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.platform import cache
 
+from .. import swap_attention
 from .recomputed_layers import RecomputedLayer
 
 # The first step of a process is slower than the others, so its times are left out where there is a second one.
 RECORD_STEPS = 2
+NOTHING_MOVES = "no part of a layer has anything that could be"
 # How often a choice that turned out too large is made again with less.
 MAX_CHECKS = 3
-
-Told = tuple[list[frozenset[str]], list[LayerRecord], dict[Moment, int]]
+# Bytes of a copy that is timed, at most: that of the layer that would move most, if it is less.
+TIMED_BYTES = 64 << 20
 
 
 class MemoryChoice:
@@ -44,13 +56,31 @@ class MemoryChoice:
         self._layers: list[RecomputedLayer] = []
         self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
         self._file = ""
-        self._told: dict[int, Told] = {}
+        self._told: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
+        self._engine: CopyEngine | None = None
+        self._offload: Offload | None = None
+        self._why_kept = "; ".join(swap_attention._why_not_here(session.context.device))
+        self._recorder: LayerRecorder | None = None
 
     def add(self, layer: Any) -> None:
         """One more layer of this rank."""
-        self._layers.append(RecomputedLayer(len(self._layers), layer, self._session))
+        if self._offload is None and not self._why_kept:
+            device = torch.device(self._session.context.device)
+            self._engine = swap_attention._copy_engine_of(device)
+            on_refusal = self._session.fallback_of(self._session.feature)
+            self._offload = Offload(self._engine, device.type, None, on_refusal)
+        self._layers.append(RecomputedLayer(len(self._layers), layer, self._session, self._offload))
+
+    @contextlib.contextmanager
+    def forward_pass(self) -> Iterator[None]:
+        """Around the forward pass of the layers of a chunk."""
+        with contextlib.ExitStack() as stack:
+            for each in (self._offload, self._recorder):
+                if each is not None:
+                    stack.enter_context(each.forward_pass())
+            yield
 
     def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Run the forward and backward passes of a step, recorded or measured while there is something to learn."""
@@ -66,27 +96,53 @@ class MemoryChoice:
         if self._steps < RECORD_STEPS:
             return self._recorded(original, given)
         tracker = Tracker(_excluded(given))
-        with tracker:
-            result = original(**given)
+        if self._offload is not None:
+            self._offload.counter = tracker
+        try:
+            with tracker:
+                result = original(**given)
+        finally:
+            if self._offload is not None:
+                self._offload.counter = None
         self._check(tracker.peak, given)
         return result
 
     def _recorded(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        recorder = LayerRecorder(len(self._layers), _excluded(given), self._synchronize)
+        recorder = self._recorder = LayerRecorder(len(self._layers), _excluded(given), self._synchronize)
         with contextlib.ExitStack() as stack:
             for layer in self._layers:
                 stack.enter_context(layer.recorded(recorder))
             stack.enter_context(recorder)
-            result = original(**given)
+            try:
+                result = original(**given)
+            finally:
+                self._recorder = None
         self._steps = RECORD_STEPS if self._explains else self._steps + 1
         if self._steps == RECORD_STEPS:
-            told = ([layer.can for layer in self._layers], recorder.layers, recorder.moments)
+            told = self._record_of(recorder)
             self._told = {stage: merged(each) for stage, each in _by_stage(told).items()}
             self._budgets = dict.fromkeys(self._told, self._budget)
             self._solve(given)
             if self._explains:
                 sys.exit(0)
         return result
+
+    def _record_of(self, recorder: LayerRecorder) -> StageRecord:
+        """What the recorder has seen, and how fast copies are."""
+        can = [layer.can for layer in self._layers]
+        found = StageRecord(can, recorder.layers, recorder.moments, [layer.can_swap for layer in self._layers])
+        if self._engine is None or self._offload is None:
+            return found
+        found.smallest, found.rates = self._offload.smallest, (1.0, 1.0)
+        moved = max((way.moved for each in found.options() for way in each), default=0)
+        found.rates = None
+        if moved:
+            device = torch.device(self._session.context.device)
+            try:
+                found.rates = bandwidths(self._engine, device, min(moved, TIMED_BYTES), self._synchronize)
+            except (MemoryError, RuntimeError) as error:
+                self._session.notice(f"{self._session.feature}: no copy to the host was made: {error}")
+        return found
 
     def _solve(self, given: dict[str, Any]) -> None:
         """Choose for every stage on rank 0, print, and run like that from the next step on."""
@@ -101,27 +157,26 @@ class MemoryChoice:
             raise OptionError(f"{self._session.feature}: {answer[0]}{_what_reaches_it(given)}")
         self._apply(answer[0])
         for stage, choice in answer[0].items():
-            can, records, moments = self._told[stage]
-            whole = peak(
-                [next(w for w in ways(*each) if not w.again) for each in zip(records, can, strict=True)], moments
-            )
-            self._session.log_decision(table(choice, whole, self._budget, stage, len(answer[0])))
+            told = self._told[stage]
+            why_kept = self._why_kept or NOTHING_MOVES
+            text = table(choice, told.everything(), self._budget, stage, len(answer[0]), told.rates, why_kept)
+            self._session.log_decision(text)
 
     def _chosen(self, stage: int) -> LayerChoice:
-        can, records, moments = self._told[stage]
-        options = [ways(record, parts) for record, parts in zip(records, can, strict=True)]
+        told = self._told[stage]
+        options, transfers = told.options(), told.transfers()
         try:
-            return choose(options, moments, self._budgets[stage])
+            return choose(options, told.moments, self._budgets[stage], transfers)
         except BudgetError as error:
             if self._budgets[stage] == self._budget:
                 raise BudgetError(error.least, self._budget, stage) from None
-        # More was measured than foreseen, and the training runs: it takes as little as there is.
+        # More was measured than predicted, and the training runs: it takes as little as there is.
         self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
-        return leanest(options, moments)
+        return leanest(options, told.moments, transfers)
 
     def _apply(self, choices: dict[int, LayerChoice]) -> None:
         for layer, way in zip(self._layers, choices[_stage()].ways, strict=True):
-            layer.run_again(way.again)
+            layer.run_again(way.again, way.swapped)
 
     def _check(self, measured: int, given: dict[str, Any]) -> None:
         """Compare with what was measured; choose again where it is above the budget."""
@@ -152,24 +207,25 @@ class MemoryChoice:
         self._file = f"memory-{self._key(given)}.json"
         if dist.get_rank() == 0 and not self._explains:
             with contextlib.suppress(OSError, ValueError, LookupError, cache.NoCache):
-                found = [json.loads((cache.folder() / self._file).read_text())["stages"]]
+                found = [json.loads((cache.folder() / self._file).read_text())["layers"]]
         dist.broadcast_object_list(found, 0)
         mine = (found[0] or {}).get(str(_stage()), [])
         fits = len(mine) == len(self._layers) and all(
-            set(parts) <= layer.can for parts, layer in zip(mine, self._layers, strict=False)
+            set(again) <= layer.can and set(swapped) <= layer.can_swap
+            for (again, swapped), layer in zip(mine, self._layers, strict=False)
         )
         if not all(all(each) for each in _by_stage(fits).values()):
             return False
-        for layer, parts in zip(self._layers, mine, strict=True):
-            layer.run_again(frozenset(parts))
+        for layer, (again, swapped) in zip(self._layers, mine, strict=True):
+            layer.run_again(frozenset(again), frozenset(swapped))
         self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose ({self._file})")
         return True
 
     def _keep(self) -> None:
-        stages = _by_stage([sorted(layer.again) for layer in self._layers])
+        stages = _by_stage([(sorted(layer.again), sorted(layer.swapped)) for layer in self._layers])
         if dist.get_rank() == 0 and self._told:
             try:
-                text = json.dumps({"stages": {stage: each[0] for stage, each in stages.items()}}, indent=1)
+                text = json.dumps({"layers": {stage: each[0] for stage, each in stages.items()}}, indent=1)
                 (cache.folder() / self._file).write_text(text)
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")

@@ -5,6 +5,7 @@ Megatron's parts are called: its passes, communicator, reductions and `finalize_
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,11 @@ from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_progra
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import pipeline_orders, recomputed_units
+from . import combined_passes, pipeline_orders, recomputed_units
+from .combined_passes import CombinedPasses
 from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from .delayed_wgrads import DelayedWgrads
+from .pipeline_orders import Asked
 from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
 from .proxies import AttributeOverride
 
@@ -28,6 +31,7 @@ class PlannedStep:
 
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
+        self.last_rank = schedule.locations[schedule.num_stages - 1][0]
         self.recomputed = frozenset(step[1:] for step in program.steps if step.kind is Kind.RECOMPUTE)
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
@@ -43,10 +47,27 @@ class ExecutorState:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
         self.is_on = True
+        self._asked: tuple[Settings, Asked] | None = None
         session.on_end(self.end)
+
+    @functools.cached_property
+    def modules(self) -> tuple[Any, Any, Any]:
+        """What a step calls; to import it takes a step longer than to run some."""
+        import torch
+        from megatron.core import parallel_state
+        from megatron.core.pipeline_parallel import schedules
+
+        return torch, parallel_state, schedules
 
     def end(self) -> None:
         self.is_on = False
+
+    def asked(self, session: Session) -> Asked:
+        """What the session's flags ask for; another set of features has other settings."""
+        settings = session.settings
+        if self._asked is None or self._asked[0] is not settings:
+            self._asked = settings, Asked.of(pipeline_orders.in_force(session))
+        return self._asked[1]
 
     def delayed_of(self, model: Any) -> DelayedWgrads:
         if model not in self.delayed:
@@ -61,6 +82,8 @@ def listed(given: Any) -> list[Any]:
 def execute(
     session: Session,
     state: ExecutorState,
+    asked: Asked,
+    config: Any,
     *,
     forward_step_func: Callable[..., Any],
     data_iterator: Any,
@@ -77,11 +100,8 @@ def execute(
     pg_collection: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
-    import torch
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import schedules
-
-    models, config = listed(model), schedules.get_model_config(listed(model)[0])
+    torch, parallel_state, schedules = state.modules
+    models = listed(model)
     tp = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
     cp = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
     if p2p_communicator is None:
@@ -89,18 +109,20 @@ def execute(
         p2p_communicator = schedules.P2PCommunicator(pp_group=pp, config=config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
-    shape = PipelineShape(ranks, num_microbatches, len(models), group)
-    settings = pipeline_orders.in_force(session)
-    delays = pipeline_orders.delays_weight_gradients(settings) and not forward_only
+    delays = asked.delays and not forward_only
     # A call that waits for its message's receiver would hold up the weight gradients that are to run meanwhile.
     is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
-    planned = _planned(settings, state, shape, rank, forward_only, config, is_async)
-    last_rank = planned.schedule.locations[planned.schedule.num_stages - 1][0]
+    shape = (ranks, num_microbatches, len(models), group)
+    is_combined = not forward_only and combined_passes.is_asked_for(config)
+    planned = _planned(asked, state, shape, rank, forward_only, config, is_async, is_combined)
+    last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
         embedding = schedules.clear_embedding_activation_buffer(config, model, rank == last_rank)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+    # Only the loss of each token divides by it; a rank that gets the losses gets it too.
+    counts = config.calculate_per_token_loss or last_rank != ranks - 1
     this = TrainingStep(
         forward_step_func,
         listed(data_iterator),
@@ -111,15 +133,18 @@ def execute(
         forward_only,
         collect_non_loss_data,
         first_val_step,
-        num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+        num_tokens=torch.zeros([], dtype=torch.int, device="cuda") if counts else None,
     )
     fully = config.num_microbatches_with_partial_activation_checkpoints
     if fully is not None and not forward_only:
         this.checkpointed = {step[1:]: place >= fully for step, place in planned.place_in_window.items()}
-    sync = None if forward_only else DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0)
+    is_synced = not forward_only and DataParallelSync.is_asked_for(config)
+    sync = DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0) if is_synced else None
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    recomputed = None if forward_only else recomputed_units.for_step(session, config, planned.recomputed)
-    passes = MegatronPasses(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
+    is_recomputed = asked.recomputes and not forward_only
+    recomputed = recomputed_units.for_step(session, config, planned.recomputed) if is_recomputed else None
+    made = CombinedPasses if is_combined else MegatronPasses
+    passes = made(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
     tensor_shapes = schedules.get_tensor_shapes(
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
@@ -135,7 +160,7 @@ def execute(
         single = AttributeOverride(config, batch_p2p_comm=False)
         communicator = schedules.P2PCommunicator(pp_group=p2p_communicator.pp_group, config=single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
-    trace = None if forward_only else _trace(session, rank)
+    trace = None if forward_only or asked.trace is None else _trace(asked.trace, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
         sync.begin()
@@ -183,38 +208,33 @@ def _on(device: Any, given: list[Any]) -> list[Any]:
 
 
 def _planned(
-    settings: Settings,
+    asked: Asked,
     state: ExecutorState,
-    shape: PipelineShape,
+    shape: tuple[int, int, int, int],
     rank: int,
     forward_only: bool,
     config: Any,
     is_async: bool,
+    is_combined: bool = False,
 ) -> PlannedStep:
     # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
     exchanges_lengths = config.variable_seq_lengths or config.mtp_standalone
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
-    # Flags of other features, which may be turned on between two steps.
-    asked = (
-        pipeline_orders.name_of(settings),
-        settings.get(pipeline_orders.IN_BUBBLE),
-        settings.get(pipeline_orders.IN_ADVANCE),
-    )
-    key = (shape, rank, forward_only, joining, lookahead, asked)
-    if key not in state.planned:
-        schedule = pipeline_orders.schedule_of(settings, shape, forward_only)
+    # Flags of other features may be turned on between two steps.
+    key = (shape, rank, forward_only, joining, lookahead, is_combined, asked.flags)
+    found = state.planned.get(key)
+    if found is None:
+        schedule = pipeline_orders.schedule_of(asked.settings, PipelineShape(*shape), forward_only)
         # A receive that is begun a step early runs beside that step.
-        program = compile_program(schedule, rank, lookahead, joining)
-        state.planned[key] = PlannedStep(schedule, program, sync_plan(program.steps, shape.chunks, rank))
-    return state.planned[key]
+        program = compile_program(schedule, rank, lookahead, joining, is_combined)
+        plan = sync_plan(program.steps, schedule.num_chunks, rank)
+        found = state.planned[key] = PlannedStep(schedule, program, plan)
+    return found
 
 
-def _trace(session: Session, rank: int) -> Trace | None:
+def _trace(folder: str, rank: int) -> Trace:
     import torch
 
-    folder = session.settings["pipeline_schedule_trace"]
-    if folder is None:
-        return None
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Trace(rank, Path(folder) / f"rank{torch.distributed.get_rank()}.jsonl")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import Context, OptionError, Session, Settings
 from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, zero_bubble
@@ -57,6 +57,38 @@ def in_force(session: Session) -> Settings:
     if recomputes_in_steps(settings) and session.find(RECORDED) is None:
         without.update({IN_BUBBLE: None, IN_ADVANCE: None})
     return Settings({**settings, **without}) if without else settings
+
+
+class Asked(NamedTuple):
+    """What the flags of a session ask of a training step.
+
+    settings: without the flags of features that were skipped. name: of the order. delays: whether it may have weight
+    gradients as steps of their own. recomputes: whether recomputation is steps of their own.
+    trace: the folder for records. flags: what the order follows from.
+    """
+
+    settings: Settings
+    name: str | None
+    delays: bool
+    recomputes: bool
+    trace: str | None
+    flags: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, settings: Settings) -> Asked:
+        return cls(
+            settings,
+            name_of(settings),
+            delays_weight_gradients(settings),
+            recomputes_in_steps(settings),
+            settings.get("pipeline_schedule_trace"),
+            (name_of(settings), settings.get(IN_BUBBLE), settings.get(IN_ADVANCE)),
+        )
+
+    @property
+    def is_v(self) -> bool:
+        """Whether the model is placed in a V."""
+        return bool(self.settings.get(METHOD))
 
 
 def recomputes_in_steps(settings: Mapping[str, Any]) -> bool:

@@ -61,16 +61,15 @@ class MegatronPasses:
         recomputed: RecomputedUnits | None = None,
     ) -> None:
         self._schedules, self._this = schedules, this
-        self._last_backward = {step.chunk: step.microbatch for step in plan.last_backward}
-        self._complete = {step.chunk: step.microbatch for step in plan.complete}
+        self._last_backward, self._complete = plan.last_of_chunks
         self._delayed, self._recomputed = delayed, recomputed
         self.releases = bool(this.config.deallocate_pipeline_outputs)
         # Megatron numbers model chunks where there are several.
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
-        self._is_last = [stage == schedule.num_stages - 1 for stage in schedule.placement[rank]]
-        has_type = _has_type(schedules.backward_step)
-        more = {"model_type": schedules.get_model_type(this.models[0])} if has_type else {}
-        self._backward_step = functools.partial(schedules.backward_step, **more, config=this.config)
+        last = schedule.num_stages - 1
+        self._is_last = [stage == last for stage in schedule.placement[rank]]
+        config, has_type = this.config, _has_type(schedules.backward_step)
+        self._more = (schedules.get_model_type(this.models[0]), config) if has_type else (config,)
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
         this, forward_step = self._this, self._schedules.forward_step
@@ -80,10 +79,8 @@ class MegatronPasses:
         fully = this.checkpointed
         # What the loss is divided by at the end of the step; else nothing reads it.
         num_tokens = this.num_tokens if config.calculate_per_token_loss else None
-        first, later = (
-            self._schedules.check_first_val_step(this.first_val_step, this.forward_only, is_first)
-            for is_first in (True, False)
-        )
+        is_first = self._schedules.check_first_val_step
+        first, later = (is_first(this.first_val_step, this.forward_only, each) for each in (True, False))
 
         def forward(microbatch: int, received: Any) -> Any:
             nonlocal num_tokens
@@ -127,13 +124,14 @@ class MegatronPasses:
         return backward
 
     def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        step, delayed = self._backward_step, self._delayed[chunk] if self._delayed else None
-        last = self._last_backward[chunk]
+        step, more = self._schedules.backward_step, self._more
+        if not self._delayed:
+            return lambda microbatch, received, output, gradient: step(received, output, gradient, *more)
+        delayed, last = self._delayed[chunk], self._last_backward[chunk]
 
         def input_grad(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
-            found = step(received, output, gradient)
-            if delayed is not None:
-                delayed.seal(microbatch == last)
+            found = step(received, output, gradient, *more)
+            delayed.seal(microbatch == last)
             return found
 
         return input_grad

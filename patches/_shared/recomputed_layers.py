@@ -1,8 +1,8 @@
-"""Runs chosen parts of a transformer layer again in the backward pass, and lets a recorder look on.
+"""Runs chosen parts of a transformer layer again in the backward pass or moves what they save, as a recorder looks on.
 
-What runs again may be changed from one step to the next. Norms and the activation are released by the machinery of
+Both may be changed from one step to the next. Norms and the activation are released by the machinery of
 `--recompute-norm` and `--recompute-activation-function`; attention, MLP or experts, and a whole layer run in Megatron's
-own `checkpoint`.
+own `checkpoint`. What is moved goes the way of `--swap-attention`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from mindspeed_lite.memory.layer_records import (
     MLP_NORM,
     LayerRecorder,
 )
+from mindspeed_lite.memory.offload import Offload
 
 from .. import recompute_activation_function, recompute_norm
+from ..swap_attention import HookedModule
 
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
@@ -35,16 +37,18 @@ _PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] 
 
 
 class RecomputedLayer:
-    """A transformer layer, of which parts are to run again.
+    """A transformer layer, of which parts are to run again or to wait in host memory.
 
     Attributes:
         can: the parts that may. again: those that do; the whole layer at first, which takes least memory.
+        can_swap: the parts whose activations may be moved. swapped: those whose are.
         recorder: what looks on, or None.
     """
 
-    def __init__(self, number: int, layer: Any, session: Session) -> None:
+    def __init__(self, number: int, layer: Any, session: Session, offload: Offload | None = None) -> None:
         self.number = number
         self.again: frozenset[str] = frozenset({LAYER})
+        self.swapped: frozenset[str] = frozenset()
         self.recorder: LayerRecorder | None = None
         self._layer, self._session = weakref.ref(layer), session
         # Which norms and activations can be recomputed is those features' own judgement.
@@ -58,19 +62,36 @@ class RecomputedLayer:
         for part, module in [(LAYER, layer), *((part, modules[part]) for part in sorted(parts))]:
             _PARTS[module] = (self, part)
             session.mark(module, "forward", functools.partial(_forward, module))
+        self.can_swap = frozenset() if offload is None else self._hook(layer, offload)
         self.run_again(self.again)
+
+    def _hook(self, layer: Any, offload: Offload) -> frozenset[str]:
+        """Let what the parts of the layer save go through `offload`; those that have any."""
+        modules = {part: getattr(layer, name) for part, name in {**_NORMS, **_CHECKPOINTED}.items()}
+        hooked = {part: each for part, each in modules.items() if any(True for _ in each.parameters())}
+
+        def saving(part: str) -> contextlib.AbstractContextManager[Any]:
+            return offload.saving() if part in self.swapped else contextlib.nullcontext()
+
+        every = [
+            HookedModule(layer, lambda: offload.layer(self.number, layer.parameters())),
+            *(HookedModule(module, functools.partial(saving, part)) for part, module in hooked.items()),
+        ]
+        for handle in (handle for each in every for handle in each.handles):
+            self._session.on_end(handle.remove)
+        return frozenset(hooked)
 
     def _activations(self) -> list[Any]:
         layer = self._layer()
         name = recompute_activation_function.CHOSEN
         return [] if layer is None else [each for each in layer.mlp.modules() if name in vars(each)]
 
-    def run_again(self, parts: frozenset[str]) -> None:
-        """From now on these parts run again."""
+    def run_again(self, parts: frozenset[str], swapped: frozenset[str] = frozenset()) -> None:
+        """From now on these parts run again, and what others save waits in host memory."""
         layer = self._layer()
         if layer is None:
             return
-        self.again = parts
+        self.again, self.swapped = parts, swapped
         for part, name in _NORMS.items():
             if part in self.can:
                 self._session.mark(layer, f"recompute_{name}", part in parts)

@@ -147,7 +147,7 @@ def build(options: dict[str, Any]) -> tuple[list[Any], Any]:
 
 
 def _nudge(chunks: list[Any], seed: int) -> None:
-    """Move every weight by one rounding, up or down by chance."""
+    """Move every weight by one rounding, up or down at random."""
     generator = torch.Generator().manual_seed(seed)
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -261,7 +261,7 @@ class Training:
                 bf16=_dtype(options) == torch.bfloat16,
                 params_dtype=_dtype(options),
                 use_distributed_optimizer=distributed_optimizer,
-                clip_grad=1.0,
+                clip_grad=options.get("clip_grad", 1.0),
                 # Before 0.14 the wrapped model alone is told.
                 **({"overlap_param_gather": options.get("overlap_param_gather", False)} if told else {}),
             ),

@@ -45,3 +45,17 @@ def in_a_ring() -> None:
     import torch.distributed
 
     _in_step(lambda: _at_call(torch.distributed, "batch_isend_irecv", 2, _killed))
+
+
+def in_an_exchange() -> None:
+    """Between two exchanges of experts' tokens: of a layer, one has been sent and another has not."""
+    import torch.distributed
+
+    _in_step(lambda: _at_call(torch.distributed, "all_to_all_single", 4, _killed))
+
+
+def in_a_gather() -> None:
+    """Between two gatherings of experts' tokens."""
+    import torch.distributed
+
+    _in_step(lambda: _at_call(torch.distributed, "all_gather_into_tensor", 4, _killed))

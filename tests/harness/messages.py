@@ -1,4 +1,4 @@
-"""What a job does to collectives before features are on: count the messages that ours send, delay each by chance."""
+"""What a job does to collectives before features are on: count the messages that ours send, delay each at random."""
 
 from __future__ import annotations
 

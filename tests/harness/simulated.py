@@ -223,3 +223,79 @@ def copied_experts() -> None:
 
     copies.CopyPlan.make = make
     skewed_router()
+
+
+def seen_messages() -> None:
+    """Say after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
+    import json
+
+    from mindspeed_lite.bench.probes import experts
+    from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, WAIT, Timeline
+    from tests.harness import core_loop
+
+    seen, own = Timeline(), core_loop.Training.step
+    seen.install()
+    experts.install(seen)
+
+    def step(self: Any) -> Any:
+        with seen:
+            found = own(self)
+        waits = [each.name for each in seen.spans if each.lane == WAIT]
+        told = {"dispatch": waits.count(DISPATCH), "combine": waits.count(COMBINE), "bytes": sum(seen.sent.values())}
+        assert 0 < seen.waited_for_experts <= seen.waited
+        print(f"messages of experts: {json.dumps(told)}", flush=True)
+        return found
+
+    core_loop.Training.step = step  # type: ignore[method-assign]
+
+
+def drawn(seed: int) -> Any:
+    """In the place of `placement.chosen`: places at random, all ranks alike."""
+    chance = random.Random(seed)
+
+    def chosen(loads: Any, before: Any, ranks: int, price: float = 0.0) -> list[int]:
+        after, local = [0] * len(loads), len(loads) // ranks
+        for slot in range(local):
+            for expert, rank in zip(range(slot, len(loads), local), chance.sample(range(ranks), ranks), strict=True):
+                after[expert] = rank
+        return after
+
+    return chosen
+
+
+def drawn_placements() -> None:
+    """Let experts change places at random at every placement, and say that they moved."""
+    from mindspeed_lite.parallel.balance import placed_experts, placement
+
+    own, said = placed_experts.exchange, []
+
+    def exchange(*args: Any) -> int:
+        sent = own(*args)
+        if sent and not said:
+            said.append(True)
+            print("experts changed places", flush=True)
+        return sent
+
+    placement.chosen, placed_experts.exchange = drawn(1), exchange
+
+
+def killed_between_exchanges() -> None:
+    """The same, and ranks die once experts are home for the second checkpoint, which is not written by then."""
+    import os
+    import signal
+
+    from mindspeed_lite.patches import enable_expert_placement as patch
+
+    drawn_placements()
+    own, times = patch._Placements.go_home, []
+
+    def go_home(self: Any) -> None:
+        moved = [each for each in self.layers.values() if not each.is_home]
+        own(self)
+        if moved:
+            times.append(True)
+            print(f"home {len(times)}", flush=True)
+            if len(times) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    patch._Placements.go_home = go_home

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mindspeed_lite.memory import layer_ways
 from mindspeed_lite.memory import recompute_choice as choice
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
@@ -16,10 +17,13 @@ from mindspeed_lite.memory.layer_records import (
     LAYER,
     MLP,
     MLP_NORM,
+    NONE,
     LayerRecord,
+    Moment,
     SavedStorage,
 )
-from mindspeed_lite.memory.recompute_choice import BudgetError, Way
+from mindspeed_lite.memory.layer_ways import Transfers, Way
+from mindspeed_lite.memory.recompute_choice import BudgetError, StageRecord
 from mindspeed_lite.memory.recompute_table import table
 
 pytest.importorskip("scipy")
@@ -39,7 +43,11 @@ def random_ways(draw: random.Random) -> list[Way]:
 def test_it_is_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     options = [random_ways(draw) for _ in range(4)]
-    moments = {(-1, (1, 1, 1, 1)): draw.randint(0, 50), (3, (2, 1, 1, 1)): 3, (0, (1, 0, 0, 0)): draw.randint(0, 300)}
+    moments = {
+        Moment(NONE, (1, 1, 1, 1)): draw.randint(0, 50),
+        Moment(3, (2, 1, 1, 1)): 3,
+        Moment(0, (1, 0, 0, 0)): draw.randint(0, 300),
+    }
     peaks = {each: choice.peak(each, moments) for each in itertools.product(*options)}
     least = min(peaks.values())
     budget = least + draw.randint(0, 150)
@@ -68,7 +76,7 @@ def record(**seconds: float) -> LayerRecord:
 
 
 def test_the_bytes_of_each_way() -> None:
-    found = {way.again: way for way in choice.ways(record(), PARTS)}
+    found = {way.again: way for way in layer_ways.ways(record(), PARTS)}
     assert found[frozenset()].kept == 151 and found[frozenset({LAYER})].kept == 10
     assert found[frozenset({INPUT_NORM})].kept == 140
     activation = found[frozenset({ACTIVATION})]
@@ -82,44 +90,136 @@ def test_the_bytes_of_each_way() -> None:
 def test_an_input_that_only_a_second_run_reads_is_kept_for_it() -> None:
     # A norm that keeps copies of its own and not what it was given.
     saved = [SavedStorage(10, set(), enters=INPUT_NORM), SavedStorage(24, {INPUT_NORM})]
-    found = {way.again: way.kept for way in choice.ways(LayerRecord(saved, record().seconds), PARTS)}
+    found = {way.again: way.kept for way in layer_ways.ways(LayerRecord(saved, record().seconds), PARTS)}
     assert found[frozenset()] == 24 and found[frozenset({INPUT_NORM})] == 10
 
 
 def test_a_way_that_another_beats_is_left_out() -> None:
     nothing_gained = LayerRecord([each for each in record().storages if INPUT_NORM not in each.parts], record().seconds)
     nothing_gained.storages = [each for each in nothing_gained.storages if each.leaves != INPUT_NORM]
-    found = {way.again for way in choice.ways(nothing_gained, PARTS)}
+    found = {way.again for way in layer_ways.ways(nothing_gained, PARTS)}
     assert frozenset({INPUT_NORM}) not in found and frozenset({MLP_NORM}) in found
 
 
 def test_ranks_of_a_stage_choose_for_the_fullest() -> None:
     fuller = LayerRecord([*record().storages, SavedStorage(7, {MLP})], {**record().seconds, MLP: [19.0]})
-    told = [([PARTS], [record()], {(0, (1,)): 5}), ([PARTS - {LAYER}], [fuller], {(0, (1,)): 9, (-1, (2,)): 1})]
-    can, records, moments = choice.merged(told)
-    assert can == [PARTS - {LAYER}] and records[0].bytes == 158 and records[0].cost(MLP) == 20.0
-    assert moments == {(0, (1,)): 9, (-1, (2,)): 1}
+    one, two, at = frozenset({MLP}), frozenset({MLP, ATTENTION}), Moment(0, (1,))
+    told = [
+        StageRecord([PARTS], [record()], {at: 5}, [one], (3.0, 7.0), 10),
+        StageRecord([PARTS - {LAYER}], [fuller], {at: 9, Moment(NONE, (2,)): 1}, [two], (4.0, 5.0), 10),
+    ]
+    found = choice.merged(told)
+    assert found.can == [PARTS - {LAYER}] and found.layers[0].bytes == 158 and found.layers[0].cost(MLP) == 20.0
+    assert found.moments == {at: 9, Moment(NONE, (2,)): 1}
+    assert found.swappable == [one] and found.rates == (3.0, 5.0)
+    # Where one rank has no room on its host, none of them moves anything.
+    told[0].rates = None
+    assert choice.merged(told).rates is None and choice.merged(told).transfers() is None
 
 
 def test_a_table_says_what_runs_again() -> None:
-    options = [choice.ways(record(), PARTS)] * 3
-    moments = {(-1, (1, 1, 1)): 4}
+    options = [layer_ways.ways(record(), PARTS)] * 3
+    moments = {Moment(NONE, (1, 1, 1)): 4}
     text = table(choice.choose(options, moments, 420), 457, 420, 1, 2)
     assert "of pipeline stage 1" in text and "activation" in text and "the budget is 0.00 MiB" in text
 
 
 def test_a_stage_without_layers() -> None:
-    assert choice.choose([], {(-1, ()): 7}, 8).peak == 7
+    assert choice.choose([], {Moment(NONE, ()): 7}, 8).peak == 7
     with pytest.raises(BudgetError):
-        choice.choose([], {(-1, ()): 7}, 6)
+        choice.choose([], {Moment(NONE, ()): 7}, 6)
     assert "0.00 MiB at the peak; the budget" in table(choice.choose([], {}, 8), 0, 8, 1, 2)
 
 
 def test_a_search_that_ends_without_an_answer_leaves_what_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
-    options, moments = [choice.ways(record(), PARTS)] * 3, {(-1, (1, 1, 1)): 4}
+    options, moments = [layer_ways.ways(record(), PARTS)] * 3, {Moment(NONE, (1, 1, 1)): 4}
     found = choice.choose(options, moments, 420)
     assert found.peak <= 420 and found.gap == float("inf") and "may not be the least" in table(found, 457, 420, 0, 1)
     with pytest.raises(BudgetError) as error:
         choice.choose(options, moments, found.peak - 1)
     assert error.value.least == found.peak
+
+
+def moving_ways(draw: random.Random) -> list[Way]:
+    some = frozenset({"part"})
+    moved = draw.randint(20, 60)
+    return [
+        *random_ways(draw),
+        Way(frozenset(), draw.randint(5, 30), 0, 0, 0, 0.0, some, moved),
+        Way(some, draw.randint(5, 20), 0, 9, 9, draw.random(), some, moved // 2),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_with_copies_it_is_the_best_of_all(seed: int) -> None:
+    draw = random.Random(seed)
+    options = [*(moving_ways(draw) for _ in range(3)), random_ways(draw)]
+    times = tuple(draw.random() for _ in range(4)), tuple(draw.random() for _ in range(4))
+    lanes = Transfers((1, 2, 3, NONE), *times, draw.choice([30.0, 100.0, 1e4]), draw.choice([30.0, 100.0, 1e4]))
+    counts = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (1, 1, 1, 1)]
+    moments = {Moment(layer, each, forward): 5 for layer, each in enumerate(counts) for forward in (True, False)}
+    moments[Moment(NONE, counts[-1])] = draw.randint(0, 100)
+    found = {each: choice.peak(each, moments, lanes) for each in itertools.product(*options)}
+    least = min(found.values())
+    budget = least + draw.randint(0, 120)
+    seconds = {each: sum(way.seconds for way in each) + sum(lanes.exposed(each)) for each in found}
+    best = min(seconds[each] for each, peak in found.items() if peak <= budget)
+    chosen = choice.choose(options, moments, budget, lanes)
+    assert chosen.peak == found[chosen.ways] <= budget and chosen.seconds == pytest.approx(seconds[chosen.ways])
+    hidden = choice.HIDDEN_WEIGHT * sum(way.moved for way in chosen.ways) * (1 / lanes.out + 1 / lanes.back)
+    assert chosen.seconds <= (best + hidden) * (1 + choice.GAP) + 0.02
+    with pytest.raises(BudgetError) as error:
+        choice.choose(options, moments, least - 1, lanes)
+    assert error.value.least == least
+
+
+def test_a_copy_costs_what_the_layer_behind_it_does_not_hide() -> None:
+    move = Way(frozenset(), 0, 0, 0, 0, 0.0, frozenset({MLP}), 100)
+    again = Way(frozenset({MLP}), 0, 0, 0, 0, 2.0)
+    lanes = Transfers((1, NONE), (9.0, 4.0), (9.0, 5.0), out=20.0, back=10.0)
+    # 5 s out behind 4 s; 10 s back behind 5 s, and behind 7 s where the layer computes its MLP again.
+    assert lanes.exposed([move, Way(frozenset(), 0, 0, 0, 0, 0.0)]) == (1.0 + 5.0, 0.0)
+    assert lanes.exposed([move, again]) == (1.0 + 3.0, 0.0)
+    # Leaving and coming back, they are there beside those of the layer behind, and in between they are not.
+    moments = {Moment(0, (1, 0), True): 1, Moment(1, (1, 1), True): 2, Moment(1, (1, 1)): 3, Moment(NONE, (1, 1)): 50}
+    assert choice.peak([move, again], moments, lanes) == 103
+    assert choice.peak([move, again], {Moment(NONE, (2, 2)): 50}, lanes) == 50
+
+
+def test_what_moves_is_what_moved_parts_alone_save() -> None:
+    told = record()
+    told.follower = 1
+    movable = frozenset({INPUT_NORM, ATTENTION, MLP_NORM, MLP})
+    found = {(way.again, way.swapped): way for way in layer_ways.ways(told, PARTS, movable, smallest=10)}
+    nothing = frozenset[str]()
+    both = found[nothing, frozenset({ATTENTION, MLP})]
+    # Attention's own and its input; the MLP's input, what its activation starts from and what that gives.
+    assert (both.moved, both.kept) == (60 + 70, 151 - 130)
+    # What is given up to be computed again does not move, and neither does what that starts from.
+    mixed = found[frozenset({ACTIVATION}), frozenset({ATTENTION, MLP})]
+    assert (mixed.moved, mixed.back_late, mixed.kept) == (60 + 10, 20, 61)
+    # One byte is too small to be moved, and so is everything for a last layer, whose backward pass comes next.
+    assert found[nothing, frozenset({INPUT_NORM, ATTENTION, MLP})].moved == 140
+    told.follower = NONE
+    assert not any(way.moved for way in layer_ways.ways(told, PARTS, movable))
+    # The caller holds the first layer's input.
+    told.follower, told.is_first = 1, True
+    assert max(way.moved for way in layer_ways.ways(told, PARTS, movable, smallest=10)) == 140
+
+
+def test_what_several_layers_save_is_not_a_layers_own() -> None:
+    told = record()
+    told.storages.append(SavedStorage(1000, {ATTENTION}, is_shared=True))
+    assert {way.kept for way in layer_ways.ways(told, frozenset())} == {151} and told.bytes == 151
+
+
+def test_a_table_says_what_moves_and_why_nothing_does() -> None:
+    move = Way(frozenset({ACTIVATION}), 1 << 20, 0, 0, 0, 1e-3, frozenset({ATTENTION}), 3 << 20)
+    lanes = Transfers((1, NONE), (1.0, 1.0), (1.0, 1.0), 2e9, 1e9)
+    moments = {Moment(NONE, (1, 1)): 0}
+    found = choice.choose([[move], [Way(frozenset(), 1 << 20, 0, 0, 0, 0.0)]], moments, 4 << 20, lanes)
+    text = table(found, 8 << 20, 4 << 20, 0, 1, (2e9, 1e9))
+    assert "3.00 MiB" in text and "activation; attention" in text
+    assert "copies: 2.00 GB/s out, 1.00 GB/s back; 0.00 ms do not hide behind compute" in text
+    assert "nothing is moved to the host: cpu has one memory" in table(found, 0, 1, 0, 1, None, "cpu has one memory")

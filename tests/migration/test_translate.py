@@ -146,7 +146,7 @@ def test_it_becomes(given, expected):
             "--npu-deterministic",
             "--npu-deterministic is --deterministic-mode, and this release of Megatron-core has no",
         ),
-        ("--auto-settings", "--auto-settings (planned, not in this release): "),
+        ("--auto-settings", "--auto-settings (served in another way): "),
         ("--ttp-enabled", "--ttp-enabled (not a matter of mindspeed_lite): "),
         ("--use-nd-matmul", "--use-nd-matmul (gone from MindSpeed itself): "),
         (

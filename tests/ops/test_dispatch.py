@@ -207,13 +207,13 @@ def test_choosing_costs_less_than_ten_microseconds(op_name: str) -> None:
     try:
         for case in kept:
             operator._chosen[case] = lambda *args, **kwargs: nothing
-        # 10 us on the machine this was counted on, where the yardstick takes 5.
-        assert _best(call) < 2 * _best(_yardstick)
+        # 10 us on the machine this was counted on, where the baseline takes 5.
+        assert _best(call) < 2 * _best(_baseline)
     finally:
         operator.forget()
 
 
-def _yardstick() -> None:
+def _baseline() -> None:
     """Plain Python with its dictionaries and tuples."""
     seen: dict[tuple[int, str], int] = {}
     for number in range(40):

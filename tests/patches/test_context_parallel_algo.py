@@ -261,6 +261,15 @@ def test_it_is_on_above_one_rank_and_leaves_transformer_engine_alone():
     assert "--transformer-impl transformer_engine" in reason
 
 
+def test_flags_of_a_split_are_not_left_unmentioned_where_there_is_none():
+    given = context(context_parallel_size=1, context_parallel_algo="ulysses_cp_algo", cp_window_size=2)
+    assert FEATURE.is_enabled(given.settings)
+    assert FEATURE.condition(given) == [
+        "--context-parallel-algo, --cp-window-size beside --context-parallel-size 1: no sequence is split"
+    ]
+    assert FEATURE.condition(context(context_parallel_size=1)) == []
+
+
 def test_it_asks_for_no_mask_and_for_hierarchical_groups():
     assert FEATURE.arguments(context()) == {}
     assert FEATURE.arguments(context(host={"a": 1})) == {"create_attention_mask_in_dataloader": False}

@@ -50,8 +50,8 @@ def test_rows_and_activations_are_not_kept(level, number, counts):
     saved = counts[0] * level0 + counts[1] * level1
     assert off[0] - on[0] == saved
     layers = range(LAYERS)
-    foreseen = predicted("", layers, None) - predicted(level, layers, number)
-    assert abs(saved - sum(counts) * MAP - foreseen) <= 0.01 * foreseen
+    expected = predicted("", layers, None) - predicted(level, layers, number)
+    assert abs(saved - sum(counts) * MAP - expected) <= 0.01 * expected
 
 
 @pytest.mark.parametrize(
@@ -80,6 +80,66 @@ def test_every_kind_of_layer(fields):
         with mindspeed_lite.enabled(**flags, moe_zero_memory=level):
             on = step(model_of(**{**EXPERTS, **fields}))
         assert same(on, off) and on[0] < off[0]
+
+
+SHARED = {"moe_shared_expert_intermediate_size": 48}
+
+
+@pytest.mark.parametrize("overlapped", [False, True], ids=["whole", "beside messages"])
+@forked("megatron")
+def test_a_shared_expert_releases_its_activation(overlapped):
+    fields = {**EXPERTS, **SHARED, "moe_shared_expert_overlap": overlapped}
+    with mindspeed_lite.enabled(**GROUPED):
+        off = step(model_of(**fields))
+    size = 2 * TOKENS * SHARED["moe_shared_expert_intermediate_size"]
+    layers, foreseen = range(LAYERS), {}
+    for level, numbers in (("level0", 1), ("level1", 3)):
+        with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level):
+            model = model_of(**fields)
+            on, again = step(model), step(model)
+        assert same(on, off) and same(again, off)
+        rows = 2 * TOKENS * 2
+        saved = LAYERS * (rows * (HIDDEN + numbers * FFN) + numbers * size)
+        assert off[0] - on[0] == saved
+        foreseen[level] = predicted("", layers, None, **SHARED) - predicted(level, layers, None, **SHARED)
+        assert saved - LAYERS * MAP == foreseen[level]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"bias_activation_fusion": False},
+        {"moe_shared_expert_gate": True},
+        {"recompute_granularity": "selective", "recompute_modules": ["shared_experts"]},
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    ],
+    ids=["unfused", "gate", "recomputed whole", "norm recomputed"],
+)
+@forked("megatron")
+def test_every_kind_of_shared_expert(fields):
+    fields = {**EXPERTS, **SHARED, **fields}
+    with mindspeed_lite.enabled(**GROUPED):
+        off = step(model_of(**fields))
+    for level in ("level0", "level1"):
+        with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level):
+            assert same(step(model_of(**fields)), off)
+        # Its activation is released once, by the feature that was asked for it.
+        with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level, recompute_activation_function=True):
+            assert same(step(model_of(**fields)), off)
+
+
+@forked("megatron")
+def test_a_wrong_activation_gives_a_wrong_gradient():
+    from mindspeed_lite.patches._shared import released_mlp
+
+    fields = {**EXPERTS, **SHARED}
+    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level0"):
+        model = model_of(**fields)
+        right = step(model)
+        own = released_mlp._activation
+        released_mlp._activation = lambda mlp, x: own(mlp, x).roll(1, 0)
+        wrong = step(model)
+    assert not same(wrong, right)
 
 
 @forked("megatron")

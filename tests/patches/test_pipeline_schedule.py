@@ -29,6 +29,8 @@ def context(settings, **args):
 def test_it_applies_to_a_pipeline_and_auto_leaves_it_off():
     assert reasons(FEATURE, context({"pipeline_schedule": "1f1b"})) == []
     assert reasons(FEATURE, context({"pipeline_schedule": "zb-h1"})) == []
+    combined = {"overlap_moe_expert_parallel_comm": True}
+    assert reasons(FEATURE, context({"schedules_method": "dualpipev"}, **combined)) == []
     assert not FEATURE.is_enabled(Settings(OFF))
     (left_off,) = automatic_reasons([FEATURE], context({"pipeline_schedule": "1f1b"}))[FEATURE.name]
     assert "same orders" in left_off
@@ -120,3 +122,23 @@ def test_a_call_that_no_order_describes_is_megatrons_and_says_so():
         )  # fmt: skip
     (fallback,) = mindspeed_lite.report().fallbacks
     assert "adjust_tensor_shapes_fn" in fallback.reason
+
+
+def test_a_configuration_that_has_changed_is_looked_at_again():
+    from dataclasses import dataclass
+
+    from mindspeed_lite.patches.pipeline_schedule import _Conflicts
+
+    @dataclass
+    class Config:
+        overlap_moe_expert_parallel_comm: bool = False
+        use_ring_exchange_p2p: bool = False
+
+    conflicts, config = _Conflicts(), Config()
+    assert conflicts.of(config, is_v=False) == []
+    config.use_ring_exchange_p2p = True
+    assert "--use-ring-exchange-p2p" in conflicts.of(config, is_v=False)[0]
+    config = Config(overlap_moe_expert_parallel_comm=True)
+    assert "a schedule of its own" in conflicts.of(config, is_v=False)[0]
+    assert conflicts.of(config, is_v=True) == []
+    assert "--use-ring-exchange-p2p" in conflicts.of(type("Proxy", (), {"use_ring_exchange_p2p": True})(), True)[0]

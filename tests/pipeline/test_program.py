@@ -11,7 +11,7 @@ from mindspeed_lite.pipeline import orders, program, steps, zero_bubble
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import Joining, RankProgram, Transfer, compile_program
-from mindspeed_lite.pipeline.steps import Message, Payload, Schedule, backward, forward
+from mindspeed_lite.pipeline.steps import Kind, Message, Payload, Schedule, backward, forward
 
 
 def schedules() -> Iterator[Schedule]:
@@ -31,8 +31,8 @@ def schedules() -> Iterator[Schedule]:
 SCHEDULES = [*schedules()]
 
 
-def programs(schedule: Schedule, lookahead: int, joining: Joining) -> list[RankProgram]:
-    return [compile_program(schedule, rank, lookahead, joining) for rank in range(schedule.num_ranks)]
+def programs(schedule: Schedule, lookahead: int, joining: Joining, pairs: bool = False) -> list[RankProgram]:
+    return [compile_program(schedule, rank, lookahead, joining, pairs) for rank in range(schedule.num_ranks)]
 
 
 def messages_of(transfer: Transfer) -> set[Message]:
@@ -64,14 +64,15 @@ def is_run_by_rendezvous(ranks: list[RankProgram]) -> bool:
     return done == [len(own) for own in calls]
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize(("lookahead", "joining"), [(0, "all"), (1, "one way"), (3, "none"), (2, "all")])
-def test_every_call_returns_where_calls_block(lookahead: int, joining: Joining) -> None:
+def test_every_call_returns_where_calls_block(lookahead: int, joining: Joining, pairs: bool) -> None:
     for schedule in SCHEDULES:
-        assert is_run_by_rendezvous(programs(schedule, lookahead, joining)), (schedule.name, schedule.num_ranks)
+        assert is_run_by_rendezvous(programs(schedule, lookahead, joining, pairs)), (schedule.name, schedule.num_ranks)
 
 
 def test_receives_right_before_their_steps_do_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def own_places(works, order, rank, lookahead):
+    def own_places(works, order, rank, lookahead, paired):
         places = {}
         for index, work in enumerate(works):
             places |= {work.takes: index, work.gives: index + 1}
@@ -114,6 +115,27 @@ def test_every_message_is_sent_after_it_is_made_and_received_before_it_is_needed
                 if work.gives is not None and work.gives.target != rank:
                     assert place.pop(work.gives) == index + 1
             assert not place
+
+
+def test_nothing_is_issued_within_a_pair_that_is_one_call() -> None:
+    found = 0
+    for schedule in SCHEDULES:
+        for rank in range(schedule.num_ranks):
+            compiled = compile_program(schedule, rank, 1, "one way", pairs=True)
+            place = {
+                message: index
+                for index, transfers in enumerate(compiled.transfers)
+                for transfer in transfers
+                for message in messages_of(transfer)
+            }
+            for index in compiled.paired:
+                ahead, back = compiled.works[index : index + 2]
+                assert ahead.step.kind is Kind.FORWARD and back.step.kind is Kind.BACKWARD
+                assert not compiled.transfers[index + 1]
+                assert all(place.get(each.takes, 0) <= index for each in (ahead, back))
+                assert all(place.get(each.gives, index + 2) == index + 2 for each in (ahead, back))
+            found += len(compiled.paired)
+    assert found > 100
 
 
 def test_1f1b_has_megatrons_calls() -> None:

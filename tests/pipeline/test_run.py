@@ -16,7 +16,7 @@ from mindspeed_lite.pipeline import orders, recompute_plan, straight_line, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
 from mindspeed_lite.pipeline.run import Trace, run
-from mindspeed_lite.pipeline.steps import Kind, Schedule, Step
+from mindspeed_lite.pipeline.steps import Kind, OverlappedPair, Schedule, Step
 
 TIMEOUT = 20.0
 
@@ -35,6 +35,7 @@ class Passes:
         self.schedule, self.rank = schedule, rank
         self.log: list[tuple[str, Step | Any]] = []
         self.recomputed: set[tuple[int, int]] = set()
+        self.pairs = 0
 
     def forward(self, chunk: int) -> Callable[[int, Value | None], Value]:
         stage = self.schedule.stage(self.rank, chunk)
@@ -76,6 +77,15 @@ class Passes:
 
     def weight_grad(self, chunk: int) -> Callable[[int], None]:
         return lambda microbatch: self.log.append(("weight_grad", Step(Kind.WEIGHT_GRAD, chunk, microbatch)))
+
+    def pair(self, ahead: int, back: int) -> Callable[..., tuple[Value, Value]]:
+        forward, backward = self.forward(ahead), self.backward(back)
+
+        def pair(microbatch: int, received: Value | None, *of_backward: Any) -> tuple[Value, Value]:
+            self.pairs += 1
+            return forward(microbatch, received), backward(*of_backward)
+
+        return pair
 
     def hand_over(self, output: Value) -> Value:
         return Value(output.content)
@@ -157,7 +167,9 @@ class Transport:
         return (*got, receive if found else None, finish if sent else None)
 
 
-def executed(schedule: Schedule, is_async: bool, keep: bool = True, traces: Path | None = None) -> list[Passes]:
+def executed(
+    schedule: Schedule, is_async: bool, keep: bool = True, traces: Path | None = None, pairs: bool = False
+) -> list[Passes]:
     """Run all ranks, each in a thread; raises what one of them raises."""
     ranks = range(schedule.num_ranks)
     links = {(one, other): Link() for one in ranks for other in ranks}
@@ -166,7 +178,7 @@ def executed(schedule: Schedule, is_async: bool, keep: bool = True, traces: Path
 
     def work(rank: int) -> None:
         try:
-            compiled = compile_program(schedule, rank, int(is_async), "one way" if is_async else "all")
+            compiled = compile_program(schedule, rank, int(is_async), "one way" if is_async else "all", pairs)
             transport = Transport(links, rank, len(ranks), is_async)
             record = Trace(rank, traces / f"rank{rank}.jsonl") if traces is not None else None
             run(compiled, found[rank], transport, keep, record)
@@ -190,6 +202,7 @@ SCHEDULES = [
     orders.build("1f1b", PipelineShape(3, 5)),
     orders.build("interleaved", PipelineShape(2, 4, 3)),
     orders.build("interleaved", PipelineShape(2, 5, 2, 3)),
+    orders.build("interleaved-overlap", PipelineShape(2, 4, 2)),
     orders.build("zb-h1", PipelineShape(3, 5)),
     orders.build("dualpipev", PipelineShape(2, 5, 2)),
     orders.build("dualpipev-dw-detach", PipelineShape(3, 6, 2)),
@@ -198,10 +211,15 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.name}-{each.num_ranks}")
-def test_each_step_is_given_what_its_neighbour_made(schedule: Schedule, is_async: bool, tmp_path: Path) -> None:
-    ranks = executed(schedule, is_async, traces=tmp_path)
+def test_each_step_is_given_what_its_neighbour_made(
+    schedule: Schedule, is_async: bool, pairs: bool, tmp_path: Path
+) -> None:
+    ranks = executed(schedule, is_async, traces=tmp_path, pairs=pairs)
     for rank, passes in enumerate(ranks):
+        overlapped = sum(isinstance(entry, OverlappedPair) for entry in schedule.ranks[rank])
+        assert passes.pairs == (overlapped if pairs else 0)
         steps = [step for name, step in passes.log if name != "release"]
         assert steps == list(schedule.steps(rank))
         released = [content for name, content in passes.log if name == "release"]

@@ -201,3 +201,22 @@ def test_bytes_are_those_of_what_is_held():
 
 def test_an_evaluation_holds_nothing():
     assert peak_live(build("forward-only", PipelineShape(2, 4)), 0) == 0
+
+
+def test_a_queue_for_both_directions_delays_what_crosses():
+    schedule = build("1f1b", PipelineShape(2, 2))
+    for message, apart, queued in ((1.0, [0, 1, 6, 9], [0, 1, 6, 9]), (4.0, [0, 1, 12, 16], [0, 1, 13, 17])):
+        costs = uniform(2, message=message)
+        # The second activation arrives at 9 in the second case, and the first gradient is ready at 8.
+        for one_queue, wanted in ((False, apart), (True, queued)):
+            first = simulate(schedule, replace(costs, one_queue=one_queue)).ranks[0]
+            assert [each.begin for each in first] == wanted
+
+
+@pytest.mark.parametrize("name", [*orders.TRAINING_ORDERS])
+def test_a_queue_for_both_directions_is_never_faster(name):
+    schedule = build(name, PipelineShape(4, 8, orders.ORDERS[name].chunks or 2))
+    for message in (0.0, 0.3, 1.0):
+        costs = uniform(schedule.num_stages, 1.0, 1.0, 0.8, message=message)
+        apart, queued = (simulate(schedule, replace(costs, one_queue=each)).makespan for each in (False, True))
+        assert queued == apart if message == 0 else queued >= apart

@@ -10,7 +10,7 @@ from mindspeed_lite.pipeline import trace
 from mindspeed_lite.pipeline.costs import Costs, from_measured, uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.pipeline.steps import steps_of
+from mindspeed_lite.pipeline.steps import Kind, Step, steps_of
 from mindspeed_lite.pipeline.trace import TraceError
 
 SCHEDULE = build("zb-h1", PipelineShape(2, 3))
@@ -83,6 +83,39 @@ def test_steps_that_take_as_long_as_they_did_explain_what_has_run(file):
     file.write_text("\n".join(lines(schedule, costs=uniform(4, pair=0.75))))
     (step,) = trace.training_steps(trace.read(file), schedule)
     assert simulate(schedule, trace.recorded_costs(step)).makespan == pytest.approx(trace.makespan(step))
+
+
+def test_what_a_rank_spends_besides_steps_is_found_again():
+    besides = trace.Overheads(0.5, {Kind.FORWARD: 0.125, Kind.INPUT_GRAD: 0.25, Kind.WEIGHT_GRAD: 0.0625})
+    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], **besides._asdict())
+    run = simulate(SCHEDULE, costs)
+    records = [
+        trace.ExecutedStep(rank, timed.entry, timed.begin, timed.end)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+    ]
+    assert trace.overheads([records], SCHEDULE) == besides
+    found = simulate(SCHEDULE, trace.recorded_costs(records, besides))
+    assert found.makespan == pytest.approx(run.makespan) and found.bubble == pytest.approx(run.bubble)
+    alone = simulate(SCHEDULE, trace.recorded_costs(records))
+    assert alone.makespan < found.makespan - 1
+    measured = from_measured(trace.median_seconds(records, SCHEDULE), 2, **besides._asdict())
+    assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_pairs_that_ran_one_after_the_other_are_simulated_so(share):
+    schedule = build("dualpipev", PipelineShape(2, 4, 2))
+    planned = schedule if share < 1 else schedule.one_by_one()
+    run = simulate(planned, uniform(4, pair=share))
+    records = [
+        trace.ExecutedStep(rank, step, timed.begin, timed.end)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+        for step in steps_of(timed.entry)
+    ]
+    assert trace.as_executed(schedule, records) == planned
+    assert all(isinstance(entry, Step) for entries in schedule.one_by_one().ranks for entry in entries)
 
 
 def test_a_backward_measured_as_a_whole_is_halved():

@@ -18,12 +18,25 @@ LOSSES = {
     "tensor parallel": (2, "--tensor-model-parallel-size 2", "before_a_step", "in megatron."),
     "pipeline": (2, "--pipeline-model-parallel-size 2", "before_a_step", "in megatron."),
 }
+_EXPERTS = (
+    "--expert-model-parallel-size 2 --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion "
+    "--gradient-accumulation-fusion --moe-shared-expert-intermediate-size 64 --moe-token-dispatcher-type"
+)
+EXCHANGES = {
+    "alltoall": (f"{_EXPERTS} alltoall --moe-alltoall-overlap-comm", "in_an_exchange"),
+    "released": (f"{_EXPERTS} alltoall --moe-zero-memory level1", "in_an_exchange"),
+    "two levels": (f"{_EXPERTS} alltoall --moe-hierarchical-alltoallv --moe-node-size 1", "in_an_exchange"),
+    "combined schedule": (f"{_EXPERTS} alltoall --moe-fb-overlap", "in_an_exchange"),
+    "copies": (f"{_EXPERTS} alltoall --balanced-moe-experts --balanced-moe-break-even 0", "in_an_exchange"),
+    "allgather": (f"{_EXPERTS} allgather --moe-allgather-overlap-comm", "in_a_gather"),
+}
+LOSSES |= {name: (2, flags, where, "in m") for name, (flags, where) in EXCHANGES.items()}
 
 
 @pytest.mark.parametrize(
     ("release", "name"),
     matrix.only(
-        [(checkouts.ALL[-1], "ring")],
+        [(checkouts.ALL[-1], "ring"), (checkouts.ALL[-1], "alltoall")],
         [(release, name) for release in checkouts.WITH_TRAINING for name in LOSSES],
     ),
 )

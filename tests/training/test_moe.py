@@ -135,6 +135,7 @@ COMBINED: dict[str, tuple[int, dict[str, Any]]] = {
     "dense and experts": (2, {"ep": 2, "moe": {"moe_layer_freq": [0, 1]}}),
     **{name: (2, {"ep": 2, "moe": MODELS[name]}) for name in ("dropped", "padded", "shared", "sigmoid, groups, bias")},
     "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}}),
+    "a rank without tokens": (2, {"ep": 2}),
 }
 
 
@@ -155,7 +156,9 @@ def test_the_combined_schedule_trains_as_the_plain_one(
     delayed = arm == "features"
     moe = {**(MOE_CONFIGURED if delayed else {}), **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": delayed, "overlap_grad_reduce": True, **options, "moe": moe}
-    off = trainer(release).core(arm, nproc, options, **flags)
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "late_messages"
+    routed = {"before": f"tests.harness.simulated:{told}"} if told != "late_messages" else {}
+    off = trainer(release).core(arm, nproc, options, **flags, **routed)
     on = trainer(release).core(
         arm,
         nproc,
@@ -164,7 +167,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
             "ddp_delay_wgrad_compute": delayed,
             "config": {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": delayed},
         },
-        before="tests.harness.simulated:late_messages",
+        before=f"tests.harness.simulated:{told}",
         **overlapped,
     )
     assert len(losses(off)) == 4
@@ -173,7 +176,7 @@ def test_the_combined_schedule_trains_as_the_plain_one(
     else:
         assert on.history() == off.history()
     for rank in range(nproc):
-        assert "a message travels beside" in on.log(rank)
+        assert told != "late_messages" or "a message travels beside" in on.log(rank)
 
 
 @pytest.mark.parametrize("release", matrix.only(["0.19.2"], checkouts.WITH_TRAINING))
@@ -198,6 +201,7 @@ BETWEEN = {
     "distributed": (2, {"ep": 2, "distributed_optimizer": True, "overlap_param_gather": True}),
     **{name: (2, {"ep": 2, "moe": MODELS[name]}) for name in ("dropped", "padded", "sigmoid, groups, bias")},
     "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "a rank without tokens": (2, {"ep": 2}),
     "recompute full": (2, {"ep": 2, "config": {
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
 }  # fmt: skip
@@ -212,17 +216,19 @@ def test_messages_behind_the_shared_expert_and_weight_gradients_change_no_bit(
     nproc, options = BETWEEN[layout]
     moe = {**MOE_CONFIGURED, **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, "wgrad_fusion": True, "overlap_grad_reduce": True, **options, "moe": moe}
-    off = trainer(release).core("features", nproc, options, flags=flags)
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "counted_messages"
+    before = f"tests.harness.simulated:{told}"
+    off = trainer(release).core("features", nproc, options, flags=flags, before=before)
     on = trainer(release).core(
         "features",
         nproc,
         options,
         flags={**flags, "moe_alltoall_overlap_comm": True, "strict": True},
-        before="tests.harness.simulated:counted_messages",
+        before=before,
     )
     assert len(losses(off)) == 4 and on.history() == off.history()
     for rank in range(nproc):
-        assert "a weight gradient beside a message" in on.log(rank)
+        assert told != "counted_messages" or "a weight gradient beside a message" in on.log(rank)
 
 
 # Processes, processes of a node, options. A token's two rows add up to the same bits in any order.
@@ -241,6 +247,7 @@ LEVELS: dict[str, tuple[int, int, dict[str, Any]]] = {
         for name in ("dropped", "padded", "shared", "shared, overlapped", "sigmoid, groups, bias")
     },
     "recompute": (2, 1, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "a rank without tokens": (2, 1, {"ep": 2}),
     "recompute full": (2, 1, {"ep": 2, "config": {
         "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
     "combined schedule": (2, 1, {"ep": 2, "config": {"overlap_moe_expert_parallel_comm": True}}),
@@ -256,18 +263,18 @@ def test_an_exchange_on_two_levels_trains_as_one_on_one(
     nproc, size, options = LEVELS[layout]
     moe = {**MOE_CONFIGURED, **options.get("moe", {})}
     options = {"experts": 4, "steps": 4, **options, "moe": moe}
-    off = trainer(release).core("features", nproc, options, flags=MOE)
+    told = "a_rank_without_tokens" if layout == "a rank without tokens" else "counted_levels"
+    before = f"tests.harness.simulated:{told}"
+    off = trainer(release).core("features", nproc, options, flags=MOE, before=before)
     levels = {"moe_hierarchical_alltoallv": True, "moe_node_size": size}
-    on = trainer(release).core(
-        "features", nproc, options, flags={**MOE, **levels}, before="tests.harness.simulated:counted_levels"
-    )
+    on = trainer(release).core("features", nproc, options, flags={**MOE, **levels}, before=before)
     assert len(losses(off)) == 4
     if layout in ROUNDED:
         assert fault(off.history(), on.history()) == ""
     else:
         assert on.history() == off.history()
     for rank in range(nproc):
-        assert "rows crossed nodes once" in on.log(rank)
+        assert told != "counted_levels" or "rows crossed nodes once" in on.log(rank)
 
 
 # Processes, options, features: a loop over experts and one grouped product; gradients by autograd and accumulated.
@@ -291,6 +298,7 @@ COPIED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2_pp2_vpp2": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 4}, MOE),
     "dropped": (2, {"ep": 2, "moe": MODELS["dropped"]}, ACCUMULATED),
     "shared": (2, {"ep": 2, "moe": MODELS["shared"]}, ACCUMULATED),
+    "sigmoid": (2, {"ep": 2, "moe": {"moe_router_score_function": "sigmoid"}}, ACCUMULATED),
     "recompute": (2, {"ep": 2, "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]}},
                   ACCUMULATED),
     "recompute full": (2, {"ep": 2, "config": {"recompute_granularity": "full", "recompute_method": "uniform",
@@ -456,6 +464,8 @@ GATHERED: dict[str, tuple[int, dict[str, Any]]] = {
     "sigmoid, groups, bias": (2, {"ep": 2, "moe": MODELS["sigmoid, groups, bias"]}),
     "recompute": (2, {"ep": 2, "moe": {
         **MODELS["shared"], "recompute_granularity": "selective", "recompute_modules": ["moe"]}}),
+    "recompute full": (2, {"ep": 2, "config": {
+        "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}}),
     "router in bf16": (2, {"ep": 2, "moe": {
         **MODELS["shared"], "moe_router_dtype": None, "moe_router_fusion": False}}),
     "a rank without tokens": (2, {"ep": 2, "moe": MODELS["shared"]}),
@@ -510,10 +520,30 @@ DELAYED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("exchange", matrix.only(["combined schedule"], ["alltoall", "allgather", "combined schedule"]))
+def test_lanes_of_experts_off_and_on(trainer: Callable[[str], Trainer], exchange: str) -> None:
+    """What `mindspeed-lite bench --trace` records of either arm: the same messages, however they are waited for."""
+    flags, options, moe = DELAYED[exchange]
+    fused = {**MOE, "use_gradient_accumulation_fusion": True}
+    common = {"experts": 4, "ep": 2, "steps": 2, "wgrad_fusion": True, "moe": {**MOE_CONFIGURED, **moe}}
+    told = []
+    for given, more in ((fused, {}), ({**fused, **flags}, options)):
+        before = "tests.harness.simulated:seen_messages"
+        result = trainer("0.19.2").core("features", 2, {**common, **more}, flags=given, before=before)
+        logs = [result.log(rank).splitlines() for rank in range(2)]
+        told.append(
+            [[json.loads(line.partition(": ")[2]) for line in log if "messages of experts" in line] for log in logs]
+        )
+    off, on = told
+    assert off == on and len(off[0]) == 2
+    # Four micro-batches of two layers: tokens and probabilities there, tokens back, and the gradients of all.
+    assert all(step["dispatch"] > step["combine"] >= 2 * 4 * 2 and step["bytes"] > 0 for rank in off for step in rank)
+
+
 @matrix.whole
 @pytest.mark.parametrize("exchange", [*DELAYED])
 def test_ranks_that_are_late_by_chance_neither_hang_nor_err(trainer: Callable[[str], Trainer], exchange: str) -> None:
-    """Four ranks, each late by chance before every message, 200 steps: every loss has the same bits."""
+    """Four ranks, each late at random before every message, 200 steps: every loss has the same bits."""
     flags, options, moe = DELAYED[exchange]
     fused = {**MOE, "use_gradient_accumulation_fusion": True}
     common = {"experts": 8, "ep": 4, "steps": 200, "layers": 1, "micro_batches": 2, "wgrad_fusion": True,
@@ -561,6 +591,41 @@ def test_checkpoints_of_the_exchange_go_on_without_it_and_the_reverse(
         train(trainer("0.19.2"), "adaptor", 2, [*given, *writer, *saving], 6).check()
         rest = train(trainer("0.19.2"), "adaptor", 2, [*given, *reader, "--load", folder], 6).check()
         assert lm_losses(rest) == whole[3:]
+
+
+SKEWED, COPYING = (f"tests.harness.simulated:{name}" for name in ("skewed_router", "copied_experts"))
+BALANCED = ["--balanced-moe-experts", "--balanced-moe-hot-expert-num", "2", "--balanced-moe-break-even", "0"]
+
+
+@pytest.mark.parametrize("release", matrix.only([], checkouts.WITH_TRAINING))
+def test_the_flags_of_copies(trainer: Callable[[str], Trainer], release: str) -> None:
+    given = [*GIVEN, "--moe-token-dispatcher-type", "alltoall"]
+    off = lm_losses(train(trainer(release), "adaptor", 2, given, before=SKEWED).check())
+    on = train(trainer(release), "adaptor", 2, [*given, *BALANCED, "--mindspeed-lite-strict"], before=COPYING).check()
+    assert len(off) == 4
+    for a, b in zip(lm_losses(on), off, strict=True):
+        assert abs(a - b) <= DRIFT * abs(b)
+    for rank in range(2):
+        assert "experts were copied" in on.log(rank)
+
+
+@matrix.whole
+@pytest.mark.parametrize("writer", ["on", "off"])
+def test_checkpoints_with_copies_go_on_without_and_the_reverse(
+    trainer: Callable[[str], Trainer], writer: str, tmp_path: Path
+) -> None:
+    """Files have the same names and shapes, and the reader's losses are those of a run that was never stopped."""
+    given = [*GIVEN, "--moe-token-dispatcher-type", "alltoall", "--use-distributed-optimizer"]
+    arms = {"on": (BALANCED, COPYING), "off": ([], SKEWED)}
+    whole = lm_losses(train(trainer("0.19.2"), "adaptor", 2, given, 6, before=SKEWED).check())
+    flags, before = arms[writer]
+    saving = ["--save", str(tmp_path), "--save-interval", "3", "--exit-interval", "3"]
+    train(trainer("0.19.2"), "adaptor", 2, [*given, *flags, *saving], 6, before=before).check()
+    flags, before = arms["off" if writer == "on" else "on"]
+    rest = train(trainer("0.19.2"), "adaptor", 2, [*given, *flags, "--load", str(tmp_path)], 6, before=before).check()
+    assert len(lm_losses(rest)) == 3
+    for a, b in zip(lm_losses(rest), whole[3:], strict=True):
+        assert abs(a - b) <= DRIFT * abs(b)
 
 
 BESIDE = {

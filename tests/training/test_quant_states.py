@@ -15,7 +15,7 @@ from tests.harness.training import Result, Trainer
 
 OFF = {"use_fused_adamw": True, "strict": True}
 STEPS = 12
-# Rounding by chance is noise on each step of each parameter; over so few steps that is a small part of the loss.
+# Stochastic rounding is noise on each step of each parameter; over so few steps that is a small part of the loss.
 DRIFT = {"bf16": 2e-3, "fp8": 2e-2}
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from mindspeed_lite.pipeline import orders, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
+from mindspeed_lite.pipeline.steps import OverlappedPair
 from tests.harness import matrix
 from tests.harness.core_trainings import DRIFT, fault, losses
 from tests.harness.script_trainings import NO_DROPOUT, lm_losses, train
@@ -54,6 +55,44 @@ def test_it_trains_as_one_stage_does(
     # Before the first update the passes are the same.
     assert losses(v, 0)[0] == before
     assert fault(one.history(0), v.history(0)) == ""
+
+
+EXPERTS = {"pp": 2, "vpp": 2, "ep": 2, "experts": 4}
+COMBINED = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
+# With both flags one micro-batch's attention runs while another's tokens travel.
+OVERLAPPED = {**V, "moe_fb_overlap": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "reduced together": SYNC,
+    "tokens counted": {"config": {"calculate_per_token_loss": True}},
+}
+
+
+@pytest.mark.parametrize("detach", matrix.only([True], [False, True]))
+@pytest.mark.parametrize(("release", "kind"), matrix.pairs([*KINDS], [], newest=["alone"]))
+def test_the_two_passes_of_a_pair_run_through_megatrons_combined_plan(
+    trainer: Callable[[str], Trainer], release: str, kind: str, detach: bool, tmp_path: Path
+) -> None:
+    options = {**BASE, **EXPERTS, "steps": 4, "digest": True, "evaluate": True, **KINDS[kind]}
+    flags = {"dualpipev_dw_detach": detach, "delay_wgrad_compute": True}
+    off = trainer(release).core("features", 4, options, flags={**V, **flags})
+    on = trainer(release).core(
+        "features",
+        4,
+        {**options, "ddp_delay_wgrad_compute": True, "config": {**options.get("config", {}), **COMBINED}},
+        flags={**OVERLAPPED, **flags, "pipeline_schedule_trace": str(tmp_path)},
+        before="tests.harness.simulated:late_messages",
+    )
+    assert [on.history(rank) for rank in range(4)] == [off.history(rank) for rank in range(4)]
+    order = orders.build("dualpipev-dw-detach" if detach else "dualpipev", PipelineShape(2, 5, 2))
+    records = trace.read(tmp_path)
+    for step in trace.training_steps(records, order):
+        times = {(each.rank, each.step): (each.begin, each.end) for each in step}
+        for rank, entries in enumerate(order.ranks):
+            for pair in (entry for entry in entries if isinstance(entry, OverlappedPair)):
+                assert times[rank, pair.forward] == times[rank, pair.backward]
+    for rank in range(4):
+        assert "a message travels beside" in on.log(rank)
 
 
 @matrix.whole

@@ -96,7 +96,7 @@ def test_a_hundred_steps_on_real_text(trainer: Callable[[str], Trainer], release
 
 @matrix.whole
 def test_random_delays_never_stop_it(trainer: Callable[[str], Trainer]) -> None:
-    """Four ranks in two groups, each late by chance before every message, 200 steps."""
+    """Four ranks in two groups, each late at random before every message, 200 steps."""
     options = {"tp": 2, "sp": True, "steps": 200, "layers": 1}
     off = trainer("0.19.2").core("device", 4, options)
     on = trainer("0.19.2").core("features", 4, options, flags=FLAGS, before="tests.harness.messages:delay", timeout=900)

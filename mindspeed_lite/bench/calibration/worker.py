@@ -21,6 +21,8 @@ from mindspeed_lite.bench.calibration.operators import Case
 from mindspeed_lite.platform import allocator
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+# Computed before each message: the other rank's core is then busy when gloo's thread wants it, as in a training.
+_BETWEEN = 2e-3
 
 
 def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
@@ -28,15 +30,16 @@ def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
 
     seconds: of the whole measurement, about.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    if ranks <= len(cores):
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     platform.activate("cpu")
     # As `mindspeed-lite run` starts a training.
     allocator.keep_freed_memory()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    # After gloo has started its threads, which run where they may, as in a training.
+    cores = os.sched_getaffinity(0)
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {sorted(cores)[rank]})
     # About a hundred and fifty cases, twice; and messages.
     each = seconds / 400
     found: dict[str, Any] = {"operators": {}}
@@ -46,6 +49,7 @@ def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
     if ranks > 1:
         found["operators"][str(ranks)] = timed(_all(), each)
         dist.barrier()
+    os.sched_setaffinity(0, cores)
     found["collectives"] = collectives(each)
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps(found))
@@ -125,18 +129,26 @@ def _there_and_back(tensor: torch.Tensor, group: Any) -> None:
 
 
 def _together(run: Callable[[], object], seconds: float, group: Any) -> float:
-    """The median of as many calls on every rank."""
+    """The median of as many calls on every rank, each behind a product of `_BETWEEN` seconds."""
     run()
     start = time.perf_counter()
     run()
-    calls = torch.tensor([min(200, max(5, int(seconds / (time.perf_counter() - start))))])
+    calls = torch.tensor([min(200, max(5, int(seconds / (time.perf_counter() - start + _BETWEEN))))])
     dist.broadcast(calls, dist.get_global_rank(group, 0), group=group)
     samples = []
     for _ in range(int(calls)):
+        _compute()
         start = time.perf_counter()
         run()
         samples.append(time.perf_counter() - start)
     return statistics.median(samples)
+
+
+def _compute() -> None:
+    square = torch.ones(128, 128)
+    end = time.perf_counter() + _BETWEEN
+    while time.perf_counter() < end:
+        square @ square
 
 
 if __name__ == "__main__":

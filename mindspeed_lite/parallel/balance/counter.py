@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,8 @@ class LoadCounter:
         self._counts = torch.zeros(interval, layers, experts, dtype=torch.int32, device=device)
         self._tokens = [[0] * layers for _ in range(interval)]
         self._steps: list[int] = []
+        # Of experts at other places: number of the step and row -> the expert at each place.
+        self._experts_at: dict[tuple[int, int], Sequence[int]] = {}
 
     @property
     def steps(self) -> int:
@@ -56,8 +59,13 @@ class LoadCounter:
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
 
-    def end_step(self, step: int) -> None:
-        """What comes next belongs to another step. At most `interval` steps fit between two messages."""
+    def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
+        """What comes next belongs to another step. At most `interval` steps fit between two messages.
+
+        Args:
+            experts_at: rows whose experts were not in their order -> [experts], the expert at each place.
+        """
+        self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
     def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
@@ -73,10 +81,13 @@ class LoadCounter:
         steps, (layers, experts) = self._steps, self.shape
         ranks = place.replicas * place.expert_parallel
         counts = self._counts[: len(steps)]
-        by_rank = counts.view(len(steps), layers, place.expert_parallel, -1).sum(-1)
+        by_place = counts.clone() if self._experts_at else counts
+        for where, order in self._experts_at.items():
+            by_place[where] = counts[where][torch.tensor(order, device=counts.device)]
+        # Ranks hold neighbouring places in their order.
+        by_rank = by_place.view(len(steps), layers, place.expert_parallel, -1).sum(-1)
         message = counts.new_zeros(len(steps), layers, experts + ranks + 1)
         message[..., :experts] = counts
-        # Ranks hold neighbouring experts in their order.
         first = experts + place.replica * place.expert_parallel
         message[..., first : first + place.expert_parallel] = by_rank
         message[..., -1] = torch.tensor(self._tokens[: len(steps)], dtype=torch.int32)
@@ -86,7 +97,7 @@ class LoadCounter:
             is_reader = group.rank() == 0
         self._counts.zero_()
         self._tokens = [[0] * layers for _ in self._tokens]
-        self._steps = []
+        self._steps, self._experts_at = [], {}
         if not is_reader:
             return [], []
         read = message.tolist()

@@ -27,6 +27,20 @@ class CopyCosts(NamedTuple):
         saved = self.products + self.messages
         return self.copy / saved if saved else float("inf")
 
+    def break_even_of_move(self, share: float, steps: int) -> float:
+        """Tokens of a step that the fullest rank must lose for a move to be worth it; a move sends as many messages.
+
+        Args:
+            share: bytes of a move over those of a copy.
+            steps: until the next placement.
+        """
+        return self.copy * share / (self.products * steps) if self.products else float("inf")
+
+
+def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
+    """What a copy of an expert sends: parameters as they are, and the sum of their gradients in fp32."""
+    return sum(each.numel() * (each.element_size() + 4) for each in parameters)
+
 
 @torch.no_grad()
 def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup,
@@ -80,4 +94,4 @@ def _synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-__all__ = ["CopyCosts", "measure"]
+__all__ = ["CopyCosts", "copied_bytes", "measure"]

@@ -1,15 +1,35 @@
 """Assigns experts to ranks so that ranks have equal load: as many experts a rank as before, at other places.
 
+An expert keeps its local slot: slot j of one rank changes places with slot j of another. So the parameters, gradients
+and optimizer states of all ranks stay laid out alike, and a move is an exchange of equal pieces.
+
 Loads are lists of numbers by expert; a placement is a list of the rank of each expert. Standard library alone.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # Above it the exact assignment takes seconds.
 MAX_EXACT_EXPERTS = 16
+# A placement is taken where it lowers the largest predicted load by this share.
+MIN_GAIN = 0.02
+
+
+class SlotMove(NamedTuple):
+    """What becomes of the experts in one local slot.
+
+    Attributes:
+        slot: number of the experts on their ranks.
+        to: [ranks], the rank that a rank's expert goes to; its own where it stays.
+        source: [ranks], the rank that a rank gets its next expert from.
+    """
+
+    slot: int
+    to: tuple[int, ...]
+    source: tuple[int, ...]
 
 
 def contiguous(experts: int, ranks: int) -> list[int]:
@@ -32,88 +52,82 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Places the heaviest expert first, each on the least loaded rank with room, then exchanges pairs while that helps.
+    """Slot by slot the heaviest expert on the least loaded rank, then exchanges of pairs while they help.
 
-    Source: longest processing time first (Graham, 1969), with a fixed number of experts a rank.
+    Slots of unequal experts come first. No two ranks differ by more than the experts of one slot do, so the fullest
+    rank has at most (ranks - 1) / ranks of the widest slot's difference above the mean.
     """
-    room = [len(contiguous(len(loads), ranks)) // ranks] * ranks
+    slots = _slots(len(loads), ranks)
     sums = [0.0] * ranks
     placement = [0] * len(loads)
-    for expert in sorted(range(len(loads)), key=lambda each: (-loads[each], each)):
-        rank = min((each for each in range(ranks) if room[each]), key=lambda each: (sums[each], each))
-        placement[expert] = rank
-        room[rank] -= 1
-        sums[rank] += loads[expert]
-    _exchange(loads, placement, sums)
+    for slot in sorted(slots, key=lambda slot: min(loads[each] for each in slot) - max(loads[each] for each in slot)):
+        emptiest = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
+        for expert, rank in zip(sorted(slot, key=lambda each: (-loads[each], each)), emptiest, strict=True):
+            placement[expert] = rank
+            sums[rank] += loads[expert]
+    return improved(loads, placement, ranks)
+
+
+def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
+    """Exchanges an expert of the fullest rank with another rank's in its slot, while the larger of the two sums falls.
+
+    Few experts move: each exchange is the one after which the two are least full.
+    """
+    placement, local = list(before), len(loads) // ranks
+    sums = rank_loads(loads, before, ranks)
+    held = [[0] * local for _ in range(ranks)]
+    for expert, rank in enumerate(before):
+        held[rank][expert % local] = expert
+    for _ in range(len(loads)):
+        full = max(range(ranks), key=lambda each: sums[each])
+        best, exchange = sums[full] * (1 - 1e-9), None
+        for rank, others in enumerate(held):
+            for own, other in zip(held[full], others, strict=True):
+                gain = loads[own] - loads[other]
+                fuller = max(sums[full] - gain, sums[rank] + gain)
+                if rank != full and fuller < best:
+                    best, exchange = fuller, (own, other, rank)
+        if exchange is None:
+            break
+        own, other, rank = exchange
+        gain = loads[own] - loads[other]
+        sums[full] -= gain
+        sums[rank] += gain
+        held[full][own % local], held[rank][own % local] = other, own
+        placement[own], placement[other] = rank, full
     return placement
 
 
-def _exchange(loads: Sequence[float], placement: list[int], sums: list[float]) -> None:
-    """Exchange an expert of the fullest rank with another rank's, while the larger of the two sums falls."""
-    held: list[list[tuple[float, int]]] = [[] for _ in sums]
-    for expert, rank in enumerate(placement):
-        bisect.insort(held[rank], (loads[expert], expert))
-    for _ in range(len(loads)):
-        full = max(range(len(sums)), key=lambda each: sums[each])
-        best = (sums[full] * (1 - 1e-9), (0.0, -1), (0.0, -1), full)
-        for rank, others in enumerate(held):
-            half = (sums[full] - sums[rank]) / 2
-            for own in held[full] if half > 0 else ():
-                # The partner that leaves the two ranks nearest to each other is one of two neighbours.
-                near = bisect.bisect(others, (own[0] - half, 0))
-                for other in others[max(0, near - 1) : near + 1]:
-                    gain = own[0] - other[0]
-                    best = min(best, (max(sums[full] - gain, sums[rank] + gain), own, other, rank))
-        _, own, other, rank = best
-        if rank == full:
-            return
-        gain = own[0] - other[0]
-        sums[full] -= gain
-        sums[rank] += gain
-        held[full].remove(own)
-        held[rank].remove(other)
-        bisect.insort(held[full], other)
-        bisect.insort(held[rank], own)
-        placement[own[1]], placement[other[1]] = rank, full
-
-
 def exact(loads: Sequence[float], ranks: int) -> list[int]:
-    """The placement with the least largest sum, by branch and bound; for few experts.
+    """The placement with the least largest sum, by branch and bound over the orders of each slot; for few experts.
 
     Raises:
         ValueError: more than `MAX_EXACT_EXPERTS`.
     """
     if len(loads) > MAX_EXACT_EXPERTS:
         raise ValueError(f"the exact placement takes up to {MAX_EXACT_EXPERTS} experts, not {len(loads)}")
-    order = sorted(range(len(loads)), key=lambda each: -loads[each])
+    slots = _slots(len(loads), ranks)
     best = greedy(loads, ranks)
     least = max(rank_loads(loads, best, ranks))
-    lower = max(sum(loads) / ranks, max(loads, default=0.0))
     placement = [0] * len(loads)
-    room = [len(loads) // ranks] * ranks
-    sums = [0.0] * ranks
+    # Ranks are interchangeable: the experts of the first slot stay.
+    orders = [[tuple(range(ranks))]] + [[*itertools.permutations(range(ranks))]] * (len(slots) - 1)
 
-    def place(depth: int) -> None:
+    def place(depth: int, sums: Sequence[float]) -> None:
         nonlocal best, least
-        if depth == len(order):
+        if depth == len(slots):
             best, least = list(placement), max(sums)
             return
-        tried = set()
-        for rank in range(ranks):
-            # Ranks that are alike so far are interchangeable.
-            state = (sums[rank], room[rank])
-            if not room[rank] or state in tried or sums[rank] + loads[order[depth]] >= least:
-                continue
-            tried.add(state)
-            placement[order[depth]] = rank
-            sums[rank] += loads[order[depth]]
-            room[rank] -= 1
-            place(depth + 1)
-            sums[rank], room[rank] = state
-            if least <= lower:
-                return
+        for order in orders[depth]:
+            after = list(sums)
+            for expert, rank in zip(slots[depth], order, strict=True):
+                after[rank] += loads[expert]
+            if max(after) < least:
+                for expert, rank in zip(slots[depth], order, strict=True):
+                    placement[expert] = rank
+                place(depth + 1, after)
 
-    place(0)
+    place(0, [0.0] * ranks)
     return best
 
 
@@ -130,6 +144,50 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
     return [name[rank] for rank in placement]
 
 
+def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
+    """The placement for predicted loads: the one before where no other pays.
+
+    Args:
+        loads: predicted tokens of each expert in a step.
+        price: tokens of a step that the fullest rank must lose for each slot in which experts move, which all ranks
+            exchange at the same time.
+    """
+
+    def cost(placement: Sequence[int]) -> tuple[float, int]:
+        moves = len(slot_moves(placement, before, ranks))
+        return max(rank_loads(loads, placement, ranks)) + price * moves, moved(placement, before)
+
+    best = min(improved(loads, before, ranks), relabelled(greedy(loads, ranks), before, ranks), key=cost)
+    return best if cost(best)[0] < (1 - MIN_GAIN) * cost(before)[0] else list(before)
+
+
 def moved(placement: Sequence[int], before: Sequence[int]) -> int:
     """How many experts change their rank."""
     return sum(new != old for new, old in zip(placement, before, strict=True))
+
+
+def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[SlotMove]:
+    """The slots in which experts change their rank."""
+    found = []
+    for number, slot in enumerate(_slots(len(after), ranks)):
+        to, source = [0] * ranks, [0] * ranks
+        for expert in slot:
+            to[before[expert]], source[after[expert]] = after[expert], before[expert]
+        if to != [*range(ranks)]:
+            found.append(SlotMove(number, tuple(to), tuple(source)))
+    return found
+
+
+def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
+    """[experts], the expert at each place; a rank's places are neighbours, in the order of its slots."""
+    local = len(placement) // ranks
+    found = [0] * len(placement)
+    for expert, rank in enumerate(placement):
+        found[rank * local + expert % local] = expert
+    return found
+
+
+def _slots(experts: int, ranks: int) -> list[list[int]]:
+    """[local experts][ranks], the experts that may change places with each other."""
+    local = len(contiguous(experts, ranks)) // ranks
+    return [list(range(slot, experts, local)) for slot in range(local)]

@@ -15,9 +15,6 @@ from . import replicas
 from .record import LoadHeader, LoadRecord, LoadStep
 from .replicas import SentTokens
 
-# A placement is taken where it lowers the largest predicted load by this share.
-MIN_GAIN = 0.02
-
 
 @dataclass(frozen=True)
 class BalancingOptions:
@@ -38,7 +35,7 @@ class BalancingOptions:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What decides which bytes a copy moves and saves.
+    """What decides which bytes copies and moves send, and save.
 
     Attributes:
         hidden: hidden size.
@@ -54,6 +51,11 @@ class ExpertSizes:
     def copy_bytes(self) -> int:
         """Bytes that a rank receives and sends for one copy: bf16 weights, and their fp32 gradients to the owner."""
         return (3 if self.gated else 2) * self.hidden * self.ffn * (2 + 4)
+
+    @property
+    def move_bytes(self) -> int:
+        """Bytes that a rank sends for one expert at another place: bf16 weights, fp32 ones, and two moments."""
+        return (3 if self.gated else 2) * self.hidden * self.ffn * (2 + 3 * 4)
 
     @property
     def token_bytes(self) -> int:
@@ -135,11 +137,8 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
 
 
 def _placed(outcomes: Sequence[PolicyOutcome], average: Sequence[float], before: list[int], ranks: int) -> list[int]:
-    """The placement for the average load, or the one before where that is hardly worse."""
-    after = placements.relabelled(placements.greedy(average, ranks), before, ranks)
-    old, new = (max(placements.rank_loads(average, each, ranks)) for each in (before, after))
-    if new > (1 - MIN_GAIN) * old:
-        return before
+    """The placement for the average load."""
+    after = placements.chosen(average, before, ranks)
     for outcome in outcomes:
         if outcome.name in ("placement", "both"):
             outcome.moved += placements.moved(after, before)

@@ -81,14 +81,33 @@ class Messages:
         self.takes_jobs = False
         # Where autograd places the wait for the gradient of the message before, of those that are issued together.
         self._place: int | None = None
+        # The first place of the dispatch, and whether its messages will have jobs beside them.
+        self._first: int | None = None
+        self._expects_jobs = False
 
-    def begin(self) -> None:
-        """Those issued from here on belong together: in the backward pass all leave before one is waited for."""
-        self._place = None
+    def begin(self, is_dispatch: bool = True) -> None:
+        """Those issued from here on belong together: in the backward pass all leave before one is waited for.
+
+        is_dispatch: they bring tokens to experts; else they bring back what became of those of the last dispatch. The
+            gradients of the latter are the first to travel. If those of the dispatch will have jobs beside them
+            (`expect_jobs`), all that ran beside either message in the forward pass runs beside the first.
+        """
+        if is_dispatch:
+            self._place, self._first, self._expects_jobs = None, None, False
+        elif self._expects_jobs and self._first is not None:
+            self._place = self._first + 2
+        else:
+            self._place = None
+
+    def expect_jobs(self) -> None:
+        """Jobs will be put between the gradients that come from experts and those that are sent on from them."""
+        self._expects_jobs = True
 
     def place(self, node: Any) -> None:
         """Put a backward pass behind those of the messages' own, and of what is ordered by these."""
         self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
+        if self._first is None:
+            self._first = self._place
         node._set_sequence_nr(max(0, self._place))
 
     def __len__(self) -> int:

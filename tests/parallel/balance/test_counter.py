@@ -29,3 +29,20 @@ def test_steps_are_apart_and_layers_without_experts_left_out():
     counter.end_step(13)
     rows, (only,) = counter.take(ExpertPlace(0, 1, 1))
     assert rows == [0] and only.experts == [maps[0].sum(0).tolist()]
+
+
+def test_ranks_are_counted_by_the_places_of_experts():
+    counter = LoadCounter(layers=2, experts=4, interval=2, device=torch.device("cpu"))
+    each = torch.tensor([[True, True, True, False], [True, False, True, False]])
+    for step in (1, 2):
+        counter.add(0, each)
+        counter.add(1, each)
+        # In the first step rank 0 has experts 2 and 3 of the second layer.
+        counter.end_step(step, {1: [2, 3, 0, 1]} if step == 1 else None)
+    _, steps = counter.take(ExpertPlace(0, 1, 2))
+    assert [each.experts for each in steps] == [[[2, 1, 2, 0]] * 2] * 2
+    assert [each.ranks for each in steps] == [[[3, 2], [2, 3]], [[3, 2], [3, 2]]]
+    counter.add(0, each[:, :2].repeat(1, 2))
+    counter.end_step(3, {0: [0, 2, 1, 3]})
+    _, (only,) = counter.take(ExpertPlace(0, 1, 2))
+    assert only.experts == [[2, 1, 2, 1]] and only.ranks == [[4, 2]]

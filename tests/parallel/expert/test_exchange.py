@@ -34,7 +34,7 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
         sent = SENT[rank]
         received = [each[rank] for each in SENT]
 
-        def run(overlapped):
+        def run(overlapped, has_jobs=False):
             torch.manual_seed(rank)
             x = torch.randn(sum(sent), 3, dtype=torch.float64, requires_grad=True)
             probs = torch.rand(sum(sent), dtype=torch.float64, requires_grad=True)
@@ -56,7 +56,9 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
             ps = exchange(probs, received, sent, True)
             messages.wait()
             y = _Noted.apply(tokens * weight * ps.unsqueeze(-1), "experts", log, messages)
-            messages.begin()
+            if has_jobs:
+                messages.expect_jobs()
+            messages.begin(is_dispatch=False)
             y = exchange(y, sent, received, False)
             y.grad_fn._set_sequence_nr(torch.iinfo(torch.int).max)
             beside = _Noted.apply(beside, "beside the combine", log, messages)
@@ -79,6 +81,11 @@ def test_a_layer_of_experts_with_something_beside(tmp_path):
         assert [name for name, _ in log] == ["beside the combine", "experts", "beside the dispatch"], log
         assert under_way["beside the combine"] == 1 and under_way["experts"] == 0, log
         assert under_way["beside the dispatch"] == 2, log
+        again, log = run(True, has_jobs=True)
+        for a, b in zip(again, off, strict=True):
+            assert torch.equal(a, b)
+        # The gradients that leave experts have weight gradients beside them, and those that come to them all the rest.
+        assert log == [("beside the combine", 1), ("beside the dispatch", 1), ("experts", 0)], log
 
     on_ranks(2, body)
 

@@ -53,3 +53,9 @@ def test_one_expert_a_rank_wants_a_release_that_keeps_its_input():
 def test_stages_of_two_chunks_are_enough():
     stages = {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2}
     assert combined_schedule.why_not(context(**stages)) == []
+
+
+def test_dualpipev_brings_its_own_stages():
+    settings = Settings({"moe_fb_overlap": True, "schedules_method": "dualpipev"})
+    given = Context(settings, "cpu", {}, {**MODEL, "pipeline_model_parallel_size": 2})
+    assert combined_schedule.why_not(given) == []

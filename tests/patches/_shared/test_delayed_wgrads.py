@@ -29,3 +29,16 @@ def test_each_backward_pass_is_one_batch_and_reduction_is_told_once():
     delayed.run(is_last=False)
     delayed.run(is_last=True)
     assert log[2:] == ["0:1", "1:1", "0:2", "reduce 0", "1:2", "reduce 1"]
+
+
+def test_a_schedule_keeps_gradients_that_megatron_asks_for():
+    from mindspeed_lite.patches.delay_wgrad_compute import _drain_when_asked
+
+    model, log = torch.nn.Sequential(torch.nn.Linear(2, 2)), []
+    setattr(model[0], QUEUE, WgradQueue())
+    getattr(model[0], QUEUE).put(lambda: log.append("computed"))
+    with DelayedWgrads(model).kept():
+        _drain_when_asked(model[0])
+        assert log == []
+    _drain_when_asked(model[0])
+    assert log == ["computed"] and len(getattr(model[0], QUEUE)) == 0

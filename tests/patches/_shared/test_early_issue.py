@@ -34,7 +34,7 @@ def layer(first: str, issued: list[str]) -> SimpleNamespace:
 
 @pytest.mark.parametrize("first", ["attn", "pre_dispatch_computation"])
 def test_messages_leave_before_what_does_not_feed_them(first: str) -> None:
-    def megatron(f_layer, b_layer, x, grad, last):
+    def megatron(f_layer, b_layer, x, grad, last=False):
         if b_layer is not None:
             grad = b_layer.moe_combine.backward(grad)
         if f_layer is not None:
@@ -59,8 +59,25 @@ def test_messages_leave_before_what_does_not_feed_them(first: str) -> None:
     issued: list[str] = []
     x, grad = run(layer(first, issued), layer(first, issued), "x", "g")
     assert x == f"x {first} moe_dispatch mlp moe_combine" and grad == f"g moe_combine mlp moe_dispatch {first}"
+    first_pair = [
+        "B moe_combine",
+        f"F {first}",
+        "F moe_dispatch",
+        "B mlp",
+        "B moe_dispatch",
+        "F mlp",
+        "F moe_combine",
+        f"B {first}",
+    ]
+    assert issued == first_pair
+    # Weight gradients wait for the next combine, and in the last layer those of experts for its own dispatch: what
+    # waits longer would be computed when gradients of another micro-batch are ready.
+    issued.clear()
+    run(layer(first, issued), layer(first, issued), "x", "g", is_last_layer_in_bwd=True)
     assert issued == [
         "B moe_combine",
+        "W mlp",
+        f"W {first}",
         f"F {first}",
         "F moe_dispatch",
         "B mlp",
@@ -70,8 +87,7 @@ def test_messages_leave_before_what_does_not_feed_them(first: str) -> None:
         "F moe_combine",
         f"B {first}",
     ]
-    # The weight gradients of attention wait for the next message, of a layer or of the pipeline.
+    # Without a forward pass each message has what there is; attention's last ones go with messages of the pipeline.
     issued.clear()
     run(None, layer(first, issued), None, "g")
-    assert issued[:2] == ["B moe_combine", f"W {first}"]
-    assert issued.count(f"W {first}") == 1
+    assert issued == ["B moe_combine", f"W {first}", "B mlp", "B moe_dispatch", "W mlp", f"B {first}"]

@@ -10,6 +10,7 @@ import torch
 import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import OptionError
+from tests.harness import simulated
 from tests.harness.process_groups import joined, start
 from tests.harness.processes import forked, on_ranks
 
@@ -89,6 +90,7 @@ def test_a_training_within_the_budget_is_the_same(folder):
     assert len(measured()) == 1 and measured()[0] <= LOW * 1.03
     (table,) = [each for each in mindspeed_lite.report().notices if "computed again" in each]
     assert "the budget is 0.50 MiB" in table and ("proven" in table or "above the least" in table)
+    assert "nothing is moved to the host: cpu has one memory: what leaves it is no smaller there" in table
     assert len(files()) == 1
     mindspeed_lite.disable()
     # The next run of the same training begins with what was chosen, and one with another budget does not.
@@ -208,3 +210,57 @@ def test_evaluation_is_left_alone(folder):
     losses(trained)
     assert len(measured()) == 1
     trained.evaluate()
+
+
+def table_of_choice():
+    (table,) = [each for each in mindspeed_lite.report().notices if "computed again" in each]
+    return table
+
+
+def moved(table):
+    """MiB that the layers move in each micro-batch, by the lines of a table."""
+    return [float(each) for each in re.findall(r"MiB +(\S+) MiB +\S+ ms", table)]
+
+
+@forked("megatron")
+def test_on_a_device_what_hides_behind_compute_is_moved(folder):
+    files = kept_in(folder)
+    off = losses(training())
+    mindspeed_lite.disable()
+    simulated.swap_attention(1e12)
+    assert losses(on(LOW)) == off
+    table = table_of_choice()
+    assert max(moved(table)) > 0 and moved(table)[-1] == 0 and "0.00 ms do not hide" in table
+    assert "nothing is moved" not in table and measured() and measured()[-1] <= LOW * 1.03
+    mindspeed_lite.disable()
+    # The next run moves the same.
+    (file,) = files()
+    assert losses(on(LOW)) == off and said("as an earlier run chose") and measured()[0] <= LOW * 1.03
+    mindspeed_lite.disable()
+    # What was chosen on a device is no choice where nothing moves.
+    text = file.read_text()
+    assert '"attention"' in text or '"mlp"' in text
+    file.unlink()
+    # Behind a slow link recomputation is faster.
+    simulated.swap_attention(1e5)
+    assert losses(on(LOW)) == off and not any(moved(table_of_choice())) and measured()[0] <= LOW * 1.03
+
+
+@forked("megatron")
+def test_a_host_without_room_moves_nothing(folder):
+    from mindspeed_lite.patches import swap_attention
+    from tests.harness.lanes import Lanes
+
+    kept_in(folder)
+    simulated.swap_attention()
+    swap_attention._copy_engine_of = lambda device: Lanes(fail_at=0)
+    off = losses(training())
+    mindspeed_lite.disable()
+    assert losses(on(LOW)) == off and said("no copy to the host was made: no more pinned memory")
+    assert not any(moved(table_of_choice())) and measured()[-1] <= LOW * 1.03
+    mindspeed_lite.disable()
+    # Room for the copies that are timed and for nothing else.
+    swap_attention._copy_engine_of = lambda device: Lanes(fail_at=1)
+    assert losses(on(LOW)) == off
+    (found,) = mindspeed_lite.report().fallbacks
+    assert "no more pinned memory" in found.reason

@@ -15,6 +15,7 @@ from mindspeed_lite.patches._shared.pipeline_execution import (
     _planned,
     listed,
 )
+from mindspeed_lite.patches._shared.pipeline_orders import Asked
 from mindspeed_lite.pipeline import orders
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
@@ -63,7 +64,8 @@ def test_what_is_planned_follows_the_flags_of_other_features():
     state, flags = ExecutorState(session()), {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 1}
 
     def plan(**more):
-        return _planned(Settings({**flags, **more}), state, PipelineShape(2, 4), 0, False, config, is_async=False)
+        asked = Asked.of(Settings({**flags, **more}))
+        return _planned(asked, state, (2, 4, 1, 0), 0, False, config, is_async=False)
 
     assert plan() is plan() and not plan().recomputed
     bubble, advance = plan(recompute_in_bubble=True), plan(recompute_in_advance=True)

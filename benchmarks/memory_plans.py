@@ -1,0 +1,231 @@
+"""Trains one model under many plans of what layers keep, in turns within a process, for `benchmarks.adaptive_memory`.
+
+Plans take turns by steps: `--adaptive-memory` changes what runs again between steps, so all of them have the same
+weights, memory and load. Each is counted in one step and timed in others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import runpy
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindspeed_lite.memory.layer_records import LAYER, Moment
+from mindspeed_lite.memory.layer_ways import Way
+from mindspeed_lite.memory.recompute_choice import BudgetError, choose, peak
+
+ROOT = Path(__file__).resolve().parent.parent
+WORKER = "MINDSPEED_LITE_BENCHMARK_PLANS"
+CHOSEN, OTHER = "chosen", "other"
+MAX_CHECKS = 3
+
+
+@dataclass
+class Plan:
+    """A plan, what it took and what came of it; `budget` is 0 where there is none."""
+
+    name: str
+    budget: int = 0
+    kind: str = ""
+    seconds: list[float] = field(default_factory=list)
+    peak: int = 0
+    ways: tuple[Way, ...] = ()
+
+
+Turns = Generator[tuple[Plan, bool], int, None]
+
+
+def others(
+    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int, count: int
+) -> list[tuple[str, tuple[Way, ...]]]:
+    """Plans within the budget that were not solved for: two by hand as far as there are any, the others drawn."""
+    nothing = [min(each, key=lambda way: way.seconds) for each in options]
+    whole = [next((way for way in each if LAYER in way.again), each[0]) for each in options]
+    found = []
+    for number in range(len(options) + 1):
+        ways = (*whole[:number], *nothing[number:])
+        if peak(ways, moments) <= budget:
+            found.append((f"first {number} layers as a whole", ways))
+            break
+    alike = []
+    for again in {way.again for way in options[0]}:
+        ways = tuple(next((way for way in each if way.again == again), None) for each in options)
+        if None not in ways and peak(ways, moments) <= budget:
+            alike.append((sum(way.seconds for way in ways), ways))
+    if alike:
+        found.append(("all layers alike", min(alike, key=lambda each: each[0])[1]))
+    draw = random.Random(budget)
+    for number in range(1000):
+        if len(found) >= count:
+            break
+        ways = _drawn(options, moments, budget, draw)
+        if ways is not None:
+            found.append((f"drawn {number + 1}", ways))
+    return found[:count]
+
+
+def _drawn(
+    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int, draw: random.Random
+) -> tuple[Way, ...] | None:
+    """Ways by chance, with leaner ones in layers by chance until they are within the budget."""
+    ways = [draw.choice(each) for each in options]
+    for _ in range(20 * len(options)):
+        if peak(ways, moments) <= budget:
+            return tuple(ways)
+        layer = draw.randrange(len(options))
+        ways[layer] = draw.choice([way for way in options[layer] if way.kept <= ways[layer].kept])
+    return None
+
+
+def work(asked: Mapping[str, Any]) -> int:
+    """The training process: run the script, and write what its plans took."""
+    import mindspeed_lite.megatron_adaptor  # noqa: F401
+    from mindspeed_lite.bench.probes import train_step
+    from mindspeed_lite.engine import Session
+    from mindspeed_lite.patches import adaptive_memory
+    from mindspeed_lite.patches._shared import memory_choice
+    from mindspeed_lite.platform import allocator
+
+    # One process meets itself, at whatever port is free.
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "0")
+    allocator.keep_freed_memory()
+    steps = _Steps(asked)
+
+    class Planned(memory_choice.MemoryChoice):
+        """Runs every step under the plan whose turn it is."""
+
+        def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+            if self._steps < memory_choice.RECORD_STEPS:
+                result = self._recorded(original, given)
+                if self._steps == memory_choice.RECORD_STEPS:
+                    steps.begin(self._told[0])
+                return result
+            assert steps.now is not None
+            for layer, way in zip(self._layers, steps.now.ways, strict=True):
+                layer.run_again(way.again, way.swapped)
+            return original(**given)
+
+    def _state(session: Session) -> Any:
+        return session.state(adaptive_memory.NAME, lambda: Planned(session, 1 << 60, False))
+
+    adaptive_memory._state = _state
+    train_step.around_steps("counting", "a benchmark counts", steps.around)
+    script = ROOT / "examples" / "pretrain_gpt.py"
+    sys.argv[0] = str(script)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    plans = [{**asdict(plan), "ways": []} for plan in steps.plans]
+    found = {"plans": plans, "losses": steps.losses}
+    (Path(asked["folder"]) / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+    return 0
+
+
+class _Steps:
+    """The turns of the plans of a process, or the steps of one that has none."""
+
+    def __init__(self, asked: Mapping[str, Any]) -> None:
+        self.losses: list[str] = []
+        self.plans: list[Plan] = []
+        self.now: Plan | None = None
+        self._asked = asked
+        self._turns: Turns | None = None
+        self._counts = False
+        self._is_over = False
+        if not asked["planned"]:
+            self._take(self._alone())
+
+    def begin(self, told: Any) -> None:
+        """Layers have been recorded: the plans take their turns from the next step on."""
+        # On CPU nothing moves.
+        told.rates = None
+        self._take(self._planned(told))
+
+    def _take(self, turns: Turns) -> None:
+        self._turns = turns
+        self.now, self._counts = next(turns)
+
+    def _alone(self) -> Turns:
+        plan = Plan(self._asked["name"])
+        self.plans.append(plan)
+        for number in range(self._asked["steps"]):
+            # The first step of a process is slower than the others.
+            found = yield plan, number == 1
+            if number == 1:
+                plan.peak = found
+            if number <= 1:
+                plan.seconds.clear()
+
+    def _planned(self, told: Any) -> Turns:
+        options = told.options()
+        nothing = tuple(min(each, key=lambda way: way.seconds) for each in options)
+        everything = Plan("everything kept", ways=nothing)
+        self.plans.append(everything)
+        everything.peak = yield everything, True
+        budgets = {f"{share:.0%}": int(share * everything.peak) for share in self._asked["shares"]}
+        budgets |= {f"that of {name}": size for name, size in self._asked["peaks"].items()}
+        for name, budget in budgets.items():
+            plan, within = Plan(name, budget, CHOSEN), budget
+            for _ in range(MAX_CHECKS):
+                try:
+                    plan.ways = choose(options, told.moments, within).ways
+                except BudgetError:
+                    break
+                plan.peak = yield plan, True
+                if plan.peak <= budget:
+                    break
+                within -= plan.peak - budget
+            self.plans.append(plan)
+        for name in [each for each in budgets if not each.startswith("that of")]:
+            for about, ways in others(options, told.moments, budgets[name], self._asked["others"]):
+                plan = Plan(f"{name}: {about}", budgets[name], OTHER, ways=ways)
+                plan.peak = yield plan, True
+                self.plans.append(plan)
+        turns = [plan for plan in self.plans if plan.ways]
+        for number in range(self._asked["rounds"]):
+            for plan in turns if number % 2 == 0 else reversed(turns):
+                yield plan, False
+
+    def around(self, wrapped: Callable[..., Any], session: Any) -> Callable[..., Any]:
+        import torch.distributed as dist
+
+        from mindspeed_lite.memory.saved_tensors import Tracker
+
+        def train_step(*args: Any, **kwargs: Any) -> Any:
+            plan, size = self.now, 0
+            start = time.perf_counter()
+            if plan is not None and self._counts:
+                addresses = {each.untyped_storage().data_ptr() for chunk in args[2] for each in chunk.parameters()}
+                with Tracker(addresses.__contains__) as tracker:
+                    result = wrapped(*args, **kwargs)
+                sizes: list[Any] = [None] * dist.get_world_size()
+                dist.all_gather_object(sizes, tracker.peak)
+                size = max(sizes)
+            else:
+                result = wrapped(*args, **kwargs)
+                if plan is not None:
+                    plan.seconds.append(time.perf_counter() - start)
+            self.losses += [float(each).hex() for each in result[0].values()]
+            if plan is not None:
+                assert self._turns is not None
+                try:
+                    self.now, self._counts = self._turns.send(size)
+                except StopIteration:
+                    sys.exit(0)
+            return result
+
+        return train_step
+
+
+if __name__ == "__main__":
+    sys.exit(work(json.loads(os.environ[WORKER])))

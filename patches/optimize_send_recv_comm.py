@@ -1,0 +1,109 @@
+"""`--optimize-send-recv-comm`: messages down the pipeline and messages up it have a process group each.
+
+Megatron sends activations to the next stage and gradients to the previous one over one group. A communicator runs its
+operations one after the other, so between two ranks an activation waits for the gradient that was issued before it.
+Here gradients go over a second group of the same ranks.
+
+Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of every schedule, Megatron's and those of
+`--pipeline-schedule` and `--schedules-method`: they are called once for each direction. Reaches
+`P2PCommunicator.__init__` because all ranks make one at the beginning of a step, and have to make the second groups
+together. Leaves the exchange of lengths, what is waited for and the order of messages alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mindspeed_lite.engine import Around, Context, Feature, Option, Session
+
+NAME = "optimize_send_recv_comm"
+_P2P = "megatron.core.pipeline_parallel.p2p_communication"
+
+
+def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
+        wrapped(self, *args, **kwargs)
+        group = self.pp_group
+        if group is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
+            session.fallback(NAME, "a communicator of other ranks than Megatron's pipeline group: it keeps one group")
+        elif group.size() > 1 and group not in _second_groups(session):
+            _make(group, session)
+
+    return __init__
+
+
+def _second_groups(session: Session) -> dict[Any, Any]:
+    """Megatron's group -> another one of the same ranks."""
+    made: dict[Any, Any] = session.state(NAME, dict)
+    return made
+
+
+def _make(group: Any, session: Session) -> None:
+    """Make those of all pipelines: a group is made by all ranks, whichever they belong to."""
+    import torch.distributed as dist
+
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
+    for ranks in sorted(set(map(tuple, pipelines))):
+        made = dist.new_group(list(ranks), backend=dist.get_backend(group))
+        if dist.get_rank() in ranks:
+            _second_groups(session)[group] = made
+
+
+def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def p2p_ops(
+        *,
+        tensor_send_prev: Any,
+        tensor_recv_prev: Any,
+        tensor_send_next: Any,
+        tensor_recv_next: Any,
+        group: Any,
+        prev_pipeline_rank: int,
+        next_pipeline_rank: int,
+    ) -> Any:
+        def issue(group: Any, **tensors: Any) -> Any:
+            none = dict.fromkeys(("tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next"))
+            ranks = {"prev_pipeline_rank": prev_pipeline_rank, "next_pipeline_rank": next_pipeline_rank}
+            return wrapped(**{**none, **tensors}, group=group, **ranks)
+
+        second = _second_groups(session).get(group, group)
+        down = issue(group, tensor_recv_prev=tensor_recv_prev, tensor_send_next=tensor_send_next)
+        if tensor_send_prev is None and tensor_recv_next is None:
+            return down
+        up = issue(second, tensor_send_prev=tensor_send_prev, tensor_recv_next=tensor_recv_next)
+        return [*down, *up] if isinstance(down, list) else {**down, **up}
+
+    return p2p_ops
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    if context.host_args is not None and (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
+        return ["--pipeline-model-parallel-size 1: no messages between stages"]
+    return []
+
+
+FEATURE = Feature(
+    name=NAME,
+    summary="a process group for each direction of a pipeline's messages",
+    options=(
+        Option(
+            "--optimize-send-recv-comm",
+            help="Send what goes up the pipeline over a second process group, not behind what goes down.",
+        ),
+    ),
+    numerics="bitwise",
+    theme="communication",
+    memory="not predicted: the buffers of a second communicator, on devices where one has buffers",
+    unsupported={"<0.14": "before Megatron 0.14 ranks make no communicator together, and so no second group"},
+    condition=_why_not,
+    conflicting_args={"use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges both directions in one call"},
+    not_auto="a second communicator takes device memory: enable it explicitly with its flag",
+    patches=(
+        Around(f"{_P2P}:P2PCommunicator.__init__", _init, reads=("pp_group",)),
+        Around(f"{_P2P}:_batched_p2p_ops", _in_two_groups),
+        Around(f"{_P2P}:_p2p_ops", _in_two_groups),
+    ),
+)

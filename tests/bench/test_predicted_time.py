@@ -1,0 +1,31 @@
+"""What the page of predicted times says: of trainings with a core for each rank, and of the others apart."""
+
+from __future__ import annotations
+
+from benchmarks import predicted_time
+from benchmarks.predicted_time import Pair
+
+CALIBRATION = {"cores": 2, "device": "a processor", "versions": {"torch": "2"}, "date": "today", "seconds": 1.0}
+
+
+def pair(name: str, group: str, processes: int, predicted: float, measured: float) -> Pair:
+    return Pair(name, group, processes, predicted, measured, {"products": predicted})
+
+
+def test_ranks_that_share_cores_are_judged_apart() -> None:
+    pairs = [
+        pair("a", "two processes", 2, 1.0, 1.1),
+        pair("b", "two processes", 2, 2.0, 1.0),
+        pair("c", "two processes", 2, 3.0, 0.9),
+        pair("d", "four processes", 4, 1.0, 4.0),
+    ]
+    text = "\n".join(predicted_time.verdict(pairs, 2))
+    assert "Mean error where every rank has a core: 114.1% over 3 trainings" in text and "+233.3% (c)" in text
+    assert "Mean error where ranks share cores: 75.0% over 1 trainings" in text
+    assert "Rank correlation where every rank has a core: -1.000." in text and "Rank correlation of all 4" in text
+    assert "Of 3 layouts on two processes, the one predicted fastest is measured as number 3: NOT among" in text
+    # One layout alone is no choice.
+    assert "four processes" not in text
+    page = predicted_time.page_of(pairs, CALIBRATION, "x.png", ["e: no figures: it ended"])
+    assert "| d (share cores) | 4 |" in page and "core at that moment" in page and "- e: no figures" in page
+    assert "share" not in predicted_time.page_of(pairs[:3], CALIBRATION, "x.png")
