@@ -276,7 +276,7 @@ def _shapes_in(value: Any) -> Any:
 
 
 def _memory(shapes: Any) -> Any:
-    """A tensor for a shape, a tuple of them for several; None for None."""
+    """A tensor for a shape, a tuple of them for several; None where an operator leaves a result out."""
     if shapes is None:
         return None
     if isinstance(shapes, _Shape):
@@ -295,12 +295,16 @@ def _infer_shapes(func: Any, args: Any, kwargs: Any) -> Any:
     except (NotImplementedError, RuntimeError):
         # No meta kernel, or inputs that it refuses. The caller runs the operator at once, which raises what is wrong.
         return None
-    return _shape_of(found) if isinstance(found, torch.Tensor) else tuple(map(_shape_of, found))
+    if isinstance(found, torch.Tensor):
+        return _shape_of(found)
+    # A gradient that is not asked for is None.
+    return tuple(None if each is None else _shape_of(each) for each in found)
 
 
 def _fill(results: Any, func: Any, args: Any, kwargs: Any) -> None:
     for result, found in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
-        result.copy_(found)
+        if result is not None:
+            result.copy_(found)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

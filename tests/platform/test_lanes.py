@@ -99,6 +99,29 @@ def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
 
 
 @forked()
+def test_results_have_the_shapes_that_the_operator_gives_them_and_none_that_was_not_asked_for():
+    platform.activate()
+    side, ready = carrying(), torch.cuda.Event()
+    rows, ones = torch.zeros(3, 1), torch.ones(4)
+    with torch.cuda.stream(side):
+        out, message = sent(side)
+        whole, half = out.sum(1, True), out.sum(1, False)
+        doubled, divided = out * 2, out.to(torch.int64) * True
+        dx, *rest = torch.ops.aten.native_layer_norm_backward(
+            out, out, [4], rows, rows + 1, ones, ones, [True, False, False]
+        )
+        ready.record(side)
+    assert message.waits == 0
+    ready.wait(torch.cuda.current_stream())
+    assert whole.shape == (3, 1) and half.shape == (3,) and rest == [None, None]
+    assert doubled.dtype is torch.float32 and divided.dtype is torch.int64
+    wanted = torch.ops.aten.native_layer_norm_backward(out, out, [4], rows, rows + 1, ones, ones, [True, False, False])[
+        0
+    ]
+    assert torch.equal(dx, wanted) and torch.equal(doubled, out * 2)
+
+
+@forked()
 def test_what_needs_numbers_at_once_gets_them():
     platform.activate()
     side = carrying()
