@@ -14,7 +14,7 @@ from mindspeed_lite.memory.layer_records import (
     LAYER,
     NONE,
     LayerRecorder,
-    RecordedMoment,
+    Instant,
 )
 
 
@@ -65,11 +65,11 @@ def test_storages_belong_to_the_parts_that_saved_them_and_moments_to_layers() ->
         ]
         assert len(record.seconds[LAYER]) == 2 and record.cost(LAYER) >= record.cost(ATTENTION) > 0
     # The last layer's input and that of the one before are kept then, and outside of layers what the product saved.
-    outside = RecordedMoment(NONE, (1, 1))
+    outside = Instant(NONE, (1, 1))
     assert set(recorder.moments) >= {
-        RecordedMoment(1, (1, 1)),
-        RecordedMoment(0, (1, 0)),
-        RecordedMoment(0, (1, 0), True),
+        Instant(1, (1, 1)),
+        Instant(0, (1, 0)),
+        Instant(0, (1, 0), True),
         outside,
     }
     assert recorder.moments[outside] == size
