@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .layer_records import NONE, LayerRecord, Instant
+from .layer_records import NONE, Instant, LayerRecord
 from .layer_ways import Transfers, Way, transfers, ways
 
 # An answer this near to the optimum is taken, and the search ends after so long in any case.

@@ -13,8 +13,8 @@ from mindspeed_lite.memory.layer_records import (
     INPUT_NORM,
     LAYER,
     NONE,
-    LayerRecorder,
     Instant,
+    LayerRecorder,
 )
 
 

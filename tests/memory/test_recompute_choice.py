@@ -18,8 +18,8 @@ from mindspeed_lite.memory.layer_records import (
     MLP,
     MLP_NORM,
     NONE,
-    LayerRecord,
     Instant,
+    LayerRecord,
     SavedStorage,
 )
 from mindspeed_lite.memory.layer_ways import Transfers, Way
