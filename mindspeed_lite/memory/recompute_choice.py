@@ -122,7 +122,10 @@ def peak(chosen: Sequence[Way], moments: Mapping[Instant, int], transfers: Trans
 
 
 def choose(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, transfers: Transfers | None = None
+    options: Sequence[Sequence[Way]],
+    moments: Mapping[Instant, int],
+    budget: int,
+    transfers: Transfers | None = None,
 ) -> LayerChoice:
     """The ways that take least time within the budget.
 
@@ -186,7 +189,10 @@ def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
 
 
 def _solve(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int | None, transfers: Transfers | None
+    options: Sequence[Sequence[Way]],
+    moments: Mapping[Instant, int],
+    budget: int | None,
+    transfers: Transfers | None,
 ) -> LayerChoice | None:
     """Within a budget the least time; without one the least peak."""
     if not options:

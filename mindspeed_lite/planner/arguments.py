@@ -278,6 +278,8 @@ def _number(flag: str, text: str, kind: type[int] | type[float]) -> int | float:
 
 
 def _refuse(flag: str, values: Sequence[str]) -> None:
+    if flag in flags.FOREIGN:
+        raise ArgumentError(f"{' '.join([flag, *values[:1]])}: {flags.FOREIGN[flag]}")
     nothing = ("0", "none", "1") if flag in flags.COUNTED_FROM_ONE else ("0", "none")
     if flag in flags.REFUSED and (not values or values[0].lower() not in nothing):
         raise ArgumentError(f"{' '.join([flag, *values[:1]])}: {flags.REFUSED[flag]}")

@@ -222,8 +222,9 @@ REFUSED = {
     "--num-distributed-optimizer-instances": "more than one instance of the distributed optimizer is not predicted",
     "--heterogeneous-layers-config-path": "heterogeneous models are not predicted",
     "--adaptive-memory": "what is kept is decided in the training, within --memory-budget: leave it out",
-    "--noop-layers": "it is MindSpeed's: `mindspeed-lite migrate` writes Megatron's layout in its place",
     "--mindspeed-lite-auto": "which features it turns on is decided in the training: give their flags",
 }
 # Of these, those that ask for nothing with 1.
 COUNTED_FROM_ONE = ("--num-distributed-optimizer-instances",)
+# Of MindSpeed, and refused whatever they say.
+FOREIGN = {"--noop-layers": "it is MindSpeed's: `mindspeed-lite migrate` writes Megatron's layout in its place"}
