@@ -40,7 +40,10 @@ EXERCISED = {
     "use_fused_embedding": "tensor",
 }
 # So that it has something to do, whatever it measures.
-BESIDE: dict[str, dict[str, Any]] = {"balanced_moe_experts": {"balanced_moe_break_even": 0.0}}
+BESIDE: dict[str, dict[str, Any]] = {
+    "balanced_moe_experts": {"balanced_moe_break_even": 0.0},
+    "enable_expert_placement": {"expert_placement_freq": 1, "expert_placement_break_even": 0.0},
+}
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 
