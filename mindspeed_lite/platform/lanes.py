@@ -167,7 +167,7 @@ class Queueing(TorchDispatchMode):
         elif _has_shapes(func):
             results = _empty_results(func, args, kwargs)
             if results is not None:
-                lane.put(functools.partial(_fill, results, func, args, kwargs), given, tree_leaves(results))
+                lane.put(functools.partial(_fill, results, func, args, kwargs), given, _tensors_in((results,)))
                 return results
         lane.finish()
         return func(*args, **kwargs)
