@@ -25,7 +25,7 @@ from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
 from benchmarks.memory_plans import CHOSEN, OTHER, WORKER, Plan
 
 ROOT = Path(__file__).resolve().parent.parent
-GIB = 1 << 30
+MIB = 1 << 20
 MOE = "moe_grouped_gemm,moe_permute_fusion,moe_router_fusion"
 MEGATRON = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
@@ -71,13 +71,14 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _trained(name: str, rounds: int, others: int, shares: Sequence[float]) -> list[str]:
-    own, losses = [], {}
+    own: list[Plan] = []
+    losses: dict[str, list[str]] = {}
     for about, flags in MEGATRON.items():
         asked = {"name": about, "planned": False, "steps": ALONE_STEPS}
         found = _run(name, flags, asked)
         losses[about] = found["losses"]
         own.append(_plan(found["plans"][0]))
-        print(f"{name}, {about}: {own[-1].peak / GIB:.4f} GiB, {_median(own[-1]):.3f} s", flush=True)
+        print(f"{name}, {about}: {own[-1].peak / MIB:.1f} MiB, {_median(own[-1]):.3f} s", flush=True)
     peaks = {plan.name: plan.peak for plan in own}
     asked = {"planned": True, "shares": list(shares), "peaks": peaks, "others": others, "rounds": rounds}
     found = _run(name, "--adaptive-memory --memory-budget 1024", asked)
@@ -143,7 +144,7 @@ def table(plans: Sequence[Plan], own: Sequence[Plan]) -> list[str]:
     said = []
     for each in [*own, *plans]:
         if not each.peak:
-            lines.append(f"| {each.name}, chosen | {_gib(each.budget)} | cannot be met | | | | | |")
+            lines.append(f"| {each.name}, chosen | {_mib(each.budget)} | cannot be met | | | | | |")
             continue
         rivals = _rivals(each, plans, own)
         best = min(map(_median, rivals)) if rivals else 0.0
@@ -151,7 +152,7 @@ def table(plans: Sequence[Plan], own: Sequence[Plan]) -> list[str]:
         about = f"{each.name}, chosen" if each.kind == CHOSEN else f"`--recompute-granularity {each.name}`"
         about = each.name if each.kind == OTHER or each is everything else about
         lines.append(
-            f"| {about} | {_gib(each.budget)} | {_gib(each.peak)} | {kept} | {1 - each.peak / everything.peak:.1%} "
+            f"| {about} | {_mib(each.budget)} | {_mib(each.peak)} | {kept} | {1 - each.peak / everything.peak:.1%} "
             f"| {_median(each):.3f} s | {_median(each) / _median(everything):.3f} "
             f"| {f'{_median(each) / best:.3f}' if best and each.kind == CHOSEN else ''} |"
         )
@@ -173,8 +174,8 @@ def _rivals(plan: Plan, plans: Sequence[Plan], own: Sequence[Plan]) -> list[Plan
     return [each for each in [*others, *own] if each.seconds and each.peak <= within]
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.4f} GiB" if size else ""
+def _mib(size: int) -> str:
+    return f"{size / MIB:.1f} MiB" if size else ""
 
 
 if __name__ == "__main__":

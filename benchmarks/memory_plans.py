@@ -48,16 +48,17 @@ def others(
     """Plans within the budget that were not solved for: two by hand as far as there are any, the others drawn."""
     nothing = [min(each, key=lambda way: way.seconds) for each in options]
     whole = [next((way for way in each if LAYER in way.again), each[0]) for each in options]
-    found = []
+    found: list[tuple[str, tuple[Way, ...]]] = []
     for number in range(len(options) + 1):
         ways = (*whole[:number], *nothing[number:])
         if peak(ways, moments) <= budget:
             found.append((f"first {number} layers as a whole", ways))
             break
-    alike = []
+    alike: list[tuple[float, tuple[Way, ...]]] = []
     for again in {way.again for way in options[0]}:
-        ways = tuple(next((way for way in each if way.again == again), None) for each in options)
-        if None not in ways and peak(ways, moments) <= budget:
+        several = [[way for way in each if way.again == again] for each in options]
+        ways = tuple(each[0] for each in several if each)
+        if len(ways) == len(options) and peak(ways, moments) <= budget:
             alike.append((sum(way.seconds for way in ways), ways))
     if alike:
         found.append(("all layers alike", min(alike, key=lambda each: each[0])[1]))
@@ -65,9 +66,9 @@ def others(
     for number in range(1000):
         if len(found) >= count:
             break
-        ways = _drawn(options, moments, budget, draw)
-        if ways is not None:
-            found.append((f"drawn {number + 1}", ways))
+        drawn = _drawn(options, moments, budget, draw)
+        if drawn is not None:
+            found.append((f"drawn {number + 1}", drawn))
     return found[:count]
 
 
@@ -99,7 +100,7 @@ def work(asked: Mapping[str, Any]) -> int:
     allocator.keep_freed_memory()
     steps = _Steps(asked)
 
-    class Planned(memory_choice.MemoryChoice):
+    class Planned(memory_choice.MemoryChoice):  # type: ignore[misc]
         """Runs every step under the plan whose turn it is."""
 
         def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:

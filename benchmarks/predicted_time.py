@@ -254,7 +254,8 @@ def main(given: Sequence[str] | None = None) -> int:
             calibration["overheads"] = probe.overheads(calibration, SCRIPT)
             file.write_text(json.dumps(calibration))
         calibration = json.loads(file.read_text())
-        pairs, failed = [], []
+        pairs: list[Pair] = []
+        failed: list[str] = []
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue

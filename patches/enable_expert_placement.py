@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session, Settings
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.parallel.balance import payoff
 from mindspeed_lite.parallel.balance.load_average import alike, predicted
 from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts, StateOfSlot
@@ -340,6 +340,7 @@ FEATURE = Feature(
         "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step gathers in the step",
         "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity gives all experts as many tokens",
     },
+    conflicts=(Relation("moe_alltoall_mc2", "they have not been trained together"),),
     not_auto="what it gains depends on the router and has been measured on CPU alone: enable it with its flag",
     patches=(
         Around(

@@ -42,8 +42,8 @@ def main(arguments_: Sequence[str]) -> int:
     options, command = _parser().parse_args(given[:place]), given[place + 1 :]
     if not command:
         return fail(PROGRAM, f"no command to plan; write it after `--`: {PROGRAM} [options] -- pretrain_gpt.py ...")
-    if problem := _problem(options):
-        return fail(PROGRAM, problem)
+    if wrong := _problem(options):
+        return fail(PROGRAM, wrong)
     for flag, name in (("--json", options.json), ("--plot", options.plot)):
         if name and (problem := terminal.why_not_writable(name)):
             return fail(PROGRAM, f"{flag} {name}: {problem}")

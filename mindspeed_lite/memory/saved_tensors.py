@@ -96,7 +96,7 @@ class Tracker:
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
         """Count a storage until `release` is called with the number that is returned."""
         # The address of the storage itself: that of its memory changes when it is given up.
-        key = storage._cdata
+        key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
             known = self._live[key] = _Storage(storage, _place(), shape, dtype)

@@ -77,9 +77,10 @@ class MemoryChoice:
     def forward_pass(self) -> Iterator[None]:
         """Around the forward pass of the layers of a chunk."""
         with contextlib.ExitStack() as stack:
-            for each in (self._offload, self._recorder):
-                if each is not None:
-                    stack.enter_context(each.forward_pass())
+            if self._offload is not None:
+                stack.enter_context(self._offload.forward_pass())
+            if self._recorder is not None:
+                stack.enter_context(self._recorder.forward_pass())
             yield
 
     def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:

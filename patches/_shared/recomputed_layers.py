@@ -62,7 +62,7 @@ class RecomputedLayer:
         for part, module in [(LAYER, layer), *((part, modules[part]) for part in sorted(parts))]:
             _PARTS[module] = (self, part)
             session.mark(module, "forward", functools.partial(_forward, module))
-        self.can_swap = frozenset() if offload is None else self._hook(layer, offload)
+        self.can_swap: frozenset[str] = frozenset() if offload is None else self._hook(layer, offload)
         self.run_again(self.again)
 
     def _hook(self, layer: Any, offload: Offload) -> frozenset[str]:

@@ -38,7 +38,7 @@ def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
     text = "\n".join(adaptive_memory.table([everything, chosen, impossible, *others, too_large], own))
     # The best of the others is full; the two that take more than the budget do not count.
     assert "- 50%: the budget is kept to (102.0%), 0.885 of the time of the best of 4 other plans." in text
-    assert "| 10%, chosen | 0.0000 GiB | cannot be met" in text and "49.0%" in text
+    assert "| 10%, chosen | 0.0 MiB | cannot be met" in text and "49.0%" in text
     chosen.peak, chosen.seconds = 600, [2.0]
     text = "\n".join(adaptive_memory.table([everything, chosen, *others], own))
     assert "NOT kept to" in text and "(MISSED)" in text

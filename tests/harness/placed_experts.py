@@ -72,6 +72,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "two levels": (_EP2, {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_hierarchical_alltoallv": True,
                           "moe_node_size": 1}),
     "released": (_EP2, {"moe_grouped_gemm": True, "moe_permute_fusion": True, "moe_zero_memory": "level1"}),
+    "copies": (_FP32, {"moe_grouped_gemm": True, "balanced_moe_experts": True, "balanced_moe_break_even": 0.0}),
     "tp2_etp1_ep2": ({**_EP2, "tp": 2, "sp": True, "etp": 1}, {}),
     # Four ranks.
     "ep4": ({"ep": 4, "experts": 8}, {}),
@@ -85,7 +86,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ep2_dp2, both": ({**_EP2, **_OVERLAPPED}, {**_FUSED, "quant_states": "fp8", "reuse_fp32_param": True}),
 }  # fmt: skip
 # Another order of sums: a token's rows are added within a rank first, or an expert's rows by copies.
-ROUNDED = {"allgather"}
+ROUNDED = {"allgather", "copies"}
 INTERVAL = 2
 
 

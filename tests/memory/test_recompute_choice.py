@@ -197,7 +197,7 @@ def test_what_moves_is_what_moved_parts_alone_save() -> None:
     # Attention's own and its input; the MLP's input, what its activation starts from and what that gives.
     assert (both.moved, both.kept) == (60 + 70, 151 - 130)
     # What is given up to be computed again does not move, and neither does what that starts from.
-    mixed = found[frozenset({ACTIVATION}), frozenset({ATTENTION, MLP})]
+    mixed = layer_ways._way(told, frozenset({ACTIVATION}), frozenset({ATTENTION, MLP}), 10)
     assert (mixed.moved, mixed.back_late, mixed.kept) == (60 + 10, 20, 61)
     # One byte is too small to be moved, and so is everything for a last layer, whose backward pass comes next.
     assert found[nothing, frozenset({INPUT_NORM, ATTENTION, MLP})].moved == 140

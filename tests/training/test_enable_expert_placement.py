@@ -19,7 +19,7 @@ FOUR = [
 ]
 TWO = [name for name in placed_experts.CASES if name not in FOUR]
 # What a run of a few seconds trains.
-FEW = ["fp32", "overlapped", "both"]
+FEW = ["fp32", "both"]
 
 
 def faults(train: Trainer, nproc: int, cases: list[str], out: Path, steps: int = 6) -> dict[str, list[str]]:

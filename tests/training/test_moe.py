@@ -387,6 +387,7 @@ AGAIN: dict[str, tuple[int, dict[str, Any]]] = {
     "norm recomputed": (2, {"ep": 2}),
     "some layers": (4, {"ep": 2, "pp": 2, "vpp": 2, "layers": 8}),
     "unfused wgrad": (2, {"ep": 2, "wgrad_fusion": False}),
+    "top 1": (2, {"ep": 2, "moe": {"moe_router_topk": 1, "moe_router_pre_softmax": True}}),
     "a rank without tokens": (2, {"ep": 2}),
 }  # fmt: skip
 AGAIN.pop("recompute")

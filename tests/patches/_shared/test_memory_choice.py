@@ -251,7 +251,7 @@ def test_a_host_without_room_moves_nothing(folder):
     from mindspeed_lite.patches import swap_attention
     from tests.harness.lanes import Lanes
 
-    kept_in(folder)
+    files = kept_in(folder)
     simulated.swap_attention()
     swap_attention._copy_engine_of = lambda device: Lanes(fail_at=0)
     off = losses(training())
@@ -259,6 +259,8 @@ def test_a_host_without_room_moves_nothing(folder):
     assert losses(on(LOW)) == off and said("no copy to the host was made: no more pinned memory")
     assert not any(moved(table_of_choice())) and measured()[-1] <= LOW * 1.03
     mindspeed_lite.disable()
+    for file in files():
+        file.unlink()
     # Room for the copies that are timed and for nothing else.
     swap_attention._copy_engine_of = lambda device: Lanes(fail_at=1)
     assert losses(on(LOW)) == off
