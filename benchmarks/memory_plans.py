@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.memory.layer_records import LAYER, Moment
+from mindspeed_lite.memory.layer_records import LAYER, Instant
 from mindspeed_lite.memory.layer_ways import Way
 from mindspeed_lite.memory.recompute_choice import BudgetError, choose, peak
 
@@ -43,7 +43,7 @@ Turns = Generator[tuple[Plan, bool], int, None]
 
 
 def others(
-    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int, count: int
+    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, count: int
 ) -> list[tuple[str, tuple[Way, ...]]]:
     """Plans within the budget that were not solved for: two by hand as far as there are any, the others drawn."""
     nothing = [min(each, key=lambda way: way.seconds) for each in options]
@@ -73,7 +73,7 @@ def others(
 
 
 def _drawn(
-    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int, draw: random.Random
+    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, draw: random.Random
 ) -> tuple[Way, ...] | None:
     """Ways by chance, with leaner ones in layers by chance until they are within the budget."""
     ways = [draw.choice(each) for each in options]

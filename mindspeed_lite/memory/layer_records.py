@@ -70,7 +70,7 @@ class LayerRecord:
         return statistics.median(found) if found else 0.0
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """The layer whose backward or forward pass runs, NONE for neither, and how many micro-batches each is kept for."""
 
     layer: int
@@ -88,7 +88,7 @@ class LayerRecorder(Tracker):
     def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
         super().__init__(is_excluded)
         self.layers = [LayerRecord() for _ in range(count)]
-        self._outside: dict[Moment, int] = {}
+        self._outside: dict[Instant, int] = {}
         self._synchronize = synchronize
         self._kept = [0] * count
         #: The layer that ran last in the pass through a chunk that runs, and the one whose second run ended last.
@@ -111,7 +111,7 @@ class LayerRecorder(Tracker):
         self._held: list[torch.Tensor] = []
 
     @property
-    def moments(self) -> dict[Moment, int]:
+    def moments(self) -> dict[Instant, int]:
         """The most bytes that were saved outside of layers or by several of them, by moment."""
         return {moment: size + self._most_shared for moment, size in self._outside.items()}
 
@@ -211,7 +211,7 @@ class LayerRecorder(Tracker):
 
     def _look(self, layer: int, is_forward: bool = False) -> None:
         outside = sum(each.storage.nbytes() for key, each in self._live.items() if key not in self._of_layers)
-        moment = Moment(layer, tuple(self._kept), is_forward)
+        moment = Instant(layer, tuple(self._kept), is_forward)
         self._outside[moment] = max(outside, self._outside.get(moment, 0))
 
     def pack(self, tensor: torch.Tensor) -> Any:

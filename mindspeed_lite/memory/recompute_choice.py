@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .layer_records import NONE, LayerRecord, Moment
+from .layer_records import NONE, Instant, LayerRecord
 from .layer_ways import Transfers, Way, transfers, ways
 
 # An answer this near to the optimum is taken, and the search ends after so long in any case.
@@ -67,7 +67,7 @@ class StageRecord:
 
     can: list[frozenset[str]]
     layers: list[LayerRecord]
-    moments: dict[Moment, int]
+    moments: dict[Instant, int]
     swappable: list[frozenset[str]] = field(default_factory=list)
     rates: tuple[float, float] | None = None
     smallest: int = 0
@@ -99,7 +99,7 @@ def merged(several: Sequence[StageRecord]) -> StageRecord:
         seconds = {part: [max(record.cost(part) for record in each)] for part in parts}
         fullest = max(each, key=lambda record: record.bytes)
         records.append(LayerRecord(fullest.storages, seconds, fullest.follower, fullest.is_first))
-    moments: dict[Moment, int] = {}
+    moments: dict[Instant, int] = {}
     for one in several:
         for moment, outside in one.moments.items():
             moments[moment] = max(outside, moments.get(moment, 0))
@@ -108,7 +108,7 @@ def merged(several: Sequence[StageRecord]) -> StageRecord:
     return StageRecord(can, records, moments, swappable, slowest, max(one.smallest for one in several))
 
 
-def peak(chosen: Sequence[Way], moments: Mapping[Moment, int], transfers: Transfers | None = None) -> int:
+def peak(chosen: Sequence[Way], moments: Mapping[Instant, int], transfers: Transfers | None = None) -> int:
     """Bytes at the fullest of the moments."""
     found = 0
     for moment, outside in moments.items():
@@ -122,7 +122,7 @@ def peak(chosen: Sequence[Way], moments: Mapping[Moment, int], transfers: Transf
 
 
 def choose(
-    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int, transfers: Transfers | None = None
+    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, transfers: Transfers | None = None
 ) -> LayerChoice:
     """The ways that take least time within the budget.
 
@@ -139,7 +139,7 @@ def choose(
 
 
 def leanest(
-    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], transfers: Transfers | None = None
+    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
     """The ways that take least memory; where the search for them ended without any, those with the least of a layer."""
     found = _solve(options, moments, None, transfers)
@@ -150,14 +150,14 @@ def leanest(
 
 
 def _choice(
-    chosen: tuple[Way, ...], moments: Mapping[Moment, int], transfers: Transfers | None, gap: float
+    chosen: tuple[Way, ...], moments: Mapping[Instant, int], transfers: Transfers | None, gap: float
 ) -> LayerChoice:
     exposed = transfers.exposed(chosen) if transfers else (0.0,) * len(chosen)
     seconds = sum(way.seconds for way in chosen) + sum(exposed)
     return LayerChoice(chosen, peak(chosen, moments, transfers), seconds, gap, exposed)
 
 
-def _there(way: Way, layer: int, moment: Moment, half: str, transfers: Transfers | None) -> int:
+def _there(way: Way, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
     """Bytes of a layer that are there at a moment beside what it keeps: what is back, and what is about to move."""
     if moment.layer == NONE:
         return 0
@@ -171,9 +171,9 @@ def _there(way: Way, layer: int, moment: Moment, half: str, transfers: Transfers
     return found
 
 
-def _binding(moments: Mapping[Moment, int]) -> dict[Moment, int]:
+def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
     """The moments at which no choice takes less than at another one of the same layer and pass."""
-    found: dict[Moment, int] = {}
+    found: dict[Instant, int] = {}
     for moment, outside in sorted(moments.items(), key=lambda each: (sum(each[0].counts), each[1]), reverse=True):
         if not any(
             (one.layer, one.is_forward) == (moment.layer, moment.is_forward)
@@ -186,7 +186,7 @@ def _binding(moments: Mapping[Moment, int]) -> dict[Moment, int]:
 
 
 def _solve(
-    options: Sequence[Sequence[Way]], moments: Mapping[Moment, int], budget: int | None, transfers: Transfers | None
+    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int | None, transfers: Transfers | None
 ) -> LayerChoice | None:
     """Within a budget the least time; without one the least peak."""
     if not options:

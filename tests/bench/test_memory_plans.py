@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import adaptive_memory, memory_plans
 from benchmarks.memory_plans import CHOSEN, OTHER, Plan
-from mindspeed_lite.memory.layer_records import LAYER, NONE, Moment
+from mindspeed_lite.memory.layer_records import LAYER, NONE, Instant
 from mindspeed_lite.memory.layer_ways import Way
 from mindspeed_lite.memory.recompute_choice import peak
 
@@ -20,7 +20,7 @@ WHOLE = Way(frozenset({LAYER}), 10, 0, 90, 90, 3.0)
 @pytest.mark.parametrize("budget", [250, 300, 350, 400])
 def test_other_plans_are_within_the_budget(budget: int) -> None:
     options = [[NOTHING, PART, WHOLE]] * 4
-    moments = {Moment(NONE, (1, 1, 1, 1)): 0, Moment(3, (1, 1, 1, 1)): 0}
+    moments = {Instant(NONE, (1, 1, 1, 1)): 0, Instant(3, (1, 1, 1, 1)): 0}
     found = memory_plans.others(options, moments, budget, 4)
     assert 2 <= len(found) <= 4 and all(peak(ways, moments) <= budget for _, ways in found)
     assert found[0][0].startswith("first") and len({name for name, _ in found}) == len(found)

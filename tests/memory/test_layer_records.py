@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_lite.memory.layer_records import ATTENTION, BACKWARD, INPUT_NORM, LAYER, NONE, LayerRecorder, Moment
+from mindspeed_lite.memory.layer_records import ATTENTION, BACKWARD, INPUT_NORM, LAYER, NONE, Instant, LayerRecorder
 
 
 def test_storages_belong_to_the_parts_that_saved_them_and_moments_to_layers() -> None:
@@ -57,8 +57,8 @@ def test_storages_belong_to_the_parts_that_saved_them_and_moments_to_layers() ->
         ]
         assert len(record.seconds[LAYER]) == 2 and record.cost(LAYER) >= record.cost(ATTENTION) > 0
     # The last layer's input and that of the one before are kept then, and outside of layers what the product saved.
-    outside = Moment(NONE, (1, 1))
-    assert set(recorder.moments) >= {Moment(1, (1, 1)), Moment(0, (1, 0)), Moment(0, (1, 0), True), outside}
+    outside = Instant(NONE, (1, 1))
+    assert set(recorder.moments) >= {Instant(1, (1, 1)), Instant(0, (1, 0)), Instant(0, (1, 0), True), outside}
     assert recorder.moments[outside] == size
 
 

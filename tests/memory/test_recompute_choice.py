@@ -18,8 +18,8 @@ from mindspeed_lite.memory.layer_records import (
     MLP,
     MLP_NORM,
     NONE,
+    Instant,
     LayerRecord,
-    Moment,
     SavedStorage,
 )
 from mindspeed_lite.memory.layer_ways import Transfers, Way
@@ -44,9 +44,9 @@ def test_it_is_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     options = [random_ways(draw) for _ in range(4)]
     moments = {
-        Moment(NONE, (1, 1, 1, 1)): draw.randint(0, 50),
-        Moment(3, (2, 1, 1, 1)): 3,
-        Moment(0, (1, 0, 0, 0)): draw.randint(0, 300),
+        Instant(NONE, (1, 1, 1, 1)): draw.randint(0, 50),
+        Instant(3, (2, 1, 1, 1)): 3,
+        Instant(0, (1, 0, 0, 0)): draw.randint(0, 300),
     }
     peaks = {each: choice.peak(each, moments) for each in itertools.product(*options)}
     least = min(peaks.values())
@@ -103,14 +103,14 @@ def test_a_way_that_another_beats_is_left_out() -> None:
 
 def test_ranks_of_a_stage_choose_for_the_fullest() -> None:
     fuller = LayerRecord([*record().storages, SavedStorage(7, {MLP})], {**record().seconds, MLP: [19.0]})
-    one, two, at = frozenset({MLP}), frozenset({MLP, ATTENTION}), Moment(0, (1,))
+    one, two, at = frozenset({MLP}), frozenset({MLP, ATTENTION}), Instant(0, (1,))
     told = [
         StageRecord([PARTS], [record()], {at: 5}, [one], (3.0, 7.0), 10),
-        StageRecord([PARTS - {LAYER}], [fuller], {at: 9, Moment(NONE, (2,)): 1}, [two], (4.0, 5.0), 10),
+        StageRecord([PARTS - {LAYER}], [fuller], {at: 9, Instant(NONE, (2,)): 1}, [two], (4.0, 5.0), 10),
     ]
     found = choice.merged(told)
     assert found.can == [PARTS - {LAYER}] and found.layers[0].bytes == 158 and found.layers[0].cost(MLP) == 20.0
-    assert found.moments == {at: 9, Moment(NONE, (2,)): 1}
+    assert found.moments == {at: 9, Instant(NONE, (2,)): 1}
     assert found.swappable == [one] and found.rates == (3.0, 5.0)
     # Where one rank has no room on its host, none of them moves anything.
     told[0].rates = None
@@ -119,21 +119,21 @@ def test_ranks_of_a_stage_choose_for_the_fullest() -> None:
 
 def test_a_table_says_what_runs_again() -> None:
     options = [layer_ways.ways(record(), PARTS)] * 3
-    moments = {Moment(NONE, (1, 1, 1)): 4}
+    moments = {Instant(NONE, (1, 1, 1)): 4}
     text = table(choice.choose(options, moments, 420), 457, 420, 1, 2)
     assert "of pipeline stage 1" in text and "activation" in text and "the budget is 0.00 MiB" in text
 
 
 def test_a_stage_without_layers() -> None:
-    assert choice.choose([], {Moment(NONE, ()): 7}, 8).peak == 7
+    assert choice.choose([], {Instant(NONE, ()): 7}, 8).peak == 7
     with pytest.raises(BudgetError):
-        choice.choose([], {Moment(NONE, ()): 7}, 6)
+        choice.choose([], {Instant(NONE, ()): 7}, 6)
     assert "0.00 MiB at the peak; the budget" in table(choice.choose([], {}, 8), 0, 8, 1, 2)
 
 
 def test_a_search_that_ends_without_an_answer_leaves_what_takes_least(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scipy.optimize.milp", lambda *_, **__: SimpleNamespace(x=None))
-    options, moments = [layer_ways.ways(record(), PARTS)] * 3, {Moment(NONE, (1, 1, 1)): 4}
+    options, moments = [layer_ways.ways(record(), PARTS)] * 3, {Instant(NONE, (1, 1, 1)): 4}
     found = choice.choose(options, moments, 420)
     assert found.peak <= 420 and found.gap == float("inf") and "may not be the least" in table(found, 457, 420, 0, 1)
     with pytest.raises(BudgetError) as error:
@@ -158,8 +158,8 @@ def test_with_copies_it_is_the_best_of_all(seed: int) -> None:
     times = tuple(draw.random() for _ in range(4)), tuple(draw.random() for _ in range(4))
     lanes = Transfers((1, 2, 3, NONE), *times, draw.choice([30.0, 100.0, 1e4]), draw.choice([30.0, 100.0, 1e4]))
     counts = [(1, 0, 0, 0), (1, 1, 0, 0), (1, 1, 1, 0), (1, 1, 1, 1)]
-    moments = {Moment(layer, each, forward): 5 for layer, each in enumerate(counts) for forward in (True, False)}
-    moments[Moment(NONE, counts[-1])] = draw.randint(0, 100)
+    moments = {Instant(layer, each, forward): 5 for layer, each in enumerate(counts) for forward in (True, False)}
+    moments[Instant(NONE, counts[-1])] = draw.randint(0, 100)
     found = {each: choice.peak(each, moments, lanes) for each in itertools.product(*options)}
     least = min(found.values())
     budget = least + draw.randint(0, 120)
@@ -182,9 +182,14 @@ def test_a_copy_costs_what_the_layer_behind_it_does_not_hide() -> None:
     assert lanes.exposed([move, Way(frozenset(), 0, 0, 0, 0, 0.0)]) == (1.0 + 5.0, 0.0)
     assert lanes.exposed([move, again]) == (1.0 + 3.0, 0.0)
     # Leaving and coming back, they are there beside those of the layer behind, and in between they are not.
-    moments = {Moment(0, (1, 0), True): 1, Moment(1, (1, 1), True): 2, Moment(1, (1, 1)): 3, Moment(NONE, (1, 1)): 50}
+    moments = {
+        Instant(0, (1, 0), True): 1,
+        Instant(1, (1, 1), True): 2,
+        Instant(1, (1, 1)): 3,
+        Instant(NONE, (1, 1)): 50,
+    }
     assert choice.peak([move, again], moments, lanes) == 103
-    assert choice.peak([move, again], {Moment(NONE, (2, 2)): 50}, lanes) == 50
+    assert choice.peak([move, again], {Instant(NONE, (2, 2)): 50}, lanes) == 50
 
 
 def test_what_moves_is_what_moved_parts_alone_save() -> None:
@@ -217,7 +222,7 @@ def test_what_several_layers_save_is_not_a_layers_own() -> None:
 def test_a_table_says_what_moves_and_why_nothing_does() -> None:
     move = Way(frozenset({ACTIVATION}), 1 << 20, 0, 0, 0, 1e-3, frozenset({ATTENTION}), 3 << 20)
     lanes = Transfers((1, NONE), (1.0, 1.0), (1.0, 1.0), 2e9, 1e9)
-    moments = {Moment(NONE, (1, 1)): 0}
+    moments = {Instant(NONE, (1, 1)): 0}
     found = choice.choose([[move], [Way(frozenset(), 1 << 20, 0, 0, 0, 0.0)]], moments, 4 << 20, lanes)
     text = table(found, 8 << 20, 4 << 20, 0, 1, (2e9, 1e9))
     assert "3.00 MiB" in text and "activation; attention" in text
