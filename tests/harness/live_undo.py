@@ -63,6 +63,7 @@ TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "context": (2, {"cp": 2, **_BY_NAME}, {}),
     "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
     "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {}),
+    "router in fp32": (1, {**_DISTRIBUTED, **_EXPERTS, "moe": {**_EXPERTS["moe"], "moe_router_dtype": "fp32"}}, {}),
     "recomputed": (2, {"pp": 2, "vpp": 2, "layers": 8, "config": _RECOMPUTED}, _RECOMPUTED),
 }
 # Where Megatron's dispatcher puts an index, as its configuration said when it was built; it may stand anywhere.

@@ -36,6 +36,7 @@ REFERENCES: dict[str, dict[str, Any]] = {"context": {"cp": 1}, "V": {"pp": 1, "v
 EXERCISED = {
     "bias_dropout_fusion": "biases",
     "context_parallel_algo": "context",
+    "moe_router_fusion": "router in fp32",
     "schedules_method": "V",
     "use_fused_embedding": "tensor",
 }
