@@ -32,6 +32,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import expert_messages, moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS, conflict_reasons
+from ._shared.given_flags import given_flags
 from ._shared.proxies import AttributeOverride
 
 NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
@@ -49,8 +50,6 @@ _PADS = {
     "moe_pad_expert_input_to_capacity": "--moe-pad-expert-input-to-capacity gives all experts as many tokens",
     "moe_router_padding_for_quantization": "the dispatcher pads the tokens of each expert",
 }
-# Experts of a layer that are copied, at most, where the flag is not given.
-_COPIES = 3
 
 
 class _State:
@@ -236,10 +235,7 @@ def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
 
 
 def _given_beside(settings: Settings) -> list[str]:
-    """Flags besides the first one that are not at their default."""
-    number, break_even = settings.get(NUMBER), settings.get(BREAK_EVEN)
-    found = [] if number in (None, _COPIES) else [f"--balanced-moe-hot-expert-num {number}"]
-    return found if break_even is None else [*found, f"--balanced-moe-break-even {break_even:g}"]
+    return given_flags(FEATURE.options[1:], settings)
 
 
 def _enabled(settings: Settings) -> bool:
@@ -273,7 +269,7 @@ FEATURE = Feature(
         Option(
             "--balanced-moe-hot-expert-num",
             help="Experts of a layer that are copied, at most (default: 3).",
-            default=_COPIES,
+            default=3,
             type=int,
             metavar="N",
         ),

@@ -37,6 +37,7 @@ from ._shared.attention_core import (
 )
 from ._shared.context_flags import NAME, algorithm_named, check, check_heads, splits_as_one
 from ._shared.context_groups import ALGORITHMS, Options, algorithm_of, group_of, least_exposed
+from ._shared.given_flags import given_flags
 
 _UTILS = "megatron.core.utils"
 _OF_CONFIG = (f"{CONFIG}.context_parallel_size", f"{CONFIG}.cp_comm_type")
@@ -232,9 +233,7 @@ def _is_split(settings: Settings) -> bool:
 
 def _given_beside(settings: Settings) -> list[str]:
     """The flags given that say how a sequence is split."""
-    return [
-        option.flag for option in FEATURE.options[1:] if settings.get(option.dest, option.default) != option.default
-    ]
+    return given_flags(FEATURE.options[1:], settings)
 
 
 def _enabled(settings: Settings) -> bool:

@@ -34,11 +34,11 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
+from ._shared.given_flags import given_flags
 from ._shared.training_state import finish_gathers, leaves, main_params, training_state
 
 NAME, FLAG = "enable_expert_placement", "--enable-expert-placement"
 INTERVAL, BREAK_EVEN = "expert_placement_freq", "expert_placement_break_even"
-_STEPS = 50
 _log = logging.getLogger("mindspeed_lite")
 
 
@@ -271,10 +271,7 @@ def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _given_beside(settings: Settings) -> list[str]:
-    """Flags besides the first one that are not at their default."""
-    interval, break_even = settings.get(INTERVAL), settings.get(BREAK_EVEN)
-    found = [] if interval in (None, _STEPS) else [f"--expert-placement-freq {interval}"]
-    return found if break_even is None else [*found, f"--expert-placement-break-even {break_even:g}"]
+    return given_flags(FEATURE.options[1:], settings)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -308,7 +305,7 @@ FEATURE = Feature(
         Option(
             "--expert-placement-freq",
             help="Steps between two placements of experts (default: 50).",
-            default=_STEPS,
+            default=50,
             type=int,
             metavar="N",
         ),

@@ -161,13 +161,7 @@ def _bytes(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
     default = BalancingOptions()
     add = parser.add_argument
     add("file", metavar="FILE", nargs="?", help="what --moe-record-load wrote")

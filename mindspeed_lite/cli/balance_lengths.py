@@ -106,13 +106,7 @@ def _text(options: argparse.Namespace, costs: Sequence[int], outcomes: Sequence[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
     add = parser.add_argument
     add("index", metavar="INDEX", nargs="?", help="the .idx file of a data set")
     add("--generate", nargs="*", metavar="NAME=NUMBER",

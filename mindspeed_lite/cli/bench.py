@@ -282,8 +282,6 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} [options] -- COMMAND ...",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--features", metavar="A,B", help="these features, together")

@@ -70,7 +70,6 @@ def _parser() -> terminal.Parser:
     width = max(map(len, OPERATORS))
     parser = terminal.Parser(
         prog=PROGRAM,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Time every operator against plain PyTorch, torch.compile and installed peers\n"
         "(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.",
         epilog="shapes:\n"

@@ -70,9 +70,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION)
     parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
     parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
     parser.add_argument(

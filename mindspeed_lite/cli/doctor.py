@@ -41,7 +41,6 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> terminal.Parser:
     parser = terminal.Parser(
         prog=PROGRAM,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="What is there, what is missing and how to get it; with a self-test, whether the device computes\n"
         "what it should.",
         epilog="exit codes: 0 training can start (self-test: every check passed), 1 it cannot (one failed),\n"

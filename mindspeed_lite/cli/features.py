@@ -35,9 +35,7 @@ NUMERICS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Print every feature, or one in detail; 2 for a name that does not exist."""
-    parser = terminal.Parser(
-        prog=PROGRAM, description="Every feature, one line each, or one in detail.", allow_abbrev=False
-    )
+    parser = terminal.Parser(prog=PROGRAM, description="Every feature, one line each, or one in detail.")
     parser.add_argument("name", nargs="?", metavar="NAME", help="one feature, or its flag, with all details")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--diff", action="store_true", help="show how its targets differ from the verified releases")

@@ -79,13 +79,7 @@ def _text(record: records.LoadRecord, balance: Sequence[records.LayerBalance], c
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
     parser.add_argument("file", metavar="FILE", help="what --moe-record-load wrote")
     load_files.add_files(parser, "experts x layers, and the imbalance over time", "table")
     return parser

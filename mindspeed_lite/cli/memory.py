@@ -142,8 +142,6 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} [options] -- COMMAND ...",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--world-size", type=int, metavar="N",

@@ -115,8 +115,6 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} SCRIPT [-o OUT [--force]]\n       {PROGRAM} --shim DIR",
         description=f"{DESCRIPTION}\n\nThe table has {len(flags())} flags.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a launch script, or a Python training script")
     parser.add_argument("-o", "--output", metavar="OUT", help="where to write the translated script")

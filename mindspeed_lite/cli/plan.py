@@ -140,7 +140,7 @@ def search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
 def _parser() -> argparse.ArgumentParser:
     parser = terminal.Parser(
         prog=PROGRAM, usage=f"{PROGRAM} --devices N --memory GIB [options] -- COMMAND ...", description=DESCRIPTION,
-        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=EPILOG,
     )  # fmt: skip
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices there are")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of each, GiB")

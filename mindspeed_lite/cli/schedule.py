@@ -122,8 +122,6 @@ def _parser() -> argparse.ArgumentParser:
         usage=f"{PROGRAM} [options] -- COMMAND ...",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--order", default="", metavar="NAMES", help="orders to compare the command's own with")
     parser.add_argument(

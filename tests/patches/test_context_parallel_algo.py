@@ -265,7 +265,8 @@ def test_flags_of_a_split_are_not_left_unmentioned_where_there_is_none():
     given = context(context_parallel_size=1, context_parallel_algo="ulysses_cp_algo", cp_window_size=2)
     assert FEATURE.is_enabled(given.settings)
     assert FEATURE.condition(given) == [
-        "--context-parallel-algo, --cp-window-size beside --context-parallel-size 1: no sequence is split"
+        "--context-parallel-algo ulysses_cp_algo, --cp-window-size 2 beside --context-parallel-size 1: no sequence is "
+        "split"
     ]
     assert FEATURE.condition(context(context_parallel_size=1)) == []
 
