@@ -28,7 +28,7 @@ def test_the_flags_by_what_becomes_of_them(script, capsys):
         "5 flags of MindSpeed's table: 1 refused, 0 skipped, 0 unknown value, 1 translated, 1 not needed, 2 kept"
         in (" ".join(text.split()))
     )
-    assert "refused: take them out\n  --auto-settings (planned" in text
+    assert "refused: take them out\n  --auto-settings (served in another way" in text
     assert "translated\n  --use-mc2 is read as --use-ascend-mc2: " in text
     assert "stay as they are\n  --nproc_per_node --bf16" in text
     assert script.read_text() == SCRIPT
