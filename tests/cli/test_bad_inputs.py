@@ -195,7 +195,7 @@ PARSED: list[tuple[str, list[str], list[str]]] = [
     ("a flag that resembles one", ["--use-flas-attn"], ["did you mean --use-flash-attn?"]),
     ("a value for no flag", ["--bf16", "7"], ["unrecognized argument"]),
     ("a value that no flag takes", ["--train-iters", "many"], ["--train-iters", "'many'"]),
-    ("a flag of MindSpeed's that is not served", ["--auto-settings"], ["--auto-settings (served in another way", "Instead: "]),
+    ("a flag of MindSpeed's that is not served", ["--auto-settings"], ["--auto-settings (served in", "Instead: "]),
     ("a value of MindSpeed's that is not served", ["--quant-states", "hif8"], ["--quant-states hif8: "]),
 ]  # fmt: skip
 
