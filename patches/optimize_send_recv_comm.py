@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 
 NAME = "optimize_send_recv_comm"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
@@ -103,7 +103,7 @@ FEATURE = Feature(
     not_auto="a second communicator takes device memory: enable it explicitly with its flag",
     patches=(
         Around(f"{_P2P}:P2PCommunicator.__init__", _init, reads=("pp_group",)),
-        Around(f"{_P2P}:_batched_p2p_ops", _in_two_groups),
-        Around(f"{_P2P}:_p2p_ops", _in_two_groups),
+        Override(f"{_P2P}:_batched_p2p_ops", _in_two_groups),
+        Override(f"{_P2P}:_p2p_ops", _in_two_groups),
     ),
 )

@@ -276,8 +276,8 @@ def cli(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     [
         ([], "no command to measure"),
         (["--"], "no command to measure"),
-        (["--features", "use_flash_atn", "--", "python", "x.py"], "did you mean use_flash_attn?"),
-        (["--out", "/proc/nowhere", "--", "python", "x.py"], "/proc/nowhere"),
+        (["--features", "use_flash_atn", "--", sys.executable, "x.py"], "did you mean use_flash_attn?"),
+        (["--out", "/proc/nowhere", "--", sys.executable, "x.py"], "/proc/nowhere"),
         (["--", "no-such-program"], "there is no program 'no-such-program'"),
         (["--repeats", "0", "--", "python"], "--repeats is at least 1"),
         (["--steps", "1", "--", "python"], "--steps is at least 2"),

@@ -7,6 +7,7 @@ without; what changes is the rank that trains on it, and when. Standard library 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -32,7 +33,7 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
     Args:
         waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units of
             the same time are then as alike as can be, and sums of ranks as equal as that leaves them. Otherwise sums
-            are what `placement.greedy` makes of them, and each rank has its most expensive units first.
+            are as equal as `spread` makes them, and each rank has its most expensive units first.
 
     Raises:
         ValueError: the ranks do not divide the units.
@@ -49,10 +50,56 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
                 held[rank].append(unit)
                 sums[rank] += costs[unit]
     else:
-        placed = placement.greedy(costs, ranks)
+        placed = spread(costs, ranks)
         for unit in ordered:
             held[placed[unit]].append(unit)
     return [unit for row in zip(*held, strict=True) for unit in row]
+
+
+def spread(costs: Sequence[float], ranks: int) -> list[int]:
+    """[units], the rank of each: the most expensive first on the least loaded rank with room, then exchanges of pairs.
+
+    Source: longest processing time first (Graham, 1969), with a fixed number of units a rank.
+    """
+    room = [len(placement.contiguous(len(costs), ranks)) // ranks] * ranks
+    sums = [0.0] * ranks
+    found = [0] * len(costs)
+    for unit in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+        rank = min((each for each in range(ranks) if room[each]), key=lambda each: (sums[each], each))
+        found[unit] = rank
+        room[rank] -= 1
+        sums[rank] += costs[unit]
+    _exchange(costs, found, sums)
+    return found
+
+
+def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> None:
+    """Exchange a unit of the fullest rank with another rank's, while the larger of the two sums falls."""
+    held: list[list[tuple[float, int]]] = [[] for _ in sums]
+    for unit, rank in enumerate(found):
+        bisect.insort(held[rank], (costs[unit], unit))
+    for _ in range(len(costs)):
+        full = max(range(len(sums)), key=lambda each: sums[each])
+        best = (sums[full] * (1 - 1e-9), (0.0, -1), (0.0, -1), full)
+        for rank, others in enumerate(held):
+            half = (sums[full] - sums[rank]) / 2
+            for own in held[full] if half > 0 else ():
+                # The partner that leaves the two ranks nearest to each other is one of two neighbours.
+                near = bisect.bisect(others, (own[0] - half, 0))
+                for other in others[max(0, near - 1) : near + 1]:
+                    gain = own[0] - other[0]
+                    best = min(best, (max(sums[full] - gain, sums[rank] + gain), own, other, rank))
+        _, own, other, rank = best
+        if rank == full:
+            return
+        gain = own[0] - other[0]
+        sums[full] -= gain
+        sums[rank] += gain
+        held[full].remove(own)
+        held[rank].remove(other)
+        bisect.insort(held[full], other)
+        bisect.insort(held[rank], own)
+        found[own[1]], found[other[1]] = rank, full
 
 
 def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list[float]:
