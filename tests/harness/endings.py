@@ -118,9 +118,9 @@ def _files(folder: Path) -> set[str]:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes that carry the mark in their environment; one that is just ending gets a moment."""
+    """Processes that carry the mark in their environment; one that is just ending gets five seconds."""
     found: list[int] = []
-    for _ in range(20):
+    for _ in range(100):
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
