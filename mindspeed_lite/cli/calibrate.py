@@ -15,7 +15,7 @@ from . import terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite calibrate"
-# The measurement is given up after ten minutes.
+# The measurement is ended after ten minutes.
 MOST_SECONDS = 500.0
 
 DESCRIPTION = """\

@@ -1,7 +1,7 @@
 """Counts the bytes that autograd saves for the backward pass while a model trains.
 
 A storage counts once however many saved tensors look into it, for as long as one of them is alive, and with the size
-it has at that moment: a storage that was given up (`resize_(0)`) counts as nothing. What is looked at is the moment at
+it has at that moment: a storage that was released (`resize_(0)`) counts as nothing. What is looked at is the moment at
 which a backward pass begins to read: before it, nothing that the forward pass keeps has been released.
 """
 
@@ -95,7 +95,7 @@ class Tracker:
 
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
         """Count a storage until `release` is called with the number that is returned."""
-        # The address of the storage itself: that of its memory changes when it is given up.
+        # The address of the storage itself: that of its memory changes when it is released.
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:

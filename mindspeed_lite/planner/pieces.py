@@ -15,7 +15,7 @@ class MemoryEntry:
         part: where in the model.
         name: what it is.
         bytes: of one micro-batch, in one layer.
-        restored: bytes that come back while this layer's backward pass runs, of what was given up.
+        restored: bytes that come back while this layer's backward pass runs, of what was released.
     """
 
     part: str
@@ -65,7 +65,7 @@ def activation_is_recomputed(training: TrainingConfig, place: int, chunk: int) -
 
 
 def zero_memory_level(training: TrainingConfig, place: int, chunk: int) -> str:
-    """What the experts of a layer give up: "level0", "level1" or nothing."""
+    """What the experts of a layer release: "level0", "level1" or nothing."""
     level, number = training.moe_zero_memory, training.moe_zero_memory_num_layers
     serves = training.moe_grouped_gemm and training.moe_token_dispatcher_type == "alltoall"
     if level not in ("level0", "level1") or not serves:

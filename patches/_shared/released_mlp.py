@@ -38,7 +38,7 @@ def seen(layer: Any) -> Iterator[LinearCall]:
 
 
 def release(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:
-    """Give up the output of the activation, and with_input its input, of which the first layer's product comes again.
+    """Release the output of the activation, and with_input its input, of which the first layer's product comes again.
 
     Args:
         mlp: Megatron's, whose activation runs again on what is kept.

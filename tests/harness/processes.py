@@ -49,7 +49,7 @@ PRELOADED = {
         "tests.harness.planned",
     ),
 }
-# Seconds; ranks that wait for each other must be given up before the test they belong to.
+# Seconds; ranks that wait for each other must be ended before the test they belong to.
 TIMEOUT = 300
 RANK_TIMEOUT = 60
 _servers: dict[str, _Server] = {}

@@ -201,7 +201,7 @@ def test_what_moves_is_what_moved_parts_alone_save() -> None:
     both = found[nothing, frozenset({ATTENTION, MLP})]
     # Attention's own and its input; the MLP's input, what its activation starts from and what that gives.
     assert (both.moved, both.kept) == (60 + 70, 151 - 130)
-    # What is given up to be computed again does not move, and neither does what that starts from.
+    # What is released to be recomputed does not move, and neither does what that starts from.
     mixed = layer_ways._way(told, frozenset({ACTIVATION}), frozenset({ATTENTION, MLP}), 10)
     assert (mixed.moved, mixed.back_late, mixed.kept) == (60 + 10, 20, 61)
     # One byte is too small to be moved, and so is everything for a last layer, whose backward pass comes next.

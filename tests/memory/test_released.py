@@ -1,4 +1,4 @@
-"""Memory that is given up between the passes: what autograd reads afterwards, and what is taken until then."""
+"""Memory that is released between the passes: what autograd reads afterwards, and what is taken until then."""
 
 from __future__ import annotations
 

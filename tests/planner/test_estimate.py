@@ -129,7 +129,7 @@ def test_full_recomputation_keeps_an_input_a_layer_and_one_layer() -> None:
 
 
 def test_the_mlp_gets_its_activation_back_before_attention_its_norm() -> None:
-    """Of one layer at a time: what both features give up never comes back together."""
+    """Of one layer at a time: what both features release never comes back together."""
     words = "--recompute-norm --recompute-activation-function --use-fused-linear-cross-entropy".split()
     (rank,) = ranks(training(*words, s=64, hidden=512))
     lines = {(line.part, line.name): line for line in rank.lines}

@@ -1,4 +1,4 @@
-"""Activations and norms given up and computed again, in real training: the same bits over layouts, with all else on."""
+"""Activations and norms released and recomputed, in real training: the same bits over layouts, with all else on."""
 
 from __future__ import annotations
 

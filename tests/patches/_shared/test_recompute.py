@@ -1,4 +1,4 @@
-"""Which layers give up an output, and the reasons that both features share."""
+"""Which layers release an output, and the reasons that both features share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an MLP of Megatron's keeps between its two layers is given up and comes back; trainings are in test_moe.py."""
+"""What an MLP of Megatron's keeps between its two layers is released and recomputed; trainings are in test_moe.py."""
 
 from __future__ import annotations
 
