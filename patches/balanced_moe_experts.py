@@ -32,7 +32,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import expert_messages, moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS, conflict_reasons
-from ._shared.given_flags import given_flags
+from ._shared.given_flags import given_flags, require_first
 from ._shared.proxies import AttributeOverride
 
 NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
@@ -234,12 +234,8 @@ def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
     return found
 
 
-def _given_beside(settings: Settings) -> list[str]:
-    return given_flags(FEATURE.options[1:], settings)
-
-
 def _enabled(settings: Settings) -> bool:
-    return bool(settings.get(NAME) or _given_beside(settings))
+    return bool(given_flags(FEATURE.options, settings))
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -248,8 +244,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--balanced-moe-hot-expert-num takes a number of experts, at least 1, not {number}.")
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--balanced-moe-break-even takes a number of tokens, at least 0, not {break_even}.")
-    if not context.settings.get(NAME) and (given := _given_beside(context.settings)):
-        raise OptionError(f"{' '.join(given)} has no effect without {FLAG}: add it")
+    require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
     reasons = moe.why_not("experts")(context)

@@ -34,7 +34,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
 from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
-from ._shared.given_flags import given_flags
+from ._shared.given_flags import given_flags, require_first
 from ._shared.training_state import finish_gathers, leaves, main_params, training_state
 
 NAME, FLAG = "enable_expert_placement", "--enable-expert-placement"
@@ -270,8 +270,8 @@ def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
     return state_dict
 
 
-def _given_beside(settings: Settings) -> list[str]:
-    return given_flags(FEATURE.options[1:], settings)
+def _enabled(settings: Settings) -> bool:
+    return bool(given_flags(FEATURE.options, settings))
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -280,8 +280,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--expert-placement-freq takes a number of steps, at least 1, not {interval}.")
     if break_even is not None and not break_even >= 0:
         raise OptionError(f"--expert-placement-break-even takes a number of tokens, at least 0, not {break_even}.")
-    if not context.settings.get(NAME) and (given := _given_beside(context.settings)):
-        raise OptionError(f"{' '.join(given)} has no effect without {FLAG}: add it")
+    require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
     reasons = [*moe.why_not("experts")(context), *moe.why_not_dispatched(context, "alltoall", "allgather")]
@@ -318,7 +317,7 @@ FEATURE = Feature(
             metavar="TOKENS",
         ),
     ),
-    enabled=lambda settings: bool(settings.get(NAME) or _given_beside(settings)),
+    enabled=_enabled,
     numerics="ulp",
     theme="experts",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
