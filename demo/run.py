@@ -10,14 +10,12 @@ Exits with 1 if a run fails, the loss does not fall, or off and on do not agree.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import json
 import os
 import re
 import runpy
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +25,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from mindspeed_lite.child_process import child_process
 
 ROOT = Path(__file__).resolve().parent.parent
 OUTPUT = ROOT / ".demo"
@@ -221,28 +221,18 @@ def train(script: Script, arguments: Sequence[str], log: Path, title: str) -> fl
     """
     begin = time.monotonic()
     memory = None
-    with log.open("w") as output:
-        process = subprocess.Popen(
-            [*script.command, *arguments],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=OUTPUT,
-            env=environment(script),
-            start_new_session=True,
-        )
-        try:
-            while process.poll() is None:
-                memory = peak_memory(process.pid) or memory
-                if time.monotonic() - begin > LONGEST_RUN:
-                    raise DemoError(f"No end after {LONGEST_RUN:.0f} s; see {shown(log)}.")
-                if sys.stdout.isatty():
-                    print(f"\r  {title}  {time.monotonic() - begin:4.0f} s", end="", flush=True)
-                time.sleep(0.2)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise
+    command = [*script.command, *arguments]
+    with (
+        log.open("w") as output,
+        child_process(command, stdout=output, stderr=subprocess.STDOUT, cwd=OUTPUT, env=environment(script)) as process,
+    ):
+        while process.poll() is None:
+            memory = peak_memory(process.pid) or memory
+            if time.monotonic() - begin > LONGEST_RUN:
+                raise DemoError(f"No end after {LONGEST_RUN:.0f} s; see {shown(log)}.")
+            if sys.stdout.isatty():
+                print(f"\r  {title}  {time.monotonic() - begin:4.0f} s", end="", flush=True)
+            time.sleep(0.2)
     start_of_line = "\r" if sys.stdout.isatty() else ""
     print(f"{start_of_line}  {title}  {time.monotonic() - begin:4.0f} s  {shown(log)}", flush=True)
     if process.returncode:

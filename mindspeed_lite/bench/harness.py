@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import mindspeed_lite
 from mindspeed_lite.bench import records
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
 from mindspeed_lite.bench.records import Process
+from mindspeed_lite.child_process import child_process, kill
 
 if TYPE_CHECKING:
     # Imports torch, which the parent process can do without.
@@ -99,32 +101,17 @@ def run(
             ranks_per_host=job.links.ranks_per_host if job.links else 1,
         )  # fmt: skip
         plan.write(folder / "plan.json")
-        try:
-            process = subprocess.Popen(
-                job.command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(job, folder / "plan.json", port),
-                start_new_session=True,
-            )
-        except OSError as error:
-            return Outcome(
-                arm,
-                repeat,
-                "crashed",
-                f"{job.command[0]}: {error.strerror}",
-                _relative(log, job),
-                0.0,
-                None,
-                [],
-                launched,
-            )
-        try:
+        started = child_process(
+            job.command, end=partial(_end, folder=folder), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, env=_environment(job, folder / "plan.json", port),
+        )  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            try:
+                process = stack.enter_context(started)
+            except OSError as error:
+                reason = f"{job.command[0]}: {error.strerror}"
+                return Outcome(arm, repeat, "crashed", reason, _relative(log, job), 0.0, None, [], launched)
             hung = _watch(process, folder, job, progress)
-        except BaseException:
-            _end(process, folder)
-            raise
     outcome = Outcome(
         arm, repeat, "ok", None, _relative(log, job), time.time() - launched, process.returncode,
         records.read(folder), launched,
@@ -177,12 +164,8 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: C
         if time.monotonic() - since > limit:
             where = f"after step {seen}" if seen else "before its first step"
             _ask_where(folder)
-            _end(process, folder)
             return f"no progress for {limit:.0f} s {where}; every thread's stack stands at the end of its log"
         time.sleep(_POLL)
-    # Helpers of the run that outlive it would disturb the next one.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
     progress(records.progress(folder))
     return None
 
@@ -196,15 +179,12 @@ def _ask_where(folder: Path) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the run with everything it started."""
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, sign)
-        try:
-            process.wait(patience)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    """End the run with everything it started: helpers that outlive it would disturb the next one."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(10.0)
+    kill(process)
     # Launchers may start workers in sessions of their own; those that are still ours carry the plan's name.
     mark = f"{VARIABLE}={folder / 'plan.json'}".encode()
     for pid in records.pids(folder):

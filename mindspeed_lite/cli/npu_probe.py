@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_lite.child_process import child_process
 from mindspeed_lite.platform import npu_trouble
 from mindspeed_lite.platform.npu_trouble import NpuDiagnosis
 
@@ -91,19 +92,15 @@ def without_autoload() -> Iterator[None]:
 def _run(told: Path, said: Path, seconds: float) -> int | None:
     """The exit code of the other side, or None after it was stopped; what it prints goes to `said`."""
     command = [sys.executable, "-m", __name__, str(told)]
-    with open(said, "wb") as output:
-        # A group of its own, so that what it has started ends with it; a file, so that no pipe is waited for.
-        child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
+    with (
+        # A file, so that no pipe is waited for.
+        open(said, "wb") as output,
+        child_process(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as child,
+    ):
         try:
             return child.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        finally:
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGKILL)
-                child.wait()
 
 
 def _ending(code: int) -> str:

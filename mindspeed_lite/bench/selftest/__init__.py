@@ -19,7 +19,6 @@ device      none
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.bench.selftest.check import FAILED, GROUPS, OK
+from mindspeed_lite.child_process import child_process
 
 SCHEMA_VERSION = 1
 KIND = "selftest"
@@ -123,20 +123,12 @@ def _work(arguments: list[str], seconds: float, done: int, tell: Tell) -> _Run:
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-") as folder:
         path, log = Path(folder, "lines"), Path(folder, "log")
         path.touch()
-        with open(log, "wb") as output:
-            child = subprocess.Popen(
-                [sys.executable, *arguments, "--lines", str(path)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                code = _watch(child, path, seconds, done, tell)
-            finally:
-                if child.poll() is None:
-                    os.killpg(child.pid, signal.SIGKILL)
-                    child.wait()
+        command = [sys.executable, *arguments, "--lines", str(path)]
+        with (
+            open(log, "wb") as output,
+            child_process(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT) as child,
+        ):
+            code = _watch(child, path, seconds, done, tell)
         said = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
         return _Run(_read(path), code, " | ".join(filter(None, said[-4:]))[-400:])
 

@@ -1,0 +1,89 @@
+"""`mindspeed_lite.child_process`: no way out of its block leaves a process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mindspeed_lite.child_process import child_process
+
+SLEEP = ["sleep", "50"]
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_an_interrupt_between_the_start_and_the_handle_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the process runs already and `Popen` has not returned: once it was left to run."""
+    started: list[int] = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *arguments: object, **options: object) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self.pid)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    entered = False
+    with pytest.raises(KeyboardInterrupt), child_process(SLEEP):
+        entered = True
+    assert not entered and _is_gone(started[0])
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt, ValueError])
+def test_every_way_out_ends_it(error: type[BaseException] | None) -> None:
+    try:
+        with child_process(SLEEP) as child:
+            assert child.poll() is None
+            if error is not None:
+                raise error
+    except (KeyboardInterrupt, ValueError) as raised:
+        assert type(raised) is error
+    assert child.returncode == -signal.SIGKILL and _is_gone(child.pid)
+
+
+def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        f"helper = subprocess.Popen({SLEEP})\n"
+        "pathlib.Path(sys.argv[1]).write_text(str(helper.pid))"
+    )
+    with child_process([sys.executable, "-c", code, str(file)]) as child:
+        child.wait()
+    helper = int(file.read_text())
+    deadline = time.monotonic() + 10
+    while not _is_gone(helper) and "Z" not in Path(f"/proc/{helper}/stat").read_text().split(")")[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_another_thread_may_start_one() -> None:
+    """Signals belong to the main thread: elsewhere there is none to defer."""
+    codes: list[int | None] = []
+
+    def body() -> None:
+        with child_process(["true"]) as child:
+            codes.append(child.wait())
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert codes == [0]
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(FileNotFoundError), child_process(["no-such-command-anywhere"]):
+        raise AssertionError
