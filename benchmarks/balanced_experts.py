@@ -27,24 +27,12 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks import expert_model, page
 from benchmarks.expert_model import RANKS
-from benchmarks.ranks import Rates, on_ranks
+from benchmarks.ranks import Loopback, Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 
 ARMS = ("off", "on")
 FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
          "use_gradient_accumulation_fusion", "use_fused_swiglu")  # fmt: skip
-
-
-class _Loopback:
-    """No laboratory: messages are as fast as they go."""
-
-    kind = "loopback"
-
-    def enter(self, rank: int) -> None:
-        pass
-
-    def set_rate(self, megabits: float | None, within: float | None = None) -> None:
-        pass
 
 
 class _Counted:
@@ -164,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--copies", type=int, default=3)
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    rows = on_ranks(RANKS, _Loopback(), functools.partial(_measure, options))
+    rows = on_ranks(RANKS, Loopback(), functools.partial(_measure, options))
     text = _page(options, rows, page.command("balanced_experts", arguments))
     page.write(options, text)
     return 0
