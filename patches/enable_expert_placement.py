@@ -17,19 +17,15 @@ SequentialMLP's, and for ranks whose experts differ in shape or in what is train
 from __future__ import annotations
 
 import logging
-import time
 import weakref
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
-from mindspeed_lite.parallel.balance import payoff
-from mindspeed_lite.parallel.balance.load_average import alike, predicted
-from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts, StateOfSlot
-from mindspeed_lite.parallel.balance.placement import moved
+from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
+from mindspeed_lite.parallel.balance.placer import Deciders, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
@@ -42,18 +38,14 @@ INTERVAL, BREAK_EVEN = "expert_placement_freq", "expert_placement_break_even"
 _log = logging.getLogger("mindspeed_lite")
 
 
-class _Placements:
+class _Placements(Placer):
     """The layers of a session, and the optimizers of its last step."""
 
     def __init__(self, session: Session) -> None:
+        super().__init__(session.settings[INTERVAL], session.settings.get(BREAK_EVEN))
         self._session = session
-        # By the layer of Megatron's; in the order of the first forward pass, which all ranks of a stage share.
-        self.layers: weakref.WeakKeyDictionary[Any, PlacedExperts] = weakref.WeakKeyDictionary()
-        self._served: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._optimizers: list[weakref.ref[Any]] = []
-        self._prices: dict[tuple[int, ...], float] = {}
-        self._step = 0
         self._is_in_step = False
         session.on_end(self.end)
 
@@ -69,153 +61,70 @@ class _Placements:
                 found.average.add(routing_map)
         return found.by_place(probs), found.by_place(routing_map)
 
-    def end_step(self, optimizer: Any) -> None:
-        """Between an optimizer's step and the next forward pass."""
+    def end_step_of(self, optimizer: Any) -> None:
         self._is_in_step = False
         self._optimizers = [weakref.ref(each) for each in leaves(optimizer)]
-        self._step += 1
-        for each in self.layers.values():
-            each.average.end_step()
-        if self._step % self._session.settings[INTERVAL] == 0:
-            self._place()
-        else:
-            self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
-
-    def go_home(self) -> None:
-        """Put every expert back where Megatron has it; after the next step it returns."""
-        away = {layer: each for layer, each in self.layers.items() if not each.is_home}
-        places = [each.placement for each in away.values()]
-        self._move({layer: each.home for layer, each in away.items()})
-        for each, before in zip(away.values(), places, strict=True):
-            each.wanted = before
+        self.end_step()
 
     def refuse_elsewhere(self) -> None:
-        if not all(each.is_home for each in self.layers.values()):
+        if self.away:
             _refuse()
 
     def end(self) -> None:
-        is_late = self._is_in_step and not all(each.is_home for each in self.layers.values())
+        is_late = self._is_in_step and bool(self.away)
         try:
             self.go_home()
         finally:
-            self._refuse_state_dicts(())
+            self._remove_hooks()
         if is_late:
             raise RuntimeError(
                 "experts went back within a step, whose gradients are those of the experts in their places: skip its "
                 "update, or call disable() between two steps"
             )
 
-    def _place(self) -> None:
-        """Choose places for the predicted loads. A collective of the ranks of a pipeline stage."""
+    def deciders(self) -> Deciders | None:
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
-            self._session.fallback(NAME, "the groups of ranks are not those of megatron.core.parallel_state")
-            return
+            self.say("fallback", "the groups of ranks are not those of megatron.core.parallel_state")
+            return None
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        replicas = parallel_state.get_expert_data_parallel_world_size()
-        layers = self._served_layers(group)
-        if not layers:
-            return
-        plans, imbalances = {}, []
-        for layer, totals in zip(layers, predicted([self.layers[each].average for each in layers], group), strict=True):
-            # One replica of the experts has an equal part of the tokens.
-            loads = [each / replicas for each in totals]
-            price = self._price(layer, sum(loads) / len(loads), group)
-            plans[layer], *both = self.layers[layer].chosen(loads, price)
-            imbalances.append(both)
-        moves = sum(moved(after, self.layers[layer].intended) for layer, after in plans.items())
-        start = time.perf_counter()
-        sent = self._move(plans)
-        if moves and torch.distributed.get_rank() == 0:
-            before, after = (sum(each) / len(layers) for each in zip(*imbalances, strict=True))
-            _log.warning(
-                "%s: step %d: %d experts of %d layers change places, rank 0 sends %.1f MB in %.2f s; fullest rank over "
-                "the mean, predicted: %.3f before, %.3f after",
-                *(NAME, self._step, moves, len(layers), sent / 1e6, time.perf_counter() - start, before, after),
-            )
+        return Deciders(group, parallel_state.get_expert_data_parallel_world_size())
 
-    def _served_layers(self, group: Any) -> list[Any]:
-        new = [each for each in self.layers if each not in self._served]
-        if new:
-            same = alike([_fingerprint(each.experts) for each in new], group, next(new[0].parameters()).device)
-            for layer, is_same in zip(new, same, strict=True):
-                reason = _reason(layer.experts) or (
-                    "" if is_same else "experts of ranks differ in shape, or in what is trained"
-                )
-                self._served[layer] = not reason
-                if reason:
-                    self._session.fallback(NAME, reason)
-        return [each for each in self.layers if self._served[each]]
+    def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
+        return getattr(layer.experts, "local_experts", ())
 
-    def _price(self, layer: Any, tokens: float, group: Any) -> float:
-        """Tokens of a step that the fullest rank must lose for the exchange of a slot; tokens: of an expert, about."""
-        given = self._session.settings.get(BREAK_EVEN)
-        if given is not None:
-            return float(given)
-        parameters = [*layer.experts.local_experts[0].parameters()]
-        shapes = tuple(each.numel() for each in parameters)
-        if shapes not in self._prices:
-            costs = payoff.measure(parameters, round(tokens), layer.ep_group, group)
-            with training_state(parameters, main_params(self._living_optimizers())) as tensors:
-                size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
-            # Shards of ranks differ in size.
-            torch.distributed.all_reduce(size, torch.distributed.ReduceOp.MAX, group=group)
-            copied = payoff.copied_bytes(parameters)
-            self._prices[shapes] = costs.break_even_of_move(int(size) / copied, self._session.settings[INTERVAL])
-            self._session.log_decision(
-                f"{NAME}: experts of a slot move where that takes {self._prices[shapes]:.3g} tokens a step off the "
-                "fullest rank"
-            )
-        return self._prices[shapes]
+    def why_not(self, layer: Any) -> str:
+        from megatron.core.transformer.moe.experts import SequentialMLP
 
-    def _living_optimizers(self) -> list[Any]:
-        return [found for each in self._optimizers if (found := each()) is not None]
+        if type(layer.experts) is SequentialMLP:
+            return ""
+        return f"experts are a {type(layer.experts).__name__}: those of a SequentialMLP change places"
 
-    def _move(self, plans: Mapping[Any, list[int]]) -> int:
-        """Bring layers to these placements; returns the bytes that this rank sent. A collective."""
-        moving = {layer: after for layer, after in plans.items() if after != self.layers[layer].placement}
-        for layer in plans:
-            self.layers[layer].wanted = None
-        if not moving:
-            return 0
-        optimizers = self._living_optimizers()
+    def state_of(self) -> StateOf:
+        optimizers = [found for each in self._optimizers if (found := each()) is not None]
         finish_gathers(optimizers)
-        mains, sent = main_params(optimizers), 0
+        mains = main_params(optimizers)
+        return lambda parameters: training_state(parameters, mains)
 
-        def state_of(layer: Any) -> StateOfSlot:
-            return lambda slot: training_state([*layer.experts.local_experts[slot].parameters()], mains)
-
-        for layer, after in moving.items():
-            sent += self.layers[layer].move(after, state_of(layer))
-        self._refuse_state_dicts([layer for layer, each in self.layers.items() if not each.is_home])
-        return sent
-
-    def _refuse_state_dicts(self, layers: Sequence[Any]) -> None:
-        """Of these layers alone."""
-        while self._hooks:
-            self._hooks.pop().remove()
-        for each in layers:
+    def has_moved(self) -> None:
+        """A layer whose experts are elsewhere gives and takes no state."""
+        self._remove_hooks()
+        for each in self.away:
             self._hooks.append(each.experts.register_state_dict_pre_hook(_refuse))
             self._hooks.append(each.experts.register_load_state_dict_pre_hook(_refuse))
 
+    def say(self, kind: str, text: str) -> None:
+        if kind == "fallback":
+            self._session.fallback(NAME, text)
+        elif kind == "decision":
+            self._session.log_decision(f"{NAME}: {text}")
+        elif torch.distributed.get_rank() == 0:
+            _log.warning("%s: %s", NAME, text)
 
-def _reason(experts: Any) -> str:
-    """Why experts stay where they are, the same on every rank; "" if they may move."""
-    from megatron.core.transformer.moe.experts import SequentialMLP
-
-    if type(experts) is SequentialMLP:
-        return ""
-    return f"experts are a {type(experts).__name__}: those of a SequentialMLP change places"
-
-
-def _fingerprint(experts: Any) -> int:
-    """A number of what experts must have in common to change places."""
-    text = [
-        [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()]
-        for expert in getattr(experts, "local_experts", ())
-    ]
-    return zlib.crc32(repr(text).encode())
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 def _refuse(*given: Any) -> None:
@@ -244,7 +153,7 @@ def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
     def step(self: Any) -> Any:
         found = wrapped(self)
-        placements.end_step(self)
+        placements.end_step_of(self)
         return found
 
     return step

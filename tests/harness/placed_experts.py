@@ -321,7 +321,7 @@ def _refused() -> list[str]:
             next(experts[0].local_experts[1].parameters()).requires_grad_(False)
         for _ in range(2):
             training.forward_step(training.iterators[0], training.models[0])
-            runtime.current().session.find(patch.NAME).end_step(training.optimizer)
+            runtime.current().session.find(patch.NAME).end_step_of(training.optimizer)
         layers = [*runtime.current().session.find(patch.NAME).layers.values()]
         if not layers[0].is_home or layers[1].is_home:
             found.append("a layer with a frozen expert on one rank moved, or the other did not")
