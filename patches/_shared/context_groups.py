@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.parallel.context import Algorithm, Ring
 from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
+from mindspeed_lite.parallel.groups import new_groups
 
 # MindSpeed's names and Megatron's, each with what it means here.
 ALGORITHMS = {
@@ -114,8 +115,7 @@ def _second(group: Any, session: Session) -> Any:
 
     made: dict[Any, Any] = session.state("second groups", dict)
     if group not in made:
-        ranks = dist.get_process_group_ranks(group)
-        made[group] = dist.new_group(ranks, use_local_synchronization=True)
+        (made[group],) = new_groups(group, dist.get_process_group_ranks(group))
     return made[group]
 
 

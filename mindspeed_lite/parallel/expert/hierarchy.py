@@ -25,13 +25,14 @@ from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.linear_map import linear_map
 from mindspeed_lite.ops.permute import rows as row_ids
 
+from ..groups import new_groups
 from .traffic import Splits, splits_of
 
-# By group and ranks of a node: the groups within a node and between nodes. They are not ended, for torch names a group
-# by its ranks and the number of groups: the next one would get the name, and with it the addresses, of one that was.
-_MADE: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]]
-] = weakref.WeakKeyDictionary()
+# By group and ranks of a node: the groups within a node and between nodes. They are not ended, and serve the next
+# session over the same group.
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
@@ -71,17 +72,11 @@ class NodeGroups:
         node, place = divmod(self.rank, self.ranks)
         made = _MADE.setdefault(group, {})
         if self.ranks not in made:
-            # In this order on every rank, or they wait for each other.
             mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
-            made[self.ranks] = _new_group(mates), _new_group(peers)
+            # There are two nodes at least, and one rank of a node sends nothing within it.
+            *within, between = new_groups(group, *([mates] if len(mates) > 1 else []), peers)
+            made[self.ranks] = within[0] if within else None, between
         self.within, self.between = made[self.ranks]
-
-
-def _new_group(ranks: list[int]) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
-    return made
 
 
 class Exchange(NamedTuple):
