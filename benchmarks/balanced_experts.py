@@ -13,62 +13,15 @@ router alone, and counted in the products of the steps that are timed.
 from __future__ import annotations
 
 import argparse
-import functools
-import statistics
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-import torch
-import torch.distributed as dist
+from unittest import mock
 
 import mindspeed_lite
-from benchmarks import expert_model, page
+from benchmarks import page, skewed_experts
 from benchmarks.expert_model import RANKS
-from benchmarks.ranks import Loopback, Rates, on_ranks
-from mindspeed_lite.bench.statistics import paired_ratio
-
-ARMS = ("off", "on")
-FUSED = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion", "use_flash_attn",
-         "use_gradient_accumulation_fusion", "use_fused_swiglu")  # fmt: skip
-
-
-class _Counted:
-    """Rows that this rank's experts multiply, and what the feature measures."""
-
-    def __init__(self) -> None:
-        from mindspeed_lite.parallel.balance import payoff
-        from mindspeed_lite.patches import moe_grouped_gemm
-
-        self.rows, self.break_even = 0, 0.0
-        multiply, measure = moe_grouped_gemm.grouped_matmul, payoff.measure
-        costs: Any = payoff
-
-        @functools.wraps(multiply)
-        def grouped_matmul(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self.rows += len(x)
-            found: torch.Tensor = multiply(x, *args, **kwargs)
-            return found
-
-        @functools.wraps(measure)
-        def measured(*args: Any) -> Any:
-            found = measure(*args)
-            self.break_even = found.break_even
-            return found
-
-        moe_grouped_gemm.grouped_matmul, costs.measure = grouped_matmul, measured
-
-
-def _training(options: argparse.Namespace) -> Any:
-    width = options.expert_hidden
-    return expert_model.training(
-        options,
-        options.experts,
-        {"moe_router_topk": options.topk, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0},
-        {"ffn_hidden_size": width, "moe_ffn_hidden_size": width},
-    )
+from benchmarks.skewed_experts import ARMS, Race
 
 
 def _predicted(options: argparse.Namespace, skew: float, break_even: float) -> dict[str, float]:
@@ -87,74 +40,42 @@ def _predicted(options: argparse.Namespace, skew: float, break_even: float) -> d
     return {**found, "copies": len(copied)}
 
 
-def _race(options: argparse.Namespace, skew: float, counted: _Counted) -> dict[str, Any]:
-    from tests.harness import skewed_router
+def _break_even(race: Race, flags: dict[str, Any]) -> float:
+    """What the feature measures in its first step."""
+    from mindspeed_lite.parallel.balance import payoff
 
-    uninstall = skewed_router.install(skew)
-    training = _training(options)
-    named = {"balanced_moe_hot_expert_num": options.copies}
-    with mindspeed_lite.enabled(balanced_moe_experts=True, **named):
-        training.step()
-    flags = {"off": {}, "on": {"balanced_moe_experts": True, "balanced_moe_break_even": counted.break_even, **named}}
-    told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
-    for repeat in range(options.repeats + 1):
-        for arm in ARMS:
-            with mindspeed_lite.enabled(**flags[arm]):
-                counted.rows = 0
-                dist.barrier()
-                start = time.perf_counter()
-                training.step()
-                mine = time.perf_counter() - start, counted.rows
-            if repeat:
-                told[arm].append(mine)
-    uninstall()
-    every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, told)
-    steps = {arm: [*zip(*(each[arm] for each in every), strict=True)] for arm in ARMS}
-    seconds = {arm: [max(rank[0] for rank in step) for step in steps[arm]] for arm in ARMS}
-    imbalance = {
-        arm: max(sum(step[rank][1] for step in steps[arm]) for rank in range(RANKS))
-        * RANKS / sum(rank[1] for step in steps[arm] for rank in step)
-        for arm in ARMS
-    }  # fmt: skip
-    ratio = paired_ratio(seconds["off"], seconds["on"])
-    assert ratio is not None
+    told, measure = [], payoff.measure
+
+    def measured(*args: Any) -> Any:
+        told.append(measure(*args))
+        return told[-1]
+
+    with mock.patch.object(payoff, "measure", measured), mindspeed_lite.enabled(**flags):
+        race.training.step()
+    return float(told[-1].break_even)
+
+
+def _race(race: Race) -> dict[str, Any]:
+    on = {"balanced_moe_experts": True, "balanced_moe_hot_expert_num": race.options.copies}
+    on["balanced_moe_break_even"] = break_even = _break_even(race, on)
+    for _ in range(race.options.repeats + 1):
+        race.step("off")
+        with mindspeed_lite.enabled(**on):
+            race.step("on")
     return {
-        "skew": skew,
-        "break_even": counted.break_even,
-        "predicted": _predicted(options, skew, counted.break_even),
-        "imbalance": imbalance,
-        "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
-        "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "break_even": break_even,
+        "predicted": _predicted(race.options, race.skew, break_even),
+        **race.found(),
     }
-
-
-def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
-    counted = _Counted()
-    with mindspeed_lite.enabled(**dict.fromkeys(FUSED, True)):
-        return [_race(options, skew, counted) for skew in options.skews]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.balanced_experts", description=(__doc__ or "").split(":")[0]
-    )
-    parser.add_argument("--skews", type=float, nargs="+", default=[4.0, 1.0])
-    parser.add_argument("--sequence", type=int, default=1024)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--expert-hidden", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--topk", type=int, default=2)
-    parser.add_argument("--micro-batches", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=6)
+    parser = skewed_experts.parser("balanced_experts", (__doc__ or "").split(":")[0])
     parser.add_argument("--copies", type=int, default=3)
-    parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    rows = on_ranks(RANKS, Loopback(), functools.partial(_measure, options))
-    text = _page(options, rows, page.command("balanced_experts", arguments))
-    page.write(options, text)
+    rows = skewed_experts.run(options, _race)
+    page.write(options, _page(options, rows, page.command("balanced_experts", arguments)))
     return 0
 
 
@@ -166,31 +87,25 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], command: str)
         "",
         page.machine(),
         "",
-        f"{RANKS} processes, a core each, gloo on loopback. {options.layers} layers of {options.hidden}, "
-        f"{options.experts} experts of {options.expert_hidden}, {options.topk} a token, {options.micro_batches} "
-        f"micro-batches of {options.sequence} tokens a process, bf16; at most {options.copies} copies. Pairs of a step "
-        f"without `balanced_moe_experts` and with it, A B A B, {options.repeats}; medians, the ratio with its 95 % "
-        "interval.",
+        f"{skewed_experts.model(options)}; at most {options.copies} copies. Pairs of a step without "
+        f"`balanced_moe_experts` and with it, A B A B, {options.repeats}; medians, the ratio with its 95 % interval.",
         "",
         "| skew | a copy pays from | copies | imbalance off, predicted | counted | on, predicted | counted | off | on "
         "| off / on |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio, low, high = row["ratio"]
         cells = [
             f"{row['skew']:g} : 1",
             f"{row['break_even']:.0f} tokens",
             str(row["predicted"]["copies"]),
             *(f"{row[kind][arm]:.3f}" for arm in ARMS for kind in ("predicted", "imbalance")),
-            *(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS),
-            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            *skewed_experts.speeds(row),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*imbalance*: tokens of the fullest rank over the mean, all layers and micro-batches. *skew*: tokens of an "
-        "expert of the first rank to one of the second.",
+        f"*imbalance*: tokens of the fullest rank over the mean, all layers and micro-batches. {skewed_experts.SKEW}",
         "",
     ]
     return "\n".join(lines)

@@ -57,6 +57,7 @@ COVERED = {
     r"mindspeed-lite (plan|calibrate) .*": "tests/cli/test_plan.py",
     r"python -m benchmarks\.moe_record_load.*": "benchmarks/moe_record_load.py",
     r"python -m benchmarks\.balanced_lengths.*": "benchmarks/balanced_lengths.py",
+    r"python -m benchmarks\.expert_placement": "benchmarks/expert_placement.py",
     r"make demo": "tests/demo/test_run.py::test_a_training_run_gives_its_log_and_its_own_peak_memory",
     r"make test": ".ci/run",
     r"make fuzz": "tests/ops/test_fuzz.py",

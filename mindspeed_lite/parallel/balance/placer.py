@@ -43,13 +43,14 @@ class Placer(abc.ABC):
 
     Attributes:
         layers: places by layer; in the order of the first forward pass, which all deciders share.
+        prices: of an exchange of a slot, in tokens of a step, by the sizes of an expert's parameters.
     """
 
     def __init__(self, interval: int, break_even: float | None) -> None:
         self.layers: weakref.WeakKeyDictionary[Any, PlacedExperts] = weakref.WeakKeyDictionary()
         self._interval, self._break_even = interval, break_even
         self._served: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._prices: dict[tuple[int, ...], float] = {}
+        self.prices: dict[tuple[int, ...], float] = {}
         self._step = 0
 
     @abc.abstractmethod
@@ -144,19 +145,19 @@ class Placer(abc.ABC):
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
         shapes = tuple(each.numel() for each in parameters)
-        if shapes not in self._prices:
+        if shapes not in self.prices:
             costs = payoff.measure(parameters, round(tokens), self.layers[layer].group, group)
             with self.state_of()(parameters) as tensors:
                 size = torch.tensor(sum(each.nbytes for each in tensors), device=parameters[0].device)
             # Shards of ranks differ in size.
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
             share = int(size) / payoff.copied_bytes(parameters)
-            self._prices[shapes] = costs.break_even_of_move(share, self._interval)
-            tokens = self._prices[shapes]
+            self.prices[shapes] = costs.break_even_of_move(share, self._interval)
+            tokens = self.prices[shapes]
             self.say(
                 "decision", f"experts of a slot move where that takes {tokens:.3g} tokens a step off the fullest rank"
             )
-        return self._prices[shapes]
+        return self.prices[shapes]
 
     def _move(self, plans: Mapping[Any, list[int]]) -> int:
         """Bring layers to these placements; returns the bytes that this rank sent. A collective."""
