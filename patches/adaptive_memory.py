@@ -2,14 +2,15 @@
 
 In the first steps every layer runs again in the backward pass, which takes least memory, and that second run is
 recorded: what each part saves, in which layer, for how long, and its time. Then the least time within the budget is
-solved for, for each pipeline rank: norms, activation functions, attention, MLPs or experts, whole layers, each kept,
-computed again or, on a device, moved to the host behind the compute of the next layer. The next step runs like that,
-and its memory is measured. Rank 0 prints the choice as a table and keeps it for the next run of the same training.
-`--mindspeed-lite-explain-memory` prints it and ends before any weight has changed.
+solved for, for each pipeline rank: norms, activation functions, attention, MLPs, experts, shared experts, whole layers,
+each kept, computed again or, on a device, moved to the host behind the compute of the next layer. The next step runs
+like that, and its memory is measured. Rank 0 prints the choice as a table and keeps it for the next run of the same
+training. `--mindspeed-lite-explain-memory` prints it and ends before any weight has changed.
 
 Reaches `get_forward_backward_func`, which every training loop calls for a step, each layer where it is built, and the
 block that runs the layers of a chunk. Leaves evaluation and everything outside of transformer layers alone.
-Limitations: the local implementation; experts in a grouped product are computed again as a whole only.
+Limitations: the local implementation; experts that run in pieces beside messages are computed again with their router
+and exchange alone.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from ._shared import recompute
 from ._shared.memory_choice import MemoryChoice
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
+_MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
 _CONFLICTING_ARGS = {
     "recompute_granularity": "--recompute-granularity says what is computed again: leave it out",
     "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm runs layers in pieces",
@@ -134,6 +136,7 @@ FEATURE = Feature(
             (
                 "mlp", "self_attention", "input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm",
                 "recompute_pre_mlp_layernorm", f"{CONFIG}.recompute_modules", f"{CONFIG}.moe_shared_expert_overlap",
+                f"{CONFIG}.add_bias_linear", f"{_MOE_LAYER}.experts", f"{_MOE_LAYER}.shared_experts",
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),

@@ -110,7 +110,8 @@ def _together(
     x = _linear(session, fc1, hidden, counts, fc1_biases, released)
     recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)
     if not (recomputes or released):
-        return _finish(fc2, _linear(session, fc2, activation(x, probs), counts), counts, probs)
+        y = recompute_activation_function.looked_on(first, activation, x, probs)
+        return _finish(fc2, _linear(session, fc2, y, counts), counts, probs)
     checkpoint = recompute.checkpoint_without_output()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
     if released is not None:

@@ -27,11 +27,40 @@ SWITCH = recompute.Switch(
     help="Release the MLP's activation after use and compute it again in the backward pass.",
 )
 CHOSEN = "activation_is_recomputed"
+_LOOKING = "activation_looked_on"
 
 
 def is_recomputed(mlp: Any) -> bool:
     """Whether the activation of this MLP is recomputed, for features that run it in another way."""
     return getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
+
+
+def look_on(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
+    """Call these on the activation's input and output whenever it runs in this MLP; returns what ends that."""
+
+    def end() -> None:
+        vars(mlp).pop(_LOOKING, None)
+        for handle in handles:
+            handle.remove()
+
+    # Experts in a grouped product run these hooks without any rows, and call `looked_on`.
+    handles = (
+        mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0]) if args else None),
+        mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0]) if args else None),
+    )
+    vars(mlp)[_LOOKING] = (enter, leave)
+    return end
+
+
+def looked_on(mlp: Any, activation: Callable[..., Any], x: Any, *rest: Any) -> Any:
+    """`activation(x, *rest)`, which runs for this MLP and others beside it, with those that look on."""
+    enter, leave = vars(mlp).get(_LOOKING, (None, None))
+    if enter is None:
+        return activation(x, *rest)
+    enter(x)
+    y = activation(x, *rest)
+    leave(y)
+    return y
 
 
 def prepare(layer: Any, session: Session) -> None:

@@ -21,7 +21,11 @@ from .saved_tensors import Tracker
 
 # The parts of a layer, in the order in which they run, and the layer as a whole.
 INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
+# Of an MLP with experts: those of this rank, whose activation is ACTIVATION, and the shared ones.
+EXPERTS, SHARED, SHARED_ACTIVATION = "experts", "shared_experts", "shared_activation"
 LAYER = "layer"
+# Part -> the parts inside of it, at any depth.
+INSIDE = {MLP: {EXPERTS, ACTIVATION, SHARED, SHARED_ACTIVATION}, EXPERTS: {ACTIVATION}, SHARED: {SHARED_ACTIVATION}}
 # What is timed besides: the backward pass of a layer, without what runs again in it.
 BACKWARD = "backward"
 NONE = -1
@@ -34,7 +38,7 @@ class SavedStorage:
     Attributes:
         parts: those of the layer that saved it; "" for the layer itself. None for an input that only a part which
             runs again would keep.
-        enters: the norm or activation that it is the input of, or "".
+        enters: the norm, activation or experts that it is an input of, or "".
         leaves: the norm or activation that it is the output of, or "".
         is_shared: other layers or micro-batches save it too, and it is there whatever becomes of this layer: a mask.
     """
@@ -183,10 +187,11 @@ class LayerRecorder(Tracker):
         if found.bytes >= record.bytes:
             self.layers[layer] = found
 
-    def enter(self, part: str, entered: torch.Tensor | None = None) -> None:
-        """A part of the layer that runs again begins, on a tensor that is looked for."""
+    def enter(self, part: str, *entered: torch.Tensor | None) -> None:
+        """A part of the layer that runs again begins, on tensors that are looked for."""
         if self._again >= 0:
-            self._mark(part, entered, is_input=True)
+            for each in entered:
+                self._mark(part, each, is_input=True)
             self._parts.append((part, self._now()))
 
     def leave(self, part: str, left: torch.Tensor | None = None) -> None:

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .layer_records import (
     ACTIVATION,
     ATTENTION,
     BACKWARD,
+    EXPERTS,
     INPUT_NORM,
+    INSIDE,
     LAYER,
     MLP,
     MLP_NORM,
     NONE,
+    SHARED,
+    SHARED_ACTIVATION,
     LayerRecord,
     SavedStorage,
 )
 
-EARLY, LATE = (INPUT_NORM, ATTENTION), (MLP_NORM, ACTIVATION, MLP)
-# What is moved as one: the activation is inside of the MLP.
+EARLY, LATE = (INPUT_NORM, ATTENTION), (MLP_NORM, ACTIVATION, EXPERTS, SHARED_ACTIVATION, SHARED, MLP)
+NORMS = {INPUT_NORM, MLP_NORM}
+# Of these the output is released once it has been used; of other parts what they save inside.
+RELEASED = {*NORMS, ACTIVATION, SHARED_ACTIVATION}
+# What is moved as one, with all that is inside of it.
 MOVABLE = (INPUT_NORM, ATTENTION, MLP_NORM, MLP)
 
 
@@ -100,14 +107,33 @@ def ways(
     movable = [] if record.follower == NONE else [part for part in MOVABLE if part in swappable]
     found: dict[tuple[float, ...], Way] = {}
     for again in _subsets(parts):
-        if not {ACTIVATION, MLP} <= again:
-            for swapped in _subsets([part for part in movable if part not in again]):
-                way = _way(record, again, swapped, smallest)
-                found.setdefault(_measures(way), way)
+        if again & _inside(again):
+            continue
+        # Experts that run again keep their inputs on the device.
+        stay = again | ({MLP} if again & {EXPERTS, SHARED} else set())
+        for swapped in _subsets([part for part in movable if part not in stay]):
+            way = _way(record, again, swapped, smallest)
+            found.setdefault(_measures(way), way)
     if LAYER in can:
         way = _whole(record)
         found.setdefault(_measures(way), way)
-    return [way for mine, way in found.items() if not any(_beats(other, mine) for other in found)]
+    return _unbeaten(found)
+
+
+def _inside(parts: frozenset[str]) -> set[str]:
+    """The parts inside of these."""
+    return set[str]().union(*(INSIDE.get(part, ()) for part in parts))
+
+
+def _unbeaten(found: Mapping[tuple[float, ...], Way]) -> list[Way]:
+    """The ways that no other one equals in all measures and beats in one."""
+    import numpy
+
+    measures = numpy.array(list(found))
+    # No two have the same measures, so only a way itself is at least as good in all of them.
+    return [
+        way for mine, way in zip(measures, found.values(), strict=True) if (measures <= mine).all(axis=1).sum() == 1
+    ]
 
 
 def _subsets(parts: Sequence[str]) -> Iterator[frozenset[str]]:
@@ -117,10 +143,6 @@ def _subsets(parts: Sequence[str]) -> Iterator[frozenset[str]]:
 
 def _measures(way: Way) -> tuple[float, ...]:
     return way.kept, way.seconds, way.moved, way.back_late, way.back_early, -way.kept_late
-
-
-def _beats(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
 def _way(record: LayerRecord, again: frozenset[str], swapped: frozenset[str], smallest: int) -> Way:
@@ -142,14 +164,11 @@ def _way(record: LayerRecord, again: frozenset[str], swapped: frozenset[str], sm
 
 def _is_gone(each: SavedStorage, again: frozenset[str]) -> bool:
     """Whether a storage need not be kept; what a part starts from stays, unless it is inside one that runs again."""
-    if each.enters in (INPUT_NORM, MLP_NORM):
+    if each.leaves in again & RELEASED:
+        return True
+    if each.enters in again or each.enters in NORMS or each.leaves in NORMS:
         return False
-    if each.leaves in (INPUT_NORM, MLP_NORM):
-        return each.leaves in again
-    inside = {MLP, ACTIVATION} if MLP in again else set()
-    if each.enters == ACTIVATION or each.leaves == ACTIVATION:
-        return bool(inside) or (each.leaves == ACTIVATION and ACTIVATION in again)
-    return bool(each.parts) and (each.parts <= inside or (len(each.parts) == 1 and each.parts <= again))
+    return any(each.parts <= {part} | INSIDE.get(part, set()) for part in again)
 
 
 def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapped: frozenset[str]) -> bool:
@@ -157,8 +176,7 @@ def _moves(each: SavedStorage, record: LayerRecord, again: frozenset[str], swapp
     # What a norm or an activation is computed again from is a leaf, which autograd itself holds.
     if each.enters and (each.enters in again or (each.enters == INPUT_NORM and record.is_first)):
         return False
-    inside = {ACTIVATION} if MLP in swapped else set()
-    return bool(each.parts) and each.parts <= swapped | inside
+    return bool(each.parts) and each.parts <= swapped | _inside(swapped)
 
 
 def _whole(record: LayerRecord) -> Way:

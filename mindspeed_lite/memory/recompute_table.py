@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 from .layer_ways import Way
 from .recompute_choice import LayerChoice, gib
@@ -33,10 +34,8 @@ def table(
         f"{'layers':>9}  {'kept each':>11}  {'moved each':>11}  {'longer each':>11}  computed again; moved to the host",
     ]
     for first, last, way, seconds in runs(choice):
-        layers = f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
-        named = ", ".join(sorted(way.again)) or "nothing"
-        named += f"; {', '.join(sorted(way.swapped))}" if way.swapped else ""
-        lines.append(f"{layers:>9}  {gib(way.kept):>11}  {gib(way.moved):>11}  {seconds * 1e3:>8.2f} ms  {named}")
+        longer = f"{seconds * 1e3:>8.2f} ms  {_named(way.again, way.swapped)}"
+        lines.append(f"{_numbers(first, last):>9}  {gib(way.kept):>11}  {gib(way.moved):>11}  {longer}")
     if rates:
         out, back = (rate / 1e9 for rate in rates)
         shown = sum(choice.exposed) * 1e3
@@ -48,6 +47,27 @@ def table(
         proof = "which may not be the least"
     lines.append(f"{choice.seconds * 1e3:.2f} ms longer for each micro-batch, {proof}")
     return "\n".join(lines)
+
+
+def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
+    """What layers do otherwise than before, which is `what`: of each the parts computed again, and those moved."""
+    pairs = [(old, (way.again, way.swapped)) for old, way in zip(before, choice.ways, strict=True)]
+    found = []
+    for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):
+        numbers = [number for number, _ in group]
+        if old != new:
+            found.append(f"{_numbers(numbers[0], numbers[-1]):>9}  {_named(*new)} (before: {_named(*old)})")
+    if not found:
+        return f"no layer of stage {stage} changes from {what}"
+    return "\n".join([f"what changes from {what}, stage {stage}: parts that run again; parts that move", *found])
+
+
+def _numbers(first: int, last: int) -> str:
+    return f"{first + 1}-{last + 1}" if last > first else f"{first + 1}"
+
+
+def _named(again: frozenset[str], swapped: frozenset[str]) -> str:
+    return (", ".join(sorted(again)) or "nothing") + (f"; {', '.join(sorted(swapped))}" if swapped else "")
 
 
 def runs(choice: LayerChoice) -> list[tuple[int, int, Way, float]]:

@@ -32,7 +32,7 @@ from mindspeed_lite.memory.recompute_choice import (
     leanest,
     merged,
 )
-from mindspeed_lite.memory.recompute_table import table
+from mindspeed_lite.memory.recompute_table import changes, table
 from mindspeed_lite.memory.saved_tensors import Tracker
 from mindspeed_lite.platform import cache
 
@@ -46,6 +46,8 @@ NOTHING_MOVES = "no part of a layer has anything that could be"
 MAX_CHECKS = 3
 # Bytes of a copy that is timed, at most: that of the layer that would move most, if it is less.
 TIMED_BYTES = 64 << 20
+#: Of a layer: the parts computed again, those moved to the host.
+_Parts = tuple[frozenset[str], frozenset[str]]
 
 
 class MemoryChoice:
@@ -56,6 +58,8 @@ class MemoryChoice:
         self._layers: list[RecomputedLayer] = []
         self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
         self._file = ""
+        #: What the layers of each stage did before a choice, and which choice that was.
+        self._before: tuple[str, dict[int, list[_Parts]]] = ("", {})
         self._told: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
@@ -162,6 +166,9 @@ class MemoryChoice:
             why_kept = self._why_kept or NOTHING_MOVES
             text = table(choice, told.everything(), self._budget, stage, len(answer[0]), told.rates, why_kept)
             self._session.log_decision(text)
+            what, before = self._before
+            if choice.ways and len(before.get(stage, ())) == len(choice.ways):
+                self._session.log_decision(changes(before[stage], choice, what, stage))
 
     def _chosen(self, stage: int) -> LayerChoice:
         told = self._told[stage]
@@ -192,47 +199,85 @@ class MemoryChoice:
         if above and not self._told:
             # What an earlier run has kept does not fit any more: record again.
             self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
+            self._before = "the choice that was kept", self._now()
             for layer in self._layers:
                 layer.run_again(frozenset({LAYER}))
         elif above and not self._is_done:
             for stage, size in above.items():
                 self._budgets[stage] -= size
+            self._before = "the choice that took more", self._now()
             self._solve(given)
         elif not above:
             self._keep()
 
     def _take_kept(self, given: dict[str, Any]) -> bool:
-        """Run as an earlier run of the same training chose; False where none did."""
-        found: list[Any] = [None]
+        """Run as an earlier run of the same training chose; False where none did within this budget."""
         # Once: a training loop may set functions in the configuration after its first step.
-        self._file = f"memory-{self._key(given)}.json"
-        if dist.get_rank() == 0 and not self._explains:
-            with contextlib.suppress(OSError, ValueError, LookupError, cache.NoCache):
-                found = [json.loads((cache.folder() / self._file).read_text())["layers"]]
+        training = f"memory-{self._key(given)}"
+        self._file = f"{training}-{self._budget}.json"
+        found: list[Any] = [None, None]
+        if dist.get_rank() == 0:
+            found = [None if self._explains else self._read(self._file), self._read_another(training)]
         dist.broadcast_object_list(found, 0)
-        mine = (found[0] or {}).get(str(_stage()), [])
+        kept, self._before = found[0] or {}, found[1]
+        mine = kept.get(_stage(), [])
         fits = len(mine) == len(self._layers) and all(
-            set(again) <= layer.can and set(swapped) <= layer.can_swap
+            again <= layer.can and swapped <= layer.can_swap
             for (again, swapped), layer in zip(mine, self._layers, strict=False)
         )
         if not all(all(each) for each in _by_stage(fits).values()):
+            if kept:
+                self._session.log_decision(f"{self._session.feature}: {self._file} is of other layers: recorded again")
             return False
         for layer, (again, swapped) in zip(self._layers, mine, strict=True):
-            layer.run_again(frozenset(again), frozenset(swapped))
+            layer.run_again(again, swapped)
         self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose ({self._file})")
         return True
 
+    def _read(self, name: str) -> dict[int, list[_Parts]] | None:
+        """What a file says of each stage's layers; None where there is none, and a line where it is damaged."""
+        try:
+            stages = json.loads((cache.folder() / name).read_text())["layers"]
+            return {
+                int(stage): [(frozenset(again), frozenset(swapped)) for again, swapped in layers]
+                for stage, layers in stages.items()
+            }
+        except (FileNotFoundError, cache.NoCache):
+            return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self._session.log_decision(f"{self._session.feature}: {name} cannot be read, recorded again: {reason}")
+            return None
+
+    def _read_another(self, training: str) -> tuple[str, dict[int, list[_Parts]]]:
+        """The latest choice of the same training within another budget, and what it is called."""
+        with contextlib.suppress(OSError, cache.NoCache, ValueError):
+            files = [each for each in cache.folder().glob(f"{training}-*.json") if each.name != self._file]
+            for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True)[:1]:
+                budget = int(file.stem.rpartition("-")[2])
+                return f"the choice within {gib(budget)}", self._read(file.name) or {}
+        return "", {}
+
+    def _now(self) -> dict[int, list[_Parts]]:
+        """What the layers of each stage do."""
+        return {
+            stage: each[0]
+            for stage, each in _by_stage([(layer.again, layer.swapped) for layer in self._layers]).items()
+        }
+
     def _keep(self) -> None:
-        stages = _by_stage([(sorted(layer.again), sorted(layer.swapped)) for layer in self._layers])
+        stages = self._now()
         if dist.get_rank() == 0 and self._told:
+            layers = {
+                stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in stages.items()
+            }
             try:
-                text = json.dumps({"layers": {stage: each[0] for stage, each in stages.items()}}, indent=1)
-                (cache.folder() / self._file).write_text(text)
+                (cache.folder() / self._file).write_text(json.dumps({"layers": layers}, indent=1))
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 
     def _key(self, given: dict[str, Any]) -> str:
-        """Of everything that decides what is saved."""
+        """Of everything that decides what is saved, the budget aside."""
         from megatron.core import package_info, parallel_state
         from megatron.core.utils import get_model_config
 
@@ -240,10 +285,12 @@ class MemoryChoice:
         told: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
         told |= {"device": self._session.context.device}
         told |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
-        told |= {"budget": self._budget, "world": dist.get_world_size(), "torch": torch.__version__}
+        told |= {"world": dist.get_world_size(), "torch": torch.__version__}
         told |= {"megatron": package_info.__version__, "lite": _version.__version__}
         told |= {"vocabulary": sum(each.numel() for model in _models(given) for each in model.parameters())}
-        told |= {"flags": dict(self._session.settings)}
+        # But for the budget, which names the file.
+        flags = {**self._session.settings, "memory_budget": None, "mindspeed_lite_explain_memory": None}
+        told |= {"flags": flags}
         told |= {"data": parallel_state.get_data_parallel_world_size()}
         keys = [None] * dist.get_world_size()
         dist.all_gather_object(keys, hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest())

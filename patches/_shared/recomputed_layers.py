@@ -1,8 +1,8 @@
 """Runs chosen parts of a transformer layer again in the backward pass or moves what they save, as a recorder looks on.
 
 Both may be changed from one step to the next. Norms and the activation are released by the machinery of
-`--recompute-norm` and `--recompute-activation-function`; attention, MLP or experts, and a whole layer run in Megatron's
-own `checkpoint`. What is moved goes the way of `--swap-attention`.
+`--recompute-norm` and `--recompute-activation-function`; attention, MLP, experts, shared experts, and a whole layer run
+in Megatron's own `checkpoint`. What is moved goes the way of `--swap-attention`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from mindspeed_lite.engine import Session
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
     ATTENTION,
+    EXPERTS,
     INPUT_NORM,
     LAYER,
     MLP,
     MLP_NORM,
+    SHARED,
+    SHARED_ACTIVATION,
     LayerRecorder,
 )
 from mindspeed_lite.memory.offload import Offload
@@ -32,6 +35,9 @@ from ..swap_attention import HookedModule
 
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
+_OF_EXPERTS = {EXPERTS: "experts", SHARED: "shared_experts"}
+# With these, experts and shared experts run in pieces beside messages.
+_IN_PIECES = ("moe_alltoall_mc2", "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm")
 #: Module -> its layer here, and which part it is.
 _PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] = weakref.WeakKeyDictionary()
 
@@ -55,11 +61,10 @@ class RecomputedLayer:
         recompute_norm.prepare(layer, session)
         recompute_activation_function.prepare(layer, session)
         norms = {part for part, name in _NORMS.items() if getattr(layer, f"recompute_{name}")}
-        acts = {ACTIVATION} if self._activations() else set()
-        modules = {part: getattr(layer, name) for part, name in _CHECKPOINTED.items()}
-        parts = {part for part, module in modules.items() if any(True for _ in module.parameters())}
-        self.can = frozenset(norms | acts | parts | {LAYER})
-        for part, module in [(LAYER, layer), *((part, modules[part]) for part in sorted(parts))]:
+        acts = {part for part in (ACTIVATION, SHARED_ACTIVATION) if self._activations(part)}
+        modules = _modules(layer, session)
+        self.can = frozenset(norms | acts | {*modules} | {LAYER})
+        for part, module in [(LAYER, layer), *modules.items()]:
             _PARTS[module] = (self, part)
             session.mark(module, "forward", functools.partial(_forward, module))
         self.can_swap: frozenset[str] = frozenset() if offload is None else self._hook(layer, offload)
@@ -81,10 +86,14 @@ class RecomputedLayer:
             self._session.on_end(handle.remove)
         return frozenset(hooked)
 
-    def _activations(self) -> list[Any]:
+    def _activations(self, part: str) -> list[Any]:
+        """The modules that have such an activation."""
         layer = self._layer()
-        name = recompute_activation_function.CHOSEN
-        return [] if layer is None else [each for each in layer.mlp.modules() if name in vars(each)]
+        if layer is None:
+            return []
+        shared, name = getattr(layer.mlp, "shared_experts", None), recompute_activation_function.CHOSEN
+        every = [each for each in layer.mlp.modules() if name in vars(each)]
+        return [each for each in every if (each is shared) == (part == SHARED_ACTIVATION)]
 
     def run_again(self, parts: frozenset[str], swapped: frozenset[str] = frozenset()) -> None:
         """From now on these parts run again, and what others save waits in host memory."""
@@ -95,8 +104,9 @@ class RecomputedLayer:
         for part, name in _NORMS.items():
             if part in self.can:
                 self._session.mark(layer, f"recompute_{name}", part in parts)
-        for module in self._activations():
-            self._session.mark(module, recompute_activation_function.CHOSEN, ACTIVATION in parts)
+        for part in (ACTIVATION, SHARED_ACTIVATION):
+            for module in self._activations(part):
+                self._session.mark(module, recompute_activation_function.CHOSEN, part in parts)
 
     def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a part's own forward pass, now or again later too."""
@@ -112,33 +122,44 @@ class RecomputedLayer:
     def recorded(self, recorder: LayerRecorder) -> Iterator[None]:
         """Let a recorder see the parts of this layer."""
         layer = self._layer()
-        handles = [] if layer is None else [*_watched(layer, self._activations(), recorder)]
+        acts = {part: self._activations(part) for part in (ACTIVATION, SHARED_ACTIVATION)}
+        handles = [] if layer is None else [*_watched(layer, _modules(layer, self._session), acts, recorder)]
         self.recorder = recorder
         try:
             yield
         finally:
             self.recorder = None
-            for handle in handles:
-                handle.remove()
+            for remove in handles:
+                remove()
 
 
-def _watched(layer: Any, activations: Sequence[Any], recorder: LayerRecorder) -> Iterator[Any]:
-    for part, name in {**_NORMS, **_CHECKPOINTED}.items():
-        module, looks = getattr(layer, name), part in _NORMS
+def _modules(layer: Any, session: Session) -> dict[str, Any]:
+    """The parts that may run again in a checkpoint."""
+    found = {part: getattr(layer, name) for part, name in _CHECKPOINTED.items()}
+    # A bias of experts is an output of theirs in some releases.
+    if not (layer.config.add_bias_linear or any(session.settings.get(name) for name in _IN_PIECES)):
+        found |= {part: getattr(layer.mlp, name, None) for part, name in _OF_EXPERTS.items()}
+    return {part: each for part, each in found.items() if each is not None and any(True for _ in each.parameters())}
+
+
+def _watched(
+    layer: Any, modules: Mapping[str, Any], acts: Mapping[str, Sequence[Any]], recorder: LayerRecorder
+) -> Iterator[Callable[[], None]]:
+    """Let a recorder see what runs; what ends that."""
+    for part, module in {**{part: getattr(layer, name) for part, name in _NORMS.items()}, **modules}.items():
+        looks = part not in _CHECKPOINTED
         yield module.register_forward_pre_hook(
-            lambda _, args, part=part, looks=looks: recorder.enter(part, args[0] if looks else None)
-        )
+            lambda _, args, part=part, looks=looks: recorder.enter(
+                part, *(each for each in args if looks and isinstance(each, torch.Tensor))
+            )
+        ).remove
         yield module.register_forward_hook(
-            lambda _, args, out, part=part, looks=looks: recorder.leave(part, out if looks else None)
-        )
-    for mlp in activations:
-        yield mlp.linear_fc1.register_forward_hook(
-            lambda _, args, out: recorder.enter(ACTIVATION, out[0]) if args else None
-        )
-        # Experts in a grouped product run these hooks without any rows.
-        yield mlp.linear_fc2.register_forward_pre_hook(
-            lambda _, args: recorder.leave(ACTIVATION, args[0]) if args else None
-        )
+            lambda _, args, out, part=part: recorder.leave(part, out if part in _NORMS else None)
+        ).remove
+    for part, mlps in acts.items():
+        for mlp in mlps:
+            seen = (functools.partial(recorder.enter, part), functools.partial(recorder.leave, part))
+            yield recompute_activation_function.look_on(mlp, *seen)
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -13,11 +13,14 @@ from mindspeed_lite.memory import recompute_choice as choice
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
     ATTENTION,
+    EXPERTS,
     INPUT_NORM,
     LAYER,
     MLP,
     MLP_NORM,
     NONE,
+    SHARED,
+    SHARED_ACTIVATION,
     Instant,
     LayerRecord,
     SavedStorage,
@@ -85,6 +88,37 @@ def test_the_bytes_of_each_way() -> None:
     assert (both.kept, both.back_late, both.back_early) == (41, 60, 50)
     # The MLP's own norm and what it keeps are gone while attention's backward pass runs; its input is not.
     assert found[frozenset()].kept_late == 70
+
+
+def experts_record() -> LayerRecord:
+    """Of experts and shared ones, whose input is that of the router and the exchange too."""
+    saved = [
+        SavedStorage(10, {MLP, SHARED}, enters=SHARED, leaves=MLP_NORM),
+        SavedStorage(20, {MLP}),
+        SavedStorage(30, {EXPERTS}, enters=EXPERTS),
+        SavedStorage(40, {ACTIVATION}, enters=ACTIVATION),
+        SavedStorage(50, {EXPERTS}, leaves=ACTIVATION),
+        SavedStorage(60, {SHARED_ACTIVATION}, enters=SHARED_ACTIVATION),
+        SavedStorage(70, {SHARED}, leaves=SHARED_ACTIVATION),
+    ]
+    times = {ACTIVATION: 1.0, EXPERTS: 8.0, SHARED_ACTIVATION: 1.5, SHARED: 5.0, MLP: 20.0}
+    return LayerRecord(saved, {part: [value] for part, value in times.items()}, follower=1)
+
+
+def test_experts_shared_experts_and_their_activations_are_ways_of_their_own() -> None:
+    can = frozenset({ACTIVATION, EXPERTS, SHARED_ACTIVATION, SHARED, MLP})
+    found = {way.again: way for way in layer_ways.ways(experts_record(), can)}
+    kept = {tuple(sorted(again)): way.kept for again, way in found.items()}
+    assert kept == {
+        (): 280, (ACTIVATION,): 230, (SHARED_ACTIVATION,): 210, (EXPERTS,): 190, (SHARED,): 150, (MLP,): 10,
+        (ACTIVATION, SHARED_ACTIVATION): 160, (ACTIVATION, SHARED): 100, (EXPERTS, SHARED_ACTIVATION): 120,
+        (EXPERTS, SHARED): 60,
+    }  # fmt: skip
+    assert found[frozenset({EXPERTS, SHARED})].seconds == 13.0 and found[frozenset({EXPERTS})].back_late == 90
+    # What runs again inside of an MLP stays, so the rest of it does too.
+    both = layer_ways.ways(experts_record(), can, frozenset({MLP}))
+    assert any(way.moved and way.again == {ACTIVATION} for way in both)
+    assert not any(way.moved for way in both if way.again & {EXPERTS, SHARED})
 
 
 def test_an_input_that_only_a_second_run_reads_is_kept_for_it() -> None:

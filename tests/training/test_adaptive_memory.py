@@ -19,7 +19,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any], float]] = {
     "pp2": (2, {"pp": 2}, FUSED, 0.25),
     "tp2 sp": (2, {"tp": 2, "sp": True}, FUSED, 0.15),
     "ep2": (2, {"ep": 2, "experts": 4}, {}, 0.8),
-    "experts together": (1, {"experts": 4}, {**FUSED, "moe_grouped_gemm": True}, 0.45),
+    "experts together": (
+        1, {"experts": 4, "config": {"moe_shared_expert_intermediate_size": 64}},
+        {**FUSED, "moe_grouped_gemm": True}, 0.5,
+    ),
     "biases and dropout": (1, {"bias": True, "dropout": 0.1}, {}, 0.6),
     "mtp": (1, {"config": {"mtp_num_layers": 1}}, FUSED, 0.4),
     "distributed": (2, {"distributed_optimizer": True, "overlap_grad_reduce": True, "no_sync": True}, FUSED, 0.3),

@@ -100,12 +100,11 @@ def test_a_training_within_the_budget_is_the_same(folder):
     mindspeed_lite.disable()
     other = on(0.7)
     assert losses(other) == off and len(files()) == 2
-    assert not any("as an earlier run chose" in each for each in mindspeed_lite.report().notices)
-    mindspeed_lite.disable()
-    # What cannot be read is recorded anew.
-    for file in files():
-        file.write_text("{")
-    assert losses(on(LOW)) == off and measured()[0] <= LOW * 1.03
+    assert not said("as an earlier run chose")
+    # It says what it does otherwise than within the budget before, of which more is computed again.
+    (changed,) = [each for each in mindspeed_lite.report().notices if "what changes from" in each]
+    assert changed.startswith("what changes from the choice within 0.50 MiB, stage 0: parts that run again")
+    assert re.search(r"\n +\S+  .*\(before: .*\)", changed)
     mindspeed_lite.disable()
     # Another configuration is another training, in what is no number either.
     from megatron.core.transformer.enums import AttnBackend
@@ -114,6 +113,21 @@ def test_a_training_within_the_budget_is_the_same(folder):
     changed.config.attention_backend = AttnBackend.unfused
     changed.step()
     assert not said("as an earlier run chose")
+    mindspeed_lite.disable()
+    # What cannot be read is recorded anew, and one line says so.
+    for text in ("{", '{"layers": 5}', '{"layers": {"0": [["mlp"]]}}', "[" * 100_000):
+        for file in files():
+            file.write_text(text)
+        found = losses(on(LOW), 1)
+        assert found == off[: len(found)] and not said("as an earlier run chose")
+        (line,) = [
+            each for each in mindspeed_lite.report().notices if "cannot be read" in each and str(512 << 10) in each
+        ]
+        assert "\n" not in line and "recorded again" in line
+        mindspeed_lite.disable()
+    for file in files():
+        file.write_text('{"layers": {"0": [[["a part"], []]]}}')
+    assert losses(on(LOW)) == off and measured()[0] <= LOW * 1.03 and said("is of other layers") == 1
 
 
 @forked("megatron")
@@ -123,6 +137,7 @@ def test_a_choice_that_takes_more_than_foreseen_is_made_again_with_less(folder):
     measure_more(200_000)
     found = losses(trained)
     assert len(measured()) == 2 and measured()[0] > LOW >= measured()[1] + 0.15
+    assert said("what changes from the choice that took more, stage 0") == 1
     mindspeed_lite.disable()
     # A choice of an earlier run that takes more than it did is made again, once.
     measure_more(5_000_000)

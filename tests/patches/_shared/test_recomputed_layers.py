@@ -20,6 +20,7 @@ from tests.harness.processes import forked
 pytest.importorskip("scipy")
 ON = {"adaptive_memory": True, "memory_budget": 1.0, "strict": True}
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 80, "moe_router_dtype": "fp32"}
+SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 48}
 BIASES = {"add_bias_linear": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
@@ -55,8 +56,14 @@ def recorded(model):
 
 @pytest.mark.parametrize(
     ("fields", "flags"),
-    [({}, {}), ({}, {"use_fused_rmsnorm": True, "use_fused_swiglu": True}), (EXPERTS, {}), (BIASES, {})],
-    ids=["plain", "fused", "experts", "dropout"],
+    [
+        ({}, {}),
+        ({}, {"use_fused_rmsnorm": True, "use_fused_swiglu": True}),
+        (SHARED, {}),
+        (SHARED, {"moe_grouped_gemm": True, "moe_permute_fusion": True, "use_fused_swiglu": True}),
+        (BIASES, {}),
+    ],
+    ids=["plain", "fused", "experts", "experts together", "dropout"],
 )
 @forked("megatron")
 def test_every_way_has_the_same_bits_and_the_bytes_of_its_record(fields, flags):
@@ -76,6 +83,11 @@ def test_every_way_has_the_same_bits_and_the_bytes_of_its_record(fields, flags):
     found = ways(recorder.layers[0], can)
     assert len(found) > 4
     nothing = next(way for way in found if not way.again)
+    if fields == SHARED:
+        # All of them would be many; one by one, and some of what goes together.
+        assert {"experts", "activation", "shared_experts", "shared_activation", "mlp"} <= can and len(found) > 20
+        found = [way for number, way in enumerate(found) if len(way.again) == 1 or number % 9 == 0]
+        assert {"experts"} in [way.again for way in found] and {"activation"} in [way.again for way in found]
     for way in found:
         on = run(way.again)
         assert same(on[1:], off[1:]), way.again
