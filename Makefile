@@ -66,6 +66,7 @@ lint: .releases/.prepared
 
 # Includes test-npu where its environment can be made; elsewhere the summary says why its tests were skipped.
 test: PART = -m "not whole"
+test: export PYTHONHASHSEED = 0
 test test-whole: install lint .releases/.prepared
 	NPU_CONTRACT=auto $(BIN)/python -m pytest -rs --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder $(PART)
 

@@ -1,4 +1,4 @@
-"""What all tests share: the training servers, helpers whose asserts explain themselves, and Triton's interpreter.
+"""What all tests share: training servers, helpers whose asserts explain themselves, fixed draws, Triton's interpreter.
 
 Triton kernels run on CPU tensors in the tests of a machine without a GPU. Triton asks when a kernel is decorated, so
 this must be said before anything imports one.
@@ -6,10 +6,12 @@ this must be said before anything imports one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,8 +21,19 @@ if torch.cuda.device_count() == 0:
 
 pytest.register_assert_rewrite("tests.harness")
 
-from tests.harness import checkouts  # noqa: E402
+from tests.harness import checkouts, seeds  # noqa: E402
 from tests.harness.training import Trainer  # noqa: E402
+
+# The same draws in every run, and no check that depends on the machine's speed.
+hypothesis.settings.register_profile(
+    "fixed", derandomize=True, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+)
+hypothesis.settings.load_profile("fixed")
+# Hypothesis also draws numbers of our modules that are imported by then, which the order of files decides.
+with contextlib.suppress(ImportError):
+    from hypothesis.internal.conjecture import providers
+
+    providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +54,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return LONG.index(folder) if folder in LONG else len(LONG)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seeds.seed()
 
 
 @pytest.fixture(scope="session")

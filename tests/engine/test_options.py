@@ -1,7 +1,7 @@
 import argparse
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.engine import Collision, Option, Settings, add_arguments, given_options
@@ -200,7 +200,7 @@ def parsed_oracle(parser, kinds, words):
     return {dest for dest, mark in marks.items() if getattr(found, dest) is not mark}
 
 
-@settings(max_examples=400, deadline=None, database=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=400)
 @given(st.data())
 def test_what_is_given_is_what_argparse_takes_it_for(data):
     parser = Refuses(

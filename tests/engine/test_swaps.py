@@ -14,7 +14,7 @@ import tracemalloc
 import types
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.engine import ApplyError, Around, Override, Provide, change, swaps, when_imported
@@ -900,7 +900,7 @@ def draw_feature(host, name, data):
     return feature(name, *patches)
 
 
-@settings(max_examples=15, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15)
 @given(st.data())
 def test_any_sequence_of_changes_restores_everything(host, data):
     before = host.state()

@@ -23,6 +23,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tests.harness import seeds
 from tests.harness.checkouts import ROOT
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -161,6 +162,7 @@ def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
 
 def _run(module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
     os.environ.update(environment)
+    seeds.seed()
     getattr(importlib.import_module(module), name).__wrapped__(**arguments)
 
 

@@ -74,7 +74,7 @@ def test_the_reference_is_bitwise_what_megatron_computes_without_the_fusion() ->
     assert torch.equal(on("reference", main_grad, dy, x), unfused(main_grad, dy, x))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=st.integers(1, 140),
     n=st.integers(1, 230),

@@ -163,7 +163,7 @@ CALLS = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**CALLS)
 @example(kind="swiglu", rows=(1, 1, 1), half=65, dtype=torch.float32, bias=True, weights=True, scale=1.0)
 @pytest.mark.parametrize("backend", ["cpu", "recompute"])
@@ -171,7 +171,7 @@ def test_error_is_not_above_that_of_the_path_it_replaces(backend: str, **drawn: 
     not_worse(backend, **drawn)
 
 
-@settings(max_examples=8, deadline=None)  # the interpreter takes its time
+@settings(max_examples=8)  # the interpreter takes its time
 @given(**CALLS)
 def test_error_of_the_triton_kernel_is_not_above_that_of_the_path_it_replaces(**drawn: Any) -> None:
     not_worse("triton", **drawn)

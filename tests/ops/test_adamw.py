@@ -171,7 +171,7 @@ def test_a_trajectory_stays_as_near_to_the_truth_as_torchs(path: str, decoupled:
     assert (truth - torch.linspace(-1, 1, 501)).abs().max() > 0.5, "it does not move"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     sizes=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 32769])), max_size=4),
     grad_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),

@@ -157,7 +157,7 @@ def calls(draw: st.DrawFn) -> tuple[tuple[int, ...], dict[str, Any], torch.dtype
     return (sq, sk, b, g * ratio, g, d, dv), options, dtype, draw(st.integers(0, 1000))
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(calls())
 def test_any_call_agrees_with_the_reference(
     call: tuple[tuple[int, ...], dict[str, Any], torch.dtype, int],

@@ -79,7 +79,7 @@ def padded(draw: st.DrawFn, ends: list[int]) -> list[int]:
     return starts
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_pack_agrees_with_the_reference(data: st.DataObject) -> None:
     draw = data.draw

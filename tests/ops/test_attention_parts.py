@@ -129,7 +129,7 @@ def test_error_with_a_sink_is_not_above_that_of_megatron(dtype: torch.dtype, gro
     assert_not_worse(got, replaced, exact, free, NAMES)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_call_with_a_sink_agrees_with_the_reference(data: st.DataObject) -> None:
     draw = data.draw

@@ -34,7 +34,7 @@ def run(function: Any, tensors: list[torch.Tensor], dy: torch.Tensor, p: float =
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     width=st.integers(1, 70),
@@ -53,7 +53,7 @@ def test_without_dropout_the_error_is_not_above_that_of_the_single_steps(
     assert_not_worse(ours, steps, exact, 1e-6, NAMES[: len(exact)])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     rows=st.integers(1, 40),
     width=st.integers(1, 70),

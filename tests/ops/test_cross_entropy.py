@@ -113,7 +113,7 @@ def test_error_is_not_above_that_of_torch(path: str, dtype: torch.dtype, label_s
         )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(0, 5), max_size=3),
     width=st.integers(2, 130),

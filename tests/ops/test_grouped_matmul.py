@@ -52,7 +52,7 @@ def test_gradcheck(function: Callable[..., torch.Tensor], counts: list[int], tra
     assert torch.autograd.gradcheck(run, leaves)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=6),
     n=st.integers(1, 20),
@@ -75,7 +75,8 @@ def test_error_is_not_above_that_of_a_loop_of_linear_layers(
     with pytest.MonkeyPatch.context() as patch, one_thread():
         patch.setattr(cpu_matmul, "has_bf16", lambda: has_bf16)
         got, replaced, exact = problem.run(grouped_matmul), problem.run(loop), problem.exact()
-    assert_not_worse(got, replaced, exact, SLACK, NAMES[: len(got)])
+    for name, *results, cancelled in zip(NAMES[: len(got)], got, replaced, exact, problem.cancelled(), strict=True):
+        assert_not_worse(*([each] for each in results), SLACK * cancelled, [name])
 
 
 @pytest.mark.parametrize("counts", COUNTS)

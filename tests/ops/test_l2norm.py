@@ -35,7 +35,7 @@ def test_it_is_the_norm_of_all_elements_together(path: str) -> None:
     assert found.shape == () and found.dtype == torch.float32 and found.item() == 13.0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(
         st.one_of(st.integers(0, 50), st.sampled_from([32767, 32768, 32769, 100_000])), min_size=1, max_size=5

@@ -91,7 +91,7 @@ def test_gradients_of_parameters_do_not_lose_precision_with_the_number_of_rows()
     assert error(forward_backward(torch_layer_norm, (x, w, b), dy)[2], exact[2]) > 2**-7
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     shape=st.lists(st.integers(1, 6), max_size=3).flatmap(
         lambda head: st.integers(4, 70).map(lambda width: (*head, width))

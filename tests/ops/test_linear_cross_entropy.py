@@ -80,7 +80,7 @@ def test_error_is_not_above_that_of_a_layer_and_a_loss(
         assert_not_worse(got, replaced, exact, slack, NAMES)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(0, 4), max_size=2),
     hidden=st.integers(1, 20),

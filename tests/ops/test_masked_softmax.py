@@ -86,7 +86,7 @@ def test_error_is_not_above_that_of_megatron(path: str, dtype: torch.dtype, kind
         )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     batch=st.integers(0, 3),
     heads=st.integers(1, 3),

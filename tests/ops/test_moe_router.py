@@ -198,7 +198,7 @@ def choices(draw: Any) -> tuple[torch.Tensor, int, tuple[int, int] | None]:
 
 
 @compiled
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     choice=choices(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -370,7 +370,7 @@ def test_scores_far_from_zero_have_the_gradient_of_their_limit(function: str, ba
 # ---- shapes, strides, what is kept ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(0, 9),
     topk=st.integers(1, 12),
@@ -566,7 +566,7 @@ def test_the_twin_notices_wrong_calls() -> None:
 # ---- Triton ----
 
 
-@settings(max_examples=15, deadline=None)  # the interpreter takes its time
+@settings(max_examples=15)  # the interpreter takes its time
 @given(
     tokens=st.integers(0, 40),
     experts=st.sampled_from([1, 3, 8, 16, 60, 130]),

@@ -15,8 +15,8 @@ from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.ops.permute import OPERATOR, chunks, cpu, permute, reference, rows, sort_chunks, unpermute, why_not
-from tests.harness.compare import Sizes, error, one_thread
-from tests.harness.errors import bound
+from tests.harness.compare import Sizes, one_thread
+from tests.harness.errors import bound, error
 from tests.harness.triton_compile import compile_sm90
 
 from . import twin
@@ -136,7 +136,7 @@ MANY = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(**MANY)
 def test_rows_are_those_of_plain_python_on_every_backend(**drawn: Any) -> None:
     check_rows(("reference", "cpu"), **drawn)
@@ -146,7 +146,7 @@ def test_rows_are_those_of_plain_python_on_every_backend(**drawn: Any) -> None:
 FEW = MANY | {"tokens": st.integers(1, 12), "experts": st.sampled_from([1, 5, 9]), "hidden": st.sampled_from([1, 5])}
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(**FEW)
 def test_rows_of_the_triton_kernels_are_those_of_plain_python(**drawn: Any) -> None:
     check_rows(("triton",), **drawn)
@@ -195,16 +195,20 @@ def not_worse(backend: str, dtype: torch.dtype, **drawn: Any) -> None:
     with one_thread():
         exact = run(reference, given, torch.float64)
         ours, theirs = run(MODULES[backend], given), run(Eager, given)
+    # A gradient of probs is a sum of products whose signs differ: next to nothing may be left of them.
+    token = torch.tensor([each for each, _ in expected_pairs(given)])
+    products = (exact[0].sin() * given.gradient.double()[token]).norm().item()
     for name, got, other, truth in zip(NAMES, ours, theirs, exact, strict=True):
         assert got.dtype == other.dtype, name
+        size = products if name == "d probs of unpermute" else None
         # In the run in float64 what stands between permute and unpermute is rounded nowhere. In Triton's interpreter
         # 16 bits are cut, where a GPU rounds.
         rounded_to = dtype if name == "d probs of unpermute" else got.dtype
         allowed = bound(rounded_to, 8, roundings=5 if backend == "triton" else 3)
-        assert error(got, truth) <= max(error(other, truth), allowed), name
+        assert error(got, truth, size) <= max(error(other, truth, size), allowed), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(**MANY, dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_error_is_not_above_that_of_the_path_it_replaces(dtype: torch.dtype, **drawn: Any) -> None:
     not_worse("reference", dtype, **drawn)
@@ -212,7 +216,7 @@ def test_error_is_not_above_that_of_the_path_it_replaces(dtype: torch.dtype, **d
         not_worse("cpu", dtype, **drawn)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(**FEW, dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_error_of_the_triton_kernels_is_not_above_that_of_the_path_it_replaces(
     dtype: torch.dtype, **drawn: Any
@@ -470,7 +474,7 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
 # ---- chunks ----
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 5), max_size=9),
     width=st.sampled_from([None, 0, 1, 3]),

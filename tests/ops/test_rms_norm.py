@@ -88,7 +88,7 @@ def test_error_is_not_above_that_of_torch_at_full_size(dtype: torch.dtype) -> No
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shape=st.lists(st.integers(1, 6), max_size=3).flatmap(
         lambda head: st.integers(1, 70).map(lambda width: (*head, width))

@@ -116,7 +116,7 @@ def test_the_definition_has_the_gradients_it_says(pairs: Any) -> None:
 # ---- backends against the definition ----
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(0, 3)),
     after=st.integers(0, 3),
@@ -349,7 +349,7 @@ def in_pieces(t: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
     return torch.cat((pieces[rank], pieces[2 * ranks - 1 - rank]))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 4), min_size=1, max_size=5),
     ranks=st.sampled_from([1, 1, 2, 3]),

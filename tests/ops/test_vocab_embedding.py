@@ -53,7 +53,7 @@ def test_rows_of_the_slice_and_zeros() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [[0, 1], [2, 3]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(**CALLS, dtype=st.sampled_from([*HALVES_AND_FP32, torch.float64]))
 def test_bits_are_those_of_assignments(
     shape: list[int], rows: int, rank: int, dtype: torch.dtype, kind: torch.dtype, seed: int
@@ -71,7 +71,7 @@ def test_bits_are_those_of_assignments(
         assert all(torch.equal(a, b) for a, b in zip(ours, found[2], strict=True))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(**CALLS, dtype=st.sampled_from(HALVES_AND_FP32))
 def test_a_sparse_gradient_added_to_fp32_is_no_further_from_float64_than_the_dense_one(
     shape: list[int], rows: int, rank: int, dtype: torch.dtype, kind: torch.dtype, seed: int

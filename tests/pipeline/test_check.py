@@ -35,7 +35,7 @@ def test_a_right_one_is_returned():
 
 
 @pytest.mark.parametrize("name", TRAINING_ORDERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_step_that_is_left_out_is_noticed(name, data):
     schedule = plain(name)
@@ -47,7 +47,7 @@ def test_a_step_that_is_left_out_is_noticed(name, data):
 
 
 @pytest.mark.parametrize("name", TRAINING_ORDERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_pair_that_is_swapped_is_noticed_where_a_step_needs_the_other(name, data):
     schedule = plain(name)

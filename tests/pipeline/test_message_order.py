@@ -58,7 +58,7 @@ def programs(draw):
     return schedule, [compile_program(schedule, rank, lookahead) for rank in range(ranks)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs())
 def test_every_program_ends(drawn):
     schedule, found = drawn
@@ -74,7 +74,7 @@ def test_every_program_ends(drawn):
         assert set(carried) == wanted and len(carried) == len(wanted)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(programs(), st.data())
 def test_messages_that_are_exchanged_at_one_end_are_noticed(drawn, data):
     _, found = drawn

@@ -25,7 +25,7 @@ def recomputed(schedule, rank):
     return [step for step in schedule.steps(rank) if step.kind is Kind.RECOMPUTE]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHAPES)
 def test_in_advance_a_recomputation_stands_right_before_each_backward_but_those_of_the_last_stage(shape):
     plain = build("interleaved", shape)
@@ -59,7 +59,7 @@ def test_with_warm_up_alone_as_many_are_recomputed_as_ripipe_says(ranks, excess)
     assert {chunk for units in found for chunk, _ in units} <= {0}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHAPES, st.data())
 def test_in_the_bubble_every_rank_stays_within_the_bound(shape, data):
     plain = build("interleaved", shape)
@@ -75,7 +75,7 @@ def test_in_the_bubble_every_rank_stays_within_the_bound(shape, data):
         assert tuple(each for each in entries if each.kind is not Kind.RECOMPUTE) == plain.ranks[rank]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(SHAPES, st.integers(0, 4))
 def test_no_more_are_recomputed_than_any_choice_must(shape, less):
     """At each moment at least as many as are over the bound; on a rank without excess, none."""

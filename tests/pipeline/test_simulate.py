@@ -25,7 +25,7 @@ def idle(name, ranks, microbatches, chunks=1, **times):
     return [found.idle(rank) for rank in range(ranks)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 6), st.integers(1, 12), TIMES, TIMES, TIMES)
 def test_1f1b_idles_p_minus_1_forwards_and_backwards(ranks, microbatches, f, b, w):
     wanted = (ranks - 1) * (f + b + w)
@@ -33,7 +33,7 @@ def test_1f1b_idles_p_minus_1_forwards_and_backwards(ranks, microbatches, f, b, 
     assert found == pytest.approx([wanted] * ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(2, 4), TIMES, TIMES, TIMES)
 def test_interleaved_idles_as_much_less_as_chunks_are_smaller(ranks, rounds, chunks, f, b, w):
     wanted = (ranks - 1) * (f + b + w)
@@ -41,7 +41,7 @@ def test_interleaved_idles_as_much_less_as_chunks_are_smaller(ranks, rounds, chu
     assert found == pytest.approx([wanted] * ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(0, 6), TIMES, TIMES, TIMES)
 def test_zb_h1_idles_by_a_weight_gradient_less_for_each_rank(ranks, more, f, b, w):
     """Table 2 of the paper: (P - 1)(F + B - W), B without weight gradients; longer ones fill no more than the gap."""
@@ -49,7 +49,7 @@ def test_zb_h1_idles_by_a_weight_gradient_less_for_each_rank(ranks, more, f, b, 
     assert found == pytest.approx([(ranks - 1) * max(f, b, f + b - w)] * ranks)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(0, 6), TIMES, st.floats(0.05, 1.0))
 def test_dualpipev_idles_as_its_authors_say(ranks, more, t, share):
     """(P - 1)(F&B + B - W), and 3 W with weight gradients detached; F&B is an overlapped pair, B a full backward.
@@ -63,7 +63,7 @@ def test_dualpipev_idles_as_its_authors_say(ranks, more, t, share):
         assert found == pytest.approx([(ranks - 1) * (overlapped + whole - filled)] * ranks)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(2, 6), st.integers(0, 6), st.floats(2 / 3, 1.0))
 def test_dualpipev_gains_by_overlap_as_its_authors_say(ranks, more, pair):
     """The rank that idles most does so for that time; the others run fewer pairs."""
@@ -72,7 +72,7 @@ def test_dualpipev_gains_by_overlap_as_its_authors_say(ranks, more, pair):
         assert max(found) == pytest.approx((ranks - 1) * (pair * 3.0 + 2.0 - filled))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(1, 16))
 def test_a_rank_of_1f1b_holds_as_many_as_ranks_from_it_on(ranks, microbatches):
     schedule = build("1f1b", PipelineShape(ranks, microbatches))
@@ -81,14 +81,14 @@ def test_a_rank_of_1f1b_holds_as_many_as_ranks_from_it_on(ranks, microbatches):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 6), st.integers(2, 16))
 def test_every_rank_of_zb_h1_holds_as_many_as_the_first_of_1f1b(ranks, microbatches):
     schedule = build("zb-h1", PipelineShape(ranks, microbatches))
     assert max(peak_live(schedule, rank) for rank in range(ranks)) == min(ranks, microbatches)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(2, 8), st.integers(0, 10), st.sampled_from(["dualpipev", "dualpipev-dw-detach"]))
 def test_dualpipev_holds_two_chunks_for_each_rank_and_one(ranks, more, name):
     schedule = build(name, PipelineShape(ranks, 2 * ranks + 1 + more, 2))
@@ -119,7 +119,7 @@ def drawn_costs(draw, stages):
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(scheduled(), st.data())
 def test_every_order_ends_for_any_durations_with_all_that_a_step_needs_before_it(schedule, data):
     costs = drawn_costs(data.draw, schedule.num_stages)

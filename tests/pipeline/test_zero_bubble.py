@@ -14,7 +14,7 @@ from mindspeed_lite.pipeline.steps import interleaved_placement, v_placement
 from mindspeed_lite.pipeline.zero_bubble import automatic
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_it_is_complete_and_keeps_the_bound(data):
     ranks, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 8))
@@ -29,7 +29,7 @@ def test_it_is_complete_and_keeps_the_bound(data):
     assert not list(problems(schedule, bound))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.integers(2, 4), st.integers(1, 10), st.floats(0.3, 3.0), st.floats(0.3, 3.0), st.floats(0.3, 3.0))
 def test_it_is_no_slower_than_zb_h1_at_its_memory(ranks, microbatches, f, b, w):
     costs, shape = uniform(ranks, f, b, w), PipelineShape(ranks, microbatches)

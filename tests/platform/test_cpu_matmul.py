@@ -80,7 +80,7 @@ def compare(a: torch.Tensor, b: torch.Tensor, added: torch.Tensor) -> None:
         assert ((ours[name].double() - truth).abs() <= torch.maximum(bound, 0.51 * unit)).all(), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     dtype=st.sampled_from(DTYPES),
     batch=st.integers(0, 3),

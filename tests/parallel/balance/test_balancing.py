@@ -21,7 +21,7 @@ def largest(loads, placed, ranks):
     return max(placement.rank_loads(loads, placed, ranks))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(EVEN_SIZES, st.integers(0, 2**32))
 def test_placements_hold_as_many_experts_a_rank_and_greedy_is_near_the_exact_one(sizes, seed):
     experts, ranks = sizes
@@ -56,7 +56,7 @@ def test_greedy_is_exact_for_a_small_case():
     assert largest(loads, placement.greedy(loads, 2), 2) == largest(loads, placement.exact(loads, 2), 2) == 12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(EVEN_SIZES, st.integers(0, 2**32))
 def test_a_chosen_placement_keeps_slots_and_pays(sizes, seed):
     experts, ranks = sizes
@@ -106,7 +106,7 @@ def test_a_copied_expert_is_computed_where_its_tokens_come_from():
     assert replicas.hot_experts(SentTokens.evenly([1, 1, 1, 1], 2), placed, 2) == []
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(0, 4))
 def test_copies_keep_every_token_and_never_raise_the_fullest(chance, number):
     ranks, experts = 4, 8
