@@ -6,7 +6,8 @@
 Two processes, a core each, read documents of long-tailed lengths through Megatron's data sets and loaders. Each
 computes the packed attention of its micro-batches, forward and backward, in fp32: the same step in Megatron's order,
 which is a random one, with `--balance-sequence-lengths`, and with it for ranks that wait in each micro-batch, in turn
-(A B C A B C). A step has the time of its slowest rank.
+(A B C A B C). A step has the time of its slowest rank. Beside it stands what many steps of more ranks have by pairs of
+query and key alone.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.ops.attention import packed
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, sample_costs, simulate
 from mindspeed_lite.parallel.balance.lengths import attention_pairs, lower_bound
 from tests.harness import document_data
 
 RANKS = 2
+# Ranks and steps that are simulated.
+SIMULATED, SIMULATED_STEPS = (2, 4, 8), 100
 # Name -> expert-model-parallel size of the run, or None without the feature.
 ARMS: dict[str, int | None] = {"in order": None, "balanced": 1, "balanced for waits": RANKS}
 
@@ -58,6 +61,10 @@ def _arguments(options: argparse.Namespace, experts: int | None) -> SimpleNamesp
     )
 
 
+def _lengths(options: argparse.Namespace) -> GeneratedLengths:
+    return GeneratedLengths(options.shortest, options.tail, options.seq_length)
+
+
 def _training_set(options: argparse.Namespace, folder: str) -> Any:
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -65,7 +72,7 @@ def _training_set(options: argparse.Namespace, folder: str) -> Any:
     prefix = Path(folder, "data")
     samples = (options.steps + 1) * RANKS * options.micro_batches
     if dist.get_rank() == 0:
-        lengths = GeneratedLengths(options.shortest, options.tail, options.seq_length)
+        lengths = _lengths(options)
         # By the mean of a Pareto distribution; documents that are cut and a long tail make the sum fall below it.
         mean = options.shortest * options.tail / (options.tail - 1)
         document_data.write(prefix, int(3 * samples * options.seq_length / mean), lengths)
@@ -155,11 +162,13 @@ def _page(options: argparse.Namespace, found: dict[str, Any], command: str) -> s
         f"Documents from a Pareto distribution (shortest {options.shortest} tokens, exponent {options.tail}, cut at "
         f"{options.seq_length}), packed into samples of {options.seq_length} tokens; {options.steps} steps of "
         f"{options.micro_batches} micro-batches of one sample for each of {RANKS} ranks; {options.heads} heads of "
-        f"{options.size}, fp32, forward and backward, a core each. *By pairs* is what the lengths predict.",
+        f"{options.size}, fp32, forward and backward, a core each. *By pairs* is what the lengths predict. "
+        "Megatron's order is a random one.",
         "",
         f"`{command}`, CPU with {os.cpu_count()} cores.",
         "",
-        "| Ranks wait | Order | slowest rank's attention | faster (95 % interval) | by pairs | above the lower bound |",
+        f"| Ranks wait | Order | slowest of {RANKS} ranks' attention | over random (95 % interval) | by pairs "
+        "| above the lower bound |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for wait, of, arm in (("at the end of a step", _slowest, "balanced"),
@@ -178,7 +187,30 @@ def _page(options: argparse.Namespace, found: dict[str, Any], command: str) -> s
             above = f"{100 * (sum(seconds) / sum(bounds) - 1):.1f} %"
             faster = ("1", "1", above) if name != arm else (f"{gain:.2f}x ({interval})", f"{pairs:.2f}x", above)
             lines.append(f"| {wait} | {name} | {sum(seconds) / len(seconds):.2f} s a step | {' | '.join(faster)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_simulated(options)]) + "\n"
+
+
+def _simulated(options: argparse.Namespace) -> list[str]:
+    """What the same documents come to over many steps and more ranks, by pairs."""
+    lines = [
+        "",
+        f"By pairs alone, {SIMULATED_STEPS} steps of {options.micro_batches} micro-batches for each rank "
+        "(`mindspeed-lite balance-lengths --generate`):",
+        "",
+        "| Ranks | Ranks wait | over random | random order above the lower bound | balanced above it |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for ranks in SIMULATED:
+        step = ranks * options.micro_batches
+        costs = sample_costs(_lengths(options).draw(), options.seq_length, SIMULATED_STEPS * step, 1234)
+        random, balanced, waiting, bound = simulate(costs, ranks, step)
+        for wait, slowest, after, least in (
+            ("at the end of a step", random.step, balanced.step, bound.step),
+            ("in each micro-batch", random.micro_batch, waiting.micro_batch, bound.micro_batch),
+        ):
+            above = (f"{100 * (each / least - 1):.1f} %" for each in (slowest, after))
+            lines.append(f"| {ranks} | {wait} | {slowest / after:.2f}x | {' | '.join(above)} |")
+    return lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
