@@ -217,10 +217,11 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
-    is_asked_for = pipeline_orders.delays_weight_gradients(settings) or (
-        settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context)
-    )
-    if context.host_args is not None and not context.arg(combined_schedule.ARGUMENT, False) and not is_asked_for:
+    is_step = pipeline_orders.delays_weight_gradients(settings)
+    is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context))
+    if not is_step and (lacking := combined_schedule.lacking(context)):
+        reasons += lacking
+    elif context.host_args is not None and not context.arg(combined_schedule.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
     if context.arg("cpu_offloading_num_layers", 0):
         reasons.append("--cpu-offloading-num-layers takes inputs away that are still needed")
@@ -242,7 +243,9 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs and output gradients stay until the schedule asks for the weight gradient",
-    unsupported=combined_schedule.UNSUPPORTED,
+    unsupported={
+        "<0.14": "before Megatron 0.14 gradient reduction does not wait for a weight gradient that comes later"
+    },
     condition=_why_not,
     enabled=lambda settings: (
         bool(settings.get(ARGUMENT, False) or settings.get("moe_fb_overlap", False))
@@ -253,12 +256,12 @@ FEATURE = Feature(
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),
         Override(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
         Override(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
-        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", _backward_dw),
-        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17"),
+        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", _backward_dw, versions=">=0.16", absent_in="<0.16"),
+        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17", absent_in="<0.16"),
         Provide(
             f"{_LAYERS}:RowParallelLinear.backward_dw",
             lambda session: _drain_when_asked,
-            versions="<0.17",
+            versions=">=0.16,<0.17",
             wanted_by="megatron.core.transformer.mlp",
         ),
         Around(

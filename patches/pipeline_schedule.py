@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
+from mindspeed_lite.platform import megatron
 
 from . import delay_wgrad_compute
-from ._shared import combined_schedule, pipeline_orders
+from ._shared import combined_schedule, pipeline_orders, schedule_functions
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
@@ -59,15 +60,17 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
-        # A training loop holds this function, whatever becomes of the session.
-        if not state.is_on:
+        # A training loop holds this function, whatever becomes of the session. Megatron refuses what it does not take.
+        if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
             return original(**given)
         asked = state.asked(session)
         if asked.name is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
-        config = schedules.get_model_config(listed(given["model"])[0])
+        model = listed(given["model"])[0]
+        config = schedules.get_model_config(model)
         reasons = _reasons_to_leave(given, conflicts.of(config, asked.is_v))
+        reasons += schedule_functions.reasons_to_leave(schedules, model)
         if reasons:
             if asked.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
@@ -106,7 +109,7 @@ class _Conflicts:
 def _reasons_to_leave(given: dict[str, Any], reasons: list[str]) -> list[str]:
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
-    communicator, groups = given.get("p2p_communicator"), given.get("pg_collection")
+    communicator, groups = given.get("p2p_communicator"), given.get("pg_collection", given.get("grad_finalize_pgs"))
     if communicator is not None and type(communicator).__name__ != "P2PCommunicator":
         reasons.append(f"{type(communicator).__name__}: several modules exchange tensors")
     if (communicator is None) is not (groups is None):
@@ -132,9 +135,9 @@ def _why_not(context: Context) -> Sequence[str]:
     if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
         return left
     if pipeline_orders.delays_weight_gradients(settings):
-        reasons = delay_wgrad_compute.FEATURE.condition
-        assert reasons is not None
-        if found := reasons(context):
+        delay, release = delay_wgrad_compute.FEATURE, context.versions.get(megatron.HOST)
+        assert delay.condition is not None
+        if found := (release and delay.patches_for(release)[1]) or delay.condition(context):
             return found
     pipeline_orders.check_layout(context)
     return []
@@ -173,7 +176,6 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="communication",
-    unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
     condition=_why_not,
     enabled=lambda settings: bool(pipeline_orders.name_of(settings) or settings.get("pipeline_schedule_trace")),
     conflicting_args=_LEFT_TO_MEGATRON,

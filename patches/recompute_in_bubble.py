@@ -91,7 +91,6 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    unsupported={"<0.16": "pipeline_schedule, which executes the steps, is not trained on a release before 0.16"},
     condition=_why_not,
     enabled=lambda settings: bool(settings.get(_IN_BUBBLE) or settings.get(_IN_ADVANCE)),
     conflicting_args=_CONFLICTING_ARGS,

@@ -156,7 +156,7 @@ def _reason(feature: Feature, version: str) -> str:
             return "; ".join(reasons) if each is feature else f"requires {each.name}: {'; '.join(reasons)}"
     if not feature.patches:
         return _BY_SCRIPT
-    return _ELSEWHERE.get(feature.name) or "; ".join(live_undo.why_not(feature, "tensor"))
+    return _ELSEWHERE.get(feature.name) or "; ".join(live_undo.why_not(feature, "tensor", version))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,12 @@ _STAGES = (
 )
 
 
+def lacking(context: Context) -> list[str]:
+    """What the release lacks for it; [] if nothing is, or the release is not known."""
+    release = context.versions.get(megatron.HOST)
+    return [why for releases, why in UNSUPPORTED.items() if release and matches(releases, release)]
+
+
 def why_not(context: Context) -> list[str]:
     """Why the schedule would not run with these arguments; [] if it would."""
     arg = context.arg

@@ -17,13 +17,14 @@ from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_progra
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import combined_passes, pipeline_orders, recomputed_units
+from . import combined_passes, pipeline_orders, recomputed_units, schedule_functions
 from .combined_passes import CombinedPasses
 from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from .delayed_wgrads import DelayedWgrads
 from .pipeline_orders import Asked
 from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
 from .proxies import AttributeOverride
+from .schedule_functions import taken
 
 
 class PlannedStep:
@@ -98,15 +99,17 @@ def execute(
     adjust_tensor_shapes_fn: None = None,
     p2p_communicator: Any = None,
     pg_collection: Any = None,
+    grad_finalize_pgs: Any = None,
     force_all_reduce: bool | None = False,
 ) -> list[Any]:
     torch, parallel_state, schedules = state.modules
-    models = listed(model)
-    tp = parallel_state.get_tensor_model_parallel_group() if pg_collection is None else pg_collection.tp
-    cp = parallel_state.get_context_parallel_group() if pg_collection is None else pg_collection.cp
+    # Megatron 0.14 calls them by the other name.
+    models, groups = listed(model), grad_finalize_pgs if pg_collection is None else pg_collection
+    tp = parallel_state.get_tensor_model_parallel_group() if groups is None else groups.tp
+    cp = parallel_state.get_context_parallel_group() if groups is None else groups.cp
     if p2p_communicator is None:
         pp = parallel_state.get_pipeline_model_parallel_group()
-        p2p_communicator = schedules.P2PCommunicator(pp_group=pp, config=config)
+        p2p_communicator = schedule_functions.communicator(schedules, pp, config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
     delays = asked.delays and not forward_only
@@ -118,7 +121,8 @@ def execute(
     last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
-        embedding = schedules.clear_embedding_activation_buffer(config, model, rank == last_rank)
+        clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
+        embedding = clear(config, model, **taken(clear, is_last_stage=rank == last_rank))
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
     # Only the loss of each token divides by it; a rank that gets the losses gets it too.
@@ -151,14 +155,13 @@ def execute(
         # With several chunks Megatron goes by the other length alone.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
-        tp_group=tp,
-        cp_group=cp,
+        **schedule_functions.of_tensor_shapes(schedules, tp, cp, rank),
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
         # Megatron's batches are waited for.
         single = AttributeOverride(config, batch_p2p_comm=False)
-        communicator = schedules.P2PCommunicator(pp_group=p2p_communicator.pp_group, config=single)
+        communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
     trace = None if forward_only or asked.trace is None else _trace(asked.trace, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
@@ -172,12 +175,11 @@ def execute(
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:
-        schedules.finish_embedding_wgrad_compute(config, embedding, rank == last_rank, tp)
+        finish(config, embedding, **taken(finish, is_last_stage=rank == last_rank, tp_group=tp))
         config.finalize_model_grads_func(
             models,
             this.num_tokens if config.calculate_per_token_loss else None,
-            **({} if pg_collection is None else {"pg_collection": pg_collection}),
-            force_all_reduce=force_all_reduce,
+            **schedule_functions.of_finalization(schedules, groups, force_all_reduce),
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()
@@ -218,7 +220,7 @@ def _planned(
     is_combined: bool = False,
 ) -> PlannedStep:
     # Megatron exchanges the lengths of all tensors of a call before it sends one of them.
-    exchanges_lengths = config.variable_seq_lengths or config.mtp_standalone
+    exchanges_lengths = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
     # Flags of other features may be turned on between two steps.

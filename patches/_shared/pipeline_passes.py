@@ -7,7 +7,6 @@ them is repeated here.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ from mindspeed_lite.pipeline.steps import Schedule
 
 from .data_parallel_sync import SyncPlan
 from .delayed_wgrads import DelayedWgrads
+from .schedule_functions import in_stage, parameters, taken
 
 
 @dataclass
@@ -68,14 +68,16 @@ class MegatronPasses:
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         last = schedule.num_stages - 1
         self._is_last = [stage == last for stage in schedule.placement[rank]]
-        config, has_type = this.config, _has_type(schedules.backward_step)
-        self._more = (schedules.get_model_type(this.models[0]), config) if has_type else (config,)
+        # Up to 0.16 it takes a type of model too, which it does not read for one tensor.
+        has_type = "model_type" in parameters(schedules.backward_step)
+        self._more = (schedules.get_model_type(this.models[0]), this.config) if has_type else (this.config,)
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
-        this, forward_step = self._this, self._schedules.forward_step
+        this, forward_step = self._this, self._in_stage(chunk, self._schedules.forward_step)
         function, iterator, model = this.forward_step_func, this.iterators[chunk], this.models[chunk]
-        count, losses, config, cp_size = this.num_microbatches, this.losses, this.config, this.cp_size
-        collects, vp_stage, is_last = this.collect_non_loss_data, self._vp_stages[chunk], self._is_last[chunk]
+        count, losses, config, collects = this.num_microbatches, this.losses, this.config, this.collect_non_loss_data
+        stage = {"vp_stage": self._vp_stages[chunk], "is_last_stage": self._is_last[chunk]}
+        more = taken(self._schedules.forward_step, cp_group_size=this.cp_size, **stage)
         fully = this.checkpointed
         # What the loss is divided by at the end of the step; else nothing reads it.
         num_tokens = this.num_tokens if config.calculate_per_token_loss else None
@@ -92,13 +94,11 @@ class MegatronPasses:
                 received,
                 losses,
                 config,
-                cp_group_size=cp_size,
                 collect_non_loss_data=collects,
                 checkpoint_activations_microbatch=fully.get((chunk, microbatch)) if fully else None,
                 is_first_microbatch=later if microbatch else first,
                 current_microbatch=microbatch,
-                vp_stage=vp_stage,
-                is_last_stage=is_last,
+                **more,
             )
             if num_tokens is not None:
                 num_tokens += tokens
@@ -108,7 +108,7 @@ class MegatronPasses:
 
     def recompute(self, chunk: int) -> Callable[[int], None]:
         assert self._recomputed is not None
-        return functools.partial(self._recomputed.recompute, chunk)
+        return self._in_stage(chunk, functools.partial(self._recomputed.recompute, chunk))
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
         split = self.input_grad(chunk)
@@ -124,7 +124,7 @@ class MegatronPasses:
         return backward
 
     def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        step, more = self._schedules.backward_step, self._more
+        step, more = self._in_stage(chunk, self._schedules.backward_step), self._more
         if not self._delayed:
             return lambda microbatch, received, output, gradient: step(received, output, gradient, *more)
         delayed, last = self._delayed[chunk], self._last_backward[chunk]
@@ -144,17 +144,14 @@ class MegatronPasses:
 
         return weight_grad
 
+    def _in_stage(self, chunk: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        return in_stage(self._schedules, self._vp_stages[chunk], function)
+
     def hand_over(self, output: Any) -> Any:
         return output.detach().requires_grad_(torch.is_grad_enabled())
 
     def release(self, output: Any) -> None:
         self._schedules.deallocate_output_tensor(output, True)
-
-
-@functools.cache
-def _has_type(backward_step: Callable[..., Any]) -> bool:
-    """Whether it takes a type of model too, which it does not read: up to 0.16."""
-    return "model_type" in inspect.signature(backward_step).parameters
 
 
 class MegatronTransport:

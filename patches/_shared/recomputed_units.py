@@ -41,15 +41,17 @@ def _snapshot() -> Callable[[], contextlib.AbstractContextManager[object]]:
     from megatron.core.tensor_parallel import random
 
     states = random._get_all_rng_states()
+    # Before 0.16 no code asks whether a checkpoint runs.
+    begin, end = (getattr(random, f"_{name}_checkpointing", lambda: None) for name in ("set", "unset"))
 
     @contextlib.contextmanager
     def restored() -> Iterator[None]:
-        random._set_checkpointing()
+        begin()
         try:
             with random._fork_rng():
                 random._set_all_rng_states(*states)
                 yield
         finally:
-            random._unset_checkpointing()
+            end()
 
     return restored

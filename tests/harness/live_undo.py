@@ -30,6 +30,7 @@ import mindspeed_lite
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
 from mindspeed_lite.patches._shared import combined_schedule
+from mindspeed_lite.platform.megatron import HOST
 from tests.harness import core_loop, places, simulated
 
 _EXPERTS: dict[str, Any] = {"experts": 4, "moe": {"moe_layer_freq": [0, 1]}}
@@ -147,9 +148,9 @@ def _company(name: str) -> list[Feature]:
     return next(found, required)
 
 
-def _reasons(features: list[Feature], layout: str) -> list[str]:
+def _reasons(features: list[Feature], layout: str, release: str = "") -> list[str]:
     given = host_args(layout)
-    context = Context(_settings(_flags(features)), "cpu", {}, given)
+    context = Context(_settings(_flags(features)), "cpu", {HOST: release} if release else {}, given)
     reasons: list[str] = []
     for each in features:
         reasons += each.conflict_reasons(lambda name: getattr(given, name, None))
@@ -165,9 +166,9 @@ def _reasons(features: list[Feature], layout: str) -> list[str]:
     return reasons
 
 
-def why_not(feature: Feature, layout: str) -> list[str]:
-    """Why a feature cannot be had in a layout; [] if it can."""
-    return _reasons(_company(feature.name), layout)
+def why_not(feature: Feature, layout: str, release: str = "") -> list[str]:
+    """Why a feature cannot be had in a layout, of that release if one is named; [] if it can."""
+    return _reasons(_company(feature.name), layout, release)
 
 
 def layout_of(feature: Feature) -> str | None:

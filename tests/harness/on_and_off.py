@@ -81,17 +81,18 @@ def numerics_of(feature: Feature) -> str:
     return max((each.numerics for each in live_undo._company(feature.name)), key=_CLASSES.index)
 
 
-def layout_of(feature: Feature) -> str | None:
-    """The layout that a feature is trained in; None if there is none."""
+def layout_of(feature: Feature, release: str = "") -> str | None:
+    """The layout that a feature is trained in, on that release if one is named; None if there is none."""
     choices = [EXERCISED[feature.name]] if feature.name in EXERCISED else LAYOUTS
-    return next((each for each in choices if {*live_undo.why_not(feature, each)} <= {live_undo.COMBINED}), None)
+    fits = (each for each in choices if {*live_undo.why_not(feature, each, release)} <= {live_undo.COMBINED})
+    return next(fits, None)
 
 
 def layouts(release: str) -> dict[str, list[str]]:
     """By layout, the features that a release has and that are trained in it."""
     found: dict[str, list[str]] = {}
     for each in runtime.catalogue():
-        layout = layout_of(each)
+        layout = layout_of(each, release)
         company = live_undo._company(each.name)
         if layout is not None and not any(one.patches_for(release)[1] for one in company):
             found.setdefault(layout, []).append(each.name)

@@ -12,10 +12,12 @@ from mindspeed_lite.pipeline import orders, trace, zero_bubble
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Schedule
-from tests.harness import matrix
+from tests.harness import checkouts, matrix
 from tests.harness.training import Result, Trainer
 
 SYNC = {"distributed_optimizer": True, "overlap_grad_reduce": True, "sync_functions": True}
+# Before 0.16 the scale has no default.
+MTP = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.1}
 PP2, VPP2 = {"pp": 2}, {"pp": 2, "vpp": 2, "layers": 4}
 # Number of processes, options; by what is new in it.
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -28,7 +30,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages, reduced without functions": (4, {**PP2, "overlap_grad_reduce": True, "no_sync": True}),
     "two stages, tensor parallel": (4, {**PP2, "tp": 2, "sp": True, "tied": True}),
     "two stages, experts": (4, {**PP2, "ep": 2, "experts": 4}),
-    "two stages, multi-token prediction": (2, {**PP2, "config": {"mtp_num_layers": 1}}),
+    "two stages, multi-token prediction": (2, {**PP2, "config": MTP}),
     "two stages, lengths exchanged": (
         2,
         {**PP2, "config": {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}},
@@ -90,8 +92,14 @@ def histories(result: Result) -> list[Any]:
     ("release", "layout"),
     matrix.pairs(
         [*LAYOUTS],
-        [("0.16.1", "virtual stages")],
+        [
+            ("0.12.1", "virtual stages"),
+            ("0.13.1", "virtual stages"),
+            ("0.14.0", "two stages"),
+            ("0.16.1", "virtual stages"),
+        ],
         newest=["two stages, multi-token prediction", "virtual stages, a rest", "virtual stages, reduced together"],
+        among=checkouts.EVERY,
     ),
 )
 def test_megatrons_orders_give_the_same_bits(trainer: Callable[[str], Trainer], release: str, layout: str) -> None:
@@ -112,7 +120,7 @@ SPLIT: dict[str, tuple[int, dict[str, Any]]] = {
     "two stages, reduced without functions": (4, {**PP2, "overlap_grad_reduce": True, "no_sync": True}),
     "two stages, tensor parallel": (4, {**PP2, "tp": 2, "sp": True}),
     "two stages, experts": (4, {**PP2, "ep": 2, "experts": 4}),
-    "two stages, multi-token prediction": (2, {**PP2, "config": {"mtp_num_layers": 1}}),
+    "two stages, multi-token prediction": (2, {**PP2, "config": MTP}),
     "two stages, recomputed": (
         2,
         {
@@ -135,10 +143,11 @@ def executed(folder: Path, schedule: Schedule) -> int:
     return len(trace.training_steps(trace.read(folder), schedule))
 
 
+# Before 0.14 gradient reduction does not wait for them.
 @pytest.mark.parametrize("order", matrix.only(["zb-auto"], ["zb-h1", "zb-auto"]))
 @pytest.mark.parametrize(
     ("release", "layout"),
-    matrix.pairs([*SPLIT], [], newest=["two stages, reduced as it comes"]),
+    matrix.pairs([*SPLIT], [], newest=["two stages, reduced as it comes"], among=checkouts.EVERY[2:]),
 )
 def test_weight_gradients_apart_give_the_same_bits_in_the_order_that_is_printed(
     trainer: Callable[[str], Trainer], release: str, layout: str, order: str, tmp_path: Path
@@ -156,10 +165,13 @@ def test_weight_gradients_apart_give_the_same_bits_in_the_order_that_is_printed(
 
 
 @matrix.whole
-def test_weight_gradients_of_virtual_stages_apart_give_the_same_bits(trainer: Callable[[str], Trainer]) -> None:
+@pytest.mark.parametrize("release", checkouts.EVERY[2:])
+def test_weight_gradients_of_virtual_stages_apart_give_the_same_bits(
+    trainer: Callable[[str], Trainer], release: str
+) -> None:
     options = {**VPP2, **STEPS, "wgrad_fusion": True}
-    off = trainer("0.19.2").core("features", 2, options, flags=FUSION)
-    on = trainer("0.19.2").core("features", 2, options, flags={**FUSION, "pipeline_schedule": "zb-auto"})
+    off = trainer(release).core("features", 2, options, flags=FUSION)
+    on = trainer(release).core("features", 2, options, flags={**FUSION, "pipeline_schedule": "zb-auto"})
     assert histories(on) == histories(off)
 
 
