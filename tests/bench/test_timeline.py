@@ -25,6 +25,7 @@ from mindspeed_lite.bench.timeline import (
     read_trace,
     write_trace,
 )
+from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
 DELAY = 0.1
@@ -34,6 +35,7 @@ def lasting(spans, lane):
     return sum(each.end - each.start for each in spans if each.lane == lane)
 
 
+@once_of(8)
 @forked("torch")
 def test_lanes():
     folder = Path(tempfile.mkdtemp())
@@ -74,6 +76,32 @@ def test_lanes():
         assert dist.all_reduce is before
 
     on_ranks(2, body)
+
+
+def test_a_message_that_has_been_waited_for_is_recorded_once_however_late_its_backend_says_so():
+    late = []
+
+    class Handle:
+        def get_future(self):
+            return self
+
+        def add_done_callback(self, callback):
+            late.append(callback)
+
+        def wait(self):
+            return True
+
+    view = Timeline()
+    with view:
+        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True).wait()
+    assert [each.lane for each in view.spans].count(FLIGHT) == 1
+    with view:
+        late[0](None)
+        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True)
+    assert FLIGHT not in [each.lane for each in view.spans]
+    with view:
+        late[1](None)
+    assert FLIGHT not in [each.lane for each in view.spans], "it belongs to an earlier recording"
 
 
 @forked("torch")

@@ -25,7 +25,7 @@ FAULTY_SCRIPT = str(ROOT / "tests" / "harness" / "faulty_script.py")
 FEATURE = ("use_fused_rmsnorm",)
 
 
-def job(folder: Path, *, script: str = FAULTY_SCRIPT, timeout: float = 90.0, steps: int = 6,
+def job(folder: Path, *, script: str = FAULTY_SCRIPT, timeout: float = 400.0, steps: int = 6,
         nproc: int = 1, extra: tuple[str, ...] = ()) -> Job:  # fmt: skip
     start = [sys.executable]
     if nproc > 1:
@@ -63,7 +63,7 @@ class Outcomes(dict[str, list[Outcome]]):
         # The slow one is judged by its interval, and of two pairs little can be said.
         repeats = 3 if name in ("slow", "beside slow") else 2 if name == "off" else 1
         # A hang is given longer than a run takes to begin; a step takes a fraction of a second.
-        given = job(self._folder, timeout=20.0 if name == "hang" else 90.0)
+        given = job(self._folder, timeout=30.0 if name == "hang" else 400.0)
         arm = arms.get(name, Arm(name, "only", FEATURE))
         self[name] = [harness.run(given, arm, each + 1, profile=name == "right") for each in range(repeats)]
         return self[name]

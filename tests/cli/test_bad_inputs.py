@@ -207,7 +207,7 @@ def test_every_command_line_that_the_parser_rejects_is_one_line_of_all_ranks() -
     from torch.distributed import TCPStore
 
     _import_what_commands_need()
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=250))
     launched = {
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",

@@ -20,7 +20,7 @@ def environment(path=(), **variables):
     return {**found, **variables}
 
 
-def python(*arguments, path=(), cwd=None, timeout=120, **variables):
+def python(*arguments, path=(), cwd=None, timeout=600, **variables):
     """`python ARGUMENTS`; stdout and stderr captured as text."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],

@@ -26,7 +26,7 @@ from tests.harness.training import Result, Trainer
 
 STEPS = 4
 # Seconds that a layout has to begin and to train without a feature, and that each feature has.
-STARTING, TRAINING = 180, 60
+STARTING, TRAINING = 600, 200
 # Moments in fp8 are another training; its losses stay near.
 DEVIATION = 2.0**-5
 LAYOUTS = {**live_undo.LAYOUTS, **live_undo.TRAINED_ALONE}

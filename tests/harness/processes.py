@@ -12,6 +12,7 @@ import contextlib
 import functools
 import gc
 import importlib
+import inspect
 import os
 import pickle
 import select
@@ -51,8 +52,8 @@ PRELOADED = {
     ),
 }
 # Seconds; ranks that wait for each other must be ended before the test they belong to.
-TIMEOUT = 300
-RANK_TIMEOUT = 60
+TIMEOUT = 500
+RANK_TIMEOUT = 300
 _servers: dict[str, _Server] = {}
 
 
@@ -117,7 +118,8 @@ def on_ranks(count: int, body: Callable[[int], None], seconds: float = RANK_TIME
     seconds: what a rank has for it, at most TIMEOUT.
     """
     waiting = [_fork(functools.partial(body, rank)) for rank in range(count)]
-    answers = [_wait(*each, seconds) for each in waiting]
+    deadline = time.monotonic() + seconds
+    answers = [_wait(*each, deadline - time.monotonic()) for each in waiting]
     failed = [f"rank {rank}: {text}" for rank, (status, text) in enumerate(answers) if status != "passed"]
     assert not failed, "\n".join(failed)
 
@@ -163,7 +165,7 @@ def _wait(pid: int, reading: int, timeout: float) -> tuple[str, str]:
 def _run(module: str, name: str, arguments: dict[str, Any], environment: dict[str, str]) -> None:
     os.environ.update(environment)
     seeds.seed()
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    inspect.unwrap(getattr(importlib.import_module(module), name))(**arguments)
 
 
 def main() -> None:

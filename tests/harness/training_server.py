@@ -176,7 +176,7 @@ def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
             os.setpgid(pid, pid)  # whoever of the two is first
         ranks[pid] = rank
     codes: dict[int, int] = {}
-    deadline = started + job.get("timeout", 120)
+    deadline = started + job.get("timeout", 600)
     kill_when = job.get("kill_when")
     try:
         while len(codes) < len(ranks):
@@ -187,7 +187,7 @@ def _run(job: dict[str, Any], port: int) -> dict[str, Any]:
                     codes[ranks[pid]] = os.waitstatus_to_exitcode(status)
             if any(codes.values()):
                 # A rank that failed leaves the others waiting in a collective; give them a moment to say why.
-                deadline = min(deadline, time.monotonic() + job.get("grace", 3))
+                deadline = min(deadline, time.monotonic() + job.get("grace", 10))
             if time.monotonic() > deadline or (
                 kill_when and _is_time_to_kill(kill_when, out / f"rank{job['nproc'] - 1}.log")
             ):

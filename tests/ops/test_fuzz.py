@@ -18,7 +18,7 @@ from tools.fuzz.judge import fake_finding, forked
 
 def fuzz(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tools.fuzz", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 def test_a_short_run_finds_nothing() -> None:

@@ -250,7 +250,7 @@ def test_streams_keep_program_order_and_events_measure_time():
     for each in (side, start, end):
         each.synchronize()
         assert each.query()
-    assert 50 <= start.elapsed_time(end) < 5000
+    assert start.elapsed_time(end) >= 50
     assert start.elapsed_time(done) <= start.elapsed_time(end)
     assert cuda.Stream.priority_range() == (0, 0)
     cuda.set_stream(side)

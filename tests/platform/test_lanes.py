@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_lite import platform
 from mindspeed_lite.platform import lanes, streams
+from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
 
@@ -196,16 +198,19 @@ def test_undo_finishes_what_is_under_way_and_puts_names_back():
 LINK = 0.25
 
 
+@once_of(8)
 @forked()
-def test_collectives_of_a_stream_travel_while_the_process_computes(tmp_path):
+def test_collectives_of_a_stream_travel_while_the_process_computes():
     """Their time is the link's, which sleep and not arithmetic fills: whatever else runs here only adds."""
     from mindspeed_lite.bench.network import Delays
+
+    folder = tempfile.mkdtemp()
 
     def body(rank):
         lab = Delays()
         lab.enter(rank)
         platform.activate()
-        dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=rank, world_size=2)
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         given = torch.arange(2.0 * 64).view(2, 64) + 1000 * rank
         expected = torch.stack([given[rank] + 1000 * (other - rank) for other in range(2)])
         lab.set_rate(8e-6 * 64 * 4 / LINK)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from mindspeed_lite.platform.cache import NoCache
 from mindspeed_lite.tuning import cache
 from mindspeed_lite.tuning.chunk_autotuner import ROUNDS, ChunkAutotuner, Trial
+from tests.harness.patience import once_of
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -37,6 +38,7 @@ def begun(group, folder, message=0.001):
     return (lambda phase: trials(phase, X, W, run)), said, runs
 
 
+@once_of(8)
 @forked("torch")
 def test_a_later_run_takes_what_an_earlier_one_found():
     meeting, folder = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
@@ -62,6 +64,7 @@ def test_a_later_run_takes_what_an_earlier_one_found():
     assert found["place"]["ranks"] == [2] and found["place"]["backend"] == "gloo"
 
 
+@once_of(8)
 @forked("torch")
 def test_a_message_takes_its_time():
     meeting = Path(tempfile.mkdtemp())
@@ -81,6 +84,7 @@ def test_a_message_takes_its_time():
     on_ranks(2, body)
 
 
+@once_of(8)
 @forked("torch")
 def test_another_network_or_number_of_threads_is_tried_anew():
     meeting, folder = Path(tempfile.mkdtemp()), Path(tempfile.mkdtemp())
@@ -99,6 +103,7 @@ def test_another_network_or_number_of_threads_is_tried_anew():
     assert len([*folder.iterdir()]) == 2
 
 
+@once_of(8)
 @forked("torch")
 def test_where_nothing_can_be_kept_trials_go_on_and_say_so_once():
     meeting = Path(tempfile.mkdtemp())
@@ -120,6 +125,7 @@ def test_where_nothing_can_be_kept_trials_go_on_and_say_so_once():
     on_ranks(2, body)
 
 
+@once_of(8)
 @pytest.mark.parametrize("text", ["", "[]", '{"message_seconds": 1}', '{"message_seconds": "x", "trials": {}}'])
 @forked("torch")
 def test_a_file_that_is_no_such_file_is_made_anew(text):

@@ -18,6 +18,7 @@ from mindspeed_lite.parallel.context.partial import RankBlocks
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.context.schedule import programs
 from mindspeed_lite.parallel.context.simulation import simulate
+from tests.harness.patience import once_of
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -73,6 +74,7 @@ def test_what_chooses_an_algorithm_counts_what_the_steps_expose(ranks, flops_per
 BLOCK, ROWS = 0.1, 64
 
 
+@once_of(8)
 @forked("features")
 def test_nine_tenths_of_what_can_be_hidden_is_hidden():
     """Blocks of a known time on links of a known speed, whatever else the machine does: sleep, not arithmetic."""
