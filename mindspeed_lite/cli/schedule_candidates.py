@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mindspeed_lite import planner
 from mindspeed_lite.pipeline import check, costs, orders, recompute_plan, steps, zero_bubble
@@ -17,10 +17,11 @@ GIB = float(1 << 30)
 _IN_ADVANCE, _IN_BUBBLE = "+recompute-in-advance", "+recompute-in-bubble"
 # Orders that follow from costs, or are another order with recomputation.
 DERIVED = ("zb-auto", "zbv-auto", f"interleaved{_IN_ADVANCE}", f"interleaved{_IN_BUBBLE}")
-# What the planner does not read: flags that choose the order, with a value or without.
+# What the planner does not read: flags that choose the order and the groups, with a value or without.
 _VALUES = ("--schedules-method", "--pipeline-schedule", "--pipeline-schedule-max-live", "--pipeline-schedule-trace")
 _SWITCHES = (
     "--dualpipev-dw-detach", "--recompute-in-bubble", "--recompute-in-advance", "--overlap-moe-expert-parallel-comm",
+    "--optimize-send-recv-comm",
 )  # fmt: skip
 # With these, DualPipeV puts weight gradients aside.
 _FUSED = frozenset(("--gradient-accumulation-fusion", "--mindspeed-lite-auto"))
@@ -81,11 +82,22 @@ class Command:
             name += f"+{flag.removeprefix('--')}" if flag in self.switches else ""
         return name
 
+    def has_one_queue(self, schedule: Schedule) -> bool:
+        """Return whether one group carries all messages between two ranks, and so one after the other.
+
+        Between exactly two ranks Megatron's single messages, not batched ones, have a group for each sender.
+        """
+        if "--optimize-send-recv-comm" in self.switches:
+            return False
+        is_overlapped = schedule.num_chunks > 1 and "--no-overlap-p2p-communication" not in self.rest
+        return schedule.num_ranks > 2 or not (is_overlapped or schedule.has_weight_grads)
+
 
 @dataclass(frozen=True)
 class Given:
     """What is known besides the command.
 
+    command: whose groups carry the messages.
     seconds: measured ones. overlap: seconds of an overlapped pair as a share of its two steps.
     limit: GiB of a rank. max_live: the bound of the automatic order, which else follows from the limit.
     """
@@ -94,6 +106,7 @@ class Given:
     overlap: float = 1.0
     limit: float | None = None
     max_live: int | None = None
+    command: Command = field(default_factory=lambda: Command.read(()))
 
 
 @dataclass(frozen=True)
@@ -133,7 +146,7 @@ def evaluate(
     asked: names with commas between; `all`.
     Raises OrderError, ScheduleError or ArgumentError where an order that is named does not apply.
     """
-    own = command.order(training)
+    own, given = command.order(training), replace(given, command=command)
     named = [name for name in asked.split(",") if name]
     wanted = [own, *(name for name in named if name != "all")]
     every = [*wanted, *((*orders.TRAINING_ORDERS, *DERIVED) if "all" in named else ())]
@@ -159,7 +172,7 @@ def best(found: Sequence[Candidate]) -> Candidate | None:
 
 def _evaluated(name: str, schedule: Schedule, training: planner.TrainingConfig, given: Given) -> Candidate:
     predicted = pipeline_costs.costs(training, schedule.num_chunks, given.seconds, bool(schedule.recomputed))
-    predicted = replace(predicted, pair=given.overlap)
+    predicted = replace(predicted, pair=given.overlap, one_queue=given.command.has_one_queue(schedule))
     ranks, limit = range(schedule.num_ranks), given.limit
     constant = pipeline_costs.constant_bytes(training, schedule.placement)
     kept = tuple(costs.peak_bytes(schedule, rank, predicted) for rank in ranks)

@@ -6,7 +6,9 @@ A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin an
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -146,23 +148,40 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
     """Return the means in recorded training steps: idle time is their sum, and a few are long.
 
     A message takes as long as a rank that has waited for its input begins after the sender's step has ended. What
-    follows a step is measured where the next one waits for nothing: its input was made on the rank, or before the step.
+    follows a step is measured where the next one waits for nothing: its input was made on the rank, or before the step,
+    and the receivers of the last two messages were ready for them. A sender waits for these as well, which is no time
+    of its step: such a wait is as long as another rank computes.
     """
     messages: list[float] = []
     after: dict[Kind, list[float]] = {}
     for records in training:
         run = {(each.rank, each.step): each for each in records}
+        ready = _receivers_ready(run, schedule)
         for rank in range(schedule.num_ranks):
+            sending = deque([-math.inf], maxlen=2)
             for last, following in pairwise(schedule.steps(rank)):
                 before, now = run[rank, last], run[rank, following]
+                if (rank, last) in ready:
+                    sending.append(ready[rank, last])
                 source = schedule.input_source(rank, following)
                 sent = run[source].end if source is not None and source[0] != rank else before.begin
                 if sent > before.end:
                     messages.append(now.begin - sent)
-                elif sent <= before.begin:
+                elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
     message = statistics.fmean(messages) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
+
+
+def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
+    """(Rank, step) that sends -> since when the receiver expects it: the begin of the step before the taker."""
+    found: dict[tuple[int, Step], float] = {}
+    for rank in range(schedule.num_ranks):
+        for before, step in pairwise([None, *schedule.steps(rank)]):
+            source = None if step is None else schedule.input_source(rank, step)
+            if source is not None and source[0] != rank:
+                found[source] = -math.inf if before is None else run[rank, before].begin
+    return found
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,33 @@ def test_it_is_instant_and_needs_no_torch():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.parametrize(
+    ("ranks", "name", "words", "is_one"),
+    [
+        (4, "interleaved", [], True),
+        (4, "interleaved", ["--optimize-send-recv-comm"], False),
+        # Between two ranks single messages have a group for each sender, batches have one.
+        (2, "interleaved", [], False),
+        (2, "interleaved", ["--no-overlap-p2p-communication"], True),
+        (2, "1f1b", [], True),
+        (2, "zb-h1", [], False),
+    ],
+)
+def test_messages_of_one_group_have_one_queue(ranks, name, words, is_one):
+    chunks = 2 if name == "interleaved" else 1
+    built = build(name, PipelineShape(ranks, 8, chunks))
+    assert Command.read(words).has_one_queue(built) is is_one
+
+
+def test_a_second_group_shortens_a_step_with_long_messages(tmp_path, capsys):
+    steps = []
+    for number, words in enumerate(([], ["--optimize-send-recv-comm"])):
+        file = tmp_path / f"{number}.json"
+        assert run(capsys, "--times", "4,4,4,4", "--json", str(file), flags=[*INTERLEAVED, *words])[0] == 0
+        steps.append(json.loads(file.read_text())["orders"][0]["step"])
+    assert steps[1] < steps[0]
+
+
 def test_words_that_choose_the_order_are_kept_from_the_planner():
     command = Command.read(
         ["a", "--schedules-method", "dualpipev", "b", "--pipeline-schedule-trace=x", "--recompute-in-bubble"]

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from mindspeed_lite.pipeline import trace
+from mindspeed_lite.pipeline import recompute_plan, trace
 from mindspeed_lite.pipeline.costs import Costs, from_measured, uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
-from mindspeed_lite.pipeline.steps import Kind, Step, steps_of
+from mindspeed_lite.pipeline.steps import Kind, Step, forward, recompute, steps_of
 from mindspeed_lite.pipeline.trace import TraceError
 
 SCHEDULE = build("zb-h1", PipelineShape(2, 3))
@@ -101,6 +101,26 @@ def test_what_a_rank_spends_besides_steps_is_found_again():
     assert alone.makespan < found.makespan - 1
     measured = from_measured(trace.median_seconds(records, SCHEDULE), 2, **besides._asdict())
     assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
+
+
+def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
+    """A recomputation waits for nothing, but the rank for a receiver that still computes: not after every forward."""
+    schedule = recompute_plan.in_advance(build("interleaved", PipelineShape(2, 6, 2)))
+    besides = {Kind.FORWARD: 0.125, Kind.BACKWARD: 0.125, Kind.RECOMPUTE: 0.25}
+    run = simulate(schedule, Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, between=besides))
+    records = {
+        (rank, timed.entry): trace.ExecutedStep(rank, timed.entry, timed.begin, timed.end)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+    }
+    assert trace.overheads([[*records.values()]], schedule).between == besides
+    ahead, again = forward(0, 4), recompute(0, 2)
+    places = [*schedule.steps(1)]
+    assert places.index(again) == places.index(ahead) + 1
+    until = trace._receivers_ready(records, schedule)[1, ahead]
+    assert until > records[1, ahead].end + besides[Kind.FORWARD]
+    records[1, again] = trace.ExecutedStep(1, again, until, until + 0.5)
+    assert trace.overheads([[*records.values()]], schedule).between[Kind.FORWARD] == besides[Kind.FORWARD]
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
