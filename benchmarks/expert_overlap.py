@@ -2,13 +2,15 @@
 
     python -m benchmarks.expert_overlap [--features moe_fb_overlap moe_alltoall_overlap_comm] [--sequence 256]
                                         [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
-                                        [--shares 0.5] [--page docs/benchmarks/expert-overlap.md]
+                                        [--shares 0.5] [--where] [--page docs/benchmarks/expert-overlap.md]
 
 Two processes, a core each, train a model whose experts they share, with a feature and without, A B A B: on a link as
 fast as it goes, and on links over which a step's exchange takes shares of the computation that could hide it, and of
 all computation. `moe_fb_overlap` is Megatron's combined schedule against its plain one: the first forward pass and the
 last backward pass of a step have nothing beside them. `moe_alltoall_overlap_comm` is measured with a shared expert,
 behind which its forward pass hides messages. A message that is longer than what runs beside it is waited for.
+
+`--where` also prints, for each row, what rank 0 waits for: the message, its pass, and the step that asks for it.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.probes import experts
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.bench.timeline import Timeline
+from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, Timeline
 
 ARMS = ("off", "on")
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"
@@ -47,6 +50,41 @@ FUSED = (
     "use_flash_attn",
     "use_gradient_accumulation_fusion",
 )
+
+
+class Where(Timeline):
+    """And `waits`: seconds of a recording by message, pass and the step that waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: dict[str, float] = {}
+
+    def __enter__(self) -> Where:
+        super().__enter__()
+        self.waits = {}
+        return self
+
+    def _waited(self, name: str, start: float) -> None:
+        super()._waited(name, start)
+        if name in (DISPATCH, COMBINE):
+            cause = f"{name}, {_asked_by()}"
+            self.waits[cause] = self.waits.get(cause, 0.0) + self._now() - start
+
+
+def _asked_by() -> str:
+    """The pass, and the step of Megatron's that waits: a node of its combined schedule, or the innermost function."""
+    step, direction = "", "forward"
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        if name in ("_forward", "_backward") and owner is not None and hasattr(owner, "stream_acquire_context"):
+            return f"{name[1:]}, before {owner.name}"
+        if name == "_engine_run_backward":
+            direction, step = "backward", "backward pass"
+        if not step and "/megatron/" in frame.f_code.co_filename:
+            step = name
+        frame = frame.f_back
+    return f"{direction}, in {step}"
 
 
 def _width(options: argparse.Namespace) -> int:
@@ -78,7 +116,7 @@ def _trainings(options: argparse.Namespace, feature: str) -> dict[str, Any]:
     return trainings
 
 
-def _race(trainings: dict[str, Any], feature: str, seen: Timeline, repeats: int) -> dict[str, Any]:
+def _race(trainings: dict[str, Any], feature: str, seen: Where, repeats: int) -> dict[str, Any]:
     """A B A B: seconds of a step, those of them that its slowest rank waits for the exchange, and bytes it sends."""
     told: dict[str, list[Any]] = {arm: [] for arm in ARMS}
     for repeat in range(repeats + 1):
@@ -92,7 +130,7 @@ def _race(trainings: dict[str, Any], feature: str, seen: Timeline, repeats: int)
                     training.forward_backward()
                     took = time.perf_counter() - start
             if repeat:
-                told[arm].append((took, seen.waited_for_experts, sum(seen.sent.values())))
+                told[arm].append((took, seen.waited_for_experts, sum(seen.sent.values()), seen.waits))
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, told)
     seconds = {
@@ -102,10 +140,17 @@ def _race(trainings: dict[str, Any], feature: str, seen: Timeline, repeats: int)
     assert ratio is not None
     return {
         "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
-        "waited": {arm: max(statistics.median(waited for _, waited, _ in each[arm]) for each in every) for arm in ARMS},
+        "waited": {arm: max(statistics.median(step[1] for step in each[arm]) for each in every) for arm in ARMS},
         "bytes": max(each["off"][0][2] for each in every),
         "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "where": {arm: _mean([step[3] for step in each]) for arm, each in told.items()},
     }
+
+
+def _mean(steps: list[dict[str, float]]) -> dict[str, float]:
+    causes = sorted({cause for step in steps for cause in step})
+    found = {cause: sum(step.get(cause, 0.0) for step in steps) / len(steps) for cause in causes}
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
 
 
 def _layer(options: argparse.Namespace, feature: str, computed: float) -> expert_order.Layer:
@@ -116,7 +161,7 @@ def _layer(options: argparse.Namespace, feature: str, computed: float) -> expert
 
 
 def _measure(options: argparse.Namespace, rates: Rates) -> list[dict[str, Any]]:
-    seen = Timeline()
+    seen = Where()
     # Beneath the lanes of the device layer, which wait for messages there.
     seen.install()
     experts.install(seen)
@@ -152,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--where", action="store_true", help="print what rank 0 waits for")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
     body = functools.partial(_measure, options)
@@ -163,7 +209,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = on_ranks(RANKS, Delays(), body)
     text = _page(options, rows, reason, page.command("expert_overlap", arguments))
     page.write(options, text)
+    if options.where:
+        print("\n".join(_where(rows)))
     return 0
+
+
+def _where(rows: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for row in rows:
+        link = f"{row['rate']:.0f} Mbit/s" if "rate" in row else "as fast as it goes"
+        for arm in ARMS:
+            lines.append(f"{row['feature']}, {link}, {arm}: rank 0 waits")
+            lines += [f"{_ms(seconds):>9} {cause}" for cause, seconds in row["where"][arm].items()]
+    return lines
 
 
 _LEGEND = """\

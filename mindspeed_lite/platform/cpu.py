@@ -99,7 +99,7 @@ def install(redirects: Redirects) -> None:
     _redirect_random(redirects, host_random)
     _redirect_tensors(redirects)
     gloo.install(redirects)
-    lanes.install(redirects)
+    lanes.install(redirects, streams.queueing_lane)
     redirects.on_undo(cpu_matmul.install())
     redirects.rebind_importers()
 
@@ -273,6 +273,10 @@ def _redirect_tensors(redirects: Redirects) -> None:
     own_to, own_type, own_load = tensor.to, tensor.type, torch.load
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        named = args[0] if args else kwargs.get("device")
+        if isinstance(named, str) and named == "cpu" and not kwargs.get("non_blocking"):
+            # For the host. A torch.device of that name is that of tensors here, too.
+            lanes.finish_for((self,))
         if args:
             args = (on_cpu(args[0]), *args[1:])
         if "device" in kwargs:

@@ -7,7 +7,8 @@ GPU, and its result has a shape and no numbers yet. What waits for the stream, a
 lane up to there, in order. Everything else runs where it is issued.
 
 Operators are seen below autograd, so that graphs are built and taken apart as ever. What needs numbers at once finishes
-the lane first: shapes that depend on data, random numbers, compiled code, and what asks for a pointer.
+the lane first, up to what it reads: shapes that depend on data, random numbers, compiled code, what asks for a pointer,
+and copies for the host. Kernels of `ops/native` queue as operators do.
 """
 
 from __future__ import annotations
@@ -37,11 +38,18 @@ class Mark(NamedTuple):
     issued: int
 
 
+# What has memory that may be waited for.
+Memory = torch.Tensor | torch.UntypedStorage
+
+
 class _Item(NamedTuple):
+    """Work, the tensors that stay alive with it, and the storages that it writes and that it has to do with."""
+
     number: int
     finish: Callable[[], object]
-    reads: Sequence[torch.Tensor]
-    writes: Sequence[torch.Tensor]
+    held: Sequence[Memory]
+    writes: frozenset[int]
+    uses: frozenset[int]
 
 
 class Lane:
@@ -64,28 +72,29 @@ class Lane:
         """The point behind all that was issued; None if it is finished."""
         return Mark(self, self._issued) if self._items else None
 
-    def put(
-        self, finish: Callable[[], object], reads: Sequence[torch.Tensor] = (), writes: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def put(self, finish: Callable[[], object], reads: Sequence[Memory] = (), writes: Sequence[Memory] = ()) -> None:
         """Keep work, whose tensors stay alive with it; `finish()` returns when it is done."""
         self._issued += 1
-        self._items.append(_Item(self._issued, finish, reads, writes))
-        for tensor in writes:
-            self._written[_storage(tensor)] = self._issued
-        for tensor in (*reads, *writes):
-            self._used[_storage(tensor)] = self._issued
+        held = (*reads, *writes)
+        item = _Item(self._issued, finish, held, frozenset(map(_storage, writes)), frozenset(map(_storage, held)))
+        self._items.append(item)
+        self._written.update(dict.fromkeys(item.writes, self._issued))
+        self._used.update(dict.fromkeys(item.uses, self._issued))
         _open[self] = None
 
-    def is_written(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether something here is still to write one of them."""
-        return any(_storage(each) in self._written for each in tensors)
+    def follow(self, mark: Mark) -> None:
+        """Keep a wait for another lane: what reads its results here queues behind it."""
+        items = [each for each in mark.lane._items if each.number <= mark.issued]
+        writes = [one for each in items for one in each.held if _storage(one) in each.writes]
+        self.put(functools.partial(mark.lane.finish, mark.issued), writes=writes)
 
-    def is_used(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether something here still reads or writes one of them."""
-        return any(_storage(each) in self._used for each in tensors)
+    def last(self, memory: Iterable[Memory], *, writing: bool = False) -> int:
+        """The number of the last work that is still to write one of them, 0 without any.
 
-    def uses_storage(self, storage: torch.UntypedStorage) -> bool:
-        return storage._cdata in self._used
+        writing: they are to be written, so work that reads one counts too.
+        """
+        places = self._used if writing else self._written
+        return max((places.get(_storage(each), 0) for each in memory), default=0)
 
     def is_done(self, issued: int) -> bool:
         return not self._items or self._items[0].number > issued
@@ -98,10 +107,10 @@ class Lane:
                 with _below_autograd():
                     item.finish()
             finally:
-                for places, tensors in ((self._written, item.writes), (self._used, (*item.reads, *item.writes))):
-                    for tensor in tensors:
-                        if places.get(_storage(tensor)) == item.number:
-                            del places[_storage(tensor)]
+                for places, storages in ((self._written, item.writes), (self._used, item.uses)):
+                    for each in storages:
+                        if places.get(each) == item.number:
+                            del places[each]
                 if not self._items:
                     _open.pop(self, None)
 
@@ -117,9 +126,14 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
+def _storage(memory: Memory) -> int:
+    found: int = (memory if isinstance(memory, torch.UntypedStorage) else memory.untyped_storage())._cdata
     return found
+
+
+def are_open() -> bool:
+    """Whether any lane holds something."""
+    return bool(_open)
 
 
 def finish_all() -> None:
@@ -127,11 +141,10 @@ def finish_all() -> None:
         lane.finish()
 
 
-def finish_for(tensors: Sequence[torch.Tensor], *, writing: bool = False) -> None:
-    """Finish the lanes that still write one of the tensors, or, before they are written, that use one."""
+def finish_for(memory: Sequence[Memory], *, writing: bool = False) -> None:
+    """Finish the lanes up to what still writes it, or, before it is written, what uses it."""
     for lane in [*_open]:
-        if lane.is_used(tensors) if writing else lane.is_written(tensors):
-            lane.finish()
+        lane.finish(lane.last(memory, writing=writing))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -150,13 +163,12 @@ class Queueing(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         lane = self._lane
-        if not lane:
+        if not lane or func in _WITHOUT_NUMBERS:
             return func(*args, **kwargs)
         given = _tensors_in((*args, *kwargs.values()))
         written = _written(func, args, kwargs)
-        if not lane.is_written(given) and not (written and lane.is_used(written)):
-            return func(*args, **kwargs)
-        if func.is_view:
+        last = max(lane.last(given), lane.last(written, writing=True))
+        if not last or func.is_view:
             return func(*args, **kwargs)
         if not self.is_current:
             pass
@@ -169,8 +181,25 @@ class Queueing(TorchDispatchMode):
             if results is not None:
                 lane.put(functools.partial(_fill, results, func, args, kwargs), given, _tensors_in((results,)))
                 return results
-        lane.finish()
+        lane.finish(last)
         return func(*args, **kwargs)
+
+
+# They take a tensor for its shape alone.
+_aten = torch.ops.aten
+_WITHOUT_NUMBERS = frozenset(
+    (
+        _aten.empty_like.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+        _aten.zeros_like.default,
+        _aten.new_zeros.default,
+        _aten.ones_like.default,
+        _aten.new_ones.default,
+        _aten.full_like.default,
+        _aten.new_full.default,
+    )
+)
 
 
 @functools.cache
@@ -227,7 +256,12 @@ def _has_shapes(func: Any) -> bool:
 
 @functools.cache
 def _is_plain(func: Any) -> bool:
-    late = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
+    late = {
+        torch.Tag.dynamic_output_shape,
+        torch.Tag.data_dependent_output,
+        torch.Tag.nondeterministic_seeded,
+        torch.Tag.inplace_view,  # which changes a shape
+    }
     return func.namespace in ("aten", "prims") and not late & set(func.tags)
 
 
@@ -285,13 +319,14 @@ def _memory(shapes: Any) -> Any:
 
 
 def _infer_shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    def without_values(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    def without_values(given: Any) -> Any:
+        if isinstance(given, torch.device):
+            return torch.device("meta")
+        return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
 
+    kinds = torch.Tensor, torch.device
     try:
-        found = func(
-            *tree_map_only(torch.Tensor, without_values, args), **tree_map_only(torch.Tensor, without_values, kwargs)
-        )
+        found = func(*tree_map_only(kinds, without_values, args), **tree_map_only(kinds, without_values, kwargs))
     except (NotImplementedError, RuntimeError):
         # No meta kernel, or inputs that it refuses. The caller runs the operator at once, which raises what is wrong.
         return None
@@ -320,48 +355,59 @@ def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]
         lane = lane_now()
         if lane is None and not _open:
             return original(*args, **kwargs)
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-        finish_for(tensors, writing=True)
-        if lane is None:
-            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
-        if bound.arguments.get("async_op"):
+        # The first is written.
+        (written, *read) = [each for each in bound.arguments.values() if isinstance(each, torch.Tensor)]
+        finish_for(read)
+        finish_for((written,), writing=True)
+        if lane is None or bound.arguments.get("async_op"):
             return original(*args, **kwargs)
         bound.arguments["async_op"] = True
         work = original(*bound.args, **bound.kwargs)
         if work is not None:
-            lane.put(work.wait, writes=tensors)
+            lane.put(work.wait, read, (written,))
             _watch_compiled_code()
         return None
 
     return issue
 
 
-def install(redirects: Redirects) -> None:
-    """What reads or moves memory past the dispatcher asks the lanes first; what is unfinished ends with the layer."""
+def install(redirects: Redirects, lane_now: Callable[[], Lane | None]) -> None:
+    """What reads or moves memory past the dispatcher asks the lanes first; what is unfinished ends with the layer.
+
+    lane_now: the lane that operators join which are issued now.
+    """
     tensor, storage = torch.Tensor, torch.UntypedStorage
 
     def asking(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def read(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _open:
-                finish_for((self,), writing=True)
+                finish_for((self,))
+                now = lane_now()
+                if now is not None:
+                    # It may be written, in the order of the stream.
+                    now.finish(now.last((self,), writing=True))
             return original(self, *args, **kwargs)
 
         return read
 
-    for name in ("data_ptr", "numpy", "tolist"):
+    # On a GPU `cpu` returns when the numbers are there.
+    for name in ("data_ptr", "numpy", "tolist", "cpu", "__dlpack__"):
         redirects.set(tensor, name, asking(getattr(tensor, name)))
+    redirects.set(storage, "data_ptr", asking(storage.data_ptr))
 
     own_resize = storage.resize_
 
     @functools.wraps(own_resize)
     def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        for lane in _open:
-            if lane.uses_storage(self):
+        for lane in [*_open]:
+            last = lane.last((self,), writing=True)
+            if last and not size:
                 # A GPU frees it in the order of the stream that was told of it (`record_stream`).
-                lane.put(functools.partial(own_resize, self, size))
+                lane.put(functools.partial(own_resize, self, size), writes=(self,))
                 return self
+            lane.finish(last)
         return own_resize(self, size)
 
     redirects.set(storage, "resize_", resize_)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,10 +33,8 @@ class Event:
         return self._mark is None or self._mark.lane.is_done(self._mark.issued)
 
     def wait(self, stream: Any = None) -> None:
-        """Finish what the event stands for, unless it is ahead in the stream's own order."""
-        mark = self._mark
-        if mark is not None and mark.lane is not _lane_of(current_stream() if stream is None else stream):
-            self.synchronize()
+        """Let what the stream is given from here on begin behind what the event stands for."""
+        _wait(current_stream() if stream is None else stream, self._mark)
 
     def synchronize(self) -> None:
         if self._mark is not None:
@@ -54,7 +52,7 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.priority = priority
         self.lane = lanes.Lane()
-        # Whether a message has ever been issued in it.
+        # Whether a message has ever been issued in it, or been waited for by it.
         self.carries = False
 
     @staticmethod
@@ -65,8 +63,7 @@ class Stream:
         event.wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        if stream is not self:
-            _lane_of(stream).finish()
+        _wait(self, _lane_of(stream).mark())
 
     def record_event(self, event: Any = None) -> Event:
         recorded: Event = Event() if event is None else event
@@ -119,6 +116,12 @@ def set_stream(stream: Any) -> None:
     """Nothing: what a stream that is set, and not entered, would run is run where it is issued, and waited for."""
 
 
+def queueing_lane() -> lanes.Lane | None:
+    """The lane that operators join which are issued now; None where they run at once."""
+    here = _current.queueing is not None and torch._C._len_torch_dispatch_stack() == _current.modes
+    return _current.stream.lane if here else None
+
+
 def current_lane() -> lanes.Lane | None:
     """Where a collective stays that is issued now; None where it is waited for.
 
@@ -130,8 +133,17 @@ def current_lane() -> lanes.Lane | None:
     if now is DEFAULT_STREAM:
         return None
     now.carries = True
-    here = _current.queueing is not None and torch._C._len_torch_dispatch_stack() == _current.modes
-    return now.lane if here else None
+    return queueing_lane()
+
+
+def call_kernel(kernel: Callable[[], object], tensors: Sequence[torch.Tensor]) -> None:
+    """Call what was handed the addresses of these tensors, behind what lanes have not finished of them."""
+    lane = queueing_lane()
+    if lane is not None and lane.last(tensors, writing=True):
+        lane.put(kernel, writes=tensors)
+    else:
+        lanes.finish_for(tensors)
+        kernel()
 
 
 @contextlib.contextmanager
@@ -159,6 +171,20 @@ def stream(stream: Any) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     """Finish everything that streams have begun."""
     lanes.finish_all()
+
+
+def _wait(stream: Any, mark: lanes.Mark | None) -> None:
+    """Let `stream` wait for a mark: where its operators are looked at, those that read what is behind the mark."""
+    if mark is None or mark.lane.is_done(mark.issued) or mark.lane is _lane_of(stream):
+        return
+    looked_at = isinstance(stream, Stream) and stream is not DEFAULT_STREAM
+    if looked_at:
+        stream.carries = True
+        looked_at = stream is not _current.stream or queueing_lane() is not None
+    if looked_at:
+        stream.lane.follow(mark)
+    else:
+        mark.lane.finish(mark.issued)
 
 
 def _lane_of(stream: Any) -> lanes.Lane:

@@ -229,6 +229,9 @@ def seen_messages() -> None:
     """Say after each step how often messages of experts were waited for, by lane, and the bytes that were sent."""
     import json
 
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
     from mindspeed_lite.bench.probes import experts
     from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, WAIT, Timeline
     from tests.harness import core_loop
@@ -236,6 +239,9 @@ def seen_messages() -> None:
     seen, own = Timeline(), core_loop.Training.step
     seen.install()
     experts.install(seen)
+    # Megatron, which is imported before it here, holds them by value.
+    mappings.dist_all_gather_func = dist.all_gather_into_tensor
+    mappings.dist_reduce_scatter_func = dist.reduce_scatter_tensor
 
     def step(self: Any) -> Any:
         with seen:

@@ -23,7 +23,7 @@ class Message:
 
     def wait(self):
         self.waits += 1
-        self.out.fill_(self.value)
+        self.out.copy_(torch.as_tensor(self.value))
 
 
 def carrying():
@@ -146,9 +146,180 @@ def test_what_needs_numbers_at_once_gets_them():
     with torch.cuda.stream(side):
         drawn = torch.nn.functional.dropout(sent(side)[0], 0.5)
         after = torch.rand(3)
+    side.synchronize()
     torch.manual_seed(3)
     assert torch.equal(drawn, torch.nn.functional.dropout(torch.full((3, 4), 2.0), 0.5))
     assert torch.equal(after, torch.rand(3))
+
+
+@forked()
+def test_what_goes_to_the_host_has_arrived_and_what_stays_queues():
+    platform.activate()
+    side = carrying()
+    goes = [
+        lambda out: out.cpu(),
+        lambda out: out.to("cpu"),
+        lambda out: out.to("cpu", torch.float64),
+        lambda out: torch.from_dlpack(out),
+        lambda out: out.untyped_storage().data_ptr() and out,
+    ]
+    for go in goes:
+        with torch.cuda.stream(side):
+            out, message = sent(side)
+            host = go(out)
+        assert message.waits == 1 and bool((host == 2).all())
+    # Tensors that compute have a device of this name too.
+    stays = [
+        lambda out: out.to(out.device, torch.float64),
+        lambda out: out.to(device="cuda", dtype=torch.float64),
+        lambda out: out.to("cuda:0", copy=True),
+        lambda out: out.to("cpu", torch.float64, non_blocking=True),
+        lambda out: out.bfloat16().float(),
+        lambda out: torch.zeros_like(out, device="cuda") + out,
+    ]
+    for stay in stays:
+        with torch.cuda.stream(side):
+            out, message = sent(side)
+            copy = stay(out)
+            assert message.waits == 0
+        side.synchronize()
+        assert bool((copy == 2).all())
+
+
+@forked()
+def test_shapes_that_change_in_place_change_at_once():
+    platform.activate()
+    side = carrying()
+    with torch.cuda.stream(side):
+        product = sent(side)[0] * 3
+        product.unsqueeze_(0)
+        assert product.shape == (1, 3, 4)
+    side.synchronize()
+    assert torch.equal(product, torch.full((1, 3, 4), 6.0))
+
+
+# In the lane, and the operators that a layer of experts has behind its combine.
+QUEUED = ("activation", "bias_dropout_add", "layer_norm", "rms_norm", "unpermute")
+
+
+@pytest.mark.parametrize("name", [*QUEUED, "grouped_matmul", "permute"])
+@forked()
+def test_kernels_that_take_addresses_queue(name):
+    from mindspeed_lite.ops import dispatch
+    from tests.harness.drawn_calls import PROBLEMS, Draw, output_gradients
+
+    operator, draw = PROBLEMS[name]
+    if dispatch.operator(operator).unusable("cpu"):
+        pytest.skip(str(dispatch.operator(operator).unusable("cpu")))
+    platform.activate()
+    problem = draw(Draw(1, torch.bfloat16))
+    number = len(problem.inputs) if problem.differentiable < 0 else problem.differentiable
+
+    def run(stream):
+        messages = []
+
+        def arrives(value):
+            """The tensor itself, or one that a message is still to write."""
+            if stream is streams.DEFAULT_STREAM:
+                return value.clone()
+            out = torch.full_like(value, torch.nan)
+            messages.append(Message(out, value))
+            stream.lane.put(messages[-1].wait, writes=(out,))
+            return out
+
+        with torch.cuda.stream(stream), dispatch.force(operator, "cpu"):
+            leaves = [arrives(each).requires_grad_(place < number) for place, each in enumerate(problem.inputs)]
+            found = problem.call(*leaves)
+            outputs = [*found.values()] if isinstance(found, dict) else [found]
+            if name in QUEUED and stream is not streams.DEFAULT_STREAM:
+                assert not any(each.waits for each in messages)
+            grads = torch.autograd.grad(outputs, leaves[:number], [*map(arrives, output_gradients(outputs))])
+        stream.synchronize()
+        return [*outputs, *grads]
+
+    for on, off in zip(run(carrying()), run(streams.DEFAULT_STREAM), strict=True):
+        assert torch.equal(on, off)
+
+
+@forked()
+def test_kernels_outside_of_streams_have_what_they_read():
+    from mindspeed_lite.ops.rms_norm import rms_norm
+
+    platform.activate()
+    side = carrying()
+    (one, first), (_, second) = sent(side), sent(side)
+    assert torch.equal(rms_norm(one, torch.ones(4)), rms_norm(torch.full((3, 4), 2.0), torch.ones(4)))
+    assert (first.waits, second.waits) == (1, 0)
+
+
+@forked()
+def test_a_reader_finishes_what_it_reads_and_no_more():
+    platform.activate()
+    side = carrying()
+    readers = [
+        lambda out: out.tolist(),
+        lambda out: out.data_ptr(),
+        lambda out: out[0, 0].item(),
+        lambda out: torch._foreach_add_([out], 1.0),
+        lambda out: out.nonzero(),
+    ]
+    for read in readers:
+        with torch.cuda.stream(side):
+            (out, first), (_, second) = sent(side), sent(side)
+            read(out)
+            assert (first.waits, second.waits) == (1, 0)
+            torch._foreach_add_([torch.ones(3)], 1.0)
+            assert second.waits == 0, "nothing to do with it"
+        side.synchronize()
+
+
+@forked()
+def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
+    from mindspeed_lite.ops.rms_norm import rms_norm
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    platform.activate()
+    side = carrying()
+    given, out, gathered = torch.ones(4, 4), torch.empty(4, 4), torch.empty(4, 4)
+    with torch.cuda.stream(side):
+        dist.all_to_all_single(out, given)
+        twice = given * 2
+        dist.all_gather_into_tensor(gathered, given)
+        assert len(side.lane._items) == 2 and torch.equal(twice, torch.full((4, 4), 2.0))
+        # In the stream's own order.
+        given.add_(1)
+        assert len(side.lane._items) == 3
+    side.synchronize()
+    assert torch.equal(out, torch.ones(4, 4)) and torch.equal(gathered, out) and torch.equal(given, out + 1)
+    with torch.cuda.stream(side):
+        dist.all_to_all_single(out, given)
+    for read in (given.tolist, given.numpy, given.data_ptr, lambda: rms_norm(given, torch.ones(4))):
+        read()
+    assert len(side.lane._items) == 1
+    side.synchronize()
+    assert torch.equal(out, given)
+
+
+@forked()
+def test_a_stream_that_waits_for_another_one_holds_up_no_more_than_its_own_readers():
+    platform.activate()
+    side, third, ready = carrying(), torch.cuda.Stream(), torch.cuda.Event()
+    for wait in (lambda: third.wait_event(ready), lambda: third.wait_stream(side), lambda: ready.wait(third)):
+        out, message = sent(side)
+        ready.record(side)
+        wait()
+        assert message.waits == 0
+        with torch.cuda.stream(third):
+            more, other = out + 1, torch.ones(2) + 1
+            assert message.waits == 0 and bool((other == 2).all())
+        torch.cuda.current_stream().wait_stream(third)
+        assert message.waits == 1 and torch.equal(more, torch.full((3, 4), 3.0)) and not lanes._open
+    # One that is current already runs what it is given, and so it waits itself.
+    late = torch.cuda.Stream()
+    with torch.cuda.stream(late):
+        out, message = sent(side)
+        late.wait_stream(side)
+        assert message.waits == 1 and bool((out + 1 == 3).all())
 
 
 @forked()
@@ -167,6 +338,21 @@ def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
         side.synchronize()
         assert torch.equal(out, torch.full((8,), 3.0)) and given.untyped_storage().nbytes() == 0
     lanes._open.clear()
+
+
+@forked()
+def test_memory_that_is_freed_late_and_given_back_keeps_its_numbers():
+    platform.activate()
+    side, ready = torch.cuda.Stream(), torch.cuda.Event()
+    given, out = torch.full((8,), 3.0), torch.empty(8)
+    side.lane.put(lambda: out.copy_(given), reads=(given,), writes=(out,))
+    ready.record(side)
+    given.untyped_storage().resize_(0)
+    ready.synchronize()
+    given.untyped_storage().resize_(32)
+    given.fill_(5.0)
+    side.synchronize()
+    assert torch.equal(given, torch.full((8,), 5.0)) and torch.equal(out, torch.full((8,), 3.0))
 
 
 @forked()

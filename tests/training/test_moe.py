@@ -521,7 +521,9 @@ DELAYED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("exchange", matrix.only(["combined schedule"], ["alltoall", "combined schedule"]))
+@pytest.mark.parametrize(
+    "exchange", matrix.only(["allgather", "combined schedule"], ["allgather", "alltoall", "combined schedule"])
+)
 def test_lanes_of_experts_off_and_on(trainer: Callable[[str], Trainer], exchange: str) -> None:
     """What `mindspeed-lite bench --trace` records of either arm: the same messages, however they are waited for."""
     flags, options, moe = DELAYED[exchange]

@@ -62,12 +62,12 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
     (rows, n), k = dy.shape, x.shape[1]
     packed = torch.empty(-(-rows // _TILE) * _TILE * k, dtype=x.dtype)
     _lib.accumulate_wgrad_bf16(
-        main_grad.data_ptr(),
-        dy.data_ptr(),
+        main_grad,
+        dy,
         dy.stride(0),
-        x.data_ptr(),
+        x,
         x.stride(0),
-        packed.data_ptr(),
+        packed,
         rows,
         n,
         k,
@@ -90,12 +90,12 @@ def accumulate_wgrads(
     (total, n), k = dy.shape, x.shape[1]
     number = len(main_grads)
     _lib.accumulate_wgrads_bf16(
-        native.addresses(main_grads),
+        main_grads,
         native.numbers(counts),
         number,
-        dy.data_ptr(),
+        dy,
         dy.stride(0),
-        x.data_ptr(),
+        x,
         x.stride(0),
         n,
         k,

@@ -67,10 +67,10 @@ def _forward(
     function = _lib.activation_forward_bf16 if x.dtype is torch.bfloat16 else _lib.activation_forward_fp32
     function(
         _NUMBER[form.kind],
-        rows.data.data_ptr(),
-        _address(bias),
-        _address(weights),
-        y.data_ptr(),
+        rows.data,
+        bias,
+        weights,
+        y,
         rows.number,
         rows.width,
         rows.stride,
@@ -99,13 +99,13 @@ def _backward(
     function = _lib.activation_backward_bf16 if x.dtype is torch.bfloat16 else _lib.activation_backward_fp32
     function(
         _NUMBER[form.kind],
-        dy.data_ptr(),
-        rows.data.data_ptr(),
-        _address(wide_bias),
-        _address(wide_weights),
-        dx.data_ptr(),
-        _address(dbias),
-        _address(dweights),
+        dy,
+        rows.data,
+        wide_bias,
+        wide_weights,
+        dx,
+        dbias,
+        dweights,
         rows.number,
         blocks,
         rows.width,
@@ -126,7 +126,3 @@ _PASS = autograd.Pass(_forward, _backward)
 
 def _fp32(t: torch.Tensor | None) -> Any:
     return None if t is None else t.detach().to(torch.float32).contiguous()
-
-
-def _address(t: torch.Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()

@@ -69,14 +69,14 @@ def forward(
     lse = torch.empty(b, n, sq)
     numbers, hidden = _describe(q, k, v, spec, ())
     getattr(_library, f"forward_{_numbers_of(q, dv)}")(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
+        q,
+        k,
+        v,
         numbers,
         hidden,
         spec.scale,
-        out.data_ptr(),
-        lse.data_ptr(),
+        out,
+        lse,
         wide,
         torch.get_num_threads(),
     )
@@ -100,18 +100,18 @@ def backward(
     dq, dk, dv = (torch.empty(t.shape, dtype=torch.float32 if wide else t.dtype) for t in (q, k, v))
     numbers, hidden = _describe(q, k, v, spec, dout.stride()[:3])
     getattr(_library, f"backward_{_numbers_of(q, v.shape[3])}")(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
+        q,
+        k,
+        v,
         numbers,
         hidden,
         spec.scale,
-        out.data_ptr(),
-        lse.data_ptr(),
-        dout.data_ptr(),
-        dq.data_ptr(),
-        dk.data_ptr(),
-        dv.data_ptr(),
+        out,
+        lse,
+        dout,
+        dq,
+        dk,
+        dv,
         wide,
         torch.get_num_threads(),
     )
@@ -134,8 +134,8 @@ def _numbers_of(q: torch.Tensor, dv: int) -> str:
 
 def _describe(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, more: tuple[int, ...]
-) -> tuple[Any, int | None]:
-    """The kernel's array of numbers, and the address of the mask."""
+) -> tuple[Any, torch.Tensor | None]:
+    """The kernel's array of numbers, and the mask."""
     (sq, b, n, d), (sk, _, g, dv) = q.shape, v.shape
     left, right = spec.positions or (-1, -1)
     mask, dropped = spec.mask, 0
@@ -156,4 +156,4 @@ def _describe(
         spec.rng or 0,
         *more,
     )
-    return native.numbers(numbers), None if mask is None else mask.data_ptr()
+    return native.numbers(numbers), mask

@@ -69,10 +69,10 @@ class _BiasDropoutAdd(torch.autograd.Function):
         y = torch.empty_like(residual)
         width = x.shape[-1]
         getattr(_lib, f"forward_{_NAMES[x.dtype]}")(
-            x.data_ptr(),
-            0 if wide is None else wide.data_ptr(),
-            residual.data_ptr(),
-            y.data_ptr(),
+            x,
+            wide,
+            residual,
+            y,
             x.numel() // width if width else 0,
             width,
             *draws,
@@ -98,9 +98,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
         blocks = min(_BLOCKS, max(rows, 1))
         sums = torch.zeros(blocks, width) if wants_bias else None
         getattr(_lib, f"backward_{_NAMES[dy.dtype]}")(
-            dy.data_ptr(),
-            0 if is_same else dx.data_ptr(),
-            0 if sums is None else sums.data_ptr(),
+            dy,
+            0 if is_same else dx,
+            sums,
             rows,
             blocks,
             width,

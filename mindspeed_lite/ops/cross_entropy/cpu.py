@@ -34,7 +34,7 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool
     out = torch.empty(4 if total else 3, count, dtype=torch.float32)
     kernel = getattr(library, f"cross_entropy_statistics_{_NAMES[rows.dtype]}")
     threads = native.threads(rows.numel())
-    kernel(rows.data_ptr(), target.data_ptr(), out.data_ptr(), count, width, start, total, whole, threads)
+    kernel(rows, target, out, count, width, start, total, whole, threads)
     return out
 
 
@@ -51,8 +51,7 @@ def gradient(
 ) -> None:
     count, width = rows.shape
     kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
-    given = (rows, target, top, sums, dloss, out)
-    kernel(*(t.data_ptr() for t in given), count, width, start, on, off, native.threads(rows.numel()))
+    kernel(rows, target, top, sums, dloss, out, count, width, start, on, off, native.threads(rows.numel()))
 
 
 def kernels(x: torch.Tensor) -> Kernels:

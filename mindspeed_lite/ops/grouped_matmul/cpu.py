@@ -143,17 +143,17 @@ def _all_at_once(
     biases = biases and [each.contiguous() for each in biases]
     (total, k), n = x.shape, y.shape[1]
     _lib.grouped_matmul_bf16(
-        x.data_ptr(),
+        x,
         x.stride(0),
         native.numbers(counts),
         len(weights),
-        native.addresses(weights),
-        None if biases is None else native.addresses(biases),
+        weights,
+        biases,
         transposed,
         total,
         n,
         k,
-        y.data_ptr(),
+        y,
         native.threads(total * n * k // _DENSITY),
     )
 

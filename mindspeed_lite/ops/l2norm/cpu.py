@@ -57,9 +57,9 @@ def _norms(tensors: Sequence[torch.Tensor], order: _Order) -> torch.Tensor:
     norms = torch.empty(len(tensors), dtype=torch.float32)
     sizes = [each.numel() for each in tensors]
     _lib.l2norms(
-        native.addresses(tensors),
+        tensors,
         native.numbers(sizes),
-        norms.data_ptr(),
+        norms,
         len(tensors),
         *order,
         native.threads(sum(sizes)),

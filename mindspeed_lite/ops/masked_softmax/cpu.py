@@ -69,9 +69,7 @@ def _forward(
     scores = scores.contiguous()
     probs = torch.empty(scores.shape, dtype=scores.dtype)
     hidden, sizes = _sizes(scores, mask, causal, scale)
-    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(
-        scores.data_ptr(), _address(hidden), probs.data_ptr(), _address(statistics), *sizes
-    )
+    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(scores, hidden, probs, statistics, *sizes)
     return probs
 
 
@@ -87,7 +85,7 @@ def _backward(
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
     hidden, sizes = _sizes(scores, mask, causal, scale)
     given = (dprobs, scores, hidden, dscores, statistics)
-    getattr(library, f"masked_softmax_backward_{_NAMES[scores.dtype]}")(*map(_address, given), *sizes)
+    getattr(library, f"masked_softmax_backward_{_NAMES[scores.dtype]}")(*given, *sizes)
     return dscores
 
 
@@ -104,7 +102,3 @@ def _sizes(
         strides = mask.expand(scores.shape).stride()[:3]
     last = (causal and queries > 1, scale, native.threads(_WORK * scores.numel()))
     return mask, (batch, heads, queries, keys, *strides, *last)
-
-
-def _address(t: torch.Tensor | None) -> int | None:
-    return None if t is None else t.data_ptr()

@@ -91,9 +91,13 @@ def _run_forward(
     out = scores.dtype if probs is None else probs.dtype
     getattr(_lib, f"moe_router_forward_{_NAMES[scores.dtype]}_{_NAMES[out]}")(
         kind,
-        rows.data_ptr(),
+        rows,
         stride,
-        *(None if each is None else each.data_ptr() for each in (bias, probs, chosen, indices, kept)),
+        bias,
+        probs,
+        chosen,
+        indices,
+        kept,
         tokens,
         experts,
         form.topk,
@@ -115,12 +119,12 @@ def _backward(
     if form.scores == PRE_SOFTMAX:
         logits, logits_stride = as_rows(kept)
         getattr(_lib, f"moe_router_backward_all_{name}")(
-            logits.data_ptr(), logits_stride, grad.data_ptr(), stride, indices.data_ptr(), dlogits.data_ptr(),
+            logits, logits_stride, grad, stride, indices, dlogits,
             tokens, experts, topk, form.dense, form.scale, threads,
         )  # fmt: skip
     else:
         getattr(_lib, f"moe_router_backward_{name}")(
-            _KINDS[form.scores], grad.data_ptr(), stride, indices.data_ptr(), kept.data_ptr(), dlogits.data_ptr(),
+            _KINDS[form.scores], grad, stride, indices, kept, dlogits,
             tokens, experts, topk, form.normalised, form.dense, form.scale, threads,
         )  # fmt: skip
     return dlogits
@@ -142,8 +146,8 @@ def _aux_backward(
     grad, stride = as_rows(dscores)
     dlogits = torch.empty(tokens, experts, dtype=dtype)
     getattr(_lib, f"moe_router_backward_scores_{_NAMES[dtype]}")(
-        _KINDS[function], grad.data_ptr(), stride, scores.data_ptr(), None if sums is None else sums.data_ptr(),
-        dlogits.data_ptr(), tokens, experts, native.threads(_WORK * dlogits.numel()),
+        _KINDS[function], grad, stride, scores, sums,
+        dlogits, tokens, experts, native.threads(_WORK * dlogits.numel()),
     )  # fmt: skip
     return dlogits
 

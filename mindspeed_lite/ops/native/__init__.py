@@ -27,15 +27,15 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mindspeed_lite.platform import cache
+from mindspeed_lite.platform import cache, lanes, streams
 
-__all__ = ["Library", "addresses", "numbers", "threads", "without_micro_kernel"]
+__all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
 
 _HEADERS = Path(__file__).parent
 _TYPES: Mapping[str, Any] = {
@@ -59,9 +59,10 @@ class Library:
 
     Args:
         source: the C++ file.
-        functions: name -> one letter for each argument: p pointer (an address: `tensor.data_ptr()`), l int64,
-            i int32, f float, d double. All of them return nothing. They are attributes of the object once
-            `unusable` has answered None.
+        functions: name -> one letter for each argument: p pointer, l int64, i int32, f float, d double. A tensor
+            stands for its address, several in a list or tuple for an array of these. All of them return nothing.
+            They are attributes of the object once `unusable` has answered None. On CPU a call waits in a stream's
+            lane for what has not arrived of its tensors (`platform/streams.py`).
         uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
             reason, and no crash.
         flags: for the compiler, after those that all have.
@@ -113,17 +114,34 @@ class Library:
             function = getattr(self._loaded, name)
             function.argtypes = [_TYPES[letter] for letter in letters]
             function.restype = _status if self.returns_status else None
-            setattr(self, name, function)
+            setattr(self, name, functools.partial(_call, function))
         return None
+
+
+# Not the device layer's, which finishes lanes.
+_address = torch._C.TensorBase.data_ptr
+
+
+def _call(function: Callable[..., Any], *given: Any) -> None:
+    tensors: list[torch.Tensor] = []
+    passed: list[Any] = []
+    for each in given:
+        if isinstance(each, torch.Tensor):
+            tensors.append(each)
+            passed.append(_address(each))
+        elif isinstance(each, (list, tuple)):
+            tensors += each
+            passed.append((ctypes.c_void_p * len(each))(*map(_address, each)))
+        else:
+            passed.append(each)
+    if lanes.are_open():
+        streams.call_kernel(functools.partial(function, *passed), tensors)
+    else:
+        function(*passed)
 
 
 class _Unusable(Exception):
     """The reason why there is no library."""
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> Any:
-    """Where their numbers begin, as an argument of kind p; good while the tensors are."""
-    return (ctypes.c_void_p * len(tensors))(*(each.data_ptr() for each in tensors))
 
 
 def numbers(values: Sequence[int]) -> Any:

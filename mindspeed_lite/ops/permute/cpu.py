@@ -63,9 +63,7 @@ def _row_ids(routing_map: torch.Tensor, count: int, capacity: int | None) -> tor
     flags = routing_map.contiguous()
     row_ids = torch.empty(rows.size(count, tokens), dtype=torch.int32)
     threads = native.threads(flags.numel())
-    _lib.permute_index(
-        flags.data_ptr(), row_ids.data_ptr(), tokens, experts, count, -1 if capacity is None else capacity, threads
-    )
+    _lib.permute_index(flags, row_ids, tokens, experts, count, -1 if capacity is None else capacity, threads)
     return row_ids
 
 
@@ -74,7 +72,7 @@ def _spread(tokens: torch.Tensor, row_ids: torch.Tensor, count: int) -> torch.Te
     size = x.element_size()
     out = x.new_empty(count, x.shape[1])
     bounds = (x.shape[0], count, x.shape[1] * size, stride * size)
-    _lib.permute_spread(x.data_ptr(), row_ids.data_ptr(), out.data_ptr(), *bounds, native.threads(out.numel()))
+    _lib.permute_spread(x, row_ids, out, *bounds, native.threads(out.numel()))
     return out
 
 
@@ -83,8 +81,7 @@ def _gather(permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: t
     weights = None if probs is None else _weights(probs, x.dtype)
     out = x.new_empty(tokens, x.shape[1])
     kernel = getattr(_lib, f"permute_gather_{_NAMES[x.dtype]}")
-    addresses = (x.data_ptr(), row_ids.data_ptr(), None if weights is None else weights.data_ptr(), out.data_ptr())
-    kernel(*addresses, tokens, *x.shape, stride, native.threads(x.numel()))
+    kernel(x, row_ids, weights, out, tokens, *x.shape, stride, native.threads(x.numel()))
     return out
 
 
@@ -99,12 +96,12 @@ def _backward(
     # Unrouted pairs have no row and no gradient.
     dprobs = None if x is None else torch.zeros_like(weights)
     getattr(_lib, f"permute_backward_{_NAMES[g.dtype]}")(
-        g.data_ptr(),
-        None if x is None else x.data_ptr(),
-        row_ids.data_ptr(),
-        weights.data_ptr(),
-        dpermuted.data_ptr(),
-        None if dprobs is None else dprobs.data_ptr(),
+        g,
+        x,
+        row_ids,
+        weights,
+        dpermuted,
+        dprobs,
         g.shape[0],
         count,
         g.shape[1],

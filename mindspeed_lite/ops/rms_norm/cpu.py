@@ -83,12 +83,12 @@ class _RMSNorm(torch.autograd.Function):
             total = torch.empty_like(y)
             ctx.set_materialize_grads(False)
         getattr(_lib, "rms_norm_forward_" + pair)(
-            rows.data_ptr(),
-            0 if others is None else others.data_ptr(),
-            weight.data_ptr(),
-            y.data_ptr(),
-            0 if others is None else total.data_ptr(),
-            rstd.data_ptr(),
+            rows,
+            others,
+            weight,
+            y,
+            None if others is None else total,
+            rstd,
             size // width,
             width,
             stride,
@@ -114,13 +114,13 @@ class _RMSNorm(torch.autograd.Function):
         dx = torch.empty_like(total, memory_format=torch.contiguous_format)
         dw = torch.empty_like(weight)
         getattr(_lib, "rms_norm_backward_" + ctx.pair)(
-            grads.data_ptr(),
-            rows.data_ptr(),
-            weight.data_ptr(),
-            rstd.data_ptr(),
-            0 if others is None else others.data_ptr(),
-            dx.data_ptr(),
-            dw.data_ptr(),
+            grads,
+            rows,
+            weight,
+            rstd,
+            others,
+            dx,
+            dw,
             size // width,
             width,
             grad_stride,

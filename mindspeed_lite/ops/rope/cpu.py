@@ -57,11 +57,10 @@ def _turn(
     y = torch.empty(x.shape, dtype=x.dtype)
     s, b, n, d = x.shape
     rows, batch, _, width = cos.shape
-    where = None if positions is None else positions.data_ptr()
     into, out = how.sides
     kernel = _lib.rope_bf16 if x.dtype is torch.bfloat16 else _lib.rope_fp32
     kernel(
-        *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), where, y.data_ptr()),
+        *(x, cos, sin, positions, y),
         *(s, b, n, d, width, how.start, rows),
         *(stride_s, stride_b, stride_n, batch * width, width if batch > 1 else 0),
         *(how.scale, into, out, how.transposed),
