@@ -1,11 +1,12 @@
 """Step time and memory of `--adaptive-memory` beside other plans: `python -m benchmarks.adaptive_memory`.
 
-    python -m benchmarks.adaptive_memory [--only NAME ...] [--rounds 3] [--others 4] [--shares ...] [--page FILE]
+    python -m benchmarks.adaptive_memory [--configuration NAME ...] [--rounds 4] [--others 20] [--page FILE]
 
-Trains dense-medium, long and moe-small with every feature of theirs on. Megatron's `--recompute-granularity` full and
-selective train in processes of their own. Then one training runs what is chosen within shares of what everything takes
-and within what these two take, and other plans within the same budgets, in turns by steps. Each is counted in one step
-and timed in the others. About 13 minutes for each name on two cores; nothing else may run meanwhile.
+Trains dense-medium, long and moe-small with every feature of theirs on, at a vocabulary of 4,096 and one micro-batch on
+each rank. Megatron's `--recompute-granularity` full and selective train in processes of their own. Then one training
+runs what is chosen within shares of what everything takes and within what these two take, the least possible, and other
+plans within the same budgets, in turns by steps. On two cores dense-medium and moe-small take about 4 minutes, and long
+about 10; nothing else may run meanwhile. A page gets the parts of the named configurations; its other parts stay.
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
-from benchmarks.memory_plans import CHOSEN, OTHER, WORKER, Plan
+from benchmarks.memory_plans import CHOSEN, FINALISTS, OTHER, WORKER, Plan
+from mindspeed_lite.bench.calibration.run import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -31,11 +37,24 @@ MEGATRON = {
     "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "selective": "--recompute-granularity selective",
 }
-# A step that is not timed, one that is counted, and some that are timed; their losses are compared with the others'.
-ALONE_STEPS = 8
+# A step that is not timed, one that is counted, and some that are timed; their losses are compared with the others',
+# whose chosen plans have all run by then.
+ALONE_STEPS = 12
+# What differs from the configurations of `benchmarks.configurations`: with a larger vocabulary the output layer, which
+# no plan changes, takes most of a step.
+SMALLER = {"--vocab-size": 4095}
+BATCH = "--global-batch-size"
 NAMES = ("dense-medium", "long", "moe-small")
 # Whether the benchmark runs, with a model that takes seconds.
 TRIAL = "trial"
+HEAD = f"""# Benchmark: memory by choice
+
+`python -m benchmarks.adaptive_memory --page docs/benchmarks/adaptive-memory.md` writes this page, and with
+`--configuration NAME` one part of it. Activations are what autograd saves at the peak of a step, on the rank that takes
+most. A time is the median of the timed steps. Plans of one training took turns by steps; Megatron's own recomputation
+ran in processes of its own. Other plans are the first or the last layers as a whole, all layers alike, the cheapest
+bytes first, and plans that were drawn. Each of them was timed once; the {FINALISTS} fastest of each budget are in the
+tables, timed as often as the chosen ones."""
 # By so much a budget may be exceeded, and a time be above the best.
 TOLERANCE = 0.03
 
@@ -44,30 +63,43 @@ def main(given: Sequence[str] | None = None) -> int:
     """Train under all plans and print a table for each training."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.adaptive_memory", description="Memory by choice.")
     told = f"{', '.join(NAMES)}, {TRIAL}"
-    parser.add_argument("--only", nargs="+", choices=[*NAMES, TRIAL], default=NAMES, metavar="NAME", help=told)
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed steps of each plan (%(default)s)")
-    parser.add_argument("--others", type=int, default=4, metavar="N", help="other plans of a budget (%(default)s)")
+    parser.add_argument("--configuration", nargs="+", choices=[*NAMES, TRIAL], default=NAMES, metavar="NAME", help=told)
+    parser.add_argument("--rounds", type=int, default=4, metavar="N", help="timed steps of each plan (%(default)s)")
+    parser.add_argument("--others", type=int, default=20, metavar="N", help="other plans of a budget (%(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="budgets (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="the page to write")
+    parser.add_argument("--page", metavar="FILE", help="the page whose parts are written")
     options = parser.parse_args(given)
     if options.rounds < 1 or options.others < 0 or not all(0 < each <= 1 for each in options.shares):
         parser.error("want --rounds of at least 1, --others of at least 0, --shares above 0 and up to 1")
-    lines = [
-        "# Benchmark: memory by choice",
-        "",
-        f"`python -m benchmarks.adaptive_memory --rounds {options.rounds} --others {options.others}` on "
-        f"{len(os.sched_getaffinity(0))} cores. Activations are",
-        "what autograd saves at the peak of a step, on the rank that takes most. A time is the median of the timed",
-        "steps. Plans of one training took turns by steps; Megatron's own recomputation ran in processes of its own.",
-        "Other plans are the first layers as a whole, all layers alike, and plans that were drawn.",
-    ]
-    for name in options.only:
-        lines += ["", f"## {name}", "", *_trained(name, options.rounds, options.others, options.shares)]
-        print("\n".join(lines[lines.index(f"## {name}") :]), flush=True)
-    if options.page:
-        Path(options.page).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.page).write_text("\n".join(lines) + "\n")
+    for name in options.configuration:
+        began = time.monotonic()
+        found = _trained(name, options.rounds, options.others, options.shares)
+        part = [
+            f"{_configuration(name).about}. `--configuration {name} --rounds {options.rounds} "
+            f"--others {options.others}` on {processor()}, {len(os.sched_getaffinity(0))} cores, "
+            f"{datetime.now(timezone.utc):%Y-%m-%d}, {time.monotonic() - began:.0f} s.",
+            "",
+            *found,
+        ]
+        print("\n".join(["", f"## {name}", "", *part]), flush=True)
+        if options.page:
+            page = Path(options.page)
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text(page_of(parts(page.read_text()) if page.is_file() else {}, name, part))
     return 0
+
+
+def parts(text: str) -> dict[str, str]:
+    """The parts of a page by their configuration."""
+    found = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
+    return {name: part.strip() for name, part in zip(found[::2], found[1::2], strict=True)}
+
+
+def page_of(before: Mapping[str, str], name: str, part: Sequence[str]) -> str:
+    """A page with its parts, that of `name` renewed."""
+    now = {**before, name: "\n".join(part)}
+    places = [each for each in (*NAMES, TRIAL) if each in now]
+    return "\n\n".join([HEAD, *(f"## {each}\n\n{now[each]}" for each in places)]) + "\n"
 
 
 def _trained(name: str, rounds: int, others: int, shares: Sequence[float]) -> list[str]:
@@ -83,15 +115,19 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float]) -> li
     asked = {"planned": True, "shares": list(shares), "peaks": peaks, "others": others, "rounds": rounds}
     found = _run(name, "--adaptive-memory --memory-budget 1024", asked)
     plans = [_plan(each) for each in found["plans"]]
-    same = {about: _in_common(each, found["losses"]) for about, each in losses.items()}
-    return [*table(plans, own), "", *(f"- Losses beside {about}: {each}" for about, each in same.items())]
+    chosen = f"all chosen plans have run after {found['chosen_steps']} steps."
+    same = {about: f"{_in_common(each, found['losses'])} {chosen}" for about, each in losses.items()}
+    return [
+        *table(plans, own),
+        *(f"- Losses beside `--recompute-granularity {about}`: {each}" for about, each in same.items()),
+    ]
 
 
 def _in_common(one: Sequence[str], other: Sequence[str]) -> str:
     count = min(len(one), len(other))
     if one[:count] == other[:count]:
-        return f"the first {count} steps have the same bits."
-    return f"step {next(at for at in range(count) if one[at] != other[at]) + 1} DIFFERS."
+        return f"the first {count} steps have the same bits;"
+    return f"step {next(at for at in range(count) if one[at] != other[at]) + 1} DIFFERS;"
 
 
 def _plan(told: dict[str, Any]) -> Plan:
@@ -127,7 +163,12 @@ def _configuration(name: str) -> Configuration:
     if name == TRIAL:
         small = CONFIGURATIONS["tiny"][0]
         return Configuration(TRIAL, small.about, 1, small.flags.replace("--num-layers 1", "--num-layers 3"), "")
-    return next(each for each in CONFIGURATIONS["cpu"] if each.name == name)
+    found = next(each for each in CONFIGURATIONS["cpu"] if each.name == name)
+    flags, smaller = found.flags, {**SMALLER, BATCH: found.processes}
+    for flag, value in smaller.items():
+        flags = re.sub(rf"{flag} \d+", f"{flag} {value}", flags)
+    about = f"{re.sub(', vocabulary [0-9,]+', '', found.about)}, vocabulary 4,096, one micro-batch on each rank"
+    return replace(found, flags=flags, about=about)
 
 
 def _median(plan: Plan) -> float:
@@ -143,35 +184,48 @@ def table(plans: Sequence[Plan], own: Sequence[Plan]) -> list[str]:
     ]
     said = []
     for each in [*own, *plans]:
+        about = f"{each.name}, chosen" if each.kind == CHOSEN else f"`--recompute-granularity {each.name}`"
+        about = each.name if each.kind == OTHER or each is everything else about
         if not each.peak:
-            lines.append(f"| {each.name}, chosen | {_mib(each.budget)} | cannot be met | | | | | |")
+            if each.kind == CHOSEN:
+                lines.append(f"| {about} | {_mib(each.budget)} | cannot be met | | | | | |")
             continue
         rivals = _rivals(each, plans, own)
         best = min(map(_median, rivals)) if rivals else 0.0
         kept = f"{each.peak / each.budget:.1%}" if each.budget else ""
-        about = f"{each.name}, chosen" if each.kind == CHOSEN else f"`--recompute-granularity {each.name}`"
-        about = each.name if each.kind == OTHER or each is everything else about
+        saved, longer = 1 - each.peak / everything.peak, _median(each) / _median(everything)
+        over = f"{_median(each) / best:.3f}" if best and each.kind == CHOSEN else ""
         lines.append(
-            f"| {about} | {_mib(each.budget)} | {_mib(each.peak)} | {kept} | {1 - each.peak / everything.peak:.1%} "
-            f"| {_median(each):.3f} s | {_median(each) / _median(everything):.3f} "
-            f"| {f'{_median(each) / best:.3f}' if best and each.kind == CHOSEN else ''} |"
+            f"| {about} | {_mib(each.budget)} | {_mib(each.peak)} | {kept} | {saved:.1%} "
+            f"| {_median(each):.3f} s | {longer:.3f} | {over} |"
         )
         if each.kind == CHOSEN:
-            held = "kept to" if each.peak <= each.budget * (1 + TOLERANCE) else "NOT kept to"
-            time = "nothing to compare with"
-            if best:
-                ratio = _median(each) / best
-                time = f"{ratio:.3f} of the time of the best of {len(rivals)} other plans"
-                time += "" if ratio <= 1 + TOLERANCE else " (MISSED)"
-            said.append(f"- {each.name}: the budget is {held} ({kept}), {time}.")
+            said.append(
+                f"- {_verdict(each, plans, rivals, kept)} {saved:.1%} less memory takes {longer:.3f} of the time."
+            )
     return [*lines, "", *said]
+
+
+def _verdict(plan: Plan, plans: Sequence[Plan], rivals: Sequence[Plan], kept: str) -> str:
+    """Whether a chosen plan keeps to its budget and is as fast as the best of the others."""
+    if not plan.budget:
+        return f"{plan.name}:"
+    held = "kept to" if plan.peak <= plan.budget * (1 + TOLERANCE) else "NOT kept to"
+    if not rivals:
+        return f"{plan.name}: the budget is {held} ({kept}), nothing to compare with."
+    ratio = _median(plan) / min(map(_median, rivals))
+    once = [each for each in plans if each.kind == OTHER and each.budget == plan.budget and not each.peak]
+    count = len(rivals) + len(once)
+    missed = "" if ratio <= 1 + TOLERANCE else " (MISSED)"
+    time = f"{ratio:.3f} of the time of the best of {count} other plans{missed}"
+    return f"{plan.name}: the budget is {held} ({kept}), {time}."
 
 
 def _rivals(plan: Plan, plans: Sequence[Plan], own: Sequence[Plan]) -> list[Plan]:
     """Other plans that were measured within the budget of a chosen one."""
     within = plan.budget * (1 + TOLERANCE)
     others = [each for each in plans if each.kind == OTHER and each.budget == plan.budget]
-    return [each for each in [*others, *own] if each.seconds and each.peak <= within]
+    return [each for each in [*others, *own] if each.seconds and 0 < each.peak <= within]
 
 
 def _mib(size: int) -> str:

@@ -1,6 +1,6 @@
 """Time predicted beside measured: `python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md`.
 
-    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--seconds 60] [--page FILE]
+    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--seconds 30] [--page FILE]
 
 Calibrates this machine, then runs twenty trainings of one to four processes and compares their steps with the
 predictions: about ten minutes on two cores. Nothing else may run meanwhile. Four processes on two cores share them, and
@@ -240,7 +240,7 @@ def main(given: Sequence[str] | None = None) -> int:
     names = [each.name for each in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--calibration", metavar="FILE", help="one that is there (default: calibrate first)")
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="of the calibration (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of the calibration (%(default)g)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each (%(default)s)")
     parser.add_argument("--page", metavar="FILE", help="the page to write, with a picture and the figures beside it")
     options = parser.parse_args(given)

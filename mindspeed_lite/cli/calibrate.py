@@ -78,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--script", metavar="FILE",
-        help="a pretrain_gpt.py: three short trainings of it measure what a layer, a micro-batch and a step take "
-        "beside their operators",
+        help="a pretrain_gpt.py: short trainings of it measure what a layer, a micro-batch, a step and layers that two "
+        "ranks split take beside their operators and messages",
     )  # fmt: skip
     return parser
 

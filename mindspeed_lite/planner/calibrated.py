@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class CalibratedDevice:
         overlap: the share of a message that runs beside computation: none where a rank has one core.
         overheads: seconds beside what operators take: of a layer, and of a micro-batch in a chunk, a third of each
             in the forward pass; and of a step.
+        split: of a layer that is split over ranks, by the category of their messages, beside these.
     """
 
     name: str
@@ -60,8 +61,9 @@ class CalibratedDevice:
     ranks_per_node: int
     overlap: float
     surfaces: Mapping[tuple[str, ...], Surface]
-    messages: Mapping[tuple[str, int], Sequence[tuple[float, float]]]
+    messages: Mapping[tuple[str, int, int], Sequence[tuple[float, float]]]
     overheads: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    split: Mapping[str, float] = field(default_factory=dict)
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         if work.experts > 1:
@@ -87,11 +89,13 @@ class CalibratedDevice:
         size = work.group.size
         if size == 1:
             return 0.0
-        measured = sorted(each for kind, each in self.messages if kind == work.kind)
+        widths = sorted({width for kind, _, width in self.messages if kind == work.kind})
+        width = work.width if work.width in widths else widths[-1] if widths else 0
+        measured = sorted(each for kind, each, wide in self.messages if (kind, wide) == (work.kind, width))
         if not measured:
             raise ArgumentError(f"the calibration holds no {work.kind}: run `mindspeed-lite calibrate` with two cores")
         near = min(measured, key=lambda each: (abs(math.log(each / size)), each))
-        seconds = _interpolated(self.messages[work.kind, near], work.bytes)
+        seconds = _interpolated(self.messages[work.kind, near, width], work.bytes)
         return seconds if work.kind == "send" else seconds * (1 - 1 / size) / (1 - 1 / near)
 
     def optimizer(self, parameters: float, is_fused: bool) -> float:
@@ -109,6 +113,9 @@ class CalibratedDevice:
 
     def step_overhead(self) -> float:
         return self.overheads[2]
+
+    def split_overhead(self, category: str, is_backward: bool) -> float:
+        return self.split.get(category, 0.0) * (2 if is_backward else 1) / 3
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """Ranks that share cores are together no faster than the cores."""
@@ -141,9 +148,9 @@ def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
     for sample in data["operators"][str(together)]:
         grouped.setdefault(tuple(sample["key"]), []).append((sample["shape"], sample["work"], sample["seconds"]))
-    messages: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    messages: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for sample in data["collectives"]:
-        key = (sample["kind"], int(sample["ranks"]))
+        key = (sample["kind"], int(sample["ranks"]), int(sample.get("width", 4)))
         messages.setdefault(key, []).append((sample["bytes"], sample["seconds"]))
     beside = data.get("overheads", {})
     return CalibratedDevice(
@@ -159,6 +166,7 @@ def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
             float(beside.get("microbatch", 0.0)),
             float(beside.get("step", 0.0)),
         ),
+        split={str(category): float(each) for category, each in beside.get("split", {}).items()},
     )
 
 

@@ -16,6 +16,8 @@ from .pieces import activation_is_recomputed, norm_is_recomputed, norm_tokens, t
 from .training import TrainingConfig
 from .work import Collective, CollectiveCall, Group, Product, Scores, Vector
 
+# Bytes in which a rank says how long its queries, keys and values are.
+LENGTHS = 24
 Beside = Literal["", "products", "attention", "pair"]
 
 
@@ -275,17 +277,21 @@ def _context_parallel(training: TrainingConfig, number: int) -> Iterator[Traffic
         return
     kind, sharing = context.algorithm(training, number), context.sharing(training, number)
     heads = training.num_attention_heads / training.tp
-    rows, both = tokens(training), training.query_size + training.value_size
-    keys = rows * training.local_groups * both * training.width
+    rows = tokens(training)
+    keys = rows * training.local_groups * (training.query_size + training.value_size) * training.width
     name, stride = "context parallel", training.tp
+    # Ranks compare their lengths first.
+    yield Traffic(name, CollectiveCall("all_gather", LENGTHS * training.cp, Group(training.cp, stride)), 1, 0)
     if kind == "gathered":
         group = Group(training.cp, stride)
         yield Traffic(name, CollectiveCall("all_gather", keys * training.cp, group), 1, 0)
         yield Traffic(name, CollectiveCall("reduce_scatter", keys * training.cp, group), 0, 1)
         return
     if sharing > 1:
-        sent = keys + rows * heads * both * training.width
-        yield Traffic(name, CollectiveCall("all_to_all", sent, Group(sharing, stride)), 1, 1)
+        # Queries, keys and values together, and the output.
+        group, row = Group(sharing, stride), rows * heads * training.width
+        yield Traffic(name, CollectiveCall("all_to_all", keys + row * training.query_size, group), 1, 1)
+        yield Traffic(name, CollectiveCall("all_to_all", row * training.value_size, group), 1, 1)
     ring = training.cp // sharing
     if ring > 1:
         # Keys and values go round once; backward their gradients too.
@@ -310,6 +316,11 @@ def _expert_parallel(training: TrainingConfig) -> Iterator[Traffic]:
         else:
             sent = rows * row * training.expert_load
             yield Traffic("expert parallel", CollectiveCall("all_to_all", sent, group), 2, 2, beside)
+            # Before them how many tokens each expert gets; beside the tokens their probabilities.
+            counts = CollectiveCall("all_gather", 8.0 * training.num_experts * training.ep, group)
+            yield Traffic("expert parallel", counts, 1, 0)
+            share = 4.0 * rows * training.expert_load
+            yield Traffic("expert parallel", CollectiveCall("all_to_all", share, group), 1, 1, beside)
     if training.etp > 1:
         routed_bytes, split = rows * row * training.etp * training.expert_load, Group(training.etp)
         yield Traffic("tensor parallel", CollectiveCall("all_gather", routed_bytes, split), 1, 1)

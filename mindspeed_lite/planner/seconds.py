@@ -105,6 +105,8 @@ def _exposed(
         seconds = count * device.message(each.message)
         hidden = _hidden(each, seconds, room, overlap)
         found[each.category] = found.get(each.category, 0.0) + seconds - hidden
+    for category in found:
+        found[category] += work.layers * device.split_overhead(category, is_backward)
     return found
 
 

@@ -247,7 +247,7 @@ def _reduced(training: TrainingConfig, params: Parameters, device: DeviceCosts) 
     kind: Collective = "reduce_scatter" if training.use_distributed_optimizer else "all_reduce"
     width = optimizer.gradient_width(training)
     return sum(
-        device.message(CollectiveCall(kind, count * width, group))
+        device.message(CollectiveCall(kind, count * width, group, width))
         for count, group in _groups(training, params)
         if count and group.size > 1
     )

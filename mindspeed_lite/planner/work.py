@@ -93,11 +93,15 @@ Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all",
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """A collective over the whole tensor of `bytes`: what a rank has after a gather, before a scatter, or sends."""
+    """A collective over the whole tensor of `bytes`: what a rank has after a gather, before a scatter, or sends.
+
+    width: bytes of a number, which a reduction depends on where a processor computes it.
+    """
 
     kind: Collective
     bytes: float
     group: Group
+    width: int = 2
 
 
 class DeviceCosts(Protocol):
@@ -126,6 +130,10 @@ class DeviceCosts(Protocol):
     def pass_overhead(self, is_backward: bool) -> float: ...
 
     def step_overhead(self) -> float: ...
+
+    def split_overhead(self, category: str, is_backward: bool) -> float:
+        """Of a layer whose ranks exchange messages of a category, beside these: waiting for the slower rank, copies."""
+        ...
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """A step whose ranks are `busy` for so many seconds in all, where some may share a core."""

@@ -21,10 +21,19 @@ WHOLE = Way(frozenset({LAYER}), 10, 0, 90, 90, 3.0)
 def test_other_plans_are_within_the_budget(budget: int) -> None:
     options = [[NOTHING, PART, WHOLE]] * 4
     moments = {Instant(NONE, (1, 1, 1, 1)): 0, Instant(3, (1, 1, 1, 1)): 0}
-    found = memory_plans.others(options, moments, budget, 4)
-    assert 2 <= len(found) <= 4 and all(peak(ways, moments) <= budget for _, ways in found)
-    assert found[0][0].startswith("first") and len({name for name, _ in found}) == len(found)
-    assert found == memory_plans.others(options, moments, budget, 4)
+    found = memory_plans.others(options, moments, budget, 8)
+    names = [name for name, _ in found]
+    assert 4 <= len(found) <= 8 and all(peak(ways, moments) <= budget for _, ways in found)
+    assert names[0].startswith("first") and names[1].startswith("last") and len({*names}) == len(found)
+    assert "the cheapest bytes first" in names
+    assert found == memory_plans.others(options, moments, budget, 8)
+
+
+def test_the_cheapest_bytes_go_first() -> None:
+    moments = {Instant(NONE, (1, 1)): 0}
+    ways = memory_plans._cheapest([[NOTHING, PART, WHOLE]] * 2, (NOTHING, NOTHING), moments, 130)
+    assert ways == (PART, PART) or sorted(way.kept for way in ways or ()) == [60, 60]
+    assert memory_plans._cheapest([[NOTHING]], (NOTHING,), {Instant(NONE, (1,)): 0}, 50) is None
 
 
 def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
@@ -33,12 +42,30 @@ def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
     chosen = Plan("50%", 500, CHOSEN, [1.1, 1.2, 1.15], 510)
     others = [Plan(f"50%: {n}", 500, OTHER, [1.4 + draw.random()], 480) for n in range(3)]
     too_large = Plan("50%: large", 500, OTHER, [1.01], 600)
+    # Those that were timed once count among the others, and have no line.
+    others.append(Plan("50%: timed once", 500, OTHER, [1.9]))
     own = [Plan("full", seconds=[1.3], peak=200), Plan("selective", seconds=[1.0], peak=800)]
     impossible = Plan("10%", 100, CHOSEN)
     text = "\n".join(adaptive_memory.table([everything, chosen, impossible, *others, too_large], own))
-    # The best of the others is full; the two that take more than the budget do not count.
-    assert "- 50%: the budget is kept to (102.0%), 0.885 of the time of the best of 4 other plans." in text
+    # The best of the others is full, and what takes more than the budget is not compared with.
+    assert "- 50%: the budget is kept to (102.0%), 0.885 of the time of the best of 5 other plans. 49.0% less" in text
+    assert "takes 1.150 of the time" in text and "timed once" not in text
     assert "| 10%, chosen | 0.0 MiB | cannot be met" in text and "49.0%" in text
     chosen.peak, chosen.seconds = 600, [2.0]
     text = "\n".join(adaptive_memory.table([everything, chosen, *others], own))
     assert "NOT kept to" in text and "(MISSED)" in text
+
+
+def test_a_page_renews_one_part() -> None:
+    page = adaptive_memory.page_of({}, "long", ["a", "", "- b"])
+    both = adaptive_memory.page_of(adaptive_memory.parts(page), "dense-medium", ["c"])
+    assert adaptive_memory.parts(both) == {"dense-medium": "c", "long": "a\n\n- b"}
+    assert both.index("## dense-medium") < both.index("## long") and both.startswith("# Benchmark: memory by choice\n")
+    assert adaptive_memory.parts(adaptive_memory.page_of(adaptive_memory.parts(both), "long", ["d"]))["long"] == "d"
+
+
+def test_configurations_are_smaller_where_no_plan_changes_anything() -> None:
+    for name in adaptive_memory.NAMES:
+        found = adaptive_memory._configuration(name)
+        assert "--vocab-size 4095" in found.flags and f"--global-batch-size {found.processes}" in found.flags
+        assert "vocabulary 4,096" in found.about and "32,768" not in found.about

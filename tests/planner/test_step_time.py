@@ -152,12 +152,33 @@ def test_what_was_measured_is_what_is_predicted_at_its_shape(tmp_path: Path) -> 
     assert 1e-4 < between < 1e-2
     assert found.message(CollectiveCall("all_reduce", 1e6, Group(2))) == pytest.approx(1e-3)
     assert found.message(CollectiveCall("all_reduce", 2e6, Group(2))) == pytest.approx(2e-3, rel=0.15)
+    # Reductions depend on the width of a number, where both were measured.
+    data["collectives"].append({"kind": "all_reduce", "ranks": 2, "bytes": 1e6, "seconds": 3e-3, "width": 2})
+    # What a layer takes beside its messages counts where it has any of them, a third of it in the forward pass.
+    data["overheads"] = {"split": {"context parallel": 0.3}}
+    file.write_text(json.dumps(data))
+    both = calibrated.read(file)
+    seen = [both.message(CollectiveCall("all_reduce", 1e6, Group(2), width)) for width in (2, 4)]
+    assert seen == pytest.approx([3e-3, 1e-3])
+    assert [both.split_overhead("context parallel", each) for each in (False, True)] == pytest.approx([0.1, 0.2])
+    assert both.split_overhead("expert parallel", False) == 0.0
     assert found.shared(10.0, 3.0, 4) == 5.0 and found.shared(10.0, 3.0, 2) == 3.0
     with pytest.raises(ArgumentError, match="holds no optimizer plain"):
         found.optimizer(1e6, False)
     file.write_text("{}")
     with pytest.raises(ArgumentError, match="calibrate` again"):
         calibrated.read(file)
+
+
+def test_layers_that_are_split_take_longer_by_what_was_measured_of_them() -> None:
+    class Slower(PublishedDevice):
+        def split_overhead(self, category: str, is_backward: bool) -> float:
+            return 1.0 if category == "context parallel" else 0.0
+
+    slower = Slower("h100", device().figures)
+    # 8 layers, forward and backward, of 32 micro-batches on 8 / 2 ranks.
+    assert seconds(f"{BASE} {CP2}", of=slower) - seconds(f"{BASE} {CP2}") == pytest.approx(8 * 2 * 32 / 4)
+    assert seconds(f"{BASE} {TP2}", of=slower) == seconds(f"{BASE} {TP2}")
 
 
 def test_layouts_are_as_even_as_whole_layers_allow() -> None:

@@ -1,6 +1,8 @@
-"""Measures what a training takes beside its operators: three short trainings of one process, and what is left of them.
+"""Measures what a training takes beside its operators: short trainings, and what is left of their steps.
 
-They differ in layers and micro-batches, so that a layer's part, a micro-batch's and a step's can be told apart.
+Three of one process differ in layers and micro-batches, so that a layer's part, a micro-batch's and a step's can be
+told apart. Two of two processes, where there are as many cores, say what a layer takes beside its messages where ranks
+split the sequence or the experts: waiting for the slower rank, reordering, and operators that one rank has no use for.
 """
 
 from __future__ import annotations
@@ -28,6 +30,16 @@ WORDS = (
     "--log-interval 1 --eval-iters 1 --eval-interval 1000 --split 90,5,5 --seed 1234 --use-flash-attn "
     "--use-fused-rmsnorm --use-fused-swiglu --use-fused-rotary-pos-emb --use-fused-cross-entropy --use-fused-adamw"
 )
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 256 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type none --moe-router-force-load-balancing --moe-grouped-gemm --moe-permute-fusion"
+)
+# Category of messages -> (flags, global batch size for SPLIT_COUNT micro-batches on two ranks).
+SPLIT_LAYERS, SPLIT_COUNT = 4, 2
+SPLIT = {
+    "context parallel": ("--context-parallel-size 2 --context-parallel-algo ulysses_cp_algo", SPLIT_COUNT),
+    "expert parallel": (f"{EXPERTS} --expert-model-parallel-size 2", 2 * SPLIT_COUNT),
+}
 # (layers, micro-batches)
 SHAPES = ((2, 1), (6, 1), (2, 4))
 
@@ -44,8 +56,11 @@ def measured_step(command: list[str], folder: Path, steps: int, timeout: float =
     return float(statistics.median(max(each["seconds"] for each in row) for row in rows))
 
 
-def overheads(measured: Mapping[str, Any], script: str, steps: int = 8) -> dict[str, float]:
-    """Seconds of a layer, a micro-batch and a step beside what operators take; what is measured as less is 0."""
+def overheads(measured: Mapping[str, Any], script: str, steps: int = 8) -> dict[str, Any]:
+    """Seconds of a layer, a micro-batch and a step beside what operators take; what is measured as less is 0.
+
+    `split`: those of a layer that two ranks split, by the category of their messages.
+    """
 
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-probe-") as name:
         folder = Path(name)
@@ -57,7 +72,24 @@ def overheads(measured: Mapping[str, Any], script: str, steps: int = 8) -> dict[
             words = [*WORDS.split(), "--num-layers", str(layers), "--global-batch-size", str(count)]
             seconds = measured_step([sys.executable, script, *words], folder / f"{layers}-{count}", steps)
             left.append(seconds - step_time.step(arguments.read(words, 1, "cpu"), pricer).seconds)
-    (few, one), (many, _), (_, more) = SHAPES
-    layer = max(0.0, (left[1] - left[0]) / (many - few) / one)
-    microbatch = max(0.0, (left[2] - left[0]) / (more - one) - few * layer)
-    return {"layer": layer, "microbatch": microbatch, "step": max(0.0, left[0] - few * layer - microbatch)}
+        (few, one), (many, _), (_, more) = SHAPES
+        layer = max(0.0, (left[1] - left[0]) / (many - few) / one)
+        microbatch = max(0.0, (left[2] - left[0]) / (more - one) - few * layer)
+        found: dict[str, Any] = {"layer": layer, "microbatch": microbatch}
+        found["step"] = max(0.0, left[0] - few * layer - microbatch)
+        if measured["cores"] > 1 and "2" in measured["operators"]:
+            file.write_text(json.dumps({**measured, "overheads": found}))
+            found["split"] = _split(script, Pricer(calibrated.read(file, 2), measured["overlap"]), folder, steps)
+        return found
+
+
+def _split(script: str, pricer: Pricer, folder: Path, steps: int) -> dict[str, float]:
+    """Seconds of a layer of one micro-batch that two ranks split, beside all that is predicted of it."""
+    found = {}
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script]
+    for category, (flags, batch) in SPLIT.items():
+        words = [*WORDS.split(), *flags.split(), "--num-layers", str(SPLIT_LAYERS), "--global-batch-size", str(batch)]
+        seconds = measured_step([*start, *words], folder / category.replace(" ", "-"), steps)
+        left = seconds - step_time.step(arguments.read(words, 2, "cpu"), pricer).seconds
+        found[category] = max(0.0, left / SPLIT_LAYERS / SPLIT_COUNT)
+    return found

@@ -64,7 +64,7 @@ def measure(ranks: int, seconds: float, timeout: float = 600.0) -> dict[str, Any
         "format": FORMAT,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - began, 1),
-        "device": _processor(),
+        "device": processor(),
         "kind": "cpu",
         "cores": cores,
         "ranks_per_node": cores,
@@ -79,7 +79,8 @@ def measure(ranks: int, seconds: float, timeout: float = 600.0) -> dict[str, Any
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """What the processor is called."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

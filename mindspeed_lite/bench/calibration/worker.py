@@ -110,7 +110,16 @@ def _of_group(group: Any, size: int, seconds: float) -> list[dict[str, Any]]:
             if kind == "send" and size != 2:
                 continue
             taken = _together(run, seconds * 3, group) / (2 if kind == "send" else 1)
-            found.append({"kind": kind, "ranks": size, "bytes": whole.numel() * 4, "seconds": taken})
+            found.append({"kind": kind, "ranks": size, "bytes": whole.numel() * 4, "seconds": taken, "width": 4})
+        # A reduction is computed, and in bfloat16 it takes longer for each byte; what moves bytes does not.
+        for kind in ("all_reduce", "reduce_scatter"):
+            wide, narrow = (each.new_zeros(each.numel() * 2, dtype=torch.bfloat16) for each in (whole, part))
+            run = {
+                "all_reduce": functools.partial(dist.all_reduce, wide, group=group),
+                "reduce_scatter": functools.partial(dist.reduce_scatter_tensor, narrow, wide, group=group),
+            }[kind]
+            taken = _together(run, seconds * 3, group)
+            found.append({"kind": kind, "ranks": size, "bytes": wide.numel() * 2, "seconds": taken, "width": 2})
     return found
 
 
