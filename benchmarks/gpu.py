@@ -34,6 +34,7 @@ from typing import Any
 from benchmarks import gpu_page
 from benchmarks.gpu_parts import Part, parts
 from mindspeed_lite.bench import output
+from mindspeed_lite.child_process import child_process
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRATCH = ROOT / ".bench"
@@ -182,14 +183,15 @@ class Campaign:
         if part.program:
             command += ["--", _python(), *part.program]
         began, ended = self.clock(), ""
-        process = None
         try:
             print(f"== {part.name}: {part.about}; at most {limit:.0f} s", flush=True)
-            with (scratch / "log.txt").open("w") as log:
-                process = subprocess.Popen(
-                    command, cwd=ROOT, env=dict(self.environment), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,
-                )  # fmt: skip
+            with (
+                (scratch / "log.txt").open("w") as log,
+                child_process(
+                    command, _interrupt, cwd=ROOT, env=dict(self.environment), stdin=subprocess.DEVNULL, stdout=log,
+                    stderr=log,
+                ) as process,
+            ):  # fmt: skip
                 process.wait(limit)
         except subprocess.TimeoutExpired:
             ended = "stopped at its limit"
@@ -197,8 +199,6 @@ class Campaign:
             ended = "interrupted"
             raise
         finally:
-            if process is not None and process.poll() is None:
-                _interrupt(process)
             self._conclude(part, scratch, self.clock() - began, limit, ended)
 
     def _conclude(self, part: Part, scratch: Path, seconds: float, limit: float, ended: str) -> None:
@@ -339,6 +339,8 @@ def _python() -> str:
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
     """As Ctrl-C would, so that it writes its report; after the grace it is killed."""
+    if process.poll() is not None:
+        return
     for sign, patience in ((signal.SIGINT, GRACE_SECONDS), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             # The part itself ends what it has started; only a part that does not is ended whole.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite._version import __version__
+from mindspeed_lite.child_process import child_process
 from mindspeed_lite.planner.calibrated import FORMAT
 
 
@@ -31,27 +33,18 @@ def measure(ranks: int, seconds: float, timeout: float = 600.0) -> dict[str, Any
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-calibrate-") as name:
         folder = Path(name)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MINDSPEED_LITE_DEVICE": "cpu"}
-        logs = [(folder / f"rank{rank}.log").open("w") for rank in range(ranks)]
-        processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "mindspeed_lite.bench.calibration.worker", str(rank), str(ranks), name,
-                 str(seconds)],
-                env=environment, stdout=log, stderr=subprocess.STDOUT,
-            )
-            for rank, log in enumerate(logs)
-        ]  # fmt: skip
-        try:
+        with contextlib.ExitStack() as running:
+            processes = []
+            for rank in range(ranks):
+                command = [sys.executable, "-m", "mindspeed_lite.bench.calibration.worker"]
+                command += [str(rank), str(ranks), name, str(seconds)]
+                log = running.enter_context((folder / f"rank{rank}.log").open("w"))
+                started = child_process(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+                processes.append(running.enter_context(started))
             while any(each.poll() is None for each in processes):
                 if any(each.poll() for each in processes) or time.monotonic() - began > timeout:
                     break
                 time.sleep(0.1)
-        finally:
-            for each in processes:
-                if each.poll() is None:
-                    each.kill()
-                each.wait()
-            for log in logs:
-                log.close()
         file = folder / "measured.json"
         if any(each.returncode for each in processes) or not file.is_file():
             tail = [(folder / f"rank{rank}.log").read_text()[-500:] for rank in range(ranks)]
