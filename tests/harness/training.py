@@ -56,6 +56,8 @@ class Trainer:
             "PYTHONWARNINGS": "ignore",
             # Megatron 0.15 is imported here before the device layer, which sets it, is on.
             "TORCH_CUDA_ARCH_LIST": "8.0",
+            # Its import compiles under a lock, which a killed process leaves to everybody who shares the folder.
+            "TORCH_EXTENSIONS_DIR": str(scratch / "extensions"),
         }
         self._errors = (scratch / "forker.log").open("w")
         self._process = subprocess.Popen(
