@@ -104,7 +104,7 @@ def _cheapest(
 def _drawn(
     options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, draw: random.Random
 ) -> tuple[Way, ...] | None:
-    """Ways by chance, with leaner ones in layers by chance until they are within the budget."""
+    """Drawn ways, with leaner ones in drawn layers until they are within the budget."""
     ways = [draw.choice(each) for each in options]
     for _ in range(20 * len(options)):
         if peak(ways, moments) <= budget:

@@ -125,8 +125,8 @@ def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
                 moe_token_dispatcher_type="alltoall", balanced_moe_experts=True, balanced_moe_hot_expert_num=1,
                 fuses_accumulation=accumulates,
             )  # fmt: skip
-            (foreseen,) = [each.bytes for each in experts(training, 0, 0) if each.name.startswith("copies")]
-            assert sum(storages.values()) == foreseen
+            (expected,) = [each.bytes for each in experts(training, 0, 0) if each.name.startswith("copies")]
+            assert sum(storages.values()) == expected
         for number, break_even, copies in ((3, 0.0, 1), (3, 5.9, 1), (3, 6.0, 0), (3, None, None)):
             made.clear()
             settings = {"balanced_moe_hot_expert_num": number, "balanced_moe_break_even": break_even}

@@ -92,7 +92,7 @@ def test_a_shared_expert_releases_its_activation(overlapped):
     with mindspeed_lite.enabled(**GROUPED):
         off = step(model_of(**fields))
     size = 2 * TOKENS * SHARED["moe_shared_expert_intermediate_size"]
-    layers, foreseen = range(LAYERS), {}
+    layers, expected = range(LAYERS), {}
     for level, numbers in (("level0", 1), ("level1", 3)):
         with mindspeed_lite.enabled(**GROUPED, moe_zero_memory=level):
             model = model_of(**fields)
@@ -101,8 +101,8 @@ def test_a_shared_expert_releases_its_activation(overlapped):
         rows = 2 * TOKENS * 2
         saved = LAYERS * (rows * (HIDDEN + numbers * FFN) + numbers * size)
         assert off[0] - on[0] == saved
-        foreseen[level] = predicted("", layers, None, **SHARED) - predicted(level, layers, None, **SHARED)
-        assert saved - LAYERS * MAP == foreseen[level]
+        expected[level] = predicted("", layers, None, **SHARED) - predicted(level, layers, None, **SHARED)
+        assert saved - LAYERS * MAP == expected[level]
 
 
 @pytest.mark.parametrize(

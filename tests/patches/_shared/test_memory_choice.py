@@ -131,7 +131,7 @@ def test_a_training_within_the_budget_is_the_same(folder):
 
 
 @forked("megatron")
-def test_a_choice_that_takes_more_than_foreseen_is_made_again_with_less(folder):
+def test_a_choice_that_takes_more_than_predicted_is_made_again_with_less(folder):
     files = kept_in(folder)
     trained = on(LOW)
     measure_more(200_000)
