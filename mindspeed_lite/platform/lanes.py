@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -348,22 +347,22 @@ def _fill(results: Any, func: Any, args: Any, kwargs: Any) -> None:
 
 def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]) -> Callable[..., Any]:
     """A collective that stays in the lane where it is issued, unless its caller waits for it."""
-    signature = inspect.signature(original)
 
     @functools.wraps(original)
     def issue(*args: Any, **kwargs: Any) -> Any:
         lane = lane_now()
         if lane is None and not _open:
             return original(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        # The first is written.
-        (written, *read) = [each for each in bound.arguments.values() if isinstance(each, torch.Tensor)]
+        # By what is passed, since a wrapper of somebody else may have no signature: the first tensor is written, and
+        # `async_op` is the one flag, the last of the parameters.
+        named = {**dict(enumerate(args)), **kwargs}
+        written = next(named[each] for each in (0, "output_tensor", "output", "tensor") if each in named)
+        read = [each for each in named.values() if isinstance(each, torch.Tensor) and each is not written]
         finish_for(read)
         finish_for((written,), writing=True)
-        if lane is None or bound.arguments.get("async_op"):
+        if lane is None or kwargs.get("async_op") or any(each is True for each in args):
             return original(*args, **kwargs)
-        bound.arguments["async_op"] = True
-        work = original(*bound.args, **bound.kwargs)
+        work = original(*(each for each in args if each is not False), **{**kwargs, "async_op": True})
         if work is not None:
             lane.put(work.wait, read, (written,))
             _watch_compiled_code()

@@ -278,13 +278,18 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
     from mindspeed_lite.ops.rms_norm import rms_norm
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    # A wrapper of somebody else, without a signature.
+    own = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = lambda *args, **kwargs: own(
+        *args, **kwargs
+    )
     platform.activate()
     side = carrying()
     given, out, gathered = torch.ones(4, 4), torch.empty(4, 4), torch.empty(4, 4)
     with torch.cuda.stream(side):
         dist.all_to_all_single(out, given)
         twice = given * 2
-        dist.all_gather_into_tensor(gathered, given)
+        dist.all_gather_into_tensor(input_tensor=given, output_tensor=gathered)
         assert len(side.lane._items) == 2 and torch.equal(twice, torch.full((4, 4), 2.0))
         # In the stream's own order.
         given.add_(1)

@@ -141,8 +141,11 @@ def test_what_is_moved_gives_the_same_bits_and_leaves_the_bytes_of_its_record(fi
             size = counted(model, offload)
             if not again and not swapped:
                 besides = size - LAYERS * kept
-            # The last layer's stays, and the first layer's input is the caller's.
-            assert size == pytest.approx(besides + LAYERS * kept + gone, rel=0.03, abs=6000)
+            # The last layer's stays, and the first layer's input is the caller's. Of the permuted tokens of experts,
+            # 96 rows of 64 bytes in a layer, some stay too; how many depends on the router.
+            assert size == pytest.approx(
+                besides + LAYERS * kept + gone, rel=0.03, abs=LAYERS * 96 * 64 if fields else 6000
+            )
 
 
 def counted(model, offload):
