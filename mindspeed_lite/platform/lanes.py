@@ -353,9 +353,9 @@ def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]
         lane = lane_now()
         if lane is None and not _open:
             return original(*args, **kwargs)
-        # By what is passed, since a wrapper of somebody else may have no signature: the first tensor is written, and
-        # `async_op` is the one flag, the last of the parameters.
-        named = {**dict(enumerate(args)), **kwargs}
+        # By what is passed, since a foreign wrapper may have no signature: the first tensor is written, and `async_op`
+        # is the one flag, the last of the parameters.
+        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         written = next(named[each] for each in (0, "output_tensor", "output", "tensor") if each in named)
         read = [each for each in named.values() if isinstance(each, torch.Tensor) and each is not written]
         finish_for(read)

@@ -278,7 +278,7 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
     from mindspeed_lite.ops.rms_norm import rms_norm
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    # A wrapper of somebody else, without a signature.
+    # A foreign wrapper, without a signature.
     own = dist.all_gather_into_tensor
     dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = lambda *args, **kwargs: own(
         *args, **kwargs
