@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_line(row), flush=True)
             failed = failed or row["share"] > ALLOWED
             rows[row["release"], row["layout"], row["features"]] = _cells(row)
-            page.write_text(_page([*rows.values()], options.steps, options.features))
+            page.write_text(_page(page.stem, [*rows.values()], options.steps, options.features))
     print(f"wrote {page}")
     return int(failed)
 
@@ -360,7 +360,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (row["release"], row["layout"], row["features"], losses, *numbers)
 
 
-def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> str:
+def _page(name: str, rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> str:
     """The newest release first, layouts in the order above."""
     order = [*EVERY_LAYOUT]
     rows = sorted(rows, key=lambda row: (-checkouts.ALL.index(row[0]), order.index(row[1])))
@@ -370,7 +370,7 @@ def _page(rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> s
         found.setdefault(tuple(dict.fromkeys(row[1] for row in rows if row[0] == release)), []).append(release)
     commands = [_command(steps, releases, layouts, features) for layouts, releases in found.items()]
     lines = [
-        "# Losses on against off",
+        f"# Losses on against off: {name.removeprefix('agreement-')}",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
         "",

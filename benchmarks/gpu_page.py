@@ -18,7 +18,7 @@ def render(found: Json, data: str) -> str:
     environment, every = found["environment"], found["parts"]
     versions = ", ".join(f"{name} {version}" for name, version in environment["versions"].items())
     lines = [
-        f"# Benchmarks: {environment['device']}",
+        f"# Operators and trainings on {environment['device']}",
         "",
         f"Measured with `make bench-gpu{' TINY=1' if found['tiny'] else ''}`, written {found['created']}; {versions}.",
         f"All figures and every report: [{data}]({data}).",

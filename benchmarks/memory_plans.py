@@ -35,6 +35,7 @@ class Plan:
     """A plan, what it took and what came of it; `budget` is 0 where there is none.
 
     Attributes:
+        longer: seconds that the record foresees beyond keeping everything, for each micro-batch.
         peak: bytes that were counted; 0 for a plan that was timed once alone, which its record puts within the budget.
     """
 
@@ -44,6 +45,11 @@ class Plan:
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
     ways: tuple[Way, ...] = ()
+    longer: float = 0.0
+
+    def take(self, ways: tuple[Way, ...]) -> None:
+        """Run like this."""
+        self.ways, self.longer = ways, sum(way.seconds for way in ways)
 
 
 Turns = Generator[tuple[Plan, bool], int, None]
@@ -146,7 +152,8 @@ def work(asked: Mapping[str, Any]) -> int:
     def _state(session: Session) -> Any:
         return session.state(adaptive_memory.NAME, lambda: Planned(session, 1 << 60, False))
 
-    adaptive_memory._state = _state
+    if asked["planned"]:
+        adaptive_memory._state = _state
     train_step.around_steps("counting", "a benchmark counts", steps.around)
     script = ROOT / "examples" / "pretrain_gpt.py"
     sys.argv[0] = str(script)
@@ -190,12 +197,11 @@ class _Steps:
     def _alone(self) -> Turns:
         plan = Plan(self._asked["name"])
         self.plans.append(plan)
-        for number in range(self._asked["steps"]):
-            # The first step of a process is slower than the others.
-            found = yield plan, number == 1
-            if number == 1:
+        counted = self._asked["counted"]
+        for number in range(counted + 1 + self._asked["rounds"]):
+            found = yield plan, number == counted
+            if number == counted:
                 plan.peak = found
-            if number <= 1:
                 plan.seconds.clear()
 
     def _planned(self, told: Any) -> Turns:
@@ -205,12 +211,11 @@ class _Steps:
         self.plans.append(everything)
         everything.peak = yield everything, True
         budgets = {f"{share:.0%}": int(share * everything.peak) for share in self._asked["shares"]}
-        budgets |= {f"that of {name}": size for name, size in self._asked["peaks"].items()}
         for name, budget in budgets.items():
             plan, within = Plan(name, budget, CHOSEN), budget
             for _ in range(MAX_CHECKS):
                 try:
-                    plan.ways = choose(options, told.moments, within).ways
+                    plan.take(choose(options, told.moments, within).ways)
                 except BudgetError:
                     break
                 plan.peak = yield plan, True
@@ -218,17 +223,20 @@ class _Steps:
                     break
                 within -= plan.peak - budget
             self.plans.append(plan)
-        least = Plan("the least possible", kind=CHOSEN, ways=leanest(options, told.moments).ways)
+        least = Plan("the least possible", kind=CHOSEN)
+        least.take(leanest(options, told.moments).ways)
         least.peak = yield least, True
         self.plans.append(least)
         self.chosen_steps = len(self.losses)
         finalists = [plan for plan in self.plans if plan.ways]
-        for name in [each for each in budgets if not each.startswith("that of")]:
-            tried = [
-                Plan(f"{name}: {about}", budgets[name], OTHER, ways=ways)
-                for about, ways in others(options, told.moments, budgets[name], self._asked["others"])
-            ]
-            for plan in tried:
+        for chosen in [each for each in self.plans if each.budget]:
+            tried = []
+            for about, ways in others(options, told.moments, chosen.budget, self._asked["others"]):
+                if ways == chosen.ways:
+                    continue
+                plan = Plan(f"{chosen.name}: {about}", chosen.budget, OTHER)
+                plan.take(ways)
+                tried.append(plan)
                 yield plan, False
             self.plans += sorted(tried, key=lambda plan: plan.seconds[0])
             best = sorted(tried, key=lambda plan: plan.seconds[0])[:FINALISTS]

@@ -177,7 +177,7 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
     """The page in Markdown. failed: of trainings that did not run, a line each."""
     cores = calibration["cores"]
     lines = [
-        "# Benchmark: time predicted and measured",
+        "# Time predicted and measured",
         "",
         "`python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md` on "
         f"{calibration['device']}, {cores} cores,",

@@ -98,7 +98,7 @@ def _tell(alternation: Alternation, page: str | None) -> None:
     times = {name: statistics.median(each) for name, each in (("off", off), ("on", on))}
     best = {name: min(each) for name, each in (("off", off), ("on", on))}
     lines = [
-        "# Benchmark: computing activations and norms again",
+        "# Activations and norms computed again",
         "",
         f"`python -m benchmarks.recompute --pairs {len(off)}` on {platform.choose().describe()}:",
         "dense-medium (4 layers, hidden 1024, sequence 1024) with every dense feature on, steps of one process that",

@@ -110,11 +110,11 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
         if (path := kept / each.name / "report.json").is_file()
     }
     if not reports:
-        return "# Benchmarks: cpu\n\nNothing has been measured yet.\n"
+        return "# Trainings and operators on CPU\n\nNothing has been measured yet.\n"
     first = next(iter(reports.values()))
     versions = ", ".join(f"{name} {version}" for name, version in first["environment"]["versions"].items())
     lines = [
-        "# Benchmarks: cpu",
+        "# Trainings and operators on CPU",
         "",
         f"Measured with `make bench` on {first['environment']['device']}; {versions}.",
         "Both arms use the same allocator, threads and data; off is Megatron as it is (on the CPU with the device",

@@ -105,6 +105,16 @@ def index() -> list[str]:
     return table(("Features", "Their pages"), rows)
 
 
+def benchmarks() -> list[str]:
+    """The index's list of what was measured, by the titles of the pages."""
+    found = sorted((DOCS / "benchmarks").glob("*.md"), key=_title)
+    return [f"- [{_title(page)}](benchmarks/{page.name})" for page in found]
+
+
+def _title(page: Path) -> str:
+    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def defaults() -> list[str]:
     """The table of Megatron's defaults that are switched."""
     from mindspeed_lite.patches._shared.megatron_defaults import DEFAULTS
@@ -329,7 +339,7 @@ def pages() -> dict[Path, str]:
         DOCS / "support.md": support(),
         front: with_parts(front, {"results": results(), "groups": groups()}),
         DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),
-        first: with_part(first, "features", index()),
+        first: with_parts(first, {"features": index(), "benchmarks": benchmarks()}),
         switched: with_part(switched, "defaults", defaults()),
         arriving: with_part(arriving, "mindspeed", mindspeed()),
         launching: with_part(launching, "memory", memory_of_examples()),

@@ -169,7 +169,9 @@ def test_the_page_has_every_part(campaign, tmp_path):
     row = found["parts"][0]["report"]["rows"][0]
     row["contenders"][1].update(seconds=None, error="does not agree with ours: output differs by 0.5, allowed 0.03")
     page = gpu_page.render(found, "h100.json")
-    assert page.startswith("# Benchmarks: 1 x NVIDIA H100 80GB HBM3\n") and "[h100.json](h100.json)" in page
+    assert (
+        page.startswith("# Operators and trainings on 1 x NVIDIA H100 80GB HBM3\n") and "[h100.json](h100.json)" in page
+    )
     assert "does not agree with ours: output differs by 0.5" in page and "3.00 TB/s" in page and "- no peer" in page
     assert "| long | failed: ended without a report: out of luck |" in page
     line = next(line for line in page.splitlines() if line.startswith("| dense | ") and "agrees" in line)

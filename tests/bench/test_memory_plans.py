@@ -38,29 +38,40 @@ def test_the_cheapest_bytes_go_first() -> None:
 
 def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
     draw = random.Random(1)
-    everything = Plan("everything kept", seconds=[1.0], peak=1000)
-    chosen = Plan("50%", 500, CHOSEN, [1.1, 1.2, 1.15], 510)
-    others = [Plan(f"50%: {n}", 500, OTHER, [1.4 + draw.random()], 480) for n in range(3)]
-    too_large = Plan("50%: large", 500, OTHER, [1.01], 600)
+    everything = Plan("everything kept", seconds=[1.0] * 3, peak=1000)
+    chosen = Plan("50%", 500, CHOSEN, [1.1, 1.2, 1.15], 510, longer=0.1)
+    others = [Plan(f"50%: {n}", 500, OTHER, [1.4 + draw.random()] * 3, 480) for n in range(3)]
+    # One of another budget is within this one too.
+    others.append(Plan("30%: lean", 300, OTHER, [1.3] * 3, 290))
+    too_large = Plan("50%: large", 500, OTHER, [1.01] * 3, 600)
     # Those that were timed once count among the others, and have no line.
     others.append(Plan("50%: timed once", 500, OTHER, [1.9]))
-    own = [Plan("full", seconds=[1.3], peak=200), Plan("selective", seconds=[1.0], peak=800)]
     impossible = Plan("10%", 100, CHOSEN)
-    text = "\n".join(adaptive_memory.table([everything, chosen, impossible, *others, too_large], own))
-    # The best of the others is full, and what takes more than the budget is not compared with.
-    assert "- 50%: the budget is kept to (102.0%), 0.885 of the time of the best of 5 other plans. 49.0% less" in text
-    assert "takes 1.150 of the time" in text and "timed once" not in text
-    assert "| 10%, chosen | 0.0 MiB | cannot be met" in text and "49.0%" in text
-    chosen.peak, chosen.seconds = 600, [2.0]
-    text = "\n".join(adaptive_memory.table([everything, chosen, *others], own))
+    text = "\n".join(adaptive_memory.table([everything, chosen, impossible, *others, too_large]))
+    # The best of the others is the lean one, and what takes more than the budget is not compared with.
+    assert "- 50%: the budget is kept to (102.0%), 0.884 (0.793 to 0.985) of the time of the best of 5 other" in text
+    assert "plans. 49.0% less memory takes 1.150 of the time" in text and "timed once" not in text
+    assert "| 10%, chosen | 0.0 MiB | cannot be met" in text and "| 1.150 | 1.100 | 0.884 |" in text
+    chosen.peak, chosen.seconds = 600, [2.0] * 3
+    text = "\n".join(adaptive_memory.table([everything, chosen, *others]))
     assert "NOT kept to" in text and "(MISSED)" in text
+
+
+def test_what_is_chosen_within_the_memory_of_megatrons_own_is_judged_beside_it() -> None:
+    full, chosen = Plan("full", seconds=[1.2, 1.3], peak=200), Plan("that of full", seconds=[1.0, 1.0], peak=203)
+    lines = adaptive_memory.alone([full, chosen])
+    assert lines[2].startswith("| `--recompute-granularity full` |") and lines[3].startswith("| that of full, chosen |")
+    said = "- that of full: the budget is kept to (101.5%), 0.800 of the time of `--recompute-granularity full`."
+    assert adaptive_memory._beside(full, chosen) == said
+    chosen.seconds, chosen.peak = [1.4], 300
+    assert "NOT kept to" in (text := adaptive_memory._beside(full, chosen)) and text.endswith("(MISSED).")
 
 
 def test_a_page_renews_one_part() -> None:
     page = adaptive_memory.page_of({}, "long", ["a", "", "- b"])
     both = adaptive_memory.page_of(adaptive_memory.parts(page), "dense-medium", ["c"])
     assert adaptive_memory.parts(both) == {"dense-medium": "c", "long": "a\n\n- b"}
-    assert both.index("## dense-medium") < both.index("## long") and both.startswith("# Benchmark: memory by choice\n")
+    assert both.index("## dense-medium") < both.index("## long") and both.startswith("# Memory by choice\n")
     assert adaptive_memory.parts(adaptive_memory.page_of(adaptive_memory.parts(both), "long", ["d"]))["long"] == "d"
 
 
