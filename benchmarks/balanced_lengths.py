@@ -1,7 +1,7 @@
 """Attention of two data-parallel ranks, balanced and not: `python -m benchmarks.balanced_lengths`.
 
-    python -m benchmarks.balanced_lengths [--steps 6] [--seq-length 8192] [--micro-batches 12] [--heads 4] [--size 64]
-                                          [--shortest 16] [--tail 1.4] [--page docs/benchmarks/balanced-lengths.md]
+    python -m benchmarks.balanced_lengths [--steps 8] [--seq-length 8192] [--micro-batches 4 12] [--heads 4]
+                                          [--size 64] [--shortest 16] [--tail 1.4] [--page FILE]
 
 Two processes, a core each, read documents of long-tailed lengths through Megatron's data sets and loaders. Each
 computes the packed attention of its micro-batches, forward and backward, in fp32: the same step in Megatron's order,
@@ -155,17 +155,28 @@ def _waited(steps: Sequence[Any], what: int) -> list[float]:
     return [sum(max(each[what] for each in row) for row in step) for step in steps]
 
 
-def _page(options: argparse.Namespace, found: dict[str, Any], command: str) -> str:
+def _page(options: argparse.Namespace, command: str, parts: Sequence[str]) -> str:
     lines = [
         "# Attention of data-parallel ranks, balanced",
         "",
         f"Documents from a Pareto distribution (shortest {options.shortest} tokens, exponent {options.tail}, cut at "
-        f"{options.seq_length}), packed into samples of {options.seq_length} tokens; {options.steps} steps of "
-        f"{options.micro_batches} micro-batches of one sample for each of {RANKS} ranks; {options.heads} heads of "
-        f"{options.size}, fp32, forward and backward, a core each. *By pairs* is what the lengths predict. "
-        "Megatron's order is a random one.",
+        f"{options.seq_length}), packed into samples of {options.seq_length} tokens, one in each micro-batch; {RANKS} "
+        f"ranks with a core each; {options.heads} heads of {options.size}, fp32, forward and backward. *By pairs* is "
+        "what the lengths predict. Megatron's order is a random one.",
         "",
         f"`{command}`, CPU with {os.cpu_count()} cores.",
+        *parts,
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _part(options: argparse.Namespace, found: dict[str, Any]) -> list[str]:
+    """What was measured and simulated with one number of micro-batches."""
+    lines = [
+        "",
+        f"## {options.micro_batches} micro-batches of each rank",
+        "",
+        f"{options.steps} steps on {RANKS} ranks:",
         "",
         f"| Ranks wait | Order | slowest of {RANKS} ranks' attention | over random (95 % interval) | by pairs "
         "| above the lower bound |",
@@ -187,15 +198,14 @@ def _page(options: argparse.Namespace, found: dict[str, Any], command: str) -> s
             above = f"{100 * (sum(seconds) / sum(bounds) - 1):.1f} %"
             faster = ("1", "1", above) if name != arm else (f"{gain:.2f}x ({interval})", f"{pairs:.2f}x", above)
             lines.append(f"| {wait} | {name} | {sum(seconds) / len(seconds):.2f} s a step | {' | '.join(faster)} |")
-    return "\n".join([*lines, *_simulated(options)]) + "\n"
+    return [*lines, *_simulated(options)]
 
 
 def _simulated(options: argparse.Namespace) -> list[str]:
     """What the same documents come to over many steps and more ranks, by pairs."""
     lines = [
         "",
-        f"By pairs alone, {SIMULATED_STEPS} steps of {options.micro_batches} micro-batches for each rank "
-        "(`mindspeed-lite balance-lengths --generate`):",
+        f"By pairs alone, {SIMULATED_STEPS} steps (`mindspeed-lite balance-lengths --generate`):",
         "",
         "| Ranks | Ranks wait | over random | random order above the lower bound | balanced above it |",
         "| --- | --- | --- | --- | --- |",
@@ -216,19 +226,24 @@ def _simulated(options: argparse.Namespace) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.balanced_lengths")
-    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=8, help="with the most micro-batches; more with fewer")
     parser.add_argument("--seq-length", type=int, default=8192)
-    parser.add_argument("--micro-batches", type=int, default=12, help="of each rank in a step")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 12], metavar="N", help="of a rank and step")
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--size", type=int, default=64, help="of a head")
     parser.add_argument("--shortest", type=int, default=16, help="tokens of the shortest document")
     parser.add_argument("--tail", type=float, default=1.4, help="exponent of the Pareto distribution")
     parser.add_argument("--page", type=Path)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        found = on_ranks(RANKS, Delays(), partial(_rank, options, folder))
-    text = _page(options, found, page.command("balanced_lengths", arguments))
-    page.write(options, text)
+    if min(options.micro_batches) < 2:
+        parser.error("--micro-batches: with one there is nothing to exchange")
+    parts: list[str] = []
+    for count in options.micro_batches:
+        steps = options.steps * max(options.micro_batches) // count
+        given = argparse.Namespace(**{**vars(options), "micro_batches": count, "steps": steps})
+        with tempfile.TemporaryDirectory() as folder:
+            parts += _part(given, on_ranks(RANKS, Delays(), partial(_rank, given, folder)))
+    page.write(options, _page(options, page.command("balanced_lengths", arguments), parts))
     return 0
 
 
