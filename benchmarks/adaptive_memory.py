@@ -41,8 +41,8 @@ MEGATRON = {
 # Steps of a process of its own before the one that is counted: the first is slower than the others, and
 # `--adaptive-memory` records two and measures three at most.
 FIRST_STEPS, RECORDED_STEPS = 1, 5
-# Who trains in turn beside each of Megatron's, A B B A.
-TURNS = ("Megatron", "chosen", "chosen", "Megatron")
+# Whether a process trains what is chosen: A B B A.
+TURNS = (False, True, True, False)
 # What differs from the configurations of `benchmarks.configurations`: with a larger vocabulary the output layer, which
 # no plan changes, takes most of a step.
 SMALLER = {"--vocab-size": 4095}
@@ -108,52 +108,48 @@ def page_of(before: Mapping[str, str], name: str, part: Sequence[str]) -> str:
 
 
 def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache: str) -> list[str]:
+    lines = ["| in processes of its own | activations | steps |", "| --- | ---: | ---: |"]
     said: list[str] = []
-    own: list[Plan] = []
     losses: dict[str, list[str]] = {}
     for about, flags in MEGATRON.items():
-        runs: dict[str, list[Plan]] = {"Megatron": [], "chosen": []}
-        for turn in TURNS:
+        runs: dict[bool, list[Plan]] = {False: [], True: []}
+        traces: list[list[str]] = []
+        for is_chosen in TURNS:
             asked: dict[str, Any] = {"name": about, "planned": False, "counted": FIRST_STEPS, "rounds": rounds}
             given = flags
-            if turn == "chosen":
-                given = f"--adaptive-memory --memory-budget {runs['Megatron'][0].peak / (1 << 30)}"
-                asked |= {"name": f"that of {about}", "counted": RECORDED_STEPS}
+            if is_chosen:
+                given = f"--adaptive-memory --memory-budget {runs[False][0].peak / (1 << 30)}"
+                asked |= {"counted": RECORDED_STEPS}
             found = _run(name, given, asked, cache)
-            plan = _plan(found["plans"][0])
-            runs[turn].append(plan)
-            print(f"{name}, {plan.name}: {plan.peak / MIB:.1f} MiB, {_median(plan):.3f} s", flush=True)
-            before = losses.setdefault(about, found["losses"])
-            said += (
-                [] if turn == "Megatron" else [f"- Losses within {plan.name}: {_in_common(before, found['losses'])}."]
-            )
-        own += [_together(each) for each in runs.values()]
-        said.append(_beside(*own[-2:]))
+            runs[is_chosen].append(plan := _plan(found["plans"][0]))
+            traces.append(found["losses"])
+            what = "chosen within that of " if is_chosen else ""
+            print(f"{name}, {what}{about}: {plan.peak / MIB:.1f} MiB, {_median(plan):.3f} s", flush=True)
+        lines += alone(runs[False], runs[True])
+        said.append(f"- {beside(runs[False], runs[True])} Losses: {_in_common(*traces)}.")
+        losses[about] = traces[0]
     asked = {"planned": True, "shares": list(shares), "others": others, "rounds": rounds}
     found = _run(name, "--adaptive-memory --memory-budget 1024", asked, cache)
-    plans = [_plan(each) for each in found["plans"]]
     told = f"all chosen plans have run after {found['chosen_steps']} steps."
-    same = {about: f"{_in_common(each, found['losses'])}; {told}" for about, each in losses.items()}
     return [
-        *alone(own),
+        *lines,
+        "",
         *said,
         "",
-        *table(plans),
-        *(f"- Losses beside `--recompute-granularity {about}`: {each}" for about, each in same.items()),
+        *table([_plan(each) for each in found["plans"]]),
+        *(
+            f"- Losses beside `--recompute-granularity {about}`: {_in_common(each, found['losses'])}; {told}"
+            for about, each in losses.items()
+        ),
     ]
 
 
-def _together(runs: Sequence[Plan]) -> Plan:
-    """Several processes as one plan, whose times are theirs."""
-    seconds = [each for run in runs for each in run.seconds]
-    return replace(runs[0], seconds=seconds, peak=max(run.peak for run in runs))
-
-
-def _in_common(one: Sequence[str], other: Sequence[str]) -> str:
-    count = min(len(one), len(other))
-    if one[:count] == other[:count]:
-        return f"the first {count} steps have the same bits"
-    return f"step {next(at for at in range(count) if one[at] != other[at]) + 1} DIFFERS"
+def _in_common(*traces: Sequence[str]) -> str:
+    count = min(map(len, traces))
+    for at in range(count):
+        if len({each[at] for each in traces}) > 1:
+            return f"step {at + 1} DIFFERS"
+    return f"the first {count} steps have the same bits"
 
 
 def _plan(told: dict[str, Any]) -> Plan:
@@ -201,23 +197,30 @@ def _median(plan: Plan) -> float:
     return statistics.median(plan.seconds)
 
 
-def alone(own: Sequence[Plan]) -> list[str]:
-    """A table of plans that had processes of their own: Megatron's, each before what is chosen within its memory."""
-    lines = ["| in processes of its own | activations | step |", "| --- | ---: | ---: |"]
-    for number, each in enumerate(own):
-        about = f"{each.name}, chosen" if number % 2 else f"`--recompute-granularity {each.name}`"
-        lines.append(f"| {about} | {_mib(each.peak)} | {_median(each):.3f} s |")
-    return [*lines, ""]
+def alone(megatron: Sequence[Plan], chosen: Sequence[Plan]) -> list[str]:
+    """Rows of a table: Megatron's recomputation, and what is chosen within its memory; a step's median by process."""
+    named = f"`--recompute-granularity {megatron[0].name}`"
+    return [
+        f"| {about} | {', '.join(dict.fromkeys(_mib(each.peak) for each in runs))} "
+        f"| {', '.join(f'{_median(each):.3f} s' for each in runs)} |"
+        for about, runs in ((named, megatron), (f"chosen within that of {named}", chosen))
+    ]
 
 
-def _beside(megatron: Plan, chosen: Plan) -> str:
-    held = "kept to" if chosen.peak <= megatron.peak * (1 + TOLERANCE) else "NOT kept to"
-    ratio = _median(chosen) / _median(megatron)
-    missed = "" if ratio <= 1 else " (MISSED)"
+def beside(megatron: Sequence[Plan], chosen: Sequence[Plan]) -> str:
+    """Whether what is chosen within Megatron's memory keeps to it and is faster."""
+    used = max(each.peak for each in chosen) / megatron[0].peak
+    found = paired_ratio([*map(_median, chosen)], [*map(_median, megatron)])
+    assert found is not None
+    each = " and ".join(f"{ratio:.3f}" for ratio in found.pairs)
     return (
-        f"- {chosen.name}: the budget is {held} ({chosen.peak / megatron.peak:.1%}), {ratio:.3f} of the time of "
-        f"`--recompute-granularity {megatron.name}`{missed}."
+        f"Chosen within that of {megatron[0].name}: the budget is {_held(used)}, {found.ratio:.3f} of its time "
+        f"({each}){'' if found.ratio <= 1 else ' (MISSED)'}."
     )
+
+
+def _held(used: float) -> str:
+    return f"{'kept to' if used <= 1 + TOLERANCE else 'NOT kept to'} ({used:.1%})"
 
 
 def table(plans: Sequence[Plan]) -> list[str]:
@@ -250,16 +253,14 @@ def _verdict(plan: Plan, plans: Sequence[Plan], rivals: Sequence[Plan]) -> str:
     """Whether a chosen plan keeps to its budget and is as fast as the best of the others."""
     if not plan.budget:
         return f"{plan.name}:"
-    held = "kept to" if plan.peak <= plan.budget * (1 + TOLERANCE) else "NOT kept to"
-    held += f" ({plan.peak / plan.budget:.1%})"
+    held = _held(plan.peak / plan.budget)
     if not rivals:
         return f"{plan.name}: the budget is {held}, nothing to compare with."
     found = _over_best(plan, rivals)
-    interval = "" if found.low is None else f" ({found.low:.3f} to {found.high:.3f})"
     once = [each for each in plans if each.kind == OTHER and each.budget == plan.budget and not each.peak]
     missed = "" if found.ratio <= 1 + TOLERANCE else " (MISSED)"
     return (
-        f"{plan.name}: the budget is {held}, {found.ratio:.3f}{interval} of the time of the best of "
+        f"{plan.name}: the budget is {held}, {found.words(3)} of the time of the best of "
         f"{len(rivals) + len(once)} other plans{missed}."
     )
 

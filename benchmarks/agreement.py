@@ -370,7 +370,7 @@ def _page(name: str, rows: list[tuple[str, ...]], steps: int, features: Sequence
         found.setdefault(tuple(dict.fromkeys(row[1] for row in rows if row[0] == release)), []).append(release)
     commands = [_command(steps, releases, layouts, features) for layouts, releases in found.items()]
     lines = [
-        f"# Losses on against off: {name.removeprefix('agreement-')}",
+        f"# Losses on against off{name.removeprefix('agreement').replace('-', ': ', 1)}",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
         "",

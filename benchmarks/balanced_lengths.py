@@ -194,9 +194,8 @@ def _part(options: argparse.Namespace, found: dict[str, Any]) -> list[str]:
             ratio = paired_ratio(of(found["in order"], 0), seconds)
             assert ratio is not None
             pairs = sum(of(found["in order"], 1)) / sum(of(found[name], 1))
-            gain, interval = sum(of(found["in order"], 0)) / sum(seconds), f"{ratio.low:.2f} to {ratio.high:.2f}"
             above = f"{100 * (sum(seconds) / sum(bounds) - 1):.1f} %"
-            faster = ("1", "1", above) if name != arm else (f"{gain:.2f}x ({interval})", f"{pairs:.2f}x", above)
+            faster = ("1", "1", above) if name != arm else (ratio.words(), f"{pairs:.2f}", above)
             lines.append(f"| {wait} | {name} | {sum(seconds) / len(seconds):.2f} s a step | {' | '.join(faster)} |")
     return [*lines, *_simulated(options)]
 
@@ -219,7 +218,7 @@ def _simulated(options: argparse.Namespace) -> list[str]:
             ("in each micro-batch", random.micro_batch, waiting.micro_batch, bound.micro_batch),
         ):
             above = (f"{100 * (each / least - 1):.1f} %" for each in (slowest, after))
-            lines.append(f"| {ranks} | {wait} | {slowest / after:.2f}x | {' | '.join(above)} |")
+            lines.append(f"| {ranks} | {wait} | {slowest / after:.2f} | {' | '.join(above)} |")
     return lines
 
 

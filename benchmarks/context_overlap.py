@@ -124,7 +124,7 @@ class Arm(NamedTuple):
 
 
 def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """A B A B: {pass: {"seconds": {arm}, "waited": {arm}, "ratio": [of the first arm by the second, low, high]}}."""
+    """A B A B: {pass: {"seconds": {arm}, "waited": {arm}, "ratio": of the first arm by the second, in words}}."""
     told: dict[str, Any] = {name: {arm: [] for arm in arms} for name in passes}
     for repeat in range(repeats + 1):
         for arm, (algorithm, at_once) in arms.items():
@@ -147,7 +147,7 @@ def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats
         results[name] = {
             "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
             "waited": {arm: max(statistics.median(w for _, w in rank[arm]) for rank in every) for arm in by_arm},
-            "ratio": [ratio.ratio, ratio.low, ratio.high],
+            "ratio": ratio.words(),
         }
     return results
 
@@ -293,7 +293,7 @@ def _page(
             "" if is_free else f"{row['share']:g} blocks",
             "as fast as it goes" if is_free else f"{row['rate']:.0f} Mbit/s",
             *(_ms(row["seconds"][arm]) for arm in ("off", "on")),
-            _ratio(row),
+            row["ratio"],
             f"{off.seconds / on.seconds:.2f}",
             *(_ms(row["waited"][arm]) for arm in ("off", "on")),
             "" if is_free else f"{100 * hidden:.0f} %",
@@ -326,7 +326,7 @@ def _page(
                 row["pass"],
                 f"{row['share'] * options.block / row['block']:g} blocks",
                 *(_ms(row["seconds"][arm]) for arm in ("single", "double")),
-                _ratio(row),
+                row["ratio"],
                 f"{single.seconds / double.seconds:.2f}",
             ]
             lines.append(f"| {' | '.join(cells)} |")
@@ -335,11 +335,6 @@ def _page(
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.0f} ms"
-
-
-def _ratio(row: dict[str, Any]) -> str:
-    ratio, low, high = row["ratio"]
-    return f"{ratio:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

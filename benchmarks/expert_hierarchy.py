@@ -105,7 +105,7 @@ def _race(exchange: _Exchange, timeline: Timeline, repeats: int, hosts: int) -> 
     assert ratio is not None
     return {
         "seconds": {arm: statistics.median(each) for arm, each in seconds_of.items()},
-        "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "ratio": ratio.words(),
         "bytes": {arm: sum(one[1][arm] for one in every) / hosts for arm in ARMS},
     }
 
@@ -195,11 +195,10 @@ def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None
         "|---|---|---|---|---|",
     ]
     for row in found["rows"]:
-        ratio, low, high = row["ratio"]
         cells = [
             *("as fast as it goes" if rate is None else f"{rate:g} Mbit/s" for rate in (row["between"], row["within"])),
             *(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS),
-            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            row["ratio"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [

@@ -142,7 +142,7 @@ def _race(trainings: dict[str, Any], feature: str, seen: Where, repeats: int) ->
         "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
         "waited": {arm: max(statistics.median(step[1] for step in each[arm]) for each in every) for arm in ARMS},
         "bytes": max(each["off"][0][2] for each in every),
-        "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "ratio": ratio.words(),
         "where": {arm: _mean([step[3] for step in each]) for arm, each in told.items()},
     }
 
@@ -252,7 +252,6 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str |
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        ratio, low, high = row["ratio"]
         off, on = (row["waited"][arm] for arm in ARMS)
         exchange, link, best, hidden = "", "as fast as it goes", "", ""
         if "rate" in row:
@@ -264,7 +263,7 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str |
             exchange,
             link,
             *(_ms(row["seconds"][arm]) for arm in ARMS),
-            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            row["ratio"],
             best,
             _ms(off),
             _ms(on),

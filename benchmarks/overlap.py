@@ -185,7 +185,7 @@ def _measure(problem: Problem, options: argparse.Namespace, view: timeline.Timel
         "waited": {arm: _slowest(statistics.median(each)) for arm, each in waited.items()},
         "predicted": {arm: sum(each.now for each in lanes) for arm, lanes in predicted.items()},
         "exposed": {arm: sum(each.exposed for each in lanes) for arm, lanes in predicted.items()},
-        "ratio": [ratio.ratio, ratio.low, ratio.high],
+        "ratio": ratio.words(),
         "spans": {
             arm: {rank: [vars(span) for span in each[arm]] for rank, each in enumerate(gathered)} for arm in arms
         },
@@ -264,7 +264,6 @@ def _page(
     ]
     for each in results:
         predicted = each["predicted"]
-        ratio, low, high = each["ratio"]
         can = each["sending"] - each["exposed"]["on"]
         hidden = (each["sending"] - each["waited"]["on"]) / can if each["share"] is not None else None
         link = "as fast as it goes" if each["rate"] is None else f"{each['rate']:.0f} Mbit/s"
@@ -272,7 +271,7 @@ def _page(
             link,
             *(f"{1e3 * each[name]:.0f} ms" for name in ("computing", "sending")),
             *(f"{1e3 * each['seconds'][arm]:.0f} ms" for arm in ("off", "on")),
-            f"{ratio:.2f} ({low:.2f} to {high:.2f})",
+            each["ratio"],
             f"{predicted['off'] / predicted['on']:.2f}",
             *(f"{1e3 * each['waited'][arm]:.0f} ms" for arm in ("off", "on")),
             "" if hidden is None else f"{100 * hidden:.0f} %",

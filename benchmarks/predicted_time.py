@@ -4,8 +4,7 @@
 
 Calibrates this machine, then runs twenty trainings of one to four processes and compares their steps with the
 predictions: about ten minutes on two cores. Nothing else may run meanwhile. Four processes on two cores share them, and
-are judged apart. The same piece of work is timed beside the calibration and beside each training, so that a machine
-whose speed changes is told apart from a wrong prediction.
+are judged apart.
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from mindspeed_lite.bench.calibration import probe, run
 from mindspeed_lite.planner import arguments, calibrated, step_time
@@ -98,11 +95,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of a case in seconds, predicted and measured.
-
-    Attributes:
-        pace: seconds of a piece of work beside the training, over those beside the calibration.
-    """
+    """A step of a case in seconds, predicted and measured."""
 
     name: str
     group: str
@@ -110,33 +103,10 @@ class Pair:
     predicted: float
     measured: float
     parts: dict[str, float]
-    pace: float = 1.0
 
     @property
     def error(self) -> float:
         return self.predicted / self.measured - 1
-
-    @property
-    def error_at_pace(self) -> float:
-        """As if the machine had been as fast as for the calibration."""
-        return self.predicted * self.pace / self.measured - 1
-
-
-def work_seconds() -> float:
-    """The median time of a piece of work of one thread: products and passes over memory."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        matrix, vector = torch.full((512, 512), 0.5), torch.ones(1 << 21)
-        found = []
-        for _ in range(25):
-            start = time.perf_counter()
-            torch.mm(matrix, matrix)
-            vector.add_(1.0)
-            found.append(time.perf_counter() - start)
-        return statistics.median(found)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def predict(case: Case, calibration: Path, cores: int) -> step_time.StepTime:
@@ -188,12 +158,6 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
                 f"Mean error {about}: {mean:.1%} over {len(members)} trainings; the largest is {worst.error:+.1%} "
                 f"({worst.name})."
             )
-            paces = [each.pace for each in members]
-            mean = statistics.mean(abs(each.error_at_pace) for each in members)
-            lines.append(
-                f"The machine took {min(paces):.2f} to {max(paces):.2f} times as long for the same work as beside the "
-                f"calibration; with that taken out the mean error is {mean:.1%}."
-            )
         if len(members) > 1:
             lines.append(f"Rank correlation {about}: {rank_correlation(members):.3f}.")
     if len(pairs) > 1:
@@ -226,8 +190,8 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         "",
         f"![predicted over measured seconds]({picture})",
         "",
-        "| training | processes | predicted | measured | error | machine's pace | largest parts of the prediction |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- |",
+        "| training | processes | predicted | measured | error | largest parts of the prediction |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
     ]
     for each in pairs:
         parts = ", ".join(
@@ -237,7 +201,7 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         lines.append(
             f"| {each.name}{shared} | {each.processes} | {each.predicted * 1e3:.0f} ms "
             f"| {each.measured * 1e3:.0f} ms | "
-            f"{each.error:+.1%} | {each.pace:.2f} | {parts} |"
+            f"{each.error:+.1%} | {parts} |"
         )
     if any(each.processes > cores for each in pairs):
         lines += [
@@ -285,31 +249,29 @@ def main(given: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
         folder = Path(name)
         file = Path(options.calibration) if options.calibration else folder / "calibration.json"
-        before = work_seconds()
         if not options.calibration:
             calibration = run.measure(min(2, cores), options.seconds)
             calibration["overheads"] = probe.overheads(calibration, SCRIPT)
             file.write_text(json.dumps(calibration))
         calibration = json.loads(file.read_text())
-        calibrated_at = statistics.mean((before, work_seconds()))
         pairs: list[Pair] = []
         failed: list[str] = []
         for case in CASES:
             if options.only and case.name not in options.only:
                 continue
-            found, before = predict(case, file, cores), work_seconds()
+            found = predict(case, file, cores)
             try:
                 measured = measure(case, folder / case.name.replace(" ", "-"), options.steps)
             except run.CalibrationError as error:
                 failed.append(f"{case.name}: no figures: {error}")
                 print(failed[-1], flush=True)
                 continue
-            pace = statistics.mean((before, work_seconds())) / calibrated_at
-            parts = dict(found.parts)
-            one = Pair(case.name, case.group, case.processes, found.seconds, measured, parts, pace)
-            pairs.append(one)
-            told = f"predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}"
-            print(f"{one.name}: {told}; the machine's pace {one.pace:.2f}", flush=True)
+            pairs.append(Pair(case.name, case.group, case.processes, found.seconds, measured, dict(found.parts)))
+            one = pairs[-1]
+            print(
+                f"{one.name}: predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}",
+                flush=True,
+            )
     for line in verdict(pairs, cores):
         print(line)
     print(f"{time.monotonic() - began:.0f} s in all")

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(alternation: Alternation, page: str | None) -> None:
     off, on = alternation.seconds[False], alternation.seconds[True]
     found = paired_ratio(on, off)
-    assert found is not None and found.low is not None and found.high is not None
+    assert found is not None
     times = {name: statistics.median(each) for name, each in (("off", off), ("on", on))}
     best = {name: min(each) for name, each in (("off", off), ("on", on))}
     lines = [
@@ -108,7 +108,7 @@ def _tell(alternation: Alternation, page: str | None) -> None:
         "| --- | ---: | ---: | ---: |",
         f"| median step | {times['off']:.3f} s | {times['on']:.3f} s | {times['on'] / times['off']:.3f} |",
         f"| fastest step | {best['off']:.3f} s | {best['on']:.3f} s | {best['on'] / best['off']:.3f} |",
-        f"| mean of the pairs, 95 % interval | | | {found.ratio:.3f} ({found.low:.3f} to {found.high:.3f}) |",
+        f"| mean of the pairs, 95 % interval | | | {found.words(3)} |",
         "",
         f"Ratios of the pairs: {', '.join(f'{each:.3f}' for each in found.pairs)}.",
     ]

@@ -122,7 +122,7 @@ class Race:
         return {
             "imbalance": {arm: _imbalance(steps[arm]) for arm in ARMS},
             "seconds": {arm: statistics.median(each) for arm, each in seconds.items()},
-            "ratio": [ratio.ratio, ratio.low, ratio.high],
+            "ratio": ratio.words(),
         }
 
 
@@ -134,5 +134,4 @@ def _imbalance(steps: Sequence[Sequence[tuple[float, int]]]) -> float:
 
 def speeds(row: dict[str, Any]) -> list[str]:
     """Cells of a row: seconds of both arms, and off / on."""
-    ratio, low, high = row["ratio"]
-    return [*(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS), f"{ratio:.2f} ({low:.2f} to {high:.2f})"]
+    return [*(f"{1e3 * row['seconds'][arm]:.0f} ms" for arm in ARMS), row["ratio"]]

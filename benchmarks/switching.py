@@ -94,8 +94,7 @@ def _page(options: argparse.Namespace, told: dict[str, list[dict[str, float]]], 
         seconds = [[each[what] for each in told[arm]] for arm in (reference, "switched")]
         ratio = paired_ratio(seconds[1], seconds[0])
         assert ratio is not None
-        interval = "" if ratio.low is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
-        cells = [*(f"{1e3 * median(each):.1f} ms" for each in seconds), f"{ratio.ratio:.2f}{interval}"]
+        cells = [*(f"{1e3 * median(each):.1f} ms" for each in seconds), ratio.words()]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     on, off = (1e3 * median(each[what] for each in told["switched"]) for what in ("on", "off"))
     lines += ["", f"Switching on takes {on:.0f} ms and off {off:.0f} ms, with model and optimizer alive.", ""]

@@ -34,8 +34,13 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
     signature = inspect.signature(wrapped)
 
     def __init__(block: Any, *args: Any, **kwargs: Any) -> None:
+        from megatron.core import parallel_state
+
         wrapped(block, *args, **kwargs)
         config, chunk = block.config, signature.bind(block, *args, **kwargs).arguments.get("vp_stage")
+        if "vp_stage" not in signature.parameters:
+            # Megatron 0.12 builds each chunk as the current one of the process.
+            chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
         chunks, number = config.virtual_pipeline_model_parallel_size, config.recompute_num_layers
         if chunk is None or not chunks or not number or config.recompute_method != "block":
             return
@@ -64,7 +69,6 @@ FEATURE = Feature(
     ),
     numerics="bitwise",
     theme="memory",
-    unsupported={"<0.14": "before Megatron 0.14 a block does not know its virtual stage"},
     condition=_why_not,
     conflicts=tuple(
         Relation(name, "it passes over as many layers of each virtual stage")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from benchmarks.memory_plans import CHOSEN, OTHER, Plan
 from mindspeed_lite.memory.layer_records import LAYER, NONE, Instant
 from mindspeed_lite.memory.layer_ways import Way
 from mindspeed_lite.memory.recompute_choice import peak
+from tests.harness import matrix
 
 NOTHING = Way(frozenset(), 100, 0, 0, 0, 0.0)
 PART = Way(frozenset({"attention"}), 60, 0, 40, 40, 1.0)
@@ -57,14 +59,34 @@ def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
     assert "NOT kept to" in text and "(MISSED)" in text
 
 
-def test_what_is_chosen_within_the_memory_of_megatrons_own_is_judged_beside_it() -> None:
-    full, chosen = Plan("full", seconds=[1.2, 1.3], peak=200), Plan("that of full", seconds=[1.0, 1.0], peak=203)
-    lines = adaptive_memory.alone([full, chosen])
-    assert lines[2].startswith("| `--recompute-granularity full` |") and lines[3].startswith("| that of full, chosen |")
-    said = "- that of full: the budget is kept to (101.5%), 0.800 of the time of `--recompute-granularity full`."
-    assert adaptive_memory._beside(full, chosen) == said
-    chosen.seconds, chosen.peak = [1.4], 300
-    assert "NOT kept to" in (text := adaptive_memory._beside(full, chosen)) and text.endswith("(MISSED).")
+def test_what_is_chosen_within_megatrons_memory_is_judged_by_processes() -> None:
+    full = [Plan("full", seconds=[1.0, 1.2, 1.1], peak=200 << 20), Plan("full", seconds=[2.0], peak=200 << 20)]
+    chosen = [Plan("full", seconds=[1.0], peak=203 << 20), Plan("full", seconds=[1.6], peak=190 << 20)]
+    own, ours = adaptive_memory.alone(full, chosen)
+    assert own == "| `--recompute-granularity full` | 200.0 MiB | 1.100 s, 2.000 s |"
+    assert ours.endswith("| 203.0 MiB, 190.0 MiB | 1.000 s, 1.600 s |")
+    # The geometric mean of 1.0 / 1.1 and 1.6 / 2.0.
+    said = "Chosen within that of full: the budget is kept to (101.5%), 0.853 of its time (0.909 and 0.800)."
+    assert adaptive_memory.beside(full, chosen) == said
+    chosen[1].seconds, chosen[1].peak = [2.5], 210 << 20
+    assert adaptive_memory.beside(full, chosen).endswith(
+        "NOT kept to (105.0%), 1.066 of its time (0.909 and 1.250) (MISSED)."
+    )
+
+
+def test_losses_that_differ_in_any_process_are_told() -> None:
+    assert adaptive_memory._in_common(["a", "b"], ["a", "b", "c"], ["a", "b"]) == "the first 2 steps have the same bits"
+    assert adaptive_memory._in_common(["a", "b"], ["a", "b", "c"], ["a", "d"]) == "step 2 DIFFERS"
+
+
+@matrix.whole
+def test_a_small_model_trains_under_every_plan(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    flags = "--configuration trial --rounds 2 --others 2 --shares 0.5 --page"
+    assert adaptive_memory.main([*flags.split(), str(page)]) == 0
+    text = page.read_text()
+    assert text.count("have the same bits") == 4 and "DIFFERS" not in text and "NOT kept" not in text
+    assert "| 50%, chosen |" in text and "| the least possible, chosen |" in text
 
 
 def test_a_page_renews_one_part() -> None:

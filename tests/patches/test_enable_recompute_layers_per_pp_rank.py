@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches.enable_recompute_layers_per_pp_rank import FEATURE, layers_of_chunk
+from tests.harness import checkouts, matrix, recomputed_share
 from tests.harness.processes import forked
 from tests.harness.swapped import reasons
+from tests.harness.training import Trainer
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])
@@ -59,3 +64,12 @@ def test_a_block_recomputes_its_share_with_the_same_bits():
         found.append([x.grad, *(weight.grad for weight in block.parameters())])
     assert all(map(torch.equal, *found)) and all(each.abs().sum() > 0 for each in found[0])
     assert mindspeed_lite.disable() == [] and block.config is config
+
+
+# A chunk learns its number from the process in 0.12, and from an argument since.
+@pytest.mark.parametrize(
+    "release", [pytest.param(each, marks=() if each == "0.12.1" else matrix.whole) for each in checkouts.ALL]
+)
+def test_virtual_stages_of_a_rank_take_layers_in_turns(trainer: Callable[[str], Trainer], release: str) -> None:
+    script = str(Path(recomputed_share.__file__))
+    trainer(release).run(entry="script", arm="device", nproc=2, argv=[script]).check()
