@@ -68,7 +68,7 @@ def test_a_block_recomputes_its_share_with_the_same_bits():
 
 # A chunk learns its number from the process in 0.12, and from an argument since.
 @pytest.mark.parametrize(
-    "release", [pytest.param(each, marks=() if each == "0.12.1" else matrix.whole) for each in checkouts.ALL]
+    "release", [pytest.param(each, marks=() if each == "0.12.1" else matrix.whole) for each in checkouts.EVERY]
 )
 def test_virtual_stages_of_a_rank_take_layers_in_turns(trainer: Callable[[str], Trainer], release: str) -> None:
     script = str(Path(recomputed_share.__file__))
