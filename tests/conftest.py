@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,9 @@ import torch
 # Counting devices, unlike asking whether CUDA is available, leaves this process fit to be forked.
 if torch.cuda.device_count() == 0:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A shell has what it starts in the background ignore interrupts, which some tests send.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest.register_assert_rewrite("tests.harness")
 
