@@ -25,11 +25,15 @@ FEW = ["fp32", "both"]
 def faults(train: Trainer, nproc: int, cases: list[str], out: Path, steps: int = 6) -> dict[str, list[str]]:
     """What did not hold, by case, on any rank."""
     script = str(Path(placed_experts.__file__))
-    argv = [script, str(out), str(steps), *cases]
-    train.run(entry="script", arm="device", nproc=nproc, argv=argv, timeout=900).check()
-    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
-    assert all([*each] == cases for each in ranks)
-    return {case: found for case in cases if (found := [text for each in ranks for text in each[case]])}
+    found: dict[str, list[str]] = {}
+    # Megatron's models outlive their trainings, and with them the threads of their groups: few trainings a process.
+    for some in (cases[first : first + 5] for first in range(0, len(cases), 5)):
+        argv = [script, str(out), str(steps), *some]
+        train.run(entry="script", arm="device", nproc=nproc, argv=argv, timeout=900).check()
+        ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(nproc)]
+        assert all([*each] == some for each in ranks)
+        found |= {case: texts for case in some if (texts := [text for each in ranks for text in each[case]])}
+    return found
 
 
 def test_experts_that_change_places_change_no_bit(trainer: Callable[[str], Trainer], tmp_path: Path) -> None:
