@@ -1,10 +1,11 @@
 """Time predicted beside measured: `python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md`.
 
-    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--seconds 30] [--page FILE]
+    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--rounds 3] [--page FILE]
 
-Calibrates this machine, then runs twenty trainings of one to four processes and compares their steps with the
-predictions: about ten minutes on two cores. Nothing else may run meanwhile. Four processes on two cores share them, and
-are judged apart.
+A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
+Nothing else may run meanwhile. What is predicted is the median of the rounds; what is measured is the lower quartile
+of all their steps, as the calibration takes it of its own. Four processes on two cores share them, and are judged
+apart.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.bench.calibration import probe, run
+from mindspeed_lite.bench.calibration import probe, run, trainings
+from mindspeed_lite.bench.calibration.samples import undisturbed
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
 
@@ -95,7 +97,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of a case in seconds, predicted and measured."""
+    """A step of a case in seconds, predicted and measured. `median`: of the same steps; the others are undisturbed."""
 
     name: str
     group: str
@@ -103,6 +105,7 @@ class Pair:
     predicted: float
     measured: float
     parts: dict[str, float]
+    median: float = math.nan
 
     @property
     def error(self) -> float:
@@ -116,12 +119,11 @@ def predict(case: Case, calibration: Path, cores: int) -> step_time.StepTime:
     return step_time.step(arguments.read(words, case.processes, "cpu"), Pricer(device, device.overlap))
 
 
-def measure(case: Case, folder: Path, steps: int) -> float:
-    """The median step of a real training."""
-    start = [sys.executable]
-    if case.processes > 1:
-        start += ["-m", "torch.distributed.run", "--nproc-per-node", str(case.processes)]
-    return probe.measured_step([*start, SCRIPT, *PLAIN.split(), *case.flags.split()], folder, steps, 600.0)
+def measure(cases: Sequence[Case], folder: Path, steps: int) -> dict[str, list[float] | str]:
+    """Seconds of each step of real trainings by their names, or why there are none."""
+    given = [trainings.Training((*PLAIN.split(), *each.flags.split()), each.processes) for each in cases]
+    found = trainings.measured_steps(SCRIPT, given, folder, steps)
+    return {case.name: each for case, each in zip(cases, found, strict=True)}
 
 
 def rank_correlation(pairs: Sequence[Pair]) -> float:
@@ -158,6 +160,9 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
                 f"Mean error {about}: {mean:.1%} over {len(members)} trainings; the largest is {worst.error:+.1%} "
                 f"({worst.name})."
             )
+            if all(each.median > 0 for each in members):
+                mean = statistics.mean(abs(each.predicted / each.median - 1) for each in members)
+                lines.append(f"Against the medians of the same steps, disturbances counted: {mean:.1%}.")
         if len(members) > 1:
             lines.append(f"Rank correlation {about}: {rank_correlation(members):.3f}.")
     if len(pairs) > 1:
@@ -182,9 +187,10 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         "`python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md` on "
         f"{calibration['device']}, {cores} cores,",
         f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
-        f"in {calibration['seconds']:.0f} s.",
-        "A rank has one thread. Measured is the median step of a real training over gloo; predicted is what",
-        "[`mindspeed-lite plan`](../plan.md) says by the calibration.",
+        f"in {calibration['seconds']:.0f} s, and {calibration.get('probe_seconds', 0.0):.0f} s of short trainings.",
+        "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
+        "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by a calibration, which takes the",
+        "lower quartile too; of several rounds the median. A round calibrates, then runs all trainings.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -234,6 +240,25 @@ def draw(pairs: Sequence[Pair], cores: int, path: Path) -> None:
     figure.savefig(path)
 
 
+def _calibrated(folder: Path, cores: int, seconds: float) -> Path:
+    """The file of a calibration that has been made now."""
+    found = run.measure(min(2, cores), seconds)
+    began = time.monotonic()
+    found["overheads"] = probe.overheads(found, SCRIPT)
+    found["probe_seconds"] = round(time.monotonic() - began, 1)
+    file = folder / "calibration.json"
+    file.write_text(json.dumps(found))
+    return file
+
+
+def _pair(case: Case, predicted: Sequence[step_time.StepTime], steps: Sequence[float]) -> Pair:
+    middle = sorted(predicted, key=lambda each: each.seconds)[len(predicted) // 2]
+    return Pair(
+        case.name, case.group, case.processes, middle.seconds, undisturbed(steps), dict(middle.parts),
+        statistics.median(steps),
+    )  # fmt: skip
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Calibrate, run, compare, and write the page if one is named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.predicted_time", description="Time, predicted.")
@@ -242,36 +267,35 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibration", metavar="FILE", help="one that is there (default: calibrate first)")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of the calibration (%(default)g)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything (%(default)s)")
     parser.add_argument("--page", metavar="FILE", help="the page to write, with a picture and the figures beside it")
     options = parser.parse_args(given)
     os.chdir(ROOT)
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
+    cases = [each for each in CASES if not options.only or each.name in options.only]
+    predicted: dict[str, list[step_time.StepTime]] = {each.name: [] for each in cases}
+    steps: dict[str, list[float]] = {each.name: [] for each in cases}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
-        folder = Path(name)
-        file = Path(options.calibration) if options.calibration else folder / "calibration.json"
-        if not options.calibration:
-            calibration = run.measure(min(2, cores), options.seconds)
-            calibration["overheads"] = probe.overheads(calibration, SCRIPT)
-            file.write_text(json.dumps(calibration))
-        calibration = json.loads(file.read_text())
-        pairs: list[Pair] = []
-        failed: list[str] = []
-        for case in CASES:
-            if options.only and case.name not in options.only:
-                continue
-            found = predict(case, file, cores)
-            try:
-                measured = measure(case, folder / case.name.replace(" ", "-"), options.steps)
-            except run.CalibrationError as error:
-                failed.append(f"{case.name}: no figures: {error}")
-                print(failed[-1], flush=True)
-                continue
-            pairs.append(Pair(case.name, case.group, case.processes, found.seconds, measured, dict(found.parts)))
-            one = pairs[-1]
-            print(
-                f"{one.name}: predicted {one.predicted:.3f} s, measured {one.measured:.3f} s, {one.error:+.1%}",
-                flush=True,
-            )
+        for number in range(options.rounds):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            file = Path(options.calibration) if options.calibration else _calibrated(folder, cores, options.seconds)
+            calibration = json.loads(file.read_text())
+            for case_name, taken in measure(cases, folder / "trainings", options.steps).items():
+                if isinstance(taken, str):
+                    failed[case_name] = taken
+                else:
+                    steps[case_name] += taken
+            for case in cases:
+                predicted[case.name].append(predict(case, file, cores))
+            print(f"round {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
+    pairs = [_pair(case, predicted[case.name], steps[case.name]) for case in cases if case.name not in failed]
+    for each in pairs:
+        print(f"{each.name}: predicted {each.predicted:.3f} s, measured {each.measured:.3f} s, {each.error:+.1%}")
+    problems = [f"{name}: no figures: {why}" for name, why in failed.items()]
+    for line in problems:
+        print(line)
     for line in verdict(pairs, cores):
         print(line)
     print(f"{time.monotonic() - began:.0f} s in all")
@@ -283,7 +307,7 @@ def main(given: Sequence[str] | None = None) -> int:
         page.with_suffix(".json").write_text(
             json.dumps({"calibration": calibration, "pairs": [asdict(each) for each in pairs]}, indent=1) + "\n"
         )
-        page.write_text(page_of(pairs, calibration, picture.name, failed))
+        page.write_text(page_of(pairs, calibration, picture.name, problems))
     return 1 if failed or not pairs else 0
 
 

@@ -90,7 +90,7 @@ def run(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    with log.open("w") as output, _held_port() as port, job.links.opened() if job.links else nullcontext("") as name:
+    with log.open("w") as output, held_port() as port, job.links.opened() if job.links else nullcontext("") as name:
         launched = time.time()
         plan = Plan(
             arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
@@ -208,7 +208,7 @@ def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _held_port() -> Iterator[int]:
+def held_port() -> Iterator[int]:
     """A port that no other process gets meanwhile; torch's store, which reuses addresses, may listen there."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -220,4 +220,4 @@ def _relative(path: Path, job: Job) -> str:
     return str(path.relative_to(job.folder))
 
 
-__all__ = ["Job", "Outcome", "run"]
+__all__ = ["Job", "Outcome", "held_port", "run"]

@@ -145,14 +145,17 @@ def read(path: Path, ranks: int = 1) -> CalibratedDevice:
 def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
     counts = sorted(int(each) for each in data["operators"])
     together = max((each for each in counts if each <= max(1, ranks)), default=counts[0])
+    beside = data.get("overheads", {})
+    # What operators take in a training, over what they take alone: other caches, other work between them.
+    slack = float(beside.get("slack", {}).get(str(together), 1.0))
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
     for sample in data["operators"][str(together)]:
-        grouped.setdefault(tuple(sample["key"]), []).append((sample["shape"], sample["work"], sample["seconds"]))
+        taken = sample["seconds"] * slack
+        grouped.setdefault(tuple(sample["key"]), []).append((sample["shape"], sample["work"], taken))
     messages: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
     for sample in data["collectives"]:
         key = (sample["kind"], int(sample["ranks"]), int(sample.get("width", 4)))
         messages.setdefault(key, []).append((sample["bytes"], sample["seconds"]))
-    beside = data.get("overheads", {})
     return CalibratedDevice(
         name=data["device"],
         kind=data["kind"],

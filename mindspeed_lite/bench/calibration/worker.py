@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -18,11 +19,15 @@ import torch.distributed as dist
 from mindspeed_lite import platform
 from mindspeed_lite.bench.calibration import operators
 from mindspeed_lite.bench.calibration.operators import Case
+from mindspeed_lite.bench.calibration.samples import undisturbed
 from mindspeed_lite.platform import allocator
 
 SIZES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
-# Computed before each message: the other rank's core is then busy when gloo's thread wants it, as in a training.
+PASSES = 3
+# Computed before each message, give or take a third: the other rank's core is then busy when gloo's thread wants it,
+# as in a training.
 _BETWEEN = 2e-3
+CALLS = 50
 
 
 def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
@@ -32,6 +37,7 @@ def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
     """
     torch.set_num_threads(1)
     torch.manual_seed(rank)
+    random.seed(rank)
     platform.activate("cpu")
     # As `mindspeed-lite run` starts a training.
     allocator.keep_freed_memory()
@@ -40,14 +46,14 @@ def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
     cores = os.sched_getaffinity(0)
     if ranks <= len(cores):
         os.sched_setaffinity(0, {sorted(cores)[rank]})
-    # About a hundred and fifty cases, twice; and messages.
-    each = seconds / 400
+    # About three hundred cases, twice; and messages.
+    each = seconds / 700
     found: dict[str, Any] = {"operators": {}}
     if rank == 0:
-        found["operators"]["1"] = timed(_all(), each)
+        found["operators"]["1"] = timed(_all, each)
     dist.barrier()
     if ranks > 1:
-        found["operators"][str(ranks)] = timed(_all(), each)
+        found["operators"][str(ranks)] = timed(_all, each)
         dist.barrier()
     os.sched_setaffinity(0, cores)
     found["collectives"] = collectives(each)
@@ -63,15 +69,23 @@ def _all() -> Iterable[Case]:
     yield from operators.optimizers()
 
 
-def timed(cases: Iterable[Case], seconds: float) -> list[dict[str, Any]]:
-    """Each case's seconds: the median of calls that take so many seconds together."""
-    return [
-        {"key": case.key, "shape": case.shape, "work": case.work, "seconds": _median(case.run, seconds)}
-        for case in cases
-    ]
+def timed(cases: Callable[[], Iterable[Case]], seconds: float) -> list[dict[str, Any]]:
+    """Each case's seconds of an undisturbed call, from calls that take so many seconds together.
+
+    They are spread over passes of all cases: what disturbs a machine for a second disturbs one pass of a case.
+    """
+    found: list[dict[str, Any]] = []
+    samples: list[list[float]] = []
+    for number in range(PASSES):
+        for place, case in enumerate(cases()):
+            if number == 0:
+                found.append({"key": case.key, "shape": case.shape, "work": case.work})
+                samples.append([])
+            samples[place] += _samples(case.run, seconds / PASSES)
+    return [{**each, "seconds": undisturbed(taken)} for each, taken in zip(found, samples, strict=True)]
 
 
-def _median(run: Callable[[], object], seconds: float, least: int = 5) -> float:
+def _samples(run: Callable[[], object], seconds: float, least: int = 2) -> list[float]:
     run()
     samples: list[float] = []
     began = time.perf_counter()
@@ -79,7 +93,7 @@ def _median(run: Callable[[], object], seconds: float, least: int = 5) -> float:
         start = time.perf_counter()
         run()
         samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+    return samples
 
 
 def collectives(seconds: float) -> list[dict[str, Any]]:
@@ -138,24 +152,28 @@ def _there_and_back(tensor: torch.Tensor, group: Any) -> None:
 
 
 def _together(run: Callable[[], object], seconds: float, group: Any) -> float:
-    """The median of as many calls on every rank, each behind a product of `_BETWEEN` seconds."""
+    """The mean of as many calls on every rank, each behind products of about `_BETWEEN` seconds.
+
+    Some calls take ten times the median, since a thread of gloo's waits for a core; a step has many, and takes their
+    sum. The slowest of fifty is left out.
+    """
     run()
     start = time.perf_counter()
     run()
-    calls = torch.tensor([min(200, max(5, int(seconds / (time.perf_counter() - start + _BETWEEN))))])
+    calls = torch.tensor([min(200, max(CALLS, int(seconds / (time.perf_counter() - start + _BETWEEN))))])
     dist.broadcast(calls, dist.get_global_rank(group, 0), group=group)
     samples = []
     for _ in range(int(calls)):
-        _compute()
+        _compute(_BETWEEN * random.uniform(2 / 3, 4 / 3))
         start = time.perf_counter()
         run()
         samples.append(time.perf_counter() - start)
-    return statistics.median(samples)
+    return statistics.mean(sorted(samples)[: len(samples) - len(samples) // CALLS])
 
 
-def _compute() -> None:
+def _compute(seconds: float) -> None:
     square = torch.ones(128, 128)
-    end = time.perf_counter() + _BETWEEN
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         square @ square
 
