@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import time
@@ -82,8 +83,11 @@ def _last_line(log: Path) -> str:
 
 
 def main(file: str) -> None:
-    """Run the trainings of a file; a training that fails leaves its log."""
+    """Run the trainings of a file, as long as whoever started this is there; a training that fails leaves its log."""
+    parent = os.getppid()
     told = json.loads(Path(file).read_text())
+    # As Python does for a script: a checkout of Megatron-LM has its own Megatron beside it.
+    sys.path.insert(0, str(Path(told["script"]).resolve().parent))
     for name in IMPORTED:
         importlib.import_module(name)
     for number, each in enumerate(told["trainings"]):
@@ -97,7 +101,9 @@ def main(file: str) -> None:
         with held_port() as port:
             argv = [told["script"], *each["words"]]
             ranks = [_forked(argv, rank, each["ranks"], port, folder) for rank in range(each["ranks"])]
-            _wait(ranks, told["timeout"])
+            _wait(ranks, told["timeout"], parent)
+        if os.getppid() != parent:
+            return
 
 
 def _forked(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> int:
@@ -133,9 +139,9 @@ def _forked(argv: list[str], rank: int, ranks: int, port: int, folder: Path) -> 
         os._exit(code)
 
 
-def _wait(ranks: Sequence[int], timeout: float) -> None:
-    """Until all have ended; the first that fails, and the end of the time, ends the others."""
-    running, end, parent = list(ranks), time.monotonic() + timeout, os.getppid()
+def _wait(ranks: Sequence[int], timeout: float, parent: int) -> None:
+    """Until all have ended; the first that fails, the end of the time, and that of the parent end the others."""
+    running, end = list(ranks), time.monotonic() + timeout
     while running:
         for each in [*running]:
             done, status = os.waitpid(each, os.WNOHANG)
@@ -147,7 +153,7 @@ def _wait(ranks: Sequence[int], timeout: float) -> None:
         if time.monotonic() > end or os.getppid() != parent:
             for each in running:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(each, 9)
+                    os.kill(each, signal.SIGKILL)
             end = float("inf")
         time.sleep(0.02)
 
