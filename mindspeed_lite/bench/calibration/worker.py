@@ -27,7 +27,8 @@ PASSES = 3
 # Computed before each message, give or take a third: the other rank's core is then busy when gloo's thread wants it,
 # as in a training.
 _BETWEEN = 2e-3
-CALLS = 50
+# Calls of a message, however few seconds there are.
+LEAST = 10
 
 
 def main(rank: int, ranks: int, folder: Path, seconds: float) -> None:
@@ -85,11 +86,11 @@ def timed(cases: Callable[[], Iterable[Case]], seconds: float) -> list[dict[str,
     return [{**each, "seconds": undisturbed(taken)} for each, taken in zip(found, samples, strict=True)]
 
 
-def _samples(run: Callable[[], object], seconds: float, least: int = 2) -> list[float]:
+def _samples(run: Callable[[], object], seconds: float) -> list[float]:
     run()
     samples: list[float] = []
     began = time.perf_counter()
-    while len(samples) < least or time.perf_counter() - began < seconds:
+    while not samples or time.perf_counter() - began < seconds:
         start = time.perf_counter()
         run()
         samples.append(time.perf_counter() - start)
@@ -123,7 +124,7 @@ def _of_group(group: Any, size: int, seconds: float) -> list[dict[str, Any]]:
         for kind, run in runs.items():
             if kind == "send" and size != 2:
                 continue
-            taken = _together(run, seconds * 3, group) / (2 if kind == "send" else 1)
+            taken = _together(run, seconds * 5, group) / (2 if kind == "send" else 1)
             found.append({"kind": kind, "ranks": size, "bytes": whole.numel() * 4, "seconds": taken, "width": 4})
         # A reduction is computed, and in bfloat16 it takes longer for each byte; what moves bytes does not.
         for kind in ("all_reduce", "reduce_scatter"):
@@ -132,7 +133,7 @@ def _of_group(group: Any, size: int, seconds: float) -> list[dict[str, Any]]:
                 "all_reduce": functools.partial(dist.all_reduce, wide, group=group),
                 "reduce_scatter": functools.partial(dist.reduce_scatter_tensor, narrow, wide, group=group),
             }[kind]
-            taken = _together(run, seconds * 3, group)
+            taken = _together(run, seconds * 5, group)
             found.append({"kind": kind, "ranks": size, "bytes": wide.numel() * 2, "seconds": taken, "width": 2})
     return found
 
@@ -160,7 +161,7 @@ def _together(run: Callable[[], object], seconds: float, group: Any) -> float:
     run()
     start = time.perf_counter()
     run()
-    calls = torch.tensor([min(200, max(CALLS, int(seconds / (time.perf_counter() - start + _BETWEEN))))])
+    calls = torch.tensor([min(200, max(LEAST, int(seconds / (time.perf_counter() - start + _BETWEEN))))])
     dist.broadcast(calls, dist.get_global_rank(group, 0), group=group)
     samples = []
     for _ in range(int(calls)):
@@ -168,7 +169,7 @@ def _together(run: Callable[[], object], seconds: float, group: Any) -> float:
         start = time.perf_counter()
         run()
         samples.append(time.perf_counter() - start)
-    return statistics.mean(sorted(samples)[: len(samples) - len(samples) // CALLS])
+    return statistics.mean(sorted(samples)[: len(samples) - len(samples) // 50])
 
 
 def _compute(seconds: float) -> None:
