@@ -83,7 +83,7 @@ def _last_line(log: Path) -> str:
 
 
 def main(file: str) -> None:
-    """Run the trainings of a file, until the process that started this one ends; a training that fails leaves its log."""
+    """Run the trainings of a file until the process that started this one ends; one that fails leaves its log."""
     parent = os.getppid()
     told = json.loads(Path(file).read_text())
     # As Python does for a script: a checkout of Megatron-LM has its own Megatron beside it.
