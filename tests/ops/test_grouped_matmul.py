@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.grouped_matmul import (
     accumulate_weight_gradients,
     cpu,
@@ -22,6 +24,14 @@ from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import Sizes, assert_not_worse, error, one_thread
 from tests.harness.errors import bound
 from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten() -> Iterator[None]:
+    """What was chosen for another kind of processor is not left to other tests of this process."""
+    yield
+    for name in ("grouped_matmul", "accumulate_wgrad"):
+        importlib.import_module(dispatch.OPERATORS[name]).OPERATOR.forget()
 
 
 @pytest.fixture(params=[True, False], ids=["bf16 products", "no bf16 products"])
