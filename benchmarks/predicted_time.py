@@ -2,7 +2,7 @@
 
     python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--rounds 3] [--page FILE]
 
-A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
+A round calibrates this machine, then runs twenty trainings of one to four processes: about ten minutes on two cores.
 Nothing else may run meanwhile. What is predicted is the median of the rounds; what is measured is the lower quartile
 of all their steps, as the calibration takes it of its own. Four processes on two cores share them, and are judged
 apart.
@@ -180,17 +180,18 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
 
 def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, failed: Sequence[str] = ()) -> str:
     """The page in Markdown. failed: of trainings that did not run, a line each."""
-    cores = calibration["cores"]
+    cores, beside = calibration["cores"], calibration.get("overheads", {})
     lines = [
         "# Time predicted and measured",
         "",
         "`python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md` on "
         f"{calibration['device']}, {cores} cores,",
         f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
-        f"in {calibration['seconds']:.0f} s, and {calibration.get('probe_seconds', 0.0):.0f} s of short trainings.",
+        f"in {calibration['seconds']:.0f} s, and {beside.get('seconds', 0.0):.0f} s of short trainings.",
         "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
         "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by a calibration, which takes the",
-        "lower quartile too; of several rounds the median. A round calibrates, then runs all trainings.",
+        "lower quartile of operators and steps too; of several rounds the median. A round calibrates, then runs all",
+        "trainings.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -243,20 +244,18 @@ def draw(pairs: Sequence[Pair], cores: int, path: Path) -> None:
 def _calibrated(folder: Path, cores: int, seconds: float) -> Path:
     """The file of a calibration that has been made now."""
     found = run.measure(min(2, cores), seconds)
-    began = time.monotonic()
     found["overheads"] = probe.overheads(found, SCRIPT)
-    found["probe_seconds"] = round(time.monotonic() - began, 1)
     file = folder / "calibration.json"
     file.write_text(json.dumps(found))
     return file
 
 
 def _pair(case: Case, predicted: Sequence[step_time.StepTime], steps: Sequence[float]) -> Pair:
+    """The medians of all rounds, and a part's share of the median round."""
     middle = sorted(predicted, key=lambda each: each.seconds)[len(predicted) // 2]
-    return Pair(
-        case.name, case.group, case.processes, middle.seconds, undisturbed(steps), dict(middle.parts),
-        statistics.median(steps),
-    )  # fmt: skip
+    seconds = statistics.median(each.seconds for each in predicted)
+    parts = {name: each * seconds / middle.seconds for name, each in middle.parts.items()}
+    return Pair(case.name, case.group, case.processes, seconds, undisturbed(steps), parts, statistics.median(steps))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -266,10 +265,12 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--calibration", metavar="FILE", help="one that is there (default: calibrate first)")
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of the calibration (%(default)g)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps of each (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps of each (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything (%(default)s)")
     parser.add_argument("--page", metavar="FILE", help="the page to write, with a picture and the figures beside it")
     options = parser.parse_args(given)
+    if min(options.steps, options.rounds) < 1:
+        parser.error("--steps and --rounds are at least 1")
     os.chdir(ROOT)
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
     cases = [each for each in CASES if not options.only or each.name in options.only]
@@ -312,4 +313,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except run.CalibrationError as error:
+        sys.exit(f"predicted_time: {error}")

@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> int:
     except OSError as error:
         return fail(PROGRAM, f"{file}: {error.strerror or error}", 1)
     samples = sum(len(each) for each in found["operators"].values()) + len(found["collectives"])
-    print(f"{samples} times on {found['device']}, {ranks} processes, in {found['seconds']} s: {file}")
+    beside = f" and {found['overheads']['seconds']} s of short trainings" if options.script else ""
+    print(f"{samples} times on {found['device']}, {ranks} processes, in {found['seconds']} s{beside}: {file}")
     return 0
 
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--script", metavar="FILE",
         help="a pretrain_gpt.py: short trainings of it measure what a layer, a micro-batch, a step and layers that two "
-        "ranks split take beside their operators and messages",
+        "ranks split take beside their operators and messages, and how much longer operators take than alone",
     )  # fmt: skip
     return parser
 

@@ -148,6 +148,8 @@ def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
     beside = data.get("overheads", {})
     # What operators take in a training, over what they take alone: other caches, other work between them.
     slack = float(beside.get("slack", {}).get(str(together), 1.0))
+    if not slack > 0:
+        raise ValueError(f"operators in a training take {slack} of what they take alone")
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
     for sample in data["operators"][str(together)]:
         taken = sample["seconds"] * slack

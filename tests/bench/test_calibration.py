@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -48,7 +51,7 @@ def test_each_case_is_timed_in_every_pass_over_all_of_them() -> None:
 
 
 def test_trainings_are_forked_and_one_that_fails_says_why(tmp_path: Path) -> None:
-    few = (*probe.WORDS.split(), *probe._words(64, 1, 1)[len(probe.WORDS.split()) :])
+    few = probe._words(64, 1, 1)
     given = [Training((*few, "--no-such-flag")), Training(few)]
     wrong, right = trainings.measured_steps(SCRIPT, given, tmp_path / "folder", 3, warmup=1)
     assert isinstance(wrong, str) and "--no-such-flag" in wrong and "\n" not in wrong
@@ -57,6 +60,17 @@ def test_trainings_are_forked_and_one_that_fails_says_why(tmp_path: Path) -> Non
     lines = [json.loads(line) for file in (tmp_path / "folder" / "1").glob("rank0-*") for line in file.open()]
     (run,) = [each for each in lines if each["kind"] == "run"]
     assert "use_fused_rmsnorm" in run["given"] and run["report"]["entries"]
+
+
+def test_ranks_end_with_the_first_that_fails_with_their_time_and_with_the_parent() -> None:
+    for others, timeout, parent in ((["false"], 60.0, os.getppid()), ([], 0.1, os.getppid()), ([], 60.0, -1)):
+        waits = subprocess.Popen(["sleep", "60"])
+        others_started = [subprocess.Popen([each]) for each in others]
+        began = time.monotonic()
+        trainings._wait([waits.pid, *(each.pid for each in others_started)], timeout, parent)
+        assert time.monotonic() - began < 20
+        with pytest.raises(ProcessLookupError):
+            os.kill(waits.pid, 0)
 
 
 def test_what_trainings_take_beside_operators_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -75,6 +89,7 @@ def test_what_trainings_take_beside_operators_is_found_again(monkeypatch: pytest
 
     monkeypatch.setattr(probe, "measured_steps", steps)
     found = probe.overheads(measured, SCRIPT)
+    assert found["seconds"] >= 0
     # A tiny training's own operators are a small part of it.
     for name in ("layer", "microbatch", "step"):
         assert found[name] == pytest.approx(BESIDE[name], rel=0.1, abs=1e-4), name

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks import predicted_time
 from benchmarks.predicted_time import Pair
+from mindspeed_lite.planner.step_time import StepTime
 
-CALIBRATION = {"cores": 2, "device": "a processor", "versions": {"torch": "2"}, "date": "today", "seconds": 1.0}
+CALIBRATION = {
+    "overheads": {"seconds": 1.0},
+    "cores": 2,
+    "device": "a processor",
+    "versions": {"torch": "2"},
+    "date": "today",
+    "seconds": 1.0,
+}
 
 
 def pair(name: str, group: str, processes: int, predicted: float, measured: float) -> Pair:
     return Pair(name, group, processes, predicted, measured, {"products": predicted})
+
+
+def test_rounds_are_judged_by_their_medians(capsys: pytest.CaptureFixture[str]) -> None:
+    case = predicted_time.CASES[0]
+    rounds = [StepTime({"products": seconds, "host": seconds}, 0, 1) for seconds in (3.0, 1.0)]
+    found = predicted_time._pair(case, rounds, [9.0, 2.0, 4.0, 3.0])
+    assert (found.predicted, found.measured, found.median) == (4.0, 3.0, 3.5)
+    assert found.parts == {"products": 2.0, "host": 2.0}
+    for wrong in (["--rounds", "0"], ["--steps", "0"]):
+        with pytest.raises(SystemExit):
+            predicted_time.main(wrong)
+        assert "at least 1" in capsys.readouterr().err
 
 
 def test_ranks_that_share_cores_are_judged_apart() -> None:

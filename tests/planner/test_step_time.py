@@ -162,6 +162,17 @@ def test_what_was_measured_is_what_is_predicted_at_its_shape(tmp_path: Path) -> 
     assert seen == pytest.approx([3e-3, 1e-3])
     assert [both.split_overhead("context parallel", each) for each in (False, True)] == pytest.approx([0.1, 0.2])
     assert both.split_overhead("expert parallel", False) == 0.0
+    # In a training operators take longer than alone; messages were measured as a training has them.
+    data["overheads"] = {"slack": {"1": 1.5}}
+    file.write_text(json.dumps(data))
+    slow = calibrated.read(file)
+    assert slow.product(Product(512, 512, 512), "forward", 2) == pytest.approx(1.5e-2, rel=1e-2)
+    assert slow.message(CollectiveCall("all_reduce", 1e6, Group(2), 4)) == pytest.approx(1e-3)
+    for wrong in (0.0, -1.0, float("nan")):
+        data["overheads"] = {"slack": {"1": wrong}}
+        file.write_text(json.dumps(data))
+        with pytest.raises(ArgumentError, match=r"is damaged .*operators in a training"):
+            calibrated.read(file)
     assert found.shared(10.0, 3.0, 4) == 5.0 and found.shared(10.0, 3.0, 2) == 3.0
     with pytest.raises(ArgumentError, match="holds no optimizer plain"):
         found.optimizer(1e6, False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,12 @@ def overheads(measured: Mapping[str, Any], script: str, steps: int = 12) -> dict
     """Seconds of a layer, a micro-batch and a step beside what operators take; what is measured as less is 0.
 
     `slack`: by processes at work, seconds of operators in a training over those alone. `split`: seconds of a layer that
-    two ranks split, by the category of their messages.
+    two ranks split, by the category of their messages. `seconds`: for how long all this was measured.
 
     Raises:
         CalibrationError: a training did not run.
     """
+    began = time.monotonic()
     has_two = measured["cores"] > 1 and "2" in measured["operators"]
     tiny = [Training(_words(64, layers, count)) for layers, count in TINY]
     whole = {
@@ -88,7 +90,7 @@ def overheads(measured: Mapping[str, Any], script: str, steps: int = 12) -> dict
             category: max(0.0, seconds[each] - predicted(each, found).seconds) / LAYERS / COUNT
             for category, each in zip(SPLIT, split, strict=False)
         }
-    return {**found, "split": left}
+    return {**found, "split": left, "seconds": round(time.monotonic() - began, 1)}
 
 
 def _words(hidden: int, layers: int, batch: int, flags: str = "") -> tuple[str, ...]:

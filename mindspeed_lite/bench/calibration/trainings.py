@@ -26,7 +26,7 @@ from mindspeed_lite.bench.harness import held_port
 from mindspeed_lite.bench.plan import Arm, Plan
 from mindspeed_lite.child_process import child_process
 
-# What a script of Megatron's imports, and what takes long of it.
+# Imported once, before ranks are forked: most of the start of a script of Megatron's.
 IMPORTED = ("torch._dynamo", "megatron.training.training", "megatron.core.models.gpt.gpt_layer_specs")
 _TAIL = 400
 
