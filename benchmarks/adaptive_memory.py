@@ -4,19 +4,19 @@
 
 Trains dense-medium, long and moe-small with every feature of theirs on, at a vocabulary of 4,096 and one micro-batch on
 each rank. Megatron's `--recompute-granularity` full and selective, and `--adaptive-memory` within what each of them
-takes, train in processes of their own, in turns. Then one training runs what is chosen within shares of what everything
-takes, the least possible, and other plans within the same budgets, in turns by steps. Nothing else may run meanwhile. A
-page gets the parts of the named configurations; its other parts stay.
+takes, train in processes of their own, in turns by steps. Then one training runs what is chosen within shares of what
+everything takes, the least possible, and other plans within the same budgets, in turns by steps. Nothing else may run
+meanwhile. A page gets the parts of the named configurations; its other parts stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +30,7 @@ from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
 from benchmarks.memory_plans import CHOSEN, FINALISTS, OTHER, WORKER, Plan
 from mindspeed_lite.bench.calibration.run import processor
 from mindspeed_lite.bench.statistics import Ratio, paired_ratio
+from mindspeed_lite.child_process import child_process
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -41,8 +42,10 @@ MEGATRON = {
 # Steps of a process of its own before the one that is counted: the first is slower than the others, and
 # `--adaptive-memory` records two and measures three at most.
 FIRST_STEPS, RECORDED_STEPS = 1, 5
-# Whether a process trains what is chosen: A B B A.
-TURNS = (False, True, True, False)
+# Pairs of processes, of which one trains what is chosen: where memory lies makes one faster than another.
+PAIRS = 2
+# Their steps differ more than those of one process: so many times as many of them are timed.
+OFTEN = 4
 # What differs from the configurations of `benchmarks.configurations`: with a larger vocabulary the output layer, which
 # no plan changes, takes most of a step.
 SMALLER = {"--vocab-size": 4095}
@@ -55,10 +58,11 @@ HEAD = f"""# Memory by choice
 `python -m benchmarks.adaptive_memory --page docs/benchmarks/adaptive-memory.md` writes this page, and with
 `--configuration NAME` one part of it. Activations are what autograd saves at the peak of a step, on the rank that takes
 most. A time is the median of the timed steps. *Foreseen* is by what the record says that computing again takes. Plans
-of one training took turns by steps; Megatron's own recomputation and what is chosen within its memory ran in processes
-of their own, in turns. Other plans are the first or the last layers as a whole, all layers alike, the cheapest bytes
-first, and plans that were drawn, without those that equal the chosen one. Each of them was timed once; the {FINALISTS}
-fastest of each budget are in the tables, timed as often as the chosen ones. Intervals are of 95 %, paired by turns."""
+of one training took turns by steps, and so did Megatron's own recomputation and what is chosen within its memory, which
+ran in processes of their own. Other plans are the first or the last layers as a whole, all layers alike, the cheapest
+bytes first, and plans that were drawn, without those that equal the chosen one. Each of them was timed once; the
+{FINALISTS} fastest of each budget are in the tables, timed as often as the chosen ones. Intervals are of 95 %, paired
+by turns."""
 # By so much a budget may be exceeded, and a time be above the best.
 TOLERANCE = 0.03
 
@@ -112,24 +116,24 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
     said: list[str] = []
     losses: dict[str, list[str]] = {}
     for about, flags in MEGATRON.items():
-        runs: dict[bool, list[Plan]] = {False: [], True: []}
-        traces: list[list[str]] = []
-        for is_chosen in TURNS:
-            asked: dict[str, Any] = {"name": about, "planned": False, "counted": FIRST_STEPS, "rounds": rounds}
-            given = flags
-            if is_chosen:
-                given = f"--adaptive-memory --memory-budget {runs[False][0].peak / (1 << 30)}"
-                asked |= {"counted": RECORDED_STEPS}
-            found = _run(name, given, asked, cache)
-            runs[is_chosen].append(plan := _plan(found["plans"][0]))
-            traces.append(found["losses"])
-            what = "chosen within that of " if is_chosen else ""
-            print(f"{name}, {what}{about}: {plan.peak / MIB:.1f} MiB, {_median(plan):.3f} s", flush=True)
-        lines += alone(runs[False], runs[True])
-        said.append(f"- {beside(runs[False], runs[True])} Losses: {_in_common(*traces)}.")
-        losses[about] = traces[0]
+        asked: dict[str, Any] = {"name": about, "planned": False, "counted": FIRST_STEPS, "rounds": rounds}
+        (first,) = _run(name, [(flags, {**asked, "rounds": 1})], cache)
+        asked["rounds"] = OFTEN * rounds
+        within = f"--adaptive-memory --memory-budget {_plan(first['plans'][0]).peak / (1 << 30)}"
+        megatron: list[Plan] = []
+        chosen: list[Plan] = []
+        traces = [first["losses"]]
+        for _ in range(PAIRS):
+            pair = _run(name, [(flags, asked), (within, {**asked, "counted": RECORDED_STEPS})], cache)
+            for found, plans in zip(pair, (megatron, chosen), strict=True):
+                plans.append(_plan(found["plans"][0]))
+                traces.append(found["losses"])
+            print(f"{name}: {beside(megatron, chosen)}", flush=True)
+        lines += alone(megatron, chosen)
+        said.append(f"- {beside(megatron, chosen)} Losses: {_in_common(*traces)}.")
+        losses[about] = max(traces, key=len)
     asked = {"planned": True, "shares": list(shares), "others": others, "rounds": rounds}
-    found = _run(name, "--adaptive-memory --memory-budget 1024", asked, cache)
+    (found,) = _run(name, [("--adaptive-memory --memory-budget 1024", asked)], cache)
     told = f"all chosen plans have run after {found['chosen_steps']} steps."
     return [
         *lines,
@@ -156,8 +160,8 @@ def _plan(told: dict[str, Any]) -> Plan:
     return Plan(**{**told, "ways": ()})
 
 
-def _run(name: str, flags: str, asked: dict[str, Any], cache: str) -> dict[str, Any]:
-    """What the last rank of a training wrote; kernels are built once, in `cache`."""
+def _run(name: str, trainings: Sequence[tuple[str, dict[str, Any]]], cache: str) -> list[dict[str, Any]]:
+    """What the last rank of each training wrote; two take turns by steps. Kernels are built once, in `cache`."""
     configuration = _configuration(name)
     words = configuration.command()
     script = words[words.index("examples/pretrain_gpt.py") :]
@@ -165,20 +169,31 @@ def _run(name: str, flags: str, asked: dict[str, Any], cache: str) -> dict[str, 
     start = [sys.executable]
     if configuration.processes > 1:
         start += ["-m", "torch.distributed.run", "--nproc-per-node", str(configuration.processes)]
-    with tempfile.TemporaryDirectory(prefix="adaptive-memory-") as folder:
-        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, WORKER: json.dumps({**asked, "folder": folder}), "PYTHONPATH": path}
-        environment |= {"MINDSPEED_LITE_CACHE": cache}
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // configuration.processes)))
-        command = [*start, "-m", "benchmarks.memory_plans", *script[1:], *features, *flags.split()]
-        done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-        found = [json.loads(each.read_text()) for each in sorted(Path(folder).glob("rank*.json"))]
-    if len(found) < configuration.processes:
-        lines = done.stderr.strip().splitlines()
-        reason = [each for each in lines if "Error: " in each or "adaptive_memory" in each] or lines or ["no output"]
-        raise SystemExit(f"{name} {flags}: status {done.returncode}: {reason[-1]}")
-    last: dict[str, Any] = found[-1]
-    return last
+        start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with tempfile.TemporaryDirectory(prefix="adaptive-memory-") as shared, contextlib.ExitStack() as running:
+        started = []
+        for number, (flags, asked) in enumerate(trainings):
+            folder = Path(shared) / str(number)
+            folder.mkdir()
+            told = {**asked, "folder": str(folder), **({"turns": shared, "turn": number} if len(trainings) > 1 else {})}
+            environment = {**os.environ, WORKER: json.dumps(told), "PYTHONPATH": path, "MINDSPEED_LITE_CACHE": cache}
+            threads = max(1, len(os.sched_getaffinity(0)) // configuration.processes)
+            environment.setdefault("OMP_NUM_THREADS", str(threads))
+            command = [*start, "-m", "benchmarks.memory_plans", *script[1:], *features, *flags.split()]
+            output = running.enter_context((folder / "log.txt").open("w"))
+            options: dict[str, Any] = {"env": environment, "cwd": ROOT, "stdout": output, "stderr": output}
+            started.append(running.enter_context(child_process(command, **options)))
+        while any(each.poll() is None for each in started) and not any(each.poll() for each in started):
+            time.sleep(0.1)
+        written = [sorted((Path(shared) / str(number)).glob("rank*.json")) for number in range(len(trainings))]
+        for number, ((flags, _), files, process) in enumerate(zip(trainings, written, started, strict=True)):
+            if process.returncode or (process.returncode == 0 and len(files) < configuration.processes):
+                lines = (Path(shared) / str(number) / "log.txt").read_text().strip().splitlines()
+                wrong = [each for each in lines if "Error: " in each or "adaptive_memory" in each]
+                reason = (wrong or lines or ["no output"])[-1]
+                raise SystemExit(f"{name} {flags}: status {process.returncode}: {reason}")
+        return [json.loads(files[-1].read_text()) for files in written]
 
 
 def _configuration(name: str) -> Configuration:
@@ -210,12 +225,12 @@ def alone(megatron: Sequence[Plan], chosen: Sequence[Plan]) -> list[str]:
 def beside(megatron: Sequence[Plan], chosen: Sequence[Plan]) -> str:
     """Whether what is chosen within Megatron's memory keeps to it and is faster."""
     used = max(each.peak for each in chosen) / megatron[0].peak
-    found = paired_ratio([*map(_median, chosen)], [*map(_median, megatron)])
+    steps = [[step for plan in plans for step in plan.seconds] for plans in (chosen, megatron)]
+    found = paired_ratio(*steps)
     assert found is not None
-    each = " and ".join(f"{ratio:.3f}" for ratio in found.pairs)
     return (
-        f"Chosen within that of {megatron[0].name}: the budget is {_held(used)}, {found.ratio:.3f} of its time "
-        f"({each}){'' if found.ratio <= 1 else ' (MISSED)'}."
+        f"Chosen within that of {megatron[0].name}: the budget is {_held(used)}, {found.words(3)} of its time"
+        f"{'' if found.ratio <= 1 else ' (MISSED)'}."
     )
 
 

@@ -2,7 +2,8 @@
 
 Plans take turns by steps: `--adaptive-memory` changes what runs again between steps, so all of them have the same
 weights, memory and load. The chosen ones are counted in one step and timed in others. Other plans are timed once; the
-fastest of a budget are timed as often as the chosen ones, and then counted.
+fastest of a budget are timed as often as the chosen ones, and then counted. Two trainings of processes of their own
+take turns by steps too: the other one waits meanwhile.
 """
 
 from __future__ import annotations
@@ -50,6 +51,31 @@ class Plan:
     def take(self, ways: tuple[Way, ...]) -> None:
         """Run like this."""
         self.ways, self.longer = ways, sum(way.seconds for way in ways)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The steps of a training that alternate with those of another one, which is `other`; both share a folder."""
+
+    folder: Path
+    mine: int
+    other: int
+
+    def wait(self) -> None:
+        """Until both trainings have come so far and it is this one's turn; each rank waits."""
+        (self.folder / f"ready{self.mine}").touch()
+        while not ((self.folder / f"ready{self.other}").exists() and self._now() == self.mine):
+            time.sleep(0.002)
+
+    def give(self) -> None:
+        """The other one's turn; one rank says so."""
+        written = self.folder / f"given{self.mine}"
+        written.write_text(str(self.other))
+        written.replace(self.folder / "turn")
+
+    def _now(self) -> int:
+        file = self.folder / "turn"
+        return int(file.read_text()) if file.exists() else 0
 
 
 Turns = Generator[tuple[Plan, bool], int, None]
@@ -178,9 +204,10 @@ class _Steps:
         self.chosen_steps = 0
         self.now: Plan | None = None
         self._asked = asked
+        self._turn = Turn(Path(asked["turns"]), asked["turn"], 1 - asked["turn"]) if "turns" in asked else None
         self._turns: Turns | None = None
         self._counts = False
-        self._is_over = False
+        self._is_timed = False
         if not asked["planned"]:
             self._take(self._alone())
 
@@ -203,6 +230,7 @@ class _Steps:
             if number == counted:
                 plan.peak = found
                 plan.seconds.clear()
+                self._is_timed = True
 
     def _planned(self, told: Any) -> Turns:
         options = told.options()
@@ -257,6 +285,9 @@ class _Steps:
 
         def train_step(*args: Any, **kwargs: Any) -> Any:
             plan, size = self.now, 0
+            turn = self._turn if plan is not None and self._is_timed else None
+            if turn is not None:
+                turn.wait()
             start = time.perf_counter()
             # Ranks follow the same turns, so they have to agree on what they saw.
             seen: list[Any] = [None] * dist.get_world_size()
@@ -271,6 +302,8 @@ class _Steps:
                 if plan is not None:
                     dist.all_gather_object(seen, time.perf_counter() - start)
                     plan.seconds.append(max(seen))
+            if turn is not None and dist.get_rank() == 0:
+                turn.give()
             self.losses += [float(each).hex() for each in result[0].values()]
             if plan is not None:
                 assert self._turns is not None

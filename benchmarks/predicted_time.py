@@ -1,11 +1,11 @@
 """Time predicted beside measured: `python -m benchmarks.predicted_time --page docs/benchmarks/predicted-time.md`.
 
-    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--rounds 3] [--page FILE]
+    python -m benchmarks.predicted_time [--only NAME ...] [--calibration FILE] [--rounds 2] [--page FILE]
 
-A round calibrates this machine, then runs twenty trainings of one to four processes: about ten minutes on two cores.
-Nothing else may run meanwhile. What is predicted is the median of the rounds; what is measured is the lower quartile
-of all their steps, as the calibration takes it of its own. Four processes on two cores share them, and are judged
-apart.
+A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
+Nothing else may run meanwhile. What is predicted is by one calibration, the first round's; what each of the others
+would have predicted is said beside it. What is measured is the lower quartile of the steps of all rounds, as the
+calibration takes it of its own. Four processes on two cores share them, and are judged apart.
 """
 
 from __future__ import annotations
@@ -97,7 +97,10 @@ CASES = (
 
 @dataclass(frozen=True)
 class Pair:
-    """A step of a case in seconds, predicted and measured. `median`: of the same steps; the others are undisturbed."""
+    """A step of a case in seconds, predicted and measured.
+
+    `median`: of the same steps; the others are undisturbed. `others`: predicted by each further calibration.
+    """
 
     name: str
     group: str
@@ -106,6 +109,7 @@ class Pair:
     measured: float
     parts: dict[str, float]
     median: float = math.nan
+    others: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
@@ -119,10 +123,10 @@ def predict(case: Case, calibration: Path, cores: int) -> step_time.StepTime:
     return step_time.step(arguments.read(words, case.processes, "cpu"), Pricer(device, device.overlap))
 
 
-def measure(cases: Sequence[Case], folder: Path, steps: int) -> dict[str, list[float] | str]:
+def measure(cases: Sequence[Case], folder: Path, turns: int) -> dict[str, list[float] | str]:
     """Seconds of each step of real trainings by their names, or why there are none."""
     given = [trainings.Training((*PLAIN.split(), *each.flags.split()), each.processes) for each in cases]
-    found = trainings.measured_steps(SCRIPT, given, folder, steps)
+    found = trainings.measured_steps(SCRIPT, given, folder, turns)
     return {case.name: each for case, each in zip(cases, found, strict=True)}
 
 
@@ -163,6 +167,14 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
             if all(each.median > 0 for each in members):
                 mean = statistics.mean(abs(each.predicted / each.median - 1) for each in members)
                 lines.append(f"Against the medians of the same steps, disturbances counted: {mean:.1%}.")
+            if all(each.others for each in members):
+                errors = (
+                    statistics.mean(abs(predicted / each.measured - 1) for each, predicted in column)
+                    for column in zip(*([(each, other) for other in each.others] for each in members), strict=True)
+                )
+                lines.append(
+                    f"By each of the further calibrations alone: {', '.join(f'{each:.1%}' for each in errors)}."
+                )
         if len(members) > 1:
             lines.append(f"Rank correlation {about}: {rank_correlation(members):.3f}.")
     if len(pairs) > 1:
@@ -189,9 +201,9 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
         f"in {calibration['seconds']:.0f} s, and {beside.get('seconds', 0.0):.0f} s of short trainings.",
         "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
-        "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by a calibration, which takes the",
-        "lower quartile of operators and steps too; of several rounds the median. A round calibrates, then runs all",
-        "trainings.",
+        "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by one calibration, the first,",
+        "which takes the lower quartile of operators and steps too. A round calibrates, then runs all trainings, some",
+        "at a time, which take turns of two steps. Where every rank has a core, it keeps it.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -243,19 +255,19 @@ def draw(pairs: Sequence[Pair], cores: int, path: Path) -> None:
 
 def _calibrated(folder: Path, cores: int, seconds: float) -> Path:
     """The file of a calibration that has been made now."""
-    found = run.measure(min(2, cores), seconds)
-    found["overheads"] = probe.overheads(found, SCRIPT)
+    found = probe.measure(min(2, cores), seconds, SCRIPT)
     file = folder / "calibration.json"
     file.write_text(json.dumps(found))
     return file
 
 
 def _pair(case: Case, predicted: Sequence[step_time.StepTime], steps: Sequence[float]) -> Pair:
-    """The medians of all rounds, and a part's share of the median round."""
-    middle = sorted(predicted, key=lambda each: each.seconds)[len(predicted) // 2]
-    seconds = statistics.median(each.seconds for each in predicted)
-    parts = {name: each * seconds / middle.seconds for name, each in middle.parts.items()}
-    return Pair(case.name, case.group, case.processes, seconds, undisturbed(steps), parts, statistics.median(steps))
+    """By the first calibration, and what the others would have said."""
+    first, *others = predicted
+    return Pair(
+        case.name, case.group, case.processes, first.seconds, undisturbed(steps), dict(first.parts),
+        statistics.median(steps), tuple(each.seconds for each in others),
+    )  # fmt: skip
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -264,32 +276,34 @@ def main(given: Sequence[str] | None = None) -> int:
     names = [each.name for each in CASES]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--calibration", metavar="FILE", help="one that is there (default: calibrate first)")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of the calibration (%(default)g)")
-    parser.add_argument("--steps", type=int, default=8, metavar="N", help="measured steps of each (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of everything (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=15.0, metavar="S", help="of the calibration (%(default)g)")
+    parser.add_argument("--turns", type=int, default=4, metavar="N", help="of each, two steps (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N", help="of everything (%(default)s)")
     parser.add_argument("--page", metavar="FILE", help="the page to write, with a picture and the figures beside it")
     options = parser.parse_args(given)
-    if min(options.steps, options.rounds) < 1:
-        parser.error("--steps and --rounds are at least 1")
+    if min(options.turns, options.rounds) < 1:
+        parser.error("--turns and --rounds are at least 1")
     os.chdir(ROOT)
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
     cases = [each for each in CASES if not options.only or each.name in options.only]
     predicted: dict[str, list[step_time.StepTime]] = {each.name: [] for each in cases}
     steps: dict[str, list[float]] = {each.name: [] for each in cases}
     failed: dict[str, str] = {}
+    calibration: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
         for number in range(options.rounds):
             folder = Path(name) / str(number)
             folder.mkdir()
             file = Path(options.calibration) if options.calibration else _calibrated(folder, cores, options.seconds)
-            calibration = json.loads(file.read_text())
-            for case_name, taken in measure(cases, folder / "trainings", options.steps).items():
+            calibration = calibration or json.loads(file.read_text())
+            for case_name, taken in measure(cases, folder / "trainings", options.turns).items():
                 if isinstance(taken, str):
                     failed[case_name] = taken
                 else:
                     steps[case_name] += taken
-            for case in cases:
-                predicted[case.name].append(predict(case, file, cores))
+            if not (number and options.calibration):
+                for case in cases:
+                    predicted[case.name].append(predict(case, file, cores))
             print(f"round {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
     pairs = [_pair(case, predicted[case.name], steps[case.name]) for case in cases if case.name not in failed]
     for each in pairs:

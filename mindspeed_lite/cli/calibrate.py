@@ -53,9 +53,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         from mindspeed_lite.bench.calibration import probe, run
 
-        found = run.measure(ranks, options.seconds)
         if options.script:
-            found["overheads"] = probe.overheads(found, options.script)
+            found = probe.measure(ranks, options.seconds, options.script)
+        else:
+            found = run.measure(ranks, options.seconds)
     except ImportError as error:
         return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing")
     except run.CalibrationError as error:
@@ -75,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
     parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
     parser.add_argument(
-        "--seconds", type=float, default=35.0, metavar="S", help="for how long, about (default %(default)g)"
+        "--seconds", type=float, default=15.0, metavar="S", help="for how long, about (default %(default)g)"
     )
     parser.add_argument(
         "--script", metavar="FILE",

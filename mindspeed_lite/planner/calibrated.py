@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .training import ArgumentError
-from .work import CollectiveCall, Direction, Product, Scores, Vector
+from .work import REDUCED, CollectiveCall, Direction, Product, Scores, Vector
 
 FORMAT = 1
 Sample = Mapping[str, Any]
@@ -115,7 +115,8 @@ class CalibratedDevice:
         return self.overheads[2]
 
     def split_overhead(self, category: str, is_backward: bool) -> float:
-        return self.split.get(category, 0.0) * (2 if is_backward else 1) / 3
+        seconds = self.split.get(category, self.split.get(category.removesuffix(REDUCED), 0.0))
+        return seconds * (2 if is_backward else 1) / 3
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """Ranks that share cores are together no faster than the cores."""

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mindspeed_lite.bench.calibration import probe, trainings, worker
+from mindspeed_lite.bench.calibration import probe, run, trainings, turns, worker
 from mindspeed_lite.bench.calibration.operators import Case
+from mindspeed_lite.bench.calibration.run import CalibrationError
 from mindspeed_lite.bench.calibration.samples import undisturbed
 from mindspeed_lite.bench.calibration.trainings import Training
+from mindspeed_lite.bench.calibration.turns import ForkedRank
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
 
@@ -24,7 +29,9 @@ SCRIPT = str(ROOT / "examples" / "pretrain_gpt.py")
 MEASURED = json.loads((ROOT / "docs" / "benchmarks" / "predicted-time.json").read_text())["calibration"]
 BESIDE = {
     "layer": 4e-3, "microbatch": 3e-3, "step": 1e-2, "slack": {"1": 1.15, "2": 1.4},
-    "split": {"tensor parallel": 3e-3, "context parallel": 2e-3, "expert parallel": 5e-3},
+    "split": {
+        "tensor parallel": 3e-3, "tensor parallel, reduced": 2e-3, "context parallel": 2.5e-3, "expert parallel": 5e-3,
+    },
 }  # fmt: skip
 
 
@@ -46,31 +53,85 @@ def test_each_case_is_timed_in_every_pass_over_all_of_them() -> None:
         (("b",), (1.0,), 2.0),
     ]
     assert all(each["seconds"] > 0 for each in found)
-    turns = [name for place, name in enumerate(called) if not place or called[place - 1] != name]
-    assert turns == ["a", "b"] * worker.PASSES
+    order = [name for place, name in enumerate(called) if not place or called[place - 1] != name]
+    # Once untimed.
+    assert order == ["a", "b"] * (1 + worker.PASSES)
 
 
-def test_trainings_are_forked_and_one_that_fails_says_why(tmp_path: Path) -> None:
-    few = probe._words(64, 1, 1)
-    given = [Training((*few, "--no-such-flag")), Training(few)]
-    wrong, right = trainings.measured_steps(SCRIPT, given, tmp_path / "folder", 3, warmup=1)
+def test_trainings_take_turns_and_one_that_fails_says_why(tmp_path: Path) -> None:
+    few = probe._words(64, 1, 2)
+    given = [Training((*few, "--no-such-flag")), Training(few), Training(few, 2)]
+    wrong, *right = trainings.measured_steps(SCRIPT, given, tmp_path / "folder", 2, warmup=1)
     assert isinstance(wrong, str) and "--no-such-flag" in wrong and "\n" not in wrong
-    assert not isinstance(right, str) and len(right) == 3 and min(right) > 0
-    # The adaptor's features are on: its flags would be unknown otherwise, and the report lists what was replaced.
-    lines = [json.loads(line) for file in (tmp_path / "folder" / "1").glob("rank0-*") for line in file.open()]
-    (run,) = [each for each in lines if each["kind"] == "run"]
-    assert "use_fused_rmsnorm" in run["given"] and run["report"]["entries"]
+    ended = []
+    for number, each in enumerate(right, 1):
+        assert not isinstance(each, str) and len(each) == 2 * turns.STEPS and min(each) > 0
+        (file,) = (tmp_path / "folder" / str(number)).glob("rank0-*")
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        ended += [(line["time"], number) for line in lines if line["kind"] == "step" and line["measured"]]
+        # The adaptor's features are on: its flags would be unknown otherwise, and the report lists what was replaced.
+        (run,) = [line for line in lines if line["kind"] == "run"]
+        assert "use_fused_rmsnorm" in run["given"] and run["report"]["entries"]
+    assert [number for _, number in sorted(ended)] == ([1] * turns.STEPS + [2] * turns.STEPS) * 2
+
+
+def started(command: str) -> tuple[ForkedRank, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return ForkedRank(subprocess.Popen(command.split()).pid, ours), theirs
 
 
 def test_ranks_end_with_the_first_that_fails_with_their_time_and_with_the_parent() -> None:
     for others, timeout, parent in ((["false"], 60.0, os.getppid()), ([], 0.1, os.getppid()), ([], 60.0, -1)):
-        waits = subprocess.Popen(["sleep", "60"])
-        others_started = [subprocess.Popen([each]) for each in others]
+        ranks = [started(each) for each in ["sleep 60", *others]]
         began = time.monotonic()
-        trainings._wait([waits.pid, *(each.pid for each in others_started)], timeout, parent)
+        assert not turns.arrived([each for each, _ in ranks], timeout, parent)
         assert time.monotonic() - began < 20
-        with pytest.raises(ProcessLookupError):
-            os.kill(waits.pid, 0)
+        for rank, _ in ranks:
+            with pytest.raises(ProcessLookupError):
+                os.kill(rank.process, 0)
+
+
+def test_ranks_that_wait_for_their_turn_live_and_ranks_that_are_done_do_not() -> None:
+    ranks = [started("sleep 60"), started("sleep 60")]
+    for _, theirs in ranks:
+        theirs.send(b".")
+    assert turns.arrived([each for each, _ in ranks], 60.0, os.getppid())
+    for rank, _ in ranks:
+        os.kill(rank.process, signal.SIGKILL)
+        os.waitpid(rank.process, 0)
+    assert not turns.arrived([each for each, _ in [started("true"), started("true")]], 60.0, os.getppid())
+
+
+def test_a_rank_ends_with_the_process_that_gives_turns() -> None:
+    ours, theirs = socket.socketpair()
+    process = os.fork()
+    if not process:
+        ours.close()
+        turns._Turns(0, theirs, None).around(lambda: None, None)()
+        os._exit(0)
+    theirs.close()
+    assert ours.recv(1)
+    ours.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+
+
+def test_neighbours_start_together_as_far_as_there_is_room() -> None:
+    jobs = [turns.NumberedTraining(number, (), ranks) for number, ranks in enumerate((1, 1, 1, 2, 4, 1))]
+    assert [[each.number for each in batch] for batch in turns._batches(jobs, 2)] == [[0, 1], [2], [3], [4], [5]]
+    assert [[each.number for each in batch] for batch in turns._batches(jobs, 5)] == [[0, 1, 2, 3], [4, 5]]
+
+
+def test_a_script_that_does_not_run_says_so_before_operators_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*given: Any) -> Any:
+        raise CalibrationError("it ended")
+
+    def unwanted(*given: Any) -> Any:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(probe, "run_trainings", failing)
+    monkeypatch.setattr(run, "measure", unwanted)
+    with pytest.raises(CalibrationError, match="it ended"):
+        probe.measure(2, 1.0, SCRIPT)
 
 
 def test_what_trainings_take_beside_operators_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,15 +149,14 @@ def test_what_trainings_take_beside_operators_is_found_again(monkeypatch: pytest
         return found
 
     monkeypatch.setattr(probe, "measured_steps", steps)
-    found = probe.overheads(measured, SCRIPT)
-    assert found["seconds"] >= 0
+    found = probe.overheads(measured, probe.run_trainings(SCRIPT, True))
     # A tiny training's own operators are a small part of it.
     for name in ("layer", "microbatch", "step"):
         assert found[name] == pytest.approx(BESIDE[name], rel=0.1, abs=1e-4), name
     assert found["slack"] == pytest.approx(BESIDE["slack"], rel=0.02)
     assert found["split"] == pytest.approx(BESIDE["split"], rel=0.1)
-    alone = probe.overheads({**measured, "cores": 1}, SCRIPT)
+    alone = probe.overheads(measured, probe.run_trainings(SCRIPT, False))
     assert [*alone["slack"]] == ["1"] and alone["split"] == {}
     monkeypatch.setattr(probe, "measured_steps", lambda *_: ["it ended"] * 5)
-    with pytest.raises(trainings.CalibrationError, match="it ended"):
-        probe.overheads({**measured, "cores": 1}, SCRIPT)
+    with pytest.raises(CalibrationError, match="it ended"):
+        probe.run_trainings(SCRIPT, False)

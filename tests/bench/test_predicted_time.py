@@ -22,13 +22,15 @@ def pair(name: str, group: str, processes: int, predicted: float, measured: floa
     return Pair(name, group, processes, predicted, measured, {"products": predicted})
 
 
-def test_rounds_are_judged_by_their_medians(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_calibration_predicts_and_the_others_are_said_beside_it(capsys: pytest.CaptureFixture[str]) -> None:
     case = predicted_time.CASES[0]
-    rounds = [StepTime({"products": seconds, "host": seconds}, 0, 1) for seconds in (3.0, 1.0)]
+    rounds = [StepTime({"products": seconds, "host": seconds}, 0, 1) for seconds in (3.0, 1.0, 2.0)]
     found = predicted_time._pair(case, rounds, [9.0, 2.0, 4.0, 3.0])
-    assert (found.predicted, found.measured, found.median) == (4.0, 3.0, 3.5)
-    assert found.parts == {"products": 2.0, "host": 2.0}
-    for wrong in (["--rounds", "0"], ["--steps", "0"]):
+    assert (found.predicted, found.measured, found.median, found.others) == (6.0, 3.0, 3.5, (2.0, 4.0))
+    assert found.parts == {"products": 3.0, "host": 3.0}
+    text = "\n".join(predicted_time.verdict([found], 2))
+    assert "100.0% over 1 trainings" in text and "By each of the further calibrations alone: 33.3%, 33.3%." in text
+    for wrong in (["--rounds", "0"], ["--turns", "0"]):
         with pytest.raises(SystemExit):
             predicted_time.main(wrong)
         assert "at least 1" in capsys.readouterr().err

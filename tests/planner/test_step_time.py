@@ -155,13 +155,15 @@ def test_what_was_measured_is_what_is_predicted_at_its_shape(tmp_path: Path) -> 
     # Reductions depend on the width of a number, where both were measured.
     data["collectives"].append({"kind": "all_reduce", "ranks": 2, "bytes": 1e6, "seconds": 3e-3, "width": 2})
     # What a layer takes beside its messages counts where it has any of them, a third of it in the forward pass.
-    data["overheads"] = {"split": {"context parallel": 0.3}}
+    data["overheads"] = {"split": {"context parallel": 0.3, "tensor parallel": 0.6}}
     file.write_text(json.dumps(data))
     both = calibrated.read(file)
     seen = [both.message(CollectiveCall("all_reduce", 1e6, Group(2), width)) for width in (2, 4)]
     assert seen == pytest.approx([3e-3, 1e-3])
     assert [both.split_overhead("context parallel", each) for each in (False, True)] == pytest.approx([0.1, 0.2])
     assert both.split_overhead("expert parallel", False) == 0.0
+    # Without sequence parallel as with it, where only that was measured.
+    assert both.split_overhead("tensor parallel, reduced", False) == pytest.approx(0.2)
     # In a training operators take longer than alone; messages were measured as a training has them.
     data["overheads"] = {"slack": {"1": 1.5}}
     file.write_text(json.dumps(data))

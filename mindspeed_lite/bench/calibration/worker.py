@@ -75,19 +75,20 @@ def timed(cases: Callable[[], Iterable[Case]], seconds: float) -> list[dict[str,
 
     They are spread over passes of all cases: what disturbs a machine for a second disturbs one pass of a case.
     """
-    found: list[dict[str, Any]] = []
-    samples: list[list[float]] = []
-    for number in range(PASSES):
-        for place, case in enumerate(cases()):
-            if number == 0:
-                found.append({"key": case.key, "shape": case.shape, "work": case.work})
-                samples.append([])
-            samples[place] += _samples(case.run, seconds / PASSES)
-    return [{**each, "seconds": undisturbed(taken)} for each, taken in zip(found, samples, strict=True)]
+    made = [*cases()]
+    samples: list[list[float]] = [[] for _ in made]
+    for case in made:
+        case.run()
+    for _ in range(PASSES):
+        for taken, case in zip(samples, made, strict=True):
+            taken += _samples(case.run, seconds / PASSES)
+    return [
+        {"key": case.key, "shape": case.shape, "work": case.work, "seconds": undisturbed(taken)}
+        for taken, case in zip(samples, made, strict=True)
+    ]
 
 
 def _samples(run: Callable[[], object], seconds: float) -> list[float]:
-    run()
     samples: list[float] = []
     began = time.perf_counter()
     while not samples or time.perf_counter() - began < seconds:
