@@ -53,28 +53,32 @@ class Plan:
         self.ways, self.longer = ways, sum(way.seconds for way in ways)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
-    """The steps of a training that alternate with those of another one, which is `other`; both share a folder."""
+    """In a rank: steps that alternate with those of another training; both share a folder, and one of them is 0.
+
+    Turns are counted: a rank that is ahead of the one that gives the turn away does not take it twice.
+    """
 
     folder: Path
     mine: int
-    other: int
+    taken: int = 0
 
     def wait(self) -> None:
-        """Until both trainings have come so far and it is this one's turn; each rank waits."""
+        """Until both trainings have come so far and it is this one's turn."""
         (self.folder / f"ready{self.mine}").touch()
-        while not ((self.folder / f"ready{self.other}").exists() and self._now() == self.mine):
+        while not ((self.folder / f"ready{1 - self.mine}").exists() and self._given() == 2 * self.taken + self.mine):
             time.sleep(0.002)
+        self.taken += 1
 
     def give(self) -> None:
         """The other one's turn; one rank says so."""
         written = self.folder / f"given{self.mine}"
-        written.write_text(str(self.other))
-        written.replace(self.folder / "turn")
+        written.write_text(str(self._given() + 1))
+        written.replace(self.folder / "given")
 
-    def _now(self) -> int:
-        file = self.folder / "turn"
+    def _given(self) -> int:
+        file = self.folder / "given"
         return int(file.read_text()) if file.exists() else 0
 
 
@@ -204,7 +208,7 @@ class _Steps:
         self.chosen_steps = 0
         self.now: Plan | None = None
         self._asked = asked
-        self._turn = Turn(Path(asked["turns"]), asked["turn"], 1 - asked["turn"]) if "turns" in asked else None
+        self._turn = Turn(Path(asked["turns"]), asked["turn"]) if "turns" in asked else None
         self._turns: Turns | None = None
         self._counts = False
         self._is_timed = False

@@ -76,7 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
     parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
     parser.add_argument(
-        "--seconds", type=float, default=15.0, metavar="S", help="for how long, about (default %(default)g)"
+        "--seconds",
+        type=float,
+        default=15.0,
+        metavar="S",
+        help="for how long calls are repeated, about (default %(default)g); one call of each takes twenty more",
     )
     parser.add_argument(
         "--script", metavar="FILE",

@@ -76,7 +76,7 @@ def test_trainings_take_turns_and_one_that_fails_says_why(tmp_path: Path) -> Non
 
 def started(command: str) -> tuple[ForkedRank, socket.socket]:
     ours, theirs = socket.socketpair()
-    # Not by `subprocess`, which waits for processes that nobody holds any more.
+    # `subprocess` would reap them: it polls children whose handle is gone.
     words = command.split()
     return ForkedRank(os.posix_spawnp(words[0], words, os.environ), ours), theirs
 
@@ -117,9 +117,9 @@ def test_a_rank_ends_with_the_process_that_gives_turns() -> None:
 
 
 def test_neighbours_start_together_as_far_as_there_is_room() -> None:
-    jobs = [turns.NumberedTraining(number, (), ranks) for number, ranks in enumerate((1, 1, 1, 2, 4, 1))]
-    assert [[each.number for each in batch] for batch in turns._batches(jobs, 2)] == [[0, 1], [2], [3], [4], [5]]
-    assert [[each.number for each in batch] for batch in turns._batches(jobs, 5)] == [[0, 1, 2, 3], [4, 5]]
+    jobs = [(number, Training((), ranks)) for number, ranks in enumerate((1, 1, 1, 2, 4, 1))]
+    for most, expected in ((2, [[0, 1], [2], [3], [4], [5]]), (5, [[0, 1, 2, 3], [4, 5]])):
+        assert [[number for number, _ in batch] for batch in turns._batches(jobs, most)] == expected
 
 
 def test_a_script_that_does_not_run_says_so_before_operators_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

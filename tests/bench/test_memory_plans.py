@@ -76,24 +76,27 @@ def test_what_is_chosen_within_megatrons_memory_is_judged_by_turns() -> None:
     )
 
 
-def test_two_trainings_take_turns_by_steps(tmp_path: Path) -> None:
-    order: list[int] = []
+def test_two_trainings_of_two_ranks_take_turns_by_steps(tmp_path: Path) -> None:
+    order: list[tuple[int, int]] = []
+    steps = [threading.Barrier(2), threading.Barrier(2)]
 
-    def train(mine: int) -> None:
-        turn = memory_plans.Turn(tmp_path, mine, 1 - mine)
-        for _ in range(3):
+    def train(mine: int, rank: int) -> None:
+        turn = memory_plans.Turn(tmp_path, mine)
+        for number in range(3):
             turn.wait()
-            order.append(mine)
-            time.sleep(0.01)
-            order.append(mine)
-            turn.give()
+            order.append((number, mine))
+            steps[mine].wait(60)
+            if rank == 0:
+                # The other rank is at its next step before.
+                time.sleep(0.05)
+                turn.give()
 
-    both = [threading.Thread(target=train, args=(mine,)) for mine in (1, 0)]
-    for each in both:
+    every = [threading.Thread(target=train, args=(mine, rank)) for mine in (1, 0) for rank in (0, 1)]
+    for each in every:
         each.start()
-    for each in both:
+    for each in every:
         each.join(60)
-    assert order == [0, 0, 1, 1] * 3
+    assert order == [(number, mine) for number in range(3) for mine in (0, 0, 1, 1)]
 
 
 def test_losses_that_differ_in_any_process_are_told() -> None:

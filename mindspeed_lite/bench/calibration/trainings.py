@@ -15,6 +15,8 @@ from mindspeed_lite.bench import records
 from mindspeed_lite.bench.calibration.run import CalibrationError
 from mindspeed_lite.child_process import child_process
 
+# Of a turn.
+STEPS = 2
 _TAIL = 400
 
 
@@ -31,7 +33,7 @@ def measured_steps(
 ) -> list[list[float] | str]:
     """Seconds of each step of each training, on its slowest rank; or why there are none, one line.
 
-    All of them are started, and then take turns of `turns.STEPS` steps.
+    Some are started together, and take turns of `STEPS` steps; then others.
 
     Args:
         folder: an empty one, for logs and records.
@@ -40,8 +42,6 @@ def measured_steps(
     Raises:
         CalibrationError: Megatron cannot be imported, or the trainings did not end.
     """
-    from mindspeed_lite.bench.calibration.turns import STEPS
-
     folder.mkdir(parents=True, exist_ok=True)
     jobs = folder / "jobs.json"
     given = [asdict(each) for each in trainings]

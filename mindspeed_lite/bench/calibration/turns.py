@@ -1,7 +1,7 @@
 """The process that has imported Megatron, forks the ranks of short trainings and gives each training its turns.
 
 `python -m mindspeed_lite.bench.calibration.turns JOBS.json`; `trainings.measured_steps` starts it. A training of a few
-steps takes a few seconds then, where its start takes ten. All of them are alive at once, and one at a time is at work.
+steps takes a few seconds then, where its start takes ten. Some of them are alive at once, and one at a time is at work.
 """
 
 from __future__ import annotations
@@ -23,25 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_lite.bench.calibration.trainings import STEPS, Training
 from mindspeed_lite.bench.harness import held_port
 from mindspeed_lite.bench.plan import Arm, Plan
 from mindspeed_lite.bench.probes import train_step
 
 # Imported once, before ranks are forked: most of the start of a script of Megatron's.
 IMPORTED = ("torch._dynamo", "megatron.training.training", "megatron.core.models.gpt.gpt_layer_specs")
-# Of a turn. The first finds the caches as another training left them.
-STEPS = 2
 # Ranks: each has memory of its own, 200 MB about.
 ALIVE = 4
 
 
-@dataclass(frozen=True)
-class NumberedTraining:
-    """A training: its place among those that are asked for, its arguments, and how many ranks it has."""
-
-    number: int
-    words: tuple[str, ...]
-    ranks: int
+# A training behind its place among those that are asked for.
+Job = tuple[int, Training]
 
 
 @dataclass
@@ -68,17 +62,15 @@ def main(file: str) -> None:
 def take_turns(told: Mapping[str, Any], folder: Path, parent: int) -> None:
     """Start some trainings, as many at once as there are cores, and go round them; then others."""
     cores = len(os.sched_getaffinity(0))
-    trainings = [
-        NumberedTraining(number, tuple(each["words"]), each["ranks"]) for number, each in enumerate(told["trainings"])
-    ]
-    for some in _batches(trainings, ALIVE):
+    jobs = [(number, Training(tuple(each["words"]), each["ranks"])) for number, each in enumerate(told["trainings"])]
+    for some in _batches(jobs, ALIVE):
         alive: list[list[ForkedRank]] = []
         with held_ports(some) as ports:
             for batch in _batches(some, cores):
                 started: list[list[ForkedRank]] = []
-                for each in batch:
+                for number, training in batch:
                     others = [rank for ranks in [*alive, *started] for rank in ranks]
-                    started.append(_started(told, each, folder / str(each.number), ports[each.number], others))
+                    started.append(_started(told, training, folder / str(number), ports[number], others))
                 alive += [ranks for ranks in started if arrived(ranks, told["timeout"], parent)]
         for _ in range(told["turns"]):
             for ranks in [*alive]:
@@ -92,34 +84,35 @@ def take_turns(told: Mapping[str, Any], folder: Path, parent: int) -> None:
 
 
 @contextlib.contextmanager
-def held_ports(jobs: Sequence[NumberedTraining]) -> Iterator[dict[int, int]]:
+def held_ports(jobs: Sequence[Job]) -> Iterator[dict[int, int]]:
     """A port for each, by its number."""
     with contextlib.ExitStack() as held:
-        yield {each.number: held.enter_context(held_port()) for each in jobs}
+        yield {number: held.enter_context(held_port()) for number, _ in jobs}
 
 
 def _compile_once() -> None:
     """Let the compiler look at this machine once, and not in every rank."""
     import torch
 
+    # A rank that needs the compiler, and has none, says so.
     with contextlib.suppress(Exception):
         torch.compile(lambda x: x + 1)(torch.zeros(8))
 
 
-def _batches(jobs: Sequence[NumberedTraining], most: int) -> Iterator[list[NumberedTraining]]:
+def _batches(jobs: Sequence[Job], most: int) -> Iterator[list[Job]]:
     """Neighbours that have no more ranks together, or one alone."""
-    batch: list[NumberedTraining] = []
-    for each in jobs:
-        if batch and sum(other.ranks for other in batch) + each.ranks > most:
+    batch: list[Job] = []
+    for number, training in jobs:
+        if batch and sum(other.ranks for _, other in batch) + training.ranks > most:
             yield batch
             batch = []
-        batch.append(each)
+        batch.append((number, training))
     if batch:
         yield batch
 
 
 def _started(
-    told: Mapping[str, Any], job: NumberedTraining, folder: Path, port: int, others: Sequence[ForkedRank]
+    told: Mapping[str, Any], training: Training, folder: Path, port: int, others: Sequence[ForkedRank]
 ) -> list[ForkedRank]:
     folder.mkdir()
     plan = Plan(
@@ -128,13 +121,13 @@ def _started(
     )  # fmt: skip
     plan.write(folder / "plan.json")
     found: list[ForkedRank] = []
-    for rank in range(job.ranks):
+    for rank in range(training.ranks):
         variables = {
             "RANK": str(rank), "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job.ranks), "LOCAL_WORLD_SIZE": str(job.ranks),
+            "WORLD_SIZE": str(training.ranks), "LOCAL_WORLD_SIZE": str(training.ranks),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         }  # fmt: skip
-        found.append(_forked([told["script"], *job.words], variables, plan, folder, [*others, *found]))
+        found.append(_forked([told["script"], *training.words], variables, plan, folder, [*others, *found]))
     return found
 
 
