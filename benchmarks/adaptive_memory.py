@@ -30,7 +30,7 @@ from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
 from benchmarks.memory_plans import CHOSEN, FINALISTS, OTHER, WORKER, Plan
 from mindspeed_lite.bench.calibration.run import processor
 from mindspeed_lite.bench.statistics import Ratio, paired_ratio
-from mindspeed_lite.child_process import child_process
+from mindspeed_lite.child_process import child_process, terminate
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
@@ -183,7 +183,7 @@ def _run(name: str, trainings: Sequence[tuple[str, dict[str, Any]]], cache: str)
             command = [*start, "-m", "benchmarks.memory_plans", *script[1:], *features, *flags.split()]
             output = running.enter_context((folder / "log.txt").open("w"))
             options: dict[str, Any] = {"env": environment, "cwd": ROOT, "stdout": output, "stderr": output}
-            started.append(running.enter_context(child_process(command, **options)))
+            started.append(running.enter_context(child_process(command, terminate, **options)))
         while any(each.poll() is None for each in started) and not any(each.poll() for each in started):
             time.sleep(0.1)
         written = [sorted((Path(shared) / str(number)).glob("rank*.json")) for number in range(len(trainings))]

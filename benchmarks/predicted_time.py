@@ -5,7 +5,9 @@
 A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
 Nothing else may run meanwhile. What is predicted is by one calibration, the first round's; what each of the others
 would have predicted is said beside it. What is measured is the lower quartile of the steps of all rounds, as the
-calibration takes it of its own. Four processes on two cores share them, and are judged apart.
+calibration takes it of its own. Some of the calibration's own short trainings run again among the twenty: what their
+steps take now over what they took then is the machine's doing, and no prediction's. Four processes on two cores share
+them, and are judged apart.
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.bench.calibration import probe, run, trainings
 from mindspeed_lite.bench.calibration.samples import undisturbed
+from mindspeed_lite.bench.calibration.trainings import Training
 from mindspeed_lite.planner import arguments, calibrated, step_time
 from mindspeed_lite.planner.step_time import Pricer
 
@@ -70,6 +73,10 @@ class Case:
     flags: str
     group: str = ""
 
+    @property
+    def training(self) -> Training:
+        return Training((*PLAIN.split(), *self.flags.split()), self.processes)
+
 
 CASES = (
     Case("small", 1, f"{_model(2, 128, 128, 2, 4)} {FUSED}"),
@@ -100,6 +107,7 @@ class Pair:
     """A step of a case in seconds, predicted and measured.
 
     `median`: of the same steps; the others are undisturbed. `others`: predicted by each further calibration.
+    `drifts`: by calibration, what the same short trainings took among the measured ones over what they took then.
     """
 
     name: str
@@ -110,6 +118,7 @@ class Pair:
     parts: dict[str, float]
     median: float = math.nan
     others: tuple[float, ...] = ()
+    drifts: tuple[float, ...] = ()
 
     @property
     def error(self) -> float:
@@ -119,15 +128,40 @@ class Pair:
 def predict(case: Case, calibration: Path, cores: int) -> step_time.StepTime:
     """The step of a case by what was calibrated."""
     device = calibrated.read(calibration, min(case.processes, cores))
-    words = [*PLAIN.split(), *case.flags.split()]
-    return step_time.step(arguments.read(words, case.processes, "cpu"), Pricer(device, device.overlap))
+    return step_time.step(arguments.read(case.training.words, case.processes, "cpu"), Pricer(device, device.overlap))
 
 
-def measure(cases: Sequence[Case], folder: Path, turns: int) -> dict[str, list[float] | str]:
+def measure(cases: Mapping[str, Training], folder: Path, turns: int) -> dict[str, list[float] | str]:
     """Seconds of each step of real trainings by their names, or why there are none."""
-    given = [trainings.Training((*PLAIN.split(), *each.flags.split()), each.processes) for each in cases]
-    found = trainings.measured_steps(SCRIPT, given, folder, turns)
-    return {case.name: each for case, each in zip(cases, found, strict=True)}
+    found = trainings.measured_steps(SCRIPT, [*cases.values()], folder, turns)
+    return dict(zip(cases, found, strict=True))
+
+
+def with_those_again(cases: Sequence[Case], cores: int) -> tuple[dict[str, Training], dict[int, list[str]]]:
+    """All trainings by their names, and the names of those of the calibration, by processes.
+
+    One of them runs before and one behind the cases of as many processes.
+    """
+    runs: dict[str, Training] = {}
+    names: dict[int, list[str]] = {}
+    several = probe.whole(cores > 1)
+    for processes in dict.fromkeys(each.processes for each in cases):
+        again = {f"calibrated {processes}.{number}": each for number, each in enumerate(several.get(processes, ()))}
+        if again:
+            names[processes] = [*again]
+        first, *rest = again or [""]
+        runs |= {name: each for name, each in again.items() if name == first}
+        runs |= {each.name: each.training for each in cases if each.processes == processes}
+        runs |= {name: again[name] for name in rest}
+    return runs, names
+
+
+def drift(again: Mapping[str, Training], calibration: Mapping[str, Any], steps: Mapping[str, Sequence[float]]) -> float:
+    """What steps of a calibration's trainings take now over what they took then."""
+    then: dict[Any, float] = {
+        (tuple(each["words"]), each["ranks"]): each["seconds"] for each in calibration["trainings"]
+    }
+    return statistics.mean(undisturbed(steps[name]) / then[each.words, each.ranks] for name, each in again.items())
 
 
 def rank_correlation(pairs: Sequence[Pair]) -> float:
@@ -168,12 +202,18 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
                 mean = statistics.mean(abs(each.predicted / each.median - 1) for each in members)
                 lines.append(f"Against the medians of the same steps, disturbances counted: {mean:.1%}.")
             if all(each.others for each in members):
-                errors = (
-                    statistics.mean(abs(predicted / each.measured - 1) for each, predicted in column)
-                    for column in zip(*([(each, other) for other in each.others] for each in members), strict=True)
+                errors = by_calibration(members)[1:]
+                lines.append(f"By each of the further calibrations alone: {_percent(errors)}.")
+            drifts = {each.processes: each.drifts for each in members if each.drifts}
+            if drifts:
+                several = ", ".join(
+                    f"{' and '.join(f'{each:.2f}' for each in found)} ({count} rank{'s' * (count > 1)})"
+                    for count, found in drifts.items()
                 )
+                counted = _percent(by_calibration(members, True))
                 lines.append(
-                    f"By each of the further calibrations alone: {', '.join(f'{each:.1%}' for each in errors)}."
+                    f"Short trainings of the calibrations, run again among these, took {several} of what they took "
+                    f"then: what the machine does. Mean error with that counted, by each calibration: {counted}."
                 )
         if len(members) > 1:
             lines.append(f"Rank correlation {about}: {rank_correlation(members):.3f}.")
@@ -190,6 +230,23 @@ def verdict(pairs: Sequence[Pair], cores: int) -> list[str]:
     return lines
 
 
+def by_calibration(pairs: Sequence[Pair], drifted: bool = False) -> list[float]:
+    """The mean error by each calibration alone. drifted: with what the machine does now and did not do then."""
+    factors = [each.drifts if drifted and each.drifts else [1.0] * (1 + len(each.others)) for each in pairs]
+    errors = (
+        [
+            abs(seconds * factor / each.measured - 1)
+            for seconds, factor in zip((each.predicted, *each.others), row, strict=True)
+        ]
+        for each, row in zip(pairs, factors, strict=True)
+    )
+    return [statistics.mean(column) for column in zip(*errors, strict=True)]
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return ", ".join(f"{each:.1%}" for each in shares)
+
+
 def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, failed: Sequence[str] = ()) -> str:
     """The page in Markdown. failed: of trainings that did not run, a line each."""
     cores, beside = calibration["cores"], calibration.get("overheads", {})
@@ -203,7 +260,8 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
         "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by one calibration, the first,",
         "which takes the lower quartile of operators and steps too. A round calibrates, then runs all trainings, some",
-        "at a time, which take turns of two steps. Where every rank has a core, it keeps it.",
+        "at a time, which take turns of two steps. Where every rank has a core, it keeps it. Some of the short",
+        "trainings that the calibration stands on run again among them.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -261,12 +319,14 @@ def _calibrated(folder: Path, cores: int, seconds: float) -> Path:
     return file
 
 
-def _pair(case: Case, predicted: Sequence[step_time.StepTime], steps: Sequence[float]) -> Pair:
+def _pair(
+    case: Case, predicted: Sequence[step_time.StepTime], steps: Sequence[float], drifts: Sequence[float] = ()
+) -> Pair:
     """By the first calibration, and what the others would have said."""
     first, *others = predicted
     return Pair(
         case.name, case.group, case.processes, first.seconds, undisturbed(steps), dict(first.parts),
-        statistics.median(steps), tuple(each.seconds for each in others),
+        statistics.median(steps), tuple(each.seconds for each in others), tuple(drifts),
     )  # fmt: skip
 
 
@@ -286,26 +346,37 @@ def main(given: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
     cases = [each for each in CASES if not options.only or each.name in options.only]
+    runs, again = with_those_again(cases, cores)
     predicted: dict[str, list[step_time.StepTime]] = {each.name: [] for each in cases}
-    steps: dict[str, list[float]] = {each.name: [] for each in cases}
+    steps: dict[str, list[float]] = {each: [] for each in runs}
     failed: dict[str, str] = {}
-    calibration: dict[str, Any] = {}
+    calibrations: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
         for number in range(options.rounds):
             folder = Path(name) / str(number)
             folder.mkdir()
             file = Path(options.calibration) if options.calibration else _calibrated(folder, cores, options.seconds)
-            calibration = calibration or json.loads(file.read_text())
-            for case_name, taken in measure(cases, folder / "trainings", options.turns).items():
-                if isinstance(taken, str):
-                    failed[case_name] = taken
-                else:
-                    steps[case_name] += taken
             if not (number and options.calibration):
+                calibrations.append(json.loads(file.read_text()))
                 for case in cases:
                     predicted[case.name].append(predict(case, file, cores))
+            for run_name, taken in measure(runs, folder / "trainings", options.turns).items():
+                if isinstance(taken, str):
+                    failed[run_name] = taken
+                else:
+                    steps[run_name] += taken
             print(f"round {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
-    pairs = [_pair(case, predicted[case.name], steps[case.name]) for case in cases if case.name not in failed]
+    calibration = calibrations[0]
+    drifts = {
+        processes: [drift({each: runs[each] for each in names}, told, steps) for told in calibrations]
+        for processes, names in again.items()
+        if not failed.keys() & set(names) and all("trainings" in told for told in calibrations)
+    }
+    pairs = [
+        _pair(case, predicted[case.name], steps[case.name], drifts.get(case.processes, ()))
+        for case in cases
+        if case.name not in failed
+    ]
     for each in pairs:
         print(f"{each.name}: predicted {each.predicted:.3f} s, measured {each.measured:.3f} s, {each.error:+.1%}")
     problems = [f"{name}: no figures: {why}" for name, why in failed.items()]

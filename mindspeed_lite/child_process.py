@@ -6,11 +6,12 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["child_process", "kill"]
+__all__ = ["child_process", "kill", "terminate"]
 
 
 def kill(child: subprocess.Popen[bytes]) -> None:
@@ -22,11 +23,25 @@ def kill(child: subprocess.Popen[bytes]) -> None:
         child.wait(10.0)
 
 
+def terminate(child: subprocess.Popen[bytes]) -> None:
+    """Ask a process and its session to end, and kill what is left after ten seconds.
+
+    A launcher ends workers that have sessions of their own when it is asked, and leaves them when it is killed.
+    """
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(10.0)
+    kill(child)
+
+
 @contextlib.contextmanager
 def child_process(
     command: Sequence[str], end: Callable[[subprocess.Popen[bytes]], None] = kill, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own and end it with the block, however that is left.
+
+    SIGTERM leaves it too, as SystemExit, unless the caller handles or ignores that signal.
 
     Args:
         command: argv.
@@ -37,26 +52,49 @@ def child_process(
         OSError: the command cannot be started.
     """
     child: subprocess.Popen[bytes] | None = None
-    try:
-        with _interrupt_deferred():
-            child = subprocess.Popen(command, start_new_session=True, **options)
-        yield child
-    finally:
-        if child is not None:
-            end(child)
+    with _termination_raised():
+        try:
+            with _signals_deferred():
+                child = subprocess.Popen(command, start_new_session=True, **options)
+            yield child
+        finally:
+            if child is not None:
+                end(child)
 
 
 @contextlib.contextmanager
-def _interrupt_deferred() -> Iterator[None]:
-    """Let Ctrl-C wait for the end of the block: inside, the handle of a process that runs would be lost."""
+def _termination_raised() -> Iterator[None]:
+    """Let SIGTERM raise in the block: by default it ends Python at once, and what runs in other sessions stays."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+
+    def leave(number: int, _: object) -> None:
+        # A second one would end what ends the child.
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Let signals wait for the end of the block: inside, the handle of a process that runs would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     received: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    deferred = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, lambda number, _: received.append(number)) for each in deferred]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in zip(deferred, before, strict=True):
+            signal.signal(number, handler)
     if received:
-        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(received[0])

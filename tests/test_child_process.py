@@ -70,6 +70,54 @@ def test_what_it_started_ends_with_it(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+ENDED = """
+import sys, time
+from mindspeed_lite.child_process import child_process, terminate
+try:
+    with child_process(["sleep", "50"]) as first, child_process(LAUNCHER, terminate) as second:
+        print(first.pid, second.pid, flush=True)
+        time.sleep(50)
+finally:
+    print("left", flush=True)
+"""
+# Its worker has a session of its own, and ends with it where it is asked to end.
+LAUNCHER = """
+import signal, subprocess, sys
+worker = subprocess.Popen(["sleep", "50"], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: (worker.kill(), worker.wait(), sys.exit(1)))
+print(worker.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_sigterm_ends_what_was_started() -> None:
+    """Python by itself would end at once: without its `finally`, and without processes of other sessions."""
+    code = ENDED.replace("LAUNCHER", repr([sys.executable, "-c", LAUNCHER]))
+    ended = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert ended.stdout is not None
+    pids = [int(each) for _ in range(2) for each in ended.stdout.readline().split()]
+    assert len(pids) == 3
+    ended.terminate()
+    assert ended.wait(30) == 128 + signal.SIGTERM
+    assert ended.stdout.read() == "left\n"
+    assert all(_is_gone(pid) for pid in pids)
+
+
+def test_a_handler_of_the_callers_stays() -> None:
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with child_process(SLEEP) as child:
+            signal.raise_signal(signal.SIGTERM)
+            assert child.poll() is None
+        assert seen == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with child_process(["true"]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_another_thread_may_start_one() -> None:
     """Signals belong to the main thread: elsewhere there is none to defer."""
     codes: list[int | None] = []

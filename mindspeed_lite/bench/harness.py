@@ -19,7 +19,7 @@ import mindspeed_lite
 from mindspeed_lite.bench import records
 from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
 from mindspeed_lite.bench.records import Process
-from mindspeed_lite.child_process import child_process, kill
+from mindspeed_lite.child_process import child_process, terminate
 
 if TYPE_CHECKING:
     # Imports torch, which the parent process can do without.
@@ -180,11 +180,7 @@ def _ask_where(folder: Path) -> None:
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
     """End the run with everything it started: helpers that outlive it would disturb the next one."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(10.0)
-    kill(process)
+    terminate(process)
     # Launchers may start workers in sessions of their own; those that are still ours carry the plan's name.
     mark = f"{VARIABLE}={folder / 'plan.json'}".encode()
     for pid in records.pids(folder):

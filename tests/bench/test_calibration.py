@@ -74,33 +74,43 @@ def test_trainings_take_turns_and_one_that_fails_says_why(tmp_path: Path) -> Non
     assert [number for _, number in sorted(ended)] == ([1] * turns.STEPS + [2] * turns.STEPS) * 2
 
 
-def started(command: str) -> tuple[ForkedRank, socket.socket]:
+def started(command: str, folder: Path) -> tuple[ForkedRank, socket.socket]:
     ours, theirs = socket.socketpair()
     # `subprocess` would reap them: it polls children whose handle is gone.
     words = command.split()
-    return ForkedRank(os.posix_spawnp(words[0], words, os.environ), ours), theirs
+    return ForkedRank(os.posix_spawnp(words[0], words, os.environ), ours, folder / "rank.log"), theirs
 
 
-def test_ranks_end_with_the_first_that_fails_with_their_time_and_with_the_parent() -> None:
-    for others, timeout, parent in ((["false"], 60.0, os.getppid()), ([], 0.1, os.getppid()), ([], 60.0, -1)):
-        ranks = [started(each) for each in ["sleep 60", *others]]
+def test_ranks_end_with_the_first_that_fails_with_their_time_and_with_the_parent(tmp_path: Path) -> None:
+    (tmp_path / "rank.log").write_text("it cannot go on\n\n")
+    here = os.getppid()
+    for others, timeout, parent, why in (
+        (["false"], 60.0, here, "it cannot go on"),
+        (["sh -c kill${IFS}-SEGV${IFS}$$"], 60.0, here, "SIGSEGV ended a rank"),
+        ([], 0.1, here, "a rank has not answered for 0 s"),
+        ([], 60.0, -1, "not answered"),
+    ):
+        ranks = [started(each, tmp_path) for each in ["sleep 60", *others]]
         began = time.monotonic()
         assert not turns.arrived([each for each, _ in ranks], timeout, parent)
         assert time.monotonic() - began < 20
+        assert why in (tmp_path / trainings.WHY).read_text()
+        assert why in str(trainings._outcome(tmp_path, Training(()), 1))
         for rank, _ in ranks:
             with pytest.raises(ProcessLookupError):
                 os.kill(rank.process, 0)
 
 
-def test_ranks_that_wait_for_their_turn_live_and_ranks_that_are_done_do_not() -> None:
-    ranks = [started("sleep 60"), started("sleep 60")]
+def test_ranks_that_wait_for_their_turn_live_and_ranks_that_are_done_do_not(tmp_path: Path) -> None:
+    ranks = [started("sleep 60", tmp_path), started("sleep 60", tmp_path)]
     for _, theirs in ranks:
         theirs.send(b".")
     assert turns.arrived([each for each, _ in ranks], 60.0, os.getppid())
     for rank, _ in ranks:
         os.kill(rank.process, signal.SIGKILL)
         os.waitpid(rank.process, 0)
-    assert not turns.arrived([each for each, _ in [started("true"), started("true")]], 60.0, os.getppid())
+    done = [started("true", tmp_path), started("true", tmp_path)]
+    assert not turns.arrived([each for each, _ in done], 60.0, os.getppid())
 
 
 def test_a_rank_ends_with_the_process_that_gives_turns() -> None:

@@ -36,6 +36,29 @@ def test_one_calibration_predicts_and_the_others_are_said_beside_it(capsys: pyte
         assert "at least 1" in capsys.readouterr().err
 
 
+def test_what_the_machine_does_is_told_apart_from_errors() -> None:
+    runs, again = predicted_time.with_those_again(predicted_time.CASES, 2)
+    names = [*runs]
+    assert set(again) == {1, 2} and sum(map(len, again.values())) == len(runs) - len(predicted_time.CASES)
+    assert names[0] in again[1] and names.index(again[1][-1]) > names.index("experts")
+    assert names.index(again[2][0]) < names.index("dp2") and names.index(again[2][-1]) > names.index("ep2")
+    assert [*predicted_time.with_those_again(predicted_time.CASES[-1:], 2)[0]] == ["dp4"]
+    ones = {each: runs[each] for each in again[1]}
+    then = [{"words": [*each.words], "ranks": 1, "seconds": 2.0 + place} for place, each in enumerate(ones.values())]
+    steps = {name: [4.0, 1.0 + place, 1.0 + place, 9.0] for place, name in enumerate(ones)}
+    drift = predicted_time.drift(ones, {"trainings": then}, steps)
+    assert drift == pytest.approx((1 / 2 + 2 / 3) / 2)
+    both = [
+        Pair("a", "", 1, 2.0, 1.0, {}, 1.0, (4.0,), (0.5, 0.5)),
+        Pair("b", "", 2, 2.0, 1.0, {}, 1.0, (1.0,), (1.0, 2.0)),
+    ]
+    assert predicted_time.by_calibration(both) == [1.0, 1.5]
+    assert predicted_time.by_calibration(both, True) == [0.5, 1.0]
+    text = "\n".join(predicted_time.verdict(both, 2))
+    assert "took 0.50 and 0.50 (1 rank), 1.00 and 2.00 (2 ranks) of what they took then" in text
+    assert "with that counted, by each calibration: 50.0%, 100.0%." in text
+
+
 def test_ranks_that_share_cores_are_judged_apart() -> None:
     pairs = [
         pair("a", "two processes", 2, 1.0, 1.1),

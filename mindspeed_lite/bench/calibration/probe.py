@@ -56,7 +56,7 @@ SENT = ("gradients", "parameters")
 
 
 def measure(ranks: int, seconds: float, script: str) -> dict[str, Any]:
-    """What `run.measure` measures, with the overheads of trainings of a script.
+    """What `run.measure` measures, with the overheads of trainings of a script, and the seconds of their steps.
 
     The trainings come first: a script that does not run says so in seconds.
 
@@ -67,7 +67,8 @@ def measure(ranks: int, seconds: float, script: str) -> dict[str, Any]:
     trained = run_trainings(script, ranks == 2 and len(os.sched_getaffinity(0)) > 1)
     taken = round(time.monotonic() - began, 1)
     measured = run.measure(ranks, seconds)
-    return {**measured, "overheads": {**overheads(measured, trained), "seconds": taken}}
+    steps = [{"words": each.words, "ranks": each.ranks, "seconds": step} for each, step in trained.items()]
+    return {**measured, "overheads": {**overheads(measured, trained), "seconds": taken}, "trainings": steps}
 
 
 def run_trainings(script: str, has_two: bool, turns: int = TURNS) -> dict[Training, float]:
@@ -76,7 +77,7 @@ def run_trainings(script: str, has_two: bool, turns: int = TURNS) -> dict[Traini
     Raises:
         CalibrationError: a training did not run.
     """
-    given = [*_tiny(), *itertools.chain(*_whole(has_two).values()), *_split(has_two).values()]
+    given = [*_tiny(), *itertools.chain(*whole(has_two).values()), *_split(has_two).values()]
     with tempfile.TemporaryDirectory(prefix="mindspeed-lite-probe-") as name:
         measured = measured_steps(script, given, Path(name) / "trainings", turns)
     found = {}
@@ -108,7 +109,7 @@ def overheads(measured: Mapping[str, Any], seconds: Mapping[Training, float]) ->
 
         found: dict[str, Any] = _overheads([seconds[each] - predicted(each, {}).seconds for each in _tiny()])
         slack = {}
-        for ranks, several in _whole(has_two).items():
+        for ranks, several in whole(has_two).items():
             taken = alone = 0.0
             for each in several:
                 bare = predicted(each, {})
@@ -128,7 +129,8 @@ def _tiny() -> list[Training]:
     return [Training(_words(64, layers, count)) for layers, count in TINY]
 
 
-def _whole(has_two: bool) -> dict[int, list[Training]]:
+def whole(has_two: bool) -> dict[int, list[Training]]:
+    """Of one process, and of two with a replica each, by processes: those whose steps operators take nearly alone."""
     return {
         ranks: [Training(_words(width, layers, count * ranks), ranks) for width, layers, count in WHOLE]
         for ranks in ((1, 2) if has_two else (1,))

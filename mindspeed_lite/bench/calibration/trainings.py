@@ -17,6 +17,8 @@ from mindspeed_lite.child_process import child_process
 
 # Of a turn.
 STEPS = 2
+# The file that says why a training ended early.
+WHY = "why.txt"
 _TAIL = 400
 
 
@@ -61,7 +63,7 @@ def measured_steps(
         with started as process, contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout * (1 + turns) * (1 + len(trainings)))
     if process.returncode:
-        raise CalibrationError(f"{script}: {_last_line(log)}")
+        raise CalibrationError(f"{script}: {last_line(log)}")
     return [_outcome(folder / str(number), each, turns * STEPS) for number, each in enumerate(trainings)]
 
 
@@ -70,10 +72,11 @@ def _outcome(folder: Path, training: Training, steps: int) -> list[float] | str:
     if len(processes) == training.ranks and all(len(each.steps) >= steps and each.ended for each in processes):
         rows = zip(*(each.steps[-steps:] for each in processes), strict=True)
         return [max(each["seconds"] for each in row) for row in rows]
-    tails = [_last_line(folder / f"rank{rank}.log") for rank in range(training.ranks)]
-    return next((each for each in tails if each), "it ended without its steps")
+    told = [last_line(folder / each) for each in (WHY, *(f"rank{rank}.log" for rank in range(training.ranks)))]
+    return next((each for each in told if each), "it ended without its steps")
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
+    """The last one that is not empty, as far as it says something; "" where there is none."""
     lines = log.read_text(errors="replace").split("\n") if log.is_file() else []
     return next((each.strip()[-_TAIL:] for each in reversed(lines) if each.strip()), "")

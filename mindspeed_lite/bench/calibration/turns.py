@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.bench.calibration.trainings import STEPS, Training
+from mindspeed_lite.bench.calibration.trainings import STEPS, WHY, Training, last_line
 from mindspeed_lite.bench.harness import held_port
 from mindspeed_lite.bench.plan import Arm, Plan
 from mindspeed_lite.bench.probes import train_step
@@ -44,6 +44,7 @@ class ForkedRank:
 
     process: int
     turn: socket.socket
+    log: Path
 
 
 def main(file: str) -> None:
@@ -136,16 +137,17 @@ def _forked(
 ) -> ForkedRank:
     """A process of the script; its output goes to `rank<N>.log` in the folder."""
     ours, theirs = socket.socketpair()
+    path = folder / f"rank{variables['RANK']}.log"
     process = os.fork()
     if process:
         theirs.close()
-        return ForkedRank(process, ours)
+        return ForkedRank(process, ours, path)
     code = 1
     try:
         # Or the end of the process that gives turns would not be seen.
         for each in (ours, *(other.turn for other in others)):
             each.close()
-        log = os.open(folder / f"rank{variables['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ |= variables
@@ -197,9 +199,9 @@ class _Turns:
 def arrived(ranks: Sequence[ForkedRank], timeout: float, parent: int) -> bool:
     """Whether every rank waits for its next turn; otherwise all have ended.
 
-    The first that fails, the end of the time, and that of the parent end the others.
+    The first that fails, the end of the time, and that of the parent end the others; the folder of logs says why.
     """
-    waiting, ended = list(ranks), []
+    waiting, ended, why = list(ranks), [], ""
     end = time.monotonic() + timeout
     while waiting and time.monotonic() < end and os.getppid() == parent:
         for each in select.select([rank.turn for rank in waiting], [], [], 0.02)[0]:
@@ -212,11 +214,17 @@ def arrived(ranks: Sequence[ForkedRank], timeout: float, parent: int) -> bool:
             if process:
                 waiting.remove(rank)
                 ended.append(rank)
+            if status and not why:
+                code = os.waitstatus_to_exitcode(status)
+                why = f"{signal.Signals(-code).name} ended a rank" if code < 0 else last_line(rank.log)
             if status:
                 # The others wait for it in a collective; a moment to say so.
                 end = min(end, time.monotonic() + 1.0)
     if not waiting and not ended:
         return True
+    if waiting and not why:
+        why = f"a rank has not answered for {timeout:.0f} s"
+    (ranks[0].log.parent / WHY).write_text(why)
     for rank in ranks:
         if rank not in ended:
             os.kill(rank.process, signal.SIGKILL)
