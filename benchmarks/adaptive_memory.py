@@ -122,7 +122,7 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
         within = f"--adaptive-memory --memory-budget {_plan(first['plans'][0]).peak / (1 << 30)}"
         megatron: list[Plan] = []
         chosen: list[Plan] = []
-        traces = [first["losses"]]
+        traces = []
         for _ in range(PAIRS):
             pair = _run(name, [(flags, asked), (within, {**asked, "counted": RECORDED_STEPS})], cache)
             for found, plans in zip(pair, (megatron, chosen), strict=True):
@@ -131,7 +131,7 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
             print(f"{name}: {beside(megatron, chosen)}", flush=True)
         lines += alone(megatron, chosen)
         said.append(f"- {beside(megatron, chosen)} Losses: {_in_common(*traces)}.")
-        losses[about] = max(traces, key=len)
+        losses[about] = traces[0]
     asked = {"planned": True, "shares": list(shares), "others": others, "rounds": rounds}
     (found,) = _run(name, [("--adaptive-memory --memory-budget 1024", asked)], cache)
     told = f"all chosen plans have run after {found['chosen_steps']} steps."
@@ -149,10 +149,9 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
 
 
 def _in_common(*traces: Sequence[str]) -> str:
-    """Whether losses agree, as far as two traces go."""
-    count = sorted(map(len, traces))[-2]
+    count = min(map(len, traces))
     for at in range(count):
-        if len({each[at] for each in traces if at < len(each)}) > 1:
+        if len({each[at] for each in traces}) > 1:
             return f"step {at + 1} DIFFERS"
     return f"the first {count} steps have the same bits"
 

@@ -5,8 +5,8 @@
 A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
 Nothing else may run meanwhile. What is predicted is by one calibration, the first round's; what each of the others
 would have predicted is said beside it. What is measured is the lower quartile of the steps of all rounds, as the
-calibration takes it of its own. Some of the calibration's own short trainings run again among the twenty: what their
-steps take now over what they took then is the machine's doing, and no prediction's. Four processes on two cores share
+calibration takes it of its own. Some of the calibration's own short trainings run again among the twenty: their steps
+take another time only because the machine is faster or slower now. Four processes on two cores share
 them, and are judged apart.
 """
 
@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -137,31 +137,35 @@ def measure(cases: Mapping[str, Training], folder: Path, turns: int) -> dict[str
     return dict(zip(cases, found, strict=True))
 
 
-def with_those_again(cases: Sequence[Case], cores: int) -> tuple[dict[str, Training], dict[int, list[str]]]:
-    """All trainings by their names, and the names of those of the calibration, by processes.
+def steps_then(calibration: Mapping[str, Any]) -> dict[Training, float]:
+    """Seconds of a step of each short training of a calibration; one without a script has none."""
+    return {Training(tuple(each["words"]), each["ranks"]): each["seconds"] for each in calibration.get("trainings", ())}
 
-    One of them runs before and one behind the cases of as many processes.
+
+def with_those_again(
+    cases: Sequence[Case], calibrated: Collection[Training]
+) -> tuple[dict[str, Training], dict[int, list[str]]]:
+    """All trainings by their names, and the names of those of a calibration, by processes.
+
+    One of them runs before and the others behind the cases of as many processes.
     """
     runs: dict[str, Training] = {}
     names: dict[int, list[str]] = {}
-    several = probe.whole(cores > 1)
+    several = probe.whole(True)
     for processes in dict.fromkeys(each.processes for each in cases):
-        again = {f"calibrated {processes}.{number}": each for number, each in enumerate(several.get(processes, ()))}
-        if again:
-            names[processes] = [*again]
-        first, *rest = again or [""]
-        runs |= {name: each for name, each in again.items() if name == first}
-        runs |= {each.name: each.training for each in cases if each.processes == processes}
-        runs |= {name: again[name] for name in rest}
+        again = [each for each in several.get(processes, ()) if each in calibrated]
+        named = [(f"calibrated {processes}.{number}", each) for number, each in enumerate(again)]
+        if named:
+            names[processes] = [name for name, _ in named]
+        mine = [(each.name, each.training) for each in cases if each.processes == processes]
+        runs |= dict([*named[:1], *mine, *named[1:]])
     return runs, names
 
 
 def drift(again: Mapping[str, Training], calibration: Mapping[str, Any], steps: Mapping[str, Sequence[float]]) -> float:
     """What steps of a calibration's trainings take now over what they took then."""
-    then: dict[Any, float] = {
-        (tuple(each["words"]), each["ranks"]): each["seconds"] for each in calibration["trainings"]
-    }
-    return statistics.mean(undisturbed(steps[name]) / then[each.words, each.ranks] for name, each in again.items())
+    then = steps_then(calibration)
+    return statistics.mean(undisturbed(steps[name]) / then[each] for name, each in again.items())
 
 
 def rank_correlation(pairs: Sequence[Pair]) -> float:
@@ -260,8 +264,7 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
         "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by one calibration, the first,",
         "which takes the lower quartile of operators and steps too. A round calibrates, then runs all trainings, some",
-        "at a time, which take turns of two steps. Where every rank has a core, it keeps it. Some of the short",
-        "trainings that the calibration stands on run again among them.",
+        "at a time, which take turns of two steps. Where every rank has a core, it keeps it.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -346,9 +349,10 @@ def main(given: Sequence[str] | None = None) -> int:
     os.chdir(ROOT)
     cores, began = len(os.sched_getaffinity(0)), time.monotonic()
     cases = [each for each in CASES if not options.only or each.name in options.only]
-    runs, again = with_those_again(cases, cores)
+    runs: dict[str, Training] = {}
+    again: dict[int, list[str]] = {}
     predicted: dict[str, list[step_time.StepTime]] = {each.name: [] for each in cases}
-    steps: dict[str, list[float]] = {each: [] for each in runs}
+    steps: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
     calibrations: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="predicted-time-") as name:
@@ -360,17 +364,18 @@ def main(given: Sequence[str] | None = None) -> int:
                 calibrations.append(json.loads(file.read_text()))
                 for case in cases:
                     predicted[case.name].append(predict(case, file, cores))
+            runs, again = with_those_again(cases, steps_then(calibrations[0]))
             for run_name, taken in measure(runs, folder / "trainings", options.turns).items():
                 if isinstance(taken, str):
                     failed[run_name] = taken
                 else:
-                    steps[run_name] += taken
+                    steps.setdefault(run_name, []).extend(taken)
             print(f"round {number + 1}: {time.monotonic() - began:.0f} s", flush=True)
     calibration = calibrations[0]
     drifts = {
         processes: [drift({each: runs[each] for each in names}, told, steps) for told in calibrations]
         for processes, names in again.items()
-        if not failed.keys() & set(names) and all("trainings" in told for told in calibrations)
+        if not failed.keys() & set(names)
     }
     pairs = [
         _pair(case, predicted[case.name], steps[case.name], drifts.get(case.processes, ()))

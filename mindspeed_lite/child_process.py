@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,7 +40,7 @@ def child_process(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own and end it with the block, however that is left.
 
-    SIGTERM leaves it too, as SystemExit, unless the caller handles or ignores that signal.
+    SIGTERM leaves it as Ctrl-C does, by KeyboardInterrupt, unless the caller handles or ignores that signal.
 
     Args:
         command: argv.
@@ -59,7 +58,8 @@ def child_process(
             yield child
         finally:
             if child is not None:
-                end(child)
+                with _signals_deferred():
+                    end(child)
 
 
 @contextlib.contextmanager
@@ -71,9 +71,9 @@ def _termination_raised() -> Iterator[None]:
         return
 
     def leave(number: int, _: object) -> None:
-        # A second one would end what ends the child.
+        # One is enough.
         signal.signal(number, signal.SIG_IGN)
-        sys.exit(128 + number)
+        raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, leave)
     try:
@@ -84,7 +84,7 @@ def _termination_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Let signals wait for the end of the block: inside, the handle of a process that runs would be lost."""
+    """Let signals wait for the end of the block: inside, a process that runs would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,5 +96,5 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in zip(deferred, before, strict=True):
             signal.signal(number, handler)
-    if received:
-        signal.raise_signal(received[0])
+    for each in received:
+        signal.raise_signal(each)

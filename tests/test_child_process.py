@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_lite.child_process import child_process
+from mindspeed_lite.child_process import child_process, kill
 
 SLEEP = ["sleep", "50"]
 
@@ -77,13 +77,13 @@ try:
     with child_process(["sleep", "50"]) as first, child_process(LAUNCHER, terminate) as second:
         print(first.pid, second.pid, flush=True)
         time.sleep(50)
-finally:
+except KeyboardInterrupt:
     print("left", flush=True)
 """
 # Its worker has a session of its own, and ends with it where it is asked to end.
 LAUNCHER = """
 import signal, subprocess, sys
-worker = subprocess.Popen(["sleep", "50"], start_new_session=True)
+worker = subprocess.Popen(["sleep", "50"], start_new_session=True, stdout=subprocess.DEVNULL)
 signal.signal(signal.SIGTERM, lambda *_: (worker.kill(), worker.wait(), sys.exit(1)))
 print(worker.pid, flush=True)
 signal.pause()
@@ -98,9 +98,20 @@ def test_sigterm_ends_what_was_started() -> None:
     pids = [int(each) for _ in range(2) for each in ended.stdout.readline().split()]
     assert len(pids) == 3
     ended.terminate()
-    assert ended.wait(30) == 128 + signal.SIGTERM
+    assert ended.wait(30) == 0
     assert ended.stdout.read() == "left\n"
     assert all(_is_gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_is_ended_waits(sign: signal.Signals) -> None:
+    def end(child: subprocess.Popen[bytes]) -> None:
+        signal.raise_signal(sign)
+        kill(child)
+
+    with pytest.raises(KeyboardInterrupt), child_process(SLEEP, end) as child:
+        pass
+    assert child.returncode == -signal.SIGKILL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_handler_of_the_callers_stays() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import predicted_time
 from mindspeed_lite.bench.calibration import probe, run, trainings, turns, worker
 from mindspeed_lite.bench.calibration.operators import Case
 from mindspeed_lite.bench.calibration.run import CalibrationError
@@ -84,9 +85,12 @@ def started(command: str, folder: Path) -> tuple[ForkedRank, socket.socket]:
 def test_ranks_end_with_the_first_that_fails_with_their_time_and_with_the_parent(tmp_path: Path) -> None:
     (tmp_path / "rank.log").write_text("it cannot go on\n\n")
     here = os.getppid()
+    segv = "sh -c kill${IFS}-SEGV${IFS}$$"
     for others, timeout, parent, why in (
         (["false"], 60.0, here, "it cannot go on"),
-        (["sh -c kill${IFS}-SEGV${IFS}$$"], 60.0, here, "SIGSEGV ended a rank"),
+        # The others fail for want of it.
+        (["false", segv], 60.0, here, "SIGSEGV ended a rank"),
+        ([segv], 60.0, here, "SIGSEGV ended a rank"),
         ([], 0.1, here, "a rank has not answered for 0 s"),
         ([], 60.0, -1, "not answered"),
     ):
@@ -143,6 +147,15 @@ def test_a_script_that_does_not_run_says_so_before_operators_are_timed(monkeypat
     monkeypatch.setattr(run, "measure", unwanted)
     with pytest.raises(CalibrationError, match="it ended"):
         probe.measure(2, 1.0, SCRIPT)
+
+
+def test_a_calibration_holds_what_its_trainings_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    took = {each: 1.0 + place for place, each in enumerate(probe.whole(True)[2])}
+    monkeypatch.setattr(probe, "run_trainings", lambda *_: took)
+    monkeypatch.setattr(run, "measure", lambda *_: {"cores": 2})
+    monkeypatch.setattr(probe, "overheads", lambda *_: {"step": 1.0})
+    found = json.loads(json.dumps(probe.measure(2, 1.0, SCRIPT)))
+    assert predicted_time.steps_then(found) == took and found["overheads"]["step"] == 1.0
 
 
 def test_what_trainings_take_beside_operators_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

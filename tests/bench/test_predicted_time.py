@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import predicted_time
 from benchmarks.predicted_time import Pair
+from mindspeed_lite.bench.calibration import probe
 from mindspeed_lite.planner.step_time import StepTime
 
 CALIBRATION = {
@@ -37,12 +38,16 @@ def test_one_calibration_predicts_and_the_others_are_said_beside_it(capsys: pyte
 
 
 def test_what_the_machine_does_is_told_apart_from_errors() -> None:
-    runs, again = predicted_time.with_those_again(predicted_time.CASES, 2)
+    short = {each for several in probe.whole(True).values() for each in several}
+    runs, again = predicted_time.with_those_again(predicted_time.CASES, short)
     names = [*runs]
     assert set(again) == {1, 2} and sum(map(len, again.values())) == len(runs) - len(predicted_time.CASES)
     assert names[0] in again[1] and names.index(again[1][-1]) > names.index("experts")
     assert names.index(again[2][0]) < names.index("dp2") and names.index(again[2][-1]) > names.index("ep2")
-    assert [*predicted_time.with_those_again(predicted_time.CASES[-1:], 2)[0]] == ["dp4"]
+    assert [*predicted_time.with_those_again(predicted_time.CASES[-1:], short)[0]] == ["dp4"]
+    # A calibration without a script, or of one process.
+    for known in ((), {each for each in short if each.ranks == 1}):
+        assert 2 not in predicted_time.with_those_again(predicted_time.CASES, known)[1]
     ones = {each: runs[each] for each in again[1]}
     then = [{"words": [*each.words], "ranks": 1, "seconds": 2.0 + place} for place, each in enumerate(ones.values())]
     steps = {name: [4.0, 1.0 + place, 1.0 + place, 9.0] for place, name in enumerate(ones)}

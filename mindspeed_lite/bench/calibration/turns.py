@@ -201,7 +201,7 @@ def arrived(ranks: Sequence[ForkedRank], timeout: float, parent: int) -> bool:
 
     The first that fails, the end of the time, and that of the parent end the others; the folder of logs says why.
     """
-    waiting, ended, why = list(ranks), [], ""
+    waiting, ended, why, by_signal = list(ranks), [], "", ""
     end = time.monotonic() + timeout
     while waiting and time.monotonic() < end and os.getppid() == parent:
         for each in select.select([rank.turn for rank in waiting], [], [], 0.02)[0]:
@@ -214,10 +214,12 @@ def arrived(ranks: Sequence[ForkedRank], timeout: float, parent: int) -> bool:
             if process:
                 waiting.remove(rank)
                 ended.append(rank)
-            if status and not why:
-                code = os.waitstatus_to_exitcode(status)
-                why = f"{signal.Signals(-code).name} ended a rank" if code < 0 else last_line(rank.log)
-            if status:
+            code = os.waitstatus_to_exitcode(status)
+            if code < 0 and not by_signal:
+                why = by_signal = f"{signal.Signals(-code).name} ended a rank"
+            elif code and not why:
+                why = last_line(rank.log) or f"a rank ended with status {code}"
+            if code:
                 # The others wait for it in a collective; a moment to say so.
                 end = min(end, time.monotonic() + 1.0)
     if not waiting and not ended:
