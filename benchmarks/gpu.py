@@ -59,8 +59,8 @@ class CampaignError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and write; 1 where a part failed or found a failure, 2 for bad input, 130 after Ctrl-C."""
     options = _parser().parse_args(arguments)
-    # A shell that starts this in the background has it ignored, and parts are to be interrupted by it. A part has a
-    # session of its own and would outlive an end by SIGTERM.
+    # A shell that starts this in the background has SIGINT ignored, and parts are to be interrupted by it. SIGTERM
+    # between two parts leaves a page too.
     for sign in (signal.SIGINT, signal.SIGTERM):
         signal.signal(sign, signal.default_int_handler)
     try:

@@ -5,8 +5,8 @@
 A round calibrates this machine, then runs twenty trainings of one to four processes: about seven minutes on two cores.
 Nothing else may run meanwhile. What is predicted is by one calibration, the first round's; what each of the others
 would have predicted is said beside it. What is measured is the lower quartile of the steps of all rounds, as the
-calibration takes it of its own. Some of the calibration's own short trainings run again among the twenty: their steps
-take another time only because the machine is faster or slower now. Four processes on two cores share
+calibration takes it of its own. Some of the calibration's own short trainings run again among the twenty: how their
+steps have changed is the machine's doing and noise, and no prediction's. Four processes on two cores share
 them, and are judged apart.
 """
 
@@ -143,17 +143,17 @@ def steps_then(calibration: Mapping[str, Any]) -> dict[Training, float]:
 
 
 def with_those_again(
-    cases: Sequence[Case], calibrated: Collection[Training]
+    cases: Sequence[Case], known: Collection[Training]
 ) -> tuple[dict[str, Training], dict[int, list[str]]]:
     """All trainings by their names, and the names of those of a calibration, by processes.
 
-    One of them runs before and the others behind the cases of as many processes.
+    known: the trainings of the calibration. One of them runs before the cases of as many processes, the others behind.
     """
     runs: dict[str, Training] = {}
     names: dict[int, list[str]] = {}
     several = probe.whole(True)
     for processes in dict.fromkeys(each.processes for each in cases):
-        again = [each for each in several.get(processes, ()) if each in calibrated]
+        again = [each for each in several.get(processes, ()) if each in known]
         named = [(f"calibrated {processes}.{number}", each) for number, each in enumerate(again)]
         if named:
             names[processes] = [name for name, _ in named]

@@ -109,9 +109,14 @@ def test_a_signal_while_it_is_ended_waits(sign: signal.Signals) -> None:
         signal.raise_signal(sign)
         kill(child)
 
-    with pytest.raises(KeyboardInterrupt), child_process(SLEEP, end) as child:
-        pass
-    assert child.returncode == -signal.SIGKILL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    # Another test in this process may have left a handler.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(KeyboardInterrupt), child_process(SLEEP, end) as child:
+            pass
+        assert child.returncode == -signal.SIGKILL and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_handler_of_the_callers_stays() -> None:

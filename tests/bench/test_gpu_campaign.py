@@ -22,6 +22,16 @@ ROOT = Path(__file__).resolve().parents[2]
 KEPT = ROOT / "docs" / "benchmarks" / "cpu"
 DESCRIBED = {"device": "1 x NVIDIA H100 80GB HBM3", "device_type": "cuda", "versions": {"torch": "2.11.0"}}
 
+
+@pytest.fixture(autouse=True)
+def handlers():
+    """The campaign's handlers of signals do not stay in the process of the tests."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 # In place of `mindspeed-lite`: what it does is in the part's command.
 STUB = """
 import json, pathlib, shutil, sys, time
@@ -269,7 +279,6 @@ def test_the_campaign_end_to_end(tmp_path, names):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign, tmp_path, monkeypatch, capsys, sign):
-    terminated = signal.getsignal(signal.SIGTERM)
     parts = [part(tmp_path, what, name=what) for what in ("works", "slow", "breaks")]
     monkeypatch.setattr(gpu, "parts", lambda device, tiny: parts)
     monkeypatch.setattr(gpu, "_describe", lambda device, environment: DESCRIBED)
@@ -292,7 +301,6 @@ def test_an_interrupted_campaign_keeps_what_it_has_and_writes_its_page(campaign,
     # The same command goes on: what is complete stays, and a part that breaks is an exit code.
     parts[1] = part(tmp_path, "works", name="slow")
     assert gpu.main(["--out", str(tmp_path / "page")]) == 1
-    signal.signal(signal.SIGTERM, terminated)
     sys.path[:] = before
     assert calls(tmp_path) == ["works", "slow", "works", "breaks"]
     assert "finished in an earlier run" in capsys.readouterr().out
