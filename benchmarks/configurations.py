@@ -27,7 +27,7 @@ class Configuration:
     about: str
     processes: int
     flags: str
-    bench: str
+    bench: str = ""
 
     def command(self) -> list[str]:
         """The training command, from the repository's root."""
@@ -59,10 +59,6 @@ def _moe(experts: int, parallel: int) -> str:
     )
 
 
-# Off in float32 would not fit beside these.
-_ORDER = "--rounding-baseline order"
-_TINY = "--features use_fused_rmsnorm --repeats 1 --warmup 1 --steps 2 --no-profile --rounding-baseline none"
-
 CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
     "cpu": (
         Configuration(
@@ -90,25 +86,19 @@ CONFIGURATIONS: dict[str, tuple[Configuration, ...]] = {
     # For one device of 80 GB: off keeps every score of the attention, which bounds layers and length.
     "gpu": (
         Configuration(
-            "dense", "12 layers, hidden 2048, sequence 4096, vocabulary 32,768", 1,
-            _model(12, 2048, 5632, 16, 4096, 32768, 4), "--all --repeats 2 --warmup 3 --steps 8",
+            "dense", "4 layers, hidden 4096, 8 query groups, sequence 4096, vocabulary 128,256", 1,
+            f"{_model(4, 4096, 14336, 32, 4096, 128256, 4)} --group-query-attention --num-query-groups 8",
         ),
         Configuration(
-            "moe", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", 1,
+            "experts", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", 1,
             f"{_model(8, 2048, 1408, 16, 4096, 32768, 4)} {_moe(8, 1)}",
-            f"--all --repeats 2 --warmup 3 --steps 8 {_ORDER}",
-        ),
-        Configuration(
-            "long", "4 layers, hidden 2048, sequence 8192", 1,
-            _model(4, 2048, 5632, 16, 8192, 32768, 2), f"--all --repeats 2 --warmup 3 --steps 8 {_ORDER}",
         ),
     ),
     # Whether the campaign on a GPU runs, on any device.
     "tiny": (
-        Configuration("dense", "1 layer, hidden 64, sequence 32", 1, _model(1, 64, 128, 2, 32, 128, 1), _TINY),
+        Configuration("dense", "1 layer, hidden 64, sequence 32", 1, _model(1, 64, 128, 2, 32, 128, 1)),
         Configuration(
-            "moe", "1 layer, hidden 64, 4 experts, top 2", 1, f"{_model(1, 64, 64, 2, 32, 128, 1)} {_moe(4, 1)}", _TINY
+            "experts", "1 layer, hidden 64, 4 experts, top 2", 1, f"{_model(1, 64, 64, 2, 32, 128, 1)} {_moe(4, 1)}"
         ),
-        Configuration("long", "1 layer, hidden 64, sequence 256", 1, _model(1, 64, 128, 2, 256, 128, 1), _TINY),
     ),
 }  # fmt: skip

@@ -77,7 +77,8 @@ def results() -> list[str]:
         steps = f"{float(row['seconds_off']):.2f} s to {float(row['seconds_on']):.2f} s"
         link = f"[{name}](docs/benchmarks/cpu/{name}/report.md): {picture.TRAININGS[name]}"
         rows.append(("CPU", link, steps, speed, memory, str(row["loss"])))
-    rows += [(device, "not run yet", "", "", "", "") for device in ("CUDA", "Ascend NPU")]
+    rows += _gpu_results() or [("CUDA", "not run yet", "", "", "", "")]
+    rows.append(("Ascend NPU", "not run yet", "", "", "", ""))
     lines = table(("Device", "Training", "Step, off to on", "Speed (95 % interval)", "Peak memory", "Loss"), rows)
     device = str(picture.results()[0]["device"])
     return [
@@ -86,6 +87,25 @@ def results() -> list[str]:
         f"CPU: {device}, Megatron-core 0.19.2, bf16; every feature that `--mindspeed-lite-auto` takes.",
         "Commands and conditions: [docs/benchmarks/cpu.md](docs/benchmarks/cpu.md).",
     ]
+
+
+def _gpu_results() -> list[tuple[str, ...]]:
+    """A row for each training of each campaign in benchmarks/gpu."""
+    from benchmarks.gpu import page
+    from benchmarks.gpu.training import OFF, ON
+
+    rows = []
+    for file in sorted((DOCS / "benchmarks" / "gpu").glob("*.json")):
+        parts = {part["name"]: part for part in json.loads(file.read_text(encoding="utf-8"))["parts"]}
+        for name in ("dense", "experts"):
+            runs = page.arms(parts[name])
+            if OFF in runs and ON in runs:
+                found = page.compare(runs[OFF], runs[ON])
+                link = f"[{name}](docs/benchmarks/gpu/{file.stem}.md): {parts[name]['about']}"
+                steps = f"{found.seconds_off:.3f} s to {found.seconds_on:.3f} s"
+                memory = f"{found.bytes_on / found.bytes_off:.2f} of {found.bytes_off / 1e9:.2f} GB"
+                rows.append((file.stem.upper(), link, steps, found.speed, memory, f"{found.loss_apart:.0e} apart"))
+    return rows
 
 
 def flags() -> list[str]:

@@ -65,6 +65,7 @@ COVERED = {
     r"make fingerprints": "tests/engine/test_fingerprints.py",
     r"make test-npu": "tests/npu_contract/test_calls.py",
     r"make bench-gpu.*": "tests/bench/test_gpu_campaign.py",
+    r"python -m benchmarks\.gpu\.wheels .*": "tests/bench/test_gpu_campaign.py",
     r"pip install -e .*": "Makefile",
     r"pytest tests/test_architecture\.py --update": "tests/test_architecture.py",
     r"python docs/generate\.py": "tests/test_docs.py::test_generated_parts_are_current",

@@ -191,6 +191,13 @@ def by_case(name: str, function: str, package: str = "") -> Contender:
     return Contender(name, f"bench:{function}", from_case=True, package=package)
 
 
+def generator(case: Case) -> torch.Generator:
+    """What draws a case's inputs: on a GPU the GPU, since the host takes seconds for large ones."""
+    import torch
+
+    return torch.Generator("cuda" if case.device == "cuda" else "cpu").manual_seed(1)
+
+
 def movable(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     """`tensor` as a function of another one, on whose device it comes; copied when that device changes."""
 

@@ -15,6 +15,15 @@ from mindspeed_lite.ops.dispatch import OPERATORS, operator
 from . import twin
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m cuda` chooses what runs kernels on a CUDA device where there is one."""
+    for item in items:
+        needs_device = any(mark.kwargs.get("reason") == "no CUDA device" for mark in item.iter_markers("skipif"))
+        if needs_device or "triton_runs" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.cuda)
+
+
 @pytest.fixture
 def npu_twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[twin.Call]]:
     """torch_npu is the twin within the test; yields the calls that reach it."""

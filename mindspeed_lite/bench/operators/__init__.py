@@ -110,7 +110,7 @@ def _make(case: declared.Case) -> tuple[torch.Tensor, ...]:
     if not case.inputs:
         made: Sequence[torch.Tensor] = _named(case.operator, "bench:inputs")(case)
         return tuple(made)
-    generator = torch.Generator().manual_seed(1)
+    generator = declared.generator(case)
     return tuple(_tensor(each, case, generator) for each in case.inputs)
 
 
@@ -119,7 +119,7 @@ def _tensor(given: declared.Input, case: declared.Case, generator: torch.Generat
     if not given.scale:
         return torch.full(given.shape, given.offset, dtype=dtype, device=case.device).requires_grad_(given.gradient)
     draw = torch.rand if given.uniform else torch.randn
-    numbers = draw(given.shape, generator=generator).mul_(given.scale).add_(given.offset)
+    numbers = draw(given.shape, generator=generator, device=generator.device).mul_(given.scale).add_(given.offset)
     return numbers.to(case.device, dtype).requires_grad_(given.gradient)
 
 

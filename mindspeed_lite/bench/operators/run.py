@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.bench import ceiling, compose, environment, timing
-from mindspeed_lite.bench.operators import OURS, BoundCase, OwnLayout, Work, dtype_name, earlier, equivalence
+from mindspeed_lite.bench.operators import OURS, BoundCase, OwnLayout, Runner, Work, dtype_name, earlier, equivalence
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import Device
 
@@ -108,7 +108,7 @@ def measure(
     gradient: torch.Tensor | None = None
     try:
         inputs = case.make()
-        functions, gradient = _equivalent(case, inputs, errors)
+        functions, gradient = equivalent_contenders(case, case.contenders, inputs, errors)
     except Exception as error:  # the inputs alone may be too large for the device
         errors = {contender.name: timing.said(error) for contender in case.contenders}
     for name, function in functions.items():
@@ -119,7 +119,7 @@ def measure(
         steps: dict[str, Callable[[], object]] = {}
         for name, function in functions.items():
             try:
-                steps[name] = _step(function, inputs, gradient, direction)
+                steps[name] = one_call(function, inputs, gradient, backward=direction == BOTH)
             except Exception as error:  # no room for inputs of its own
                 errors[name] = timing.said(error)
         with torch.set_grad_enabled(direction == BOTH):
@@ -132,14 +132,14 @@ def measure(
     return rows
 
 
-def _equivalent(
-    case: BoundCase, inputs: Sequence[torch.Tensor], errors: dict[str, str]
+def equivalent_contenders(
+    case: BoundCase, contenders: Sequence[Runner], inputs: Sequence[torch.Tensor], errors: dict[str, str]
 ) -> tuple[dict[str, equivalence.Function], torch.Tensor | None]:
     """The contenders that load, run and agree with ours, and a gradient for the output; others go to `errors`."""
     functions: dict[str, equivalence.Function] = {}
     ours: dict[str, torch.Tensor] | None = None
     gradient: torch.Tensor | None = None
-    for contender in case.contenders:
+    for contender in contenders:
         try:
             function = contender.load()
             found = equivalence.outcome(function, inputs)
@@ -157,21 +157,21 @@ def _equivalent(
     return functions, gradient
 
 
-def _step(
-    function: equivalence.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, direction: str
+def one_call(
+    function: equivalence.Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None, *, backward: bool
 ) -> Callable[[], object]:
     """One call. Gradients are returned, not accumulated, so that nothing has to be cleared between calls."""
     if isinstance(function, OwnLayout):
-        return _step_of_own(function, inputs, direction)
-    if direction == FORWARD:
+        return _one_call_of_own(function, inputs, backward)
+    if not backward:
         return lambda: function(*inputs)
     return lambda: torch.autograd.grad(function(*inputs), inputs, gradient)
 
 
-def _step_of_own(function: OwnLayout, inputs: Sequence[torch.Tensor], direction: str) -> Callable[[], object]:
+def _one_call_of_own(function: OwnLayout, inputs: Sequence[torch.Tensor], backward: bool) -> Callable[[], object]:
     """One call on the library's own inputs, made here; what it writes over them changes numbers, not the work."""
     own = function.arrange(*(each.detach() for each in inputs))
-    if direction == FORWARD:
+    if not backward:
         return lambda: function.call(*own)
     for each in own:
         each.requires_grad_()

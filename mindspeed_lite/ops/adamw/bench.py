@@ -9,7 +9,7 @@ import torch
 from torch.optim.adamw import adamw as torchs_adamw
 
 from mindspeed_lite.ops.adamw import Rule, adamw, torch_fused
-from mindspeed_lite.ops.case import Case
+from mindspeed_lite.ops.case import Case, generator
 
 RULE: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
@@ -21,9 +21,12 @@ def inputs(case: Case) -> tuple[torch.Tensor, ...]:
     """Parameters, gradients, both moments, and the copies."""
     count, size = case.shape
     wide = torch.promote_types(case.torch_dtype, torch.float32)
-    generator = torch.Generator().manual_seed(1)
+    draws = generator(case)
     params, grads, exp_avgs, exp_avg_sqs = (
-        [torch.randn(size, generator=generator).to(case.device, wide).mul_(scale) for _ in range(count)]
+        [
+            torch.randn(size, generator=draws, device=draws.device).to(case.device, wide).mul_(scale)
+            for _ in range(count)
+        ]
         for scale in (0.02, 1e-2, 1e-2, 1e-2)
     )
     for exp_avg_sq in exp_avg_sqs:

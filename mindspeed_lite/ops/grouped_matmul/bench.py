@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from mindspeed_lite.ops.case import Case
+from mindspeed_lite.ops.case import Case, OwnLayout
 from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 
 
@@ -29,10 +29,14 @@ def plain(case: Case) -> Callable[..., torch.Tensor]:
 
 
 def grouped_mm(case: Case) -> Callable[..., torch.Tensor]:
-    """PyTorch's, of one tensor of all weights."""
+    """PyTorch's, on one tensor of all weights, as a model made for it holds them."""
     product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
     ends = torch.tensor(list(itertools.accumulate(_uneven(case))), dtype=torch.int32, device=case.device)
-    return lambda x, *weights: product(x, torch.stack(weights).transpose(1, 2), offs=ends)
+    return OwnLayout(
+        lambda x, *weights: (x.clone(), torch.stack(weights)),
+        lambda x, weights: product(x, weights.transpose(1, 2), offs=ends),
+        "the weights are one tensor, stacked beforehand",
+    )
 
 
 def _uneven(case: Case) -> list[int]:

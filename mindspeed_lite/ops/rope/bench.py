@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.case import Case, OwnLayout
+from mindspeed_lite.ops.case import Case, OwnLayout, generator
 from mindspeed_lite.ops.rope import rope
 from mindspeed_lite.ops.rope.angles import cos_sin
 from mindspeed_lite.ops.rope.cases import Shape
@@ -18,7 +18,8 @@ from mindspeed_lite.ops.rope.cases import Shape
 def inputs(case: Case) -> tuple[torch.Tensor, ...]:
     """x [s, b, n, d], every third of what a fused projection gives."""
     s, b, n, d = case.shape[:4]
-    mixed = torch.randn(s, b, n, 3, d, generator=torch.Generator().manual_seed(1)).to(case.device, case.torch_dtype)
+    draws = generator(case)
+    mixed = torch.randn(s, b, n, 3, d, generator=draws, device=draws.device).to(case.device, case.torch_dtype)
     return (mixed[..., 1, :].requires_grad_(),)
 
 

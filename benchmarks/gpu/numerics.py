@@ -1,0 +1,24 @@
+"""The self-test of every operator against float64."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+from benchmarks.gpu.units import Figures, Unit
+from mindspeed_lite import platform
+from mindspeed_lite.bench.selftest import numerics
+from mindspeed_lite.bench.selftest.check import FAILED, Check
+
+
+def units(device: str, tiny: bool) -> list[Unit]:
+    """A unit for each check."""
+    platform.activate(device)
+    checks = numerics.checks(device, quick=tiny)
+    return [Unit(check.name, functools.partial(_run, check)) for check in (checks[:40] if tiny else checks)]
+
+
+def _run(check: Check, keep: Callable[[Figures], None]) -> Figures:
+    outcome = check.run()
+    found: Figures = {"status": outcome.status, "text": outcome.text}
+    return found | ({"failed": outcome.text} if outcome.status == FAILED else {})
