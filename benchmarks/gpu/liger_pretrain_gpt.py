@@ -6,10 +6,12 @@ import runpy
 import sys
 from pathlib import Path
 
-from liger_kernel.megatron import apply_liger_kernel_to_megatron
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
 
 if __name__ == "__main__":
+    # As if Python had started that script: this folder's modules hide none of a library's.
+    sys.path[0], sys.argv[0] = str(SCRIPT.parent), str(SCRIPT)
+    from liger_kernel.megatron import apply_liger_kernel_to_megatron
+
     apply_liger_kernel_to_megatron(rms_norm=True, cross_entropy=True, swiglu=True)
-    script = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
-    sys.argv[0] = str(script)
-    runpy.run_path(str(script), run_name="__main__")
+    runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -39,7 +39,7 @@ PARTS = (
     Part("dense", "4 layers, hidden 4096, sequence 4096, vocabulary 128,256", "benchmarks.gpu.dense", 200, 75, 90),
     Part("experts", "8 layers, hidden 2048, 8 experts, top 2, sequence 4096", "benchmarks.gpu.experts", 80, 40, 60),
     Part("sanitizer", "compute-sanitizer on small cases", "benchmarks.gpu.sanitizer", 35, 20, 60),
-    Part("profile", "ncu on five kernels", "benchmarks.gpu.profile", 30, 20, 60),
+    Part("profile", "ncu on five kernels", "benchmarks.gpu.ncu_kernels", 30, 20, 60),
     Part("operators", "the remaining operators", "benchmarks.gpu.operators", 25, 10, 20),
     Part("machine again", "ceilings after everything else", "benchmarks.gpu.machine", 10, 5, 15, repeats=True),
 )

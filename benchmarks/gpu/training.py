@@ -39,7 +39,7 @@ def _train(
             raise SkippedError("Liger-Kernel's kernels need a GPU")
         command = [_LIGER_SCRIPT if word == "examples/pretrain_gpt.py" else word for word in command]
     folder = ROOT / ".bench" / f"gpu{'-tiny' if tiny else ''}" / configuration.name / arm
-    job = harness.Job(tuple(command), folder, warmup=1 if tiny else 3, steps=2 if tiny else 8, timeout=60.0)
+    job = harness.Job(tuple(command), folder, warmup=1 if tiny else 3, steps=2 if tiny else 8, timeout=85.0)
     outcome = harness.run(job, _ARMS[arm], repeat)
     figures: Figures = {"command": command, "seconds": outcome.seconds}
     steps = [step for step in outcome.steps if step["measured"]]

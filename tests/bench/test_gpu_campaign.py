@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import page, parts, profile, wheels
+from benchmarks.gpu import ncu_kernels, page, parts, wheels
 from benchmarks.gpu.campaign import Campaign
 from benchmarks.gpu.operators import SHAPES
 from benchmarks.gpu.parts import PARTS, Part
@@ -182,10 +182,10 @@ def test_kernels_of_ncu():
         '"0","k","gpu__time_duration.sum","us","12.5"\n"0","k","launch__registers_per_thread","register/thread","32"\n'
         '"1","l","gpu__time_duration.sum","us","1,000"\n'
     )
-    assert profile.kernels_of(text) == [
+    assert ncu_kernels.kernels_of(text) == [
         {"kernel": "k", "time": "12.5 us", "registers": "32 register/thread"}, {"kernel": "l", "time": "1,000 us"},
     ]  # fmt: skip
-    assert profile.kernels_of("nothing") == []
+    assert ncu_kernels.kernels_of("nothing") == []
 
 
 def wheel(folder, requirement, requires=""):
@@ -266,3 +266,31 @@ def test_the_campaign_end_to_end(tmp_path, names):
     text = (tmp_path / "cpu.md").read_text()
     assert text == page.render(found, "cpu.json") and "The sizes are tiny" in text
     assert str(ROOT) not in text and sys.executable not in text
+
+
+def test_readme_takes_the_trainings_of_a_campaign(tmp_path, monkeypatch, campaign):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import generate
+
+    monkeypatch.setattr(generate, "DOCS", tmp_path)
+    assert generate._gpu_results() == []
+    folder = tmp_path / "benchmarks" / "gpu"
+    folder.mkdir(parents=True)
+    one = campaign()
+    steps = {"off 1": 0.4, "off 2": 0.42, "on 1": 0.2, "on 2": 0.2, "liger 1": 0.3}
+    for name, seconds in steps.items():
+        figures = {
+            "step_seconds": seconds, "losses": [4.0, 3.0 if name[:2] != "on" else 3.003], "peak_memory_bytes": 60e9,
+            "flops_per_step": 1e14, "features": ["f"], "fallbacks": [],
+        }  # fmt: skip
+        unit = {"state": "ok", "reason": "", "seconds": 1.0, "figures": figures, "code": "code"}
+        one.records["dense"]["units"][name] = unit
+    one.write()
+    shutil.copy(one.out / "h100.json", folder)
+    about = one.records["dense"]["about"]
+    assert generate._gpu_results() == [
+        ("H100", f"[dense](docs/benchmarks/gpu/h100.md): {about}", "0.410 s to 0.200 s", "2.05x (2.00, 2.10)",
+         "1.00 of 60.00 GB", "1e-03 apart"),
+    ]  # fmt: skip
+    text = (one.out / "h100.md").read_text()
+    assert "| liger | 300.0 ms | 1.33x (1.33) |" in text and "| on | 200.0 ms, 200.0 ms | 2.05x (2.00, 2.10) |" in text
