@@ -91,11 +91,11 @@ def results() -> list[str]:
 
 def _gpu_results() -> list[tuple[str, ...]]:
     """A row for each training of each campaign in benchmarks/gpu."""
-    from benchmarks.gpu import page
-    from benchmarks.gpu.training import OFF, ON
-
     rows = []
     for file in sorted((DOCS / "benchmarks" / "gpu").glob("*.json")):
+        from benchmarks.gpu import page
+        from benchmarks.gpu.training import OFF, ON
+
         parts = {part["name"]: part for part in json.loads(file.read_text(encoding="utf-8"))["parts"]}
         for name in ("dense", "experts"):
             runs = page.arms(parts[name])
