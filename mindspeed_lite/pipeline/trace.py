@@ -176,7 +176,8 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    message = statistics.fmean(messages) if messages else 0.0
+    # With clocks of ranks apart a message may seem to arrive before it is sent.
+    message = max(0.0, statistics.fmean(messages)) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
 

@@ -23,10 +23,11 @@ from mindspeed_lite.tuning import cache, chunk_autotuner
 
 MUTATIONS = 200
 # Texts that take the place of a value.
-VALUES = (
-    "null true false NaN Infinity -Infinity 1e999 -1e308 1e308 5e-324 0 -0.0 -1 0.5 2 3 1e9 18446744073709551616 "
-    '"" "x" "nan" "1" [] {} [null] [[1]] {"a":1} {"a":1,"a":2} "\\ud800" "\\u0000" "\\u001b[31m"'
-).split() + ["9" * 400, "9" * 5000, "[" * 20_000, '{"a":' * 20_000, '"' + "x" * 20_000 + '"']
+VALUES = [
+    *"null true false NaN Infinity -Infinity 1e999 -1e308 1e308 5e-324 0 -0.0 -1 2 1e9 18446744073709551616".split(),
+    *'"" "x" "nan" "1" [] {} [null] [[1]] {"a":1} {"a":1,"a":2} "\\ud800" "\\u0000" "\\u001b[31m"'.split(),
+    *("9" * 400, "9" * 5000, "[" * 20_000, '{"a":' * 20_000, '"' + "x" * 20_000 + '"'),
+]
 HEADER = record.LoadHeader(experts=4, topk=2, expert_parallel=2, replicas=1, decoder_layers=2, layers=(2, 3))
 SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 4 --bf16".split()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,17 @@ def test_what_a_rank_spends_besides_steps_is_found_again():
     assert alone.makespan < found.makespan - 1
     measured = from_measured(trace.median_seconds(records, SCHEDULE), 2, **besides._asdict())
     assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
+
+
+def test_clocks_of_ranks_apart_make_no_message_shorter_than_none():
+    run = simulate(SCHEDULE, uniform(2))
+    records = [
+        trace.ExecutedStep(rank, timed.entry, timed.begin - 9 * rank, timed.end - 9 * rank)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+    ]
+    late = [replace(each, end=each.end + 9) for each in records[-1:]]
+    assert trace.overheads([[*records[:-1], *late]], SCHEDULE).message >= 0
 
 
 def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
