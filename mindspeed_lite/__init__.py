@@ -59,8 +59,8 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
         host_args: a namespace, dataclass or mapping in which the features' conditions find the model's arguments
             under Megatron's names (`transformer_impl`, `normalization`, ...); without it nothing is assumed. It is
             only read.
-        **flags: flags with underscores and without dashes (`use_flash_attn=True`), and `auto`, `strict`,
-            `allow_unverified`.
+        **flags: names of features (`use_flash_attn=True`), other flags with underscores and without dashes, and
+            `auto`, `strict`, `allow_unverified`.
 
     Returns:
         The report of what is in force now.

@@ -383,21 +383,23 @@ def full_report(found: InForce) -> Report:
 
 
 def dest_of(keyword: str) -> str:
-    """The dest that a keyword of the Python API means; general flags go without their prefix.
+    """The dest that a keyword of the Python API means: a feature's name, another flag's dest, general ones in short.
 
     Raises:
         OptionError: no flag is called so; the text names the closest ones.
     """
-    general = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
-    known = {option.dest for option in catalogue().options()} | set(general.values())
-    if keyword in known:
+    dests = {option.dest for option in catalogue().options()} | {option.dest for option in GENERAL}
+    named = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
+    short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
+    if keyword in dests:
         return keyword
-    if keyword in general:
-        return general[keyword]
+    if keyword in named or keyword in short:
+        return {**named, **short}[keyword]
     import difflib
 
-    close = difflib.get_close_matches(keyword, [*sorted(known), *general], n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(sorted(known))}."
+    known = sorted({*named, *(dests - {*named.values(), *short.values()})})
+    close = difflib.get_close_matches(keyword, [*known, *short], n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join([*known, *short])}."
     raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
 
 

@@ -283,6 +283,7 @@ FEATURE = Feature(
             help="Ring, Ulysses, both or gathered keys; chosen by predicted exposed communication if not given.",
             default=None,
             type=_algorithm,
+            on=next(iter(ALGORITHMS)),
             metavar="{" + ",".join(ALGORITHMS) + "}",
         ),
         Option(

@@ -193,6 +193,7 @@ FEATURE = Feature(
             help="Append tokens by expert, rank, layer and step to FILE; `mindspeed-lite load FILE` shows them.",
             default=None,
             metavar="FILE",
+            on="moe_load.jsonl",
         ),
         Option(
             "--moe-record-load-interval",

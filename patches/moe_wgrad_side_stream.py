@@ -136,6 +136,7 @@ FEATURE = Feature(
             help="Run expert weight gradients on a side stream. auto: measure step time off/on and keep the faster.",
             default=None,
             choices=(AUTO, ALWAYS),
+            on=AUTO,
             metavar=f"{{{AUTO},{ALWAYS}}}",
         ),
     ),

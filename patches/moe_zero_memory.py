@@ -289,6 +289,7 @@ FEATURE = Feature(
             help="Release what experts are given and their activation (level0), and the activation's input (level1).",
             default=None,
             choices=(OFF, LEVEL0, LEVEL1),
+            on=LEVEL0,
             metavar=f"{{{OFF},{LEVEL0},{LEVEL1}}}",
         ),
         Option(

@@ -158,6 +158,7 @@ FEATURE = Feature(
             help="The order of passes: 1f1b, interleaved, zb-h1, zb-auto, or FILE.py:function.",
             default=None,
             type=pipeline_orders.parse_name,
+            on=pipeline_orders.AUTOMATIC,
             metavar="ORDER",
         ),
         Option(

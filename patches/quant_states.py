@@ -72,6 +72,7 @@ FEATURE = Feature(
             "--quant-states",
             default=None,
             choices=tuple(_DTYPES),
+            on="bf16",
             metavar="{bf16,fp8}",
             help="Keep both moments of Adam in bf16, or in fp8 with an exponent for every 128.",
         ),

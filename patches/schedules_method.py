@@ -131,6 +131,7 @@ FEATURE = Feature(
             help="dualpipev: a pipeline that goes down the ranks and up again.",
             default=None,
             choices=("dualpipev",),
+            on="dualpipev",
         ),
         Option("--dualpipev-dw-detach", help="DualPipeV: compute weight gradients apart at the end of the step."),
     ),

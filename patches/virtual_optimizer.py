@@ -94,6 +94,7 @@ FEATURE = Feature(
             default=None,
             type=_amount,
             nargs="+",
+            on=(_ALL,),
             metavar="GIB",
             help="Keep this much of Adam's moments in host memory, a number for each pipeline stage or one; or `all`.",
         ),

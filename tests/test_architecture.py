@@ -142,10 +142,31 @@ MAY_IMPORT = {
     ids=lambda each: module_name(each) if isinstance(each, Path) else each,
 )
 def test_a_room_between_operators_and_patches_imports_those_below_it(room, path):
-    for name in ours(path) - {"mindspeed_lite"}:
+    for name in ours(path) - {"mindspeed_lite", JSON_FILE}:
         assert within(name, *(f"mindspeed_lite.{each}" for each in (room, *MAY_IMPORT[room]))), name
     assert not [name for name in imports(path) if within(name, "megatron")]
     assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
+
+
+# Reads JSON files for every room but the engine, operators and the platform, which read none.
+JSON_FILE = "mindspeed_lite.json_file"
+# What the package has written itself: its own tables, and what its processes tell each other in one run.
+OWN_JSON = {
+    *("engine/fingerprints", "engine/report", "platform/allocator", "cli/npu_probe", "cli/features"),
+    *("cli/checks/megatron", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
+    *("bench/inject/sitecustomize", "bench/timeline", "bench/calibration/turns", "bench/calibration/run"),
+}
+
+
+def test_one_reader_for_every_json_file_that_a_user_may_touch():
+    (path,) = files("mindspeed_lite/json_file.py")
+    assert {name.partition(".")[0] for name in imports(path)} <= set(sys.stdlib_module_names)
+    found = {
+        str(path.relative_to(PACKAGE).with_suffix("")) if PACKAGE in path.parents else str(path)
+        for path in files("mindspeed_lite", "patches")
+        if re.search(r"\bjson\.loads?\(", path.read_text())
+    }
+    assert found == {"json_file", *OWN_JSON}
 
 
 def test_every_room_has_a_rule():

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -19,7 +20,7 @@ import pytest
 
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
-from mindspeed_lite.engine import ApplyError, ConflictError, OptionError, PlanError, RequirementError
+from mindspeed_lite.engine import ApplyError, ConflictError, OptionError, PlanError, RequirementError, Settings
 from mindspeed_lite.engine import swaps as engine_swaps
 from mindspeed_lite.engine.swaps import in_force
 from tests.harness import matrix, places
@@ -337,6 +338,7 @@ def test_the_report_is_a_copy_and_none_when_nothing_is_in_force():
         ("strikt", "did you mean strict"),
         ("flash", "use_flash_attn"),
         ("xyz", "there are .*use_fused_rmsnorm"),
+        ("gradient_accumulation_fusio", r"did you mean gradient_accumulation_fusion[,?]"),
     ],
 )
 def test_an_unknown_keyword_is_an_error_with_a_hint(keyword, hint):
@@ -350,6 +352,27 @@ def test_an_unknown_keyword_is_an_error_with_a_hint(keyword, hint):
 def test_general_flags_go_with_and_without_their_prefix():
     for name in ("auto", "strict", "report", "allow_unverified"):
         assert runtime.dest_of(name) == runtime.dest_of(f"mindspeed_lite_{name}") == f"mindspeed_lite_{name}"
+
+
+def test_the_name_of_every_feature_turns_it_on():
+    for feature in runtime.catalogue():
+        for value in (True, False):
+            flags = runtime.by_keyword({feature.name: value}, None).flags
+            settings = Settings.of(runtime.catalogue().options(), flags)
+            assert feature.is_enabled(settings) is value, feature.name
+    rows = re.findall(r'^\| `(\w+)` \| `\[?"(.*)"\]?` \|$', (ROOT / "docs" / "flags.md").read_text(), re.MULTILINE)
+    values = {option.dest: option.on for option in runtime.catalogue().options() if option.on is not None}
+    assert dict(rows) == {name: on if isinstance(on, str) else on[0] for name, on in values.items()}
+    for keyword in ("use_bias_dropout_fusion", "use_gradient_accumulation_fusion", "use_masked_softmax_fusion"):
+        assert runtime.dest_of(keyword.removeprefix("use_")) == runtime.dest_of(keyword) == keyword
+
+
+@forked("megatron")
+def test_a_feature_that_an_error_names_is_turned_on_by_this_name():
+    with pytest.raises(RequirementError, match="`gradient_accumulation_fusion`"):
+        mindspeed_lite.enable(moe_wgrad_side_stream=True, moe_grouped_gemm=True)
+    mindspeed_lite.enable(moe_grouped_gemm=True, gradient_accumulation_fusion=True)
+    assert "gradient_accumulation_fusion" in on()
 
 
 @forked("megatron")

@@ -86,9 +86,11 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"--experts-share takes a share above 0 and up to 1, not {options.experts_share}"
     if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
         return "--hidden-size and --moe-ffn-hidden-size go together"
-    if options.break_even < 0:
+    if not 0 <= options.break_even < float("inf"):
         return f"--break-even takes a number of tokens, at least 0, not {options.break_even}"
-    return load_files.problem(options, {"ranks": 1, "interval": 1, "copies": 0})
+    return load_files.problem(
+        options, {"ranks": 1, "interval": 1, "copies": 0, "hidden_size": 1, "moe_ffn_hidden_size": 1}
+    )
 
 
 def _text(

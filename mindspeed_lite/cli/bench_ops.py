@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.ops.discovery import OPERATORS, cases
 
 from . import terminal
@@ -152,8 +153,8 @@ def _measure(options: argparse.Namespace, command: Sequence[str]) -> dict[str, A
     chosen = _cases(options, device.name, dtype)
     try:
         before = None if options.compare is None else earlier.load(options.compare)
-    except earlier.BadReport as error:
-        raise _UsageError(f"--compare: {error}") from error
+    except JsonFileError as error:
+        raise _UsageError(f"--compare: {error}; give a report.json that this version of bench-ops wrote") from error
     try:
         if options.out is not None:
             output.check_writable(options.out)

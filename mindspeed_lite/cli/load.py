@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.parallel.balance import record as records
 
 from . import load_files, terminal
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
         return fail(PROGRAM, problem)
     try:
         record = load_files.read(options)
-    except ValueError as error:
+    except JsonFileError as error:
         return fail(PROGRAM, error)
     balance = record.balance()
     print("\n".join(_text(record, balance, terminal.width(), terminal.has_color())))

@@ -38,15 +38,8 @@ def problem(options: argparse.Namespace, least: Mapping[str, int]) -> str | None
 
 
 def read(options: argparse.Namespace) -> records.LoadRecord:
-    """The steps of FILE.
-
-    Raises:
-        ValueError: with the reason where it cannot be read.
-    """
-    try:
-        return last(records.read(options.file), options)
-    except OSError as error:
-        raise ValueError(f"{options.file}: cannot be read: {error.strerror or error}") from None
+    """The steps of FILE. Raises JsonFileError."""
+    return last(records.read(options.file), options)
 
 
 def last(record: records.LoadRecord, options: argparse.Namespace) -> records.LoadRecord:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_lite import planner
+from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.pipeline import check, costs, draw, orders, trace
 from mindspeed_lite.pipeline.steps import Schedule
 from mindspeed_lite.planner.arguments import misspelt
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         if executed and known.seconds is None:
             known = replace(known, seconds=_recorded_seconds(executed, found[0].simulation.schedule))
             found, refused = candidates.evaluate(words, training, options.order, known)
-    except (planner.ArgumentError, check.ScheduleError, orders.OrderError, trace.TraceError) as error:
+    except (planner.ArgumentError, check.ScheduleError, orders.OrderError, trace.TraceError, JsonFileError) as error:
         return fail(PROGRAM, error)
     has_seconds = known.seconds is not None
     lines = schedule_text.report(training, found, refused, options.memory, has_seconds)
@@ -84,7 +85,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def _executed(name: str, schedule: Schedule) -> list[trace.ExecutedStep]:
     """The records of the last whole training step."""
-    return trace.training_steps(trace.read(name), schedule)[-1]
+    try:
+        return trace.training_steps(trace.read(name), schedule)[-1]
+    except trace.TraceError as error:
+        raise trace.TraceError(f"{name}: {error}") from None
 
 
 def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:

@@ -35,6 +35,7 @@ class Option:
 
     `type`: a class, or a function whose ValueError says what the flag takes: "one of a, b".
     `name`: what it is stored as, where the host stores something else under the flag's own name.
+    `on`: of a flag with a value, the one that True stands for in the Python API.
     """
 
     flag: str
@@ -46,6 +47,7 @@ class Option:
     metavar: str | None = None
     upstream: str = ""
     name: str = ""
+    on: Any = None
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"--[A-Za-z][\w-]*", self.flag):
@@ -74,6 +76,8 @@ class Option:
 
     def checked(self, value: Any) -> Any:
         """`value` as the flag would have parsed it; None counts as not given. Raises OptionError."""
+        if self.on is not None and isinstance(value, bool):
+            value = self.on if value else None
         if value is None or (type(value) is type(self.default) and value == self.default):
             return tuple(self.default) if isinstance(self.default, list) else self.default
         if self.is_switch:
@@ -304,6 +308,11 @@ class Feature:
             raise ValueError(f"feature `{self.name}` names itself in `requires` or `conflicts`.")
         for releases in self.unsupported:
             _check_range(self.label, releases)
+
+    @property
+    def flag(self) -> str:
+        """The flag that has its name."""
+        return f"--{self.name.replace('_', '-')}"
 
     @property
     def label(self) -> str:

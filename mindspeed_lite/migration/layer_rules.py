@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
+from typing import Any
+
+from mindspeed_lite import json_file
 
 from .command_line import CommandLine, FlagUse, Refusal
 from .rule_types import SHARED_NAMES, Found, left_out, value_of
@@ -67,14 +69,10 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
         f"--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not {text!r}"
     )
     try:
-        # What is no whole number stays text.
-        rows = json.loads(_repeated(text), parse_float=str, parse_constant=str)
-        table = [row if isinstance(row, list) else [row] for row in rows]
-    except (ValueError, TypeError):
+        table = json_file.decode(_repeated(text), use.flag, json_file.rows(_row, least=1))
+    except json_file.JsonFileError:
         raise wanted from None
-    if not table or any(type(each) is not int for row in table for each in row):
-        raise wanted
-    if any(len(row) != len(table[0]) or min(row, default=-1) < 0 for row in table):
+    if any(len(row) != len(table[0]) for row in table):
         raise wanted
     if len(table) != stages:
         raise Refusal(f"--pipeline-num-transformer-layers has {len(table)} rows for {stages} pipeline ranks")
@@ -85,6 +83,11 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
             raise Refusal(f"--pipeline-num-transformer-layers beside {other}. Instead: leave {other} out")
     counts = [row[chunk] for chunk in range(len(table[0])) for row in table]
     return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), "layers of each stage")
+
+
+def _row(value: Any) -> list[int]:
+    """The layers of a rank's virtual stages; a number stands for a row of one."""
+    return json_file.rows(json_file.whole("a number of layers"), least=1)(value if isinstance(value, list) else [value])
 
 
 def _repeated(text: str) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from . import costs as costs_module
 from . import orders
@@ -24,6 +25,11 @@ from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Placement, Schedule, 
 
 # In this order the steps of one micro-batch and chunk stand on a rank.
 _IN_ORDER = ((Kind.FORWARD,), (Kind.RECOMPUTE,), BACKWARDS, (Kind.WEIGHT_GRAD,))
+
+
+# Seconds that a user's order may take, to be imported and for all ranks.
+PATIENCE = 20.0
+T = TypeVar("T")
 
 
 class ScheduleError(ValueError):
@@ -128,33 +134,59 @@ def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, m
 def load(name: str, shape: PipelineShape) -> Schedule:
     """Return the checked schedule of a user's order, `module:function` or `FILE.py:function`.
 
-    Raises ScheduleError if it cannot be imported, does not yield steps, or fails a check.
+    Raises ScheduleError if it cannot be imported, does not yield steps, does not end, or fails a check.
     """
-    function = _function(name)
-    chunks = getattr(function, "chunks", shape.chunks)
-    shape = replace(shape, chunks=chunks)
-    placement = getattr(function, "placement", None)
-    try:
-        schedule = orders.from_function(name, function, shape, placement(shape.ranks) if placement else None)
-    except OrderError as error:
-        raise ScheduleError(f"{name}: {error}") from None
-    except Exception as error:
-        raise ScheduleError(f"{name}: it raises {type(error).__name__}: {error}") from error
-    return check(schedule)
-
-
-def _function(name: str) -> Any:
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ScheduleError(f"{name}: an order of your own is module:function or FILE.py:function")
-    try:
-        module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:
-        raise ScheduleError(f"{name}: {source} cannot be imported: {type(error).__name__}: {error}") from error
+    module = _result(f"{name}: {source} cannot be imported: it", _imported, source)
     function = getattr(module, attribute, None)
     if not callable(function):
         raise ScheduleError(f"{name}: {source} has no function {attribute}")
-    return function
+    return _result(f"{name}: it", _schedule, name, function, shape)
+
+
+def _schedule(name: str, function: Any, shape: PipelineShape) -> Schedule:
+    shape = replace(shape, chunks=getattr(function, "chunks", shape.chunks))
+    placement = getattr(function, "placement", None)
+    # More steps than there are stand twice.
+    most = len(Kind) * shape.chunks * shape.microbatches + 1
+
+    def order(rank: int, shape: PipelineShape) -> Iterator[Entry]:
+        return islice(function(rank, shape), most)
+
+    try:
+        return check(orders.from_function(name, order, shape, placement(shape.ranks) if placement else None))
+    except OrderError as error:
+        raise ScheduleError(f"{name}: {error}") from None
+
+
+def _result(subject: str, function: Callable[..., T], *arguments: Any) -> T:
+    """What a user's code gives, which may also exit or never end."""
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(function(*arguments))
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    if found:
+        return found[0]
+    if not failed:
+        raise ScheduleError(f"{subject} has not ended within {PATIENCE:g} s")
+    (error,) = failed
+    if isinstance(error, ScheduleError):
+        raise error
+    raise ScheduleError(f"{subject} raises {type(error).__name__}: {error}") from error
+
+
+def _imported(source: str) -> ModuleType:
+    return _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
 
 
 def _module_of_file(path: Path) -> ModuleType:

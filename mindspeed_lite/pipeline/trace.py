@@ -5,7 +5,6 @@ A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin an
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -15,12 +14,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from mindspeed_lite import json_file
+
 from .costs import Costs
 from .steps import Entry, Kind, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
-    """A file holds no trace, or one of another schedule; one line."""
+    """A trace is of another schedule; one line."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def read(path: str | Path) -> list[ExecutedStep]:
     """Return the records of a file, or of each `*.jsonl` of a folder, in order.
 
     Of several files with the same pipeline rank, which are data-parallel ranks, the first counts.
-    Raises TraceError if a line is no record.
+    Raises JsonFileError if a line is no record.
     """
     if not Path(path).is_dir():
         return _read_file(path)
@@ -46,29 +47,35 @@ def read(path: str | Path) -> list[ExecutedStep]:
         records = _read_file(file)
         found.setdefault(records[0].rank, records)
     if not found:
-        raise TraceError(f"{path}: there is no *.jsonl in this folder")
+        raise json_file.JsonFileError(f"{path}: there is no *.jsonl in this folder")
     return [record for rank in sorted(found) for record in found[rank]]
 
 
 def _read_file(path: str | Path) -> list[ExecutedStep]:
-    found = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"{path}: cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            data = json.loads(line)
-            step = Step(Kind(data["kind"]), int(data["chunk"]), int(data["microbatch"]))
-            found.append(ExecutedStep(int(data["rank"]), step, float(data["begin"]), float(data["end"])))
-        except (ValueError, KeyError, TypeError):
-            wanted = "rank, kind, chunk, microbatch, begin and end"
-            raise TraceError(f"{path}: line {number} is no record: it has {wanted}") from None
+    found = [json_file.decode(text, place, _RECORD) for place, text in json_file.lines(path)]
     if not found:
-        raise TraceError(f"{path}: there are no records in it")
+        raise json_file.JsonFileError(f"{path}: there are no records in it")
     return found
+
+
+def _made_record(rank: int, kind: str, chunk: int, microbatch: int, begin: float, end: float) -> ExecutedStep:
+    if end < begin:
+        raise ValueError(f"it ends at {end:g}, before it begins at {begin:g}")
+    return ExecutedStep(rank, Step(Kind(kind), chunk, microbatch), begin, end)
+
+
+_SECONDS = json_file.number("seconds", -1e12, 1e12)
+_RECORD = json_file.fields(
+    {
+        "rank": json_file.whole("a rank"),
+        "kind": json_file.one_of(*(each.value for each in Kind)),
+        "chunk": json_file.whole("a chunk"),
+        "microbatch": json_file.whole("a micro-batch"),
+        "begin": _SECONDS,
+        "end": _SECONDS,
+    },
+    make=_made_record,
+)
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
@@ -169,7 +176,8 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    message = statistics.fmean(messages) if messages else 0.0
+    # With clocks of ranks apart a message may seem to arrive before it is sent.
+    message = max(0.0, statistics.fmean(messages)) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
 

@@ -7,18 +7,20 @@ over the logarithms of the shape: rates change slowly, and times over several po
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from mindspeed_lite import json_file
 
 from .training import ArgumentError
-from .work import REDUCED, CollectiveCall, Direction, Product, Scores, Vector
+from .work import REDUCED, Collective, CollectiveCall, Direction, Product, Scores, Vector
 
 FORMAT = 1
-Sample = Mapping[str, Any]
+#: Key, shape, units of work and seconds of a call.
+Sample = tuple[tuple[str, ...], Sequence[float], float, float]
 
 
 @dataclass(frozen=True)
@@ -131,48 +133,93 @@ class CalibratedDevice:
 def read(path: Path, ranks: int = 1) -> CalibratedDevice:
     """The device of a file, as it is with so many processes at work; ArgumentError for another kind of file."""
     try:
-        data = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"{path}: it cannot be read as a calibration: {error}") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise ArgumentError(f"{path}: it is no calibration of this version: run `mindspeed-lite calibrate` again")
-    try:
-        return _device(data, ranks)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ArgumentError(f"{path}: it is damaged ({reason}): run `mindspeed-lite calibrate` again") from None
+        return _device(json_file.read(path, _FILE), ranks)
+    except json_file.JsonFileError as error:
+        raise ArgumentError(f"{error}: run `mindspeed-lite calibrate` again") from None
+
+
+def _sample(key: Sequence[str], shape: Sequence[float], work: float, seconds: float) -> Sample:
+    if len(shape) != _SIZES.get(key[0], 1):
+        raise ValueError(f"want a shape of {_SIZES.get(key[0], 1)} numbers for {key[0]}, not of {len(shape)}")
+    return tuple(key), shape, work, seconds
+
+
+# Numbers of a shape; one of other operators.
+_SIZES = {"product": 3, "grouped": 3, "scores": 2, "flash": 2}
+_COUNT = r"[1-9]\d{0,6}"
+# Bounds within which rates and their logarithms stay finite.
+_SECONDS, _OVERHEAD = json_file.number("seconds", 1e-12, 1e6), json_file.number("seconds", most=1e6)
+_SIZE = json_file.number("a size", 1, 1e18)
+_FILE = json_file.fields(
+    {
+        "format": json_file.one_of(FORMAT),
+        "device": json_file.text("a device's name"),
+        "kind": json_file.one_of("cpu", "cuda", "npu"),
+        "cores": json_file.whole("a number of cores", 1),
+        "ranks_per_node": json_file.whole("a number of processes", 1),
+        "overlap": json_file.number("a share", most=1.0),
+        "operators": json_file.table(
+            json_file.rows(
+                json_file.fields(
+                    {
+                        "key": json_file.rows(json_file.text("a name"), least=1),
+                        "shape": json_file.rows(_SIZE, least=1),
+                        "work": json_file.number("units of work", 1),
+                        "seconds": _SECONDS,
+                    },
+                    make=_sample,
+                )
+            ),
+            _COUNT,
+            "a number of processes",
+            least=1,
+        ),
+        "collectives": json_file.rows(
+            json_file.fields(
+                {
+                    "kind": json_file.one_of(*get_args(Collective)),
+                    "ranks": json_file.whole("a number of processes", 2),
+                    "bytes": _SIZE,
+                    "seconds": _SECONDS,
+                },
+                {"width": json_file.whole("bytes of a number", 1)},
+            )
+        ),
+    },
+    {
+        "overheads": json_file.fields(
+            {},
+            {
+                **dict.fromkeys(("layer", "microbatch", "step"), _OVERHEAD),
+                "slack": json_file.table(json_file.number("a ratio", 1e-3, 1e3), _COUNT, "a number of processes"),
+                "split": json_file.table(_OVERHEAD, r"[a-z, ]+", "a category of messages"),
+            },
+            others=True,
+        ),
+    },
+    others=True,
+)
 
 
 def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
-    counts = sorted(int(each) for each in data["operators"])
+    counts = sorted(map(int, data["operators"]))
     together = max((each for each in counts if each <= max(1, ranks)), default=counts[0])
     beside = data.get("overheads", {})
     # What operators take in a training, over what they take alone: other caches, other work between them.
-    slack = float(beside.get("slack", {}).get(str(together), 1.0))
-    if not slack > 0:
-        raise ValueError(f"operators in a training take {slack} of what they take alone")
+    slack = beside.get("slack", {}).get(str(together), 1.0)
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
-    for sample in data["operators"][str(together)]:
-        taken = sample["seconds"] * slack
-        grouped.setdefault(tuple(sample["key"]), []).append((sample["shape"], sample["work"], taken))
-    messages: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
-    for sample in data["collectives"]:
-        key = (sample["kind"], int(sample["ranks"]), int(sample.get("width", 4)))
-        messages.setdefault(key, []).append((sample["bytes"], sample["seconds"]))
+    for key, shape, work, seconds in data["operators"][str(together)]:
+        grouped.setdefault(key, []).append((shape, work, seconds * slack))
+    messages: dict[tuple[str, int, int], dict[float, float]] = {}
+    for each in data["collectives"]:
+        messages.setdefault((each["kind"], each["ranks"], each.get("width", 4)), {})[each["bytes"]] = each["seconds"]
     return CalibratedDevice(
+        **{name: data[name] for name in ("kind", "cores", "ranks_per_node", "overlap")},
         name=data["device"],
-        kind=data["kind"],
-        cores=int(data["cores"]),
-        ranks_per_node=int(data["ranks_per_node"]),
-        overlap=float(data["overlap"]),
         surfaces={key: surface(samples) for key, samples in grouped.items()},
-        messages={key: sorted(points) for key, points in messages.items()},
-        overheads=(
-            float(beside.get("layer", 0.0)),
-            float(beside.get("microbatch", 0.0)),
-            float(beside.get("step", 0.0)),
-        ),
-        split={str(category): float(each) for category, each in beside.get("split", {}).items()},
+        messages={key: sorted(points.items()) for key, points in messages.items()},
+        overheads=(beside.get("layer", 0.0), beside.get("microbatch", 0.0), beside.get("step", 0.0)),
+        split=beside.get("split", {}),
     )
 
 

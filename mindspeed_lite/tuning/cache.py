@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mindspeed_lite import json_file
 from mindspeed_lite.platform import current
 from mindspeed_lite.platform.cache import NoCache
 
@@ -33,6 +34,20 @@ _PROBE_ROUNDS = 8
 _MAX_TIME_RATIO = 2.0
 # Another number where a trial measures something else.
 _FORMAT = 1
+
+_SECONDS = json_file.number("seconds", 1e-12, 1e6)
+_FILE = json_file.fields(
+    {
+        "place": json_file.anything,
+        "message_seconds": _SECONDS,
+        # Name -> number of chunks -> seconds of each round.
+        "trials": json_file.table(
+            json_file.table(json_file.rows(_SECONDS, least=1), r"[1-9]\d{0,6}", "a number of chunks"),
+            r".+",
+            "the name of a trial",
+        ),
+    }
+)
 
 
 class TuningCache:
@@ -83,10 +98,10 @@ class TuningCache:
         if self.path is None:
             return {}
         try:
-            kept = json.loads(self.path.read_text())
-            before, trials = float(kept["message_seconds"]), dict(kept["trials"])
-        except (OSError, ValueError, LookupError, TypeError):
+            kept = json_file.read(self.path, _FILE)
+        except json_file.JsonFileError:
             return {}
+        before, trials = kept["message_seconds"], kept["trials"]
         return trials if before / _MAX_TIME_RATIO < self._seconds < before * _MAX_TIME_RATIO else {}
 
 

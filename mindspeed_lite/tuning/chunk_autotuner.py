@@ -11,10 +11,9 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,12 +51,9 @@ class Trial:
         return fastest if share[fastest] < 1 - MIN_SPEEDUP else 1
 
     @classmethod
-    def of(cls, phase: str, shape: tuple[int, int, int], kept: Any) -> Trial | None:
-        """From what `rounds` were kept as, which text may have been through; None if they are not such."""
-        try:
-            rounds = {int(number): [float(each) for each in times] for number, times in kept.items()}
-        except (AttributeError, TypeError, ValueError):
-            return None
+    def of(cls, phase: str, shape: tuple[int, int, int], kept: Mapping[str, list[float]]) -> Trial | None:
+        """From what `rounds` were kept as; None if a trial makes others now."""
+        rounds = {int(number): times for number, times in kept.items()}
         sound = 1 in rounds and set(rounds) <= set(CANDIDATES)
         return cls(phase, shape, rounds) if sound and all(len(each) == ROUNDS for each in rounds.values()) else None
 
@@ -110,7 +106,7 @@ class ChunkAutotuner:
             self._kept = TuningCache(self._folder, self._group, x.device)
         kept = self._kept
         name = f"{phase} {' '.join(map(str, shape))} {x.dtype}"
-        trial = None if kept is None else Trial.of(phase, shape, kept.found.get(name))
+        trial = None if kept is None else Trial.of(phase, shape, kept.found.get(name, {}))
         if kept is not None and trial is not None and [*trial.rounds] == numbers:
             self._say(f"{trial.to_text()}, as kept in {kept.path} by an earlier run")
             return trial

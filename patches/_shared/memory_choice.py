@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import _version
+from mindspeed_lite import _version, json_file
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
@@ -48,6 +48,14 @@ MAX_CHECKS = 3
 TIMED_BYTES = 64 << 20
 #: Of a layer: the parts computed again, those moved to the host.
 _Parts = tuple[frozenset[str], frozenset[str]]
+
+
+def _parts(value: Any) -> _Parts:
+    again, swapped = json_file.rows(json_file.rows(json_file.text("a part of a layer")), count=2)(value)
+    return frozenset(again), frozenset(swapped)
+
+
+_KEPT = json_file.fields({"layers": json_file.table(json_file.rows(_parts), r"\d{1,6}", "the number of a stage")})
 
 
 class MemoryChoice:
@@ -237,17 +245,16 @@ class MemoryChoice:
     def _read(self, name: str) -> dict[int, list[_Parts]] | None:
         """What a file says of each stage's layers; None where there is none, and a line where it is damaged."""
         try:
-            stages = json.loads((cache.folder() / name).read_text())["layers"]
-            return {
-                int(stage): [(frozenset(again), frozenset(swapped)) for again, swapped in layers]
-                for stage, layers in stages.items()
-            }
-        except (FileNotFoundError, cache.NoCache):
+            file = cache.folder() / name
+            if not file.is_file():
+                return None
+            stages = json_file.read(file, _KEPT)["layers"]
+        except cache.NoCache:
             return None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            self._session.log_decision(f"{self._session.feature}: {name} cannot be read, recorded again: {reason}")
+        except json_file.JsonFileError as error:
+            self._session.log_decision(f"{self._session.feature}: recorded again: {error}")
             return None
+        return {int(stage): layers for stage, layers in stages.items()}
 
     def _read_another(self, training: str) -> tuple[str, dict[int, list[_Parts]]]:
         """The latest choice of the same training within another budget, and what it is called."""

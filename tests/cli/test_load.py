@@ -48,7 +48,7 @@ def test_the_picture_is_written(file):
         (["{file}", "--last", "0"], "at least 1, not 0"),
         (["{file}", "--plot", "no/picture.png"], "there is no such folder"),
         (["{folder}"], "cannot be read: Is a directory"),
-        (["{other}"], "does not begin with the header"),
+        (["{other}"], "want the header"),
     ],
 )
 def test_bad_input_is_one_line(file, capsys, arguments, why):

@@ -139,7 +139,9 @@ def test_memory_over_the_bound_is_noticed():
 
 
 OWN = """
-from mindspeed_lite.pipeline.steps import backward, forward, v_placement
+import time
+
+from mindspeed_lite.pipeline.steps import OverlappedPair, backward, forward, v_placement
 
 def straight(rank, shape):
     for microbatch in range(shape.microbatches):
@@ -157,6 +159,19 @@ def short(rank, shape):
 
 def broken(rank, shape):
     return 1 / 0
+
+def endless(rank, shape):
+    while True:
+        yield forward(0, 0)
+
+def hanging(rank, shape):
+    time.sleep(1)
+
+def leaving(rank, shape):
+    raise SystemExit
+
+def odd(rank, shape):
+    yield OverlappedPair(1, 2)
 
 nothing = 3
 """
@@ -182,6 +197,12 @@ def test_an_order_of_a_users_own_is_loaded_from_a_file_or_a_module(file, monkeyp
     [
         ("{}:short", ["rank 0: chunk 0, micro-batch 1", "no forward"]),
         ("{}:broken", ["raises ZeroDivisionError"]),
+        ("{}:endless", ["F0:0 stands twice"]),
+        ("{}:hanging", ["hanging: it has not ended within 0.2 s"]),
+        ("{}:leaving", ["it raises SystemExit"]),
+        ("{}:odd", ["it raises AttributeError"]),
+        ("{}.leaving.py:f", ["cannot be imported: it raises SystemExit: 3"]),
+        ("{}.hanging.py:f", ["cannot be imported: it has not ended within 0.2 s"]),
         ("{}:nothing", ["no function nothing"]),
         ("{}:absent", ["no function absent"]),
         ("{}", ["module:function or FILE.py:function"]),
@@ -189,7 +210,10 @@ def test_an_order_of_a_users_own_is_loaded_from_a_file_or_a_module(file, monkeyp
         ("no.such.module:f", ["cannot be imported", "ModuleNotFoundError"]),
     ],
 )
-def test_what_cannot_be_loaded_is_told_in_one_line(file, name, words):
+def test_what_cannot_be_loaded_is_told_in_one_line(file, name, words, monkeypatch):
+    monkeypatch.setattr(check, "PATIENCE", 0.2)
+    for kind, text in (("leaving", "raise SystemExit(3)"), ("hanging", "import time\ntime.sleep(1)")):
+        file.with_name(f"{file.name}.{kind}.py").write_text(text)
     with pytest.raises(ScheduleError) as error:
         check.load(name.format(file), SHAPE)
     assert "\n" not in str(error.value)

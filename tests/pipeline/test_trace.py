@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.pipeline import recompute_plan, trace
 from mindspeed_lite.pipeline.costs import Costs, from_measured, uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
@@ -103,6 +105,17 @@ def test_what_a_rank_spends_besides_steps_is_found_again():
     assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
 
 
+def test_clocks_of_ranks_apart_make_no_message_shorter_than_none():
+    run = simulate(SCHEDULE, uniform(2))
+    records = [
+        trace.ExecutedStep(rank, timed.entry, timed.begin - 9 * rank, timed.end - 9 * rank)
+        for rank, entries in enumerate(run.ranks)
+        for timed in entries
+    ]
+    late = [replace(each, end=each.end + 9) for each in records[-1:]]
+    assert trace.overheads([[*records[:-1], *late]], SCHEDULE).message >= 0
+
+
 def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():
     """A recomputation waits for nothing, but the rank for a receiver that still computes: not after every forward."""
     schedule = recompute_plan.in_advance(build("interleaved", PipelineShape(2, 6, 2)))
@@ -147,9 +160,9 @@ def test_a_backward_measured_as_a_whole_is_halved():
     ("text", "words"),
     [
         ("", "no records"),
-        ("not json", "line 1 is no record"),
-        ('{"rank": 0}', "line 1 is no record"),
-        (lines()[0].replace('"F"', '"Z"'), "line 1 is no record"),
+        ("not json", "line 1: is not JSON"),
+        ('{"rank": 0}', "line 1: lacks kind"),
+        (lines()[0].replace('"F"', '"Z"'), "line 1: kind: want"),
         (lines()[0].replace('"rank": 0', '"rank": 7'), "rank 7"),
         ("\n".join(lines()[:4]), "no whole training step: 4 of rank 0's 9 steps"),
         ("\n".join([lines()[1], lines()[0], *lines()[2:]]), "rank 0 ran F0:1 as step 0 where zb-h1 has F0:0"),
@@ -157,13 +170,13 @@ def test_a_backward_measured_as_a_whole_is_halved():
 )
 def test_what_is_no_trace_of_the_schedule_is_told(file, text, words):
     file.write_text(text)
-    with pytest.raises(TraceError) as error:
+    with pytest.raises((TraceError, JsonFileError)) as error:
         trace.training_steps(trace.read(file), SCHEDULE)
     assert words in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_told(file):
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(JsonFileError, match="cannot be read"):
         trace.read(file)
-    with pytest.raises(TraceError, match=r"no \*\.jsonl"):
+    with pytest.raises(JsonFileError, match=r"no \*\.jsonl"):
         trace.read(file.parent)

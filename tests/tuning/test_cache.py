@@ -149,5 +149,5 @@ def test_only_sound_trials_are_read():
     times = [1.0] * ROUNDS
     sound = Trial.of("p", (8, 8, 8), {"1": times, "4": times})
     assert sound is not None and sound.rounds == {1: times, 4: times}
-    for found in (None, [], "x", {"4": times}, {"1": times, "3": times}, {"1": times, "2": times[1:]}, {"1": ["x"]}):
+    for found in ({}, {"4": times}, {"1": times, "3": times}, {"1": times, "2": times[1:]}):
         assert Trial.of("p", (8, 8, 8), found) is None, found

@@ -7,21 +7,19 @@ ceiling allows. That ceiling is itself measured, hence a margin: a change is one
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mindspeed_lite import json_file
+
 SCHEMA_VERSION = 1
 KIND = "bench-ops"
 MARGIN = 0.1
+OURS = "mindspeed_lite"
 
 Key = tuple[str, str, str, str, str]
-
-
-class BadReport(ValueError):
-    """The earlier report cannot be used; the text says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -44,40 +42,57 @@ class Earlier:
 
 
 def load(path: str) -> Earlier:
-    """Read the report at `path`, or in the folder `path`.
-
-    Raises:
-        BadReport: it is not there, not readable, or not a report of this kind and version.
-    """
+    """Read the report at `path`, or in the folder `path`. Raises JsonFileError."""
     file = Path(path)
-    file = file / "report.json" if file.is_dir() else file
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BadReport(f"cannot read {file}: {error.strerror or error}; give a report.json of bench-ops") from error
-    except ValueError as error:
-        raise BadReport(f"{file} is not JSON: {error}; give a report.json of bench-ops") from error
-    if not isinstance(report, dict) or report.get("kind") != KIND:
-        kind = report.get("kind") if isinstance(report, dict) else None
-        raise BadReport(f"{file} is not a report of bench-ops (its kind is {kind!r}); give one that is")
-    if report.get("schema_version") != SCHEMA_VERSION:
-        raise BadReport(
-            f"{file} has schema_version {report.get('schema_version')!r}, this version reads {SCHEMA_VERSION}; "
-            "measure the earlier state again with this version"
-        )
-    if report.get("ceiling") is None:
-        raise BadReport(f"{file} was interrupted before the ceiling was measured; give a report with rows")
-    try:
-        return Earlier(
-            dict(filter(None, map(_row, report["rows"]))),
-            float(report["ceiling"]["flops_per_second"]),
-            float(report["ceiling"]["bytes_per_second"]),
-            str(report["environment"]["device"]),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise BadReport(
-            f"{file} is damaged ({type(error).__name__}: {error}); measure the earlier state again"
-        ) from error
+    found: Earlier = json_file.read(file / "report.json" if file.is_dir() else file, _REPORT)
+    return found
+
+
+def _contender(name: str, seconds: float | None, low: float | None, high: float | None) -> Measured | None:
+    if seconds is None or low is None or high is None:
+        return None
+    if not low <= seconds <= high:
+        raise ValueError(f"want low, seconds and high in this order, not {low:g}, {seconds:g} and {high:g}")
+    return Measured(seconds, low, high) if name == OURS else None
+
+
+def _row(contenders: Sequence[Measured | None], **given: str) -> tuple[Key, Measured | None]:
+    return key(given), next((each for each in contenders if each is not None), None)
+
+
+def _earlier(rows: Sequence[tuple[Key, Measured | None]], ceiling: Any, environment: Any, **_: Any) -> Earlier:
+    return Earlier({key: ours for key, ours in rows if ours is not None}, **ceiling, **environment)
+
+
+_TEXT, _RATE = json_file.text("a name"), json_file.number("a number a second", 1.0)
+_SECONDS = json_file.nullable(json_file.number("seconds", 1e-12, 1e6))
+_REPORT = json_file.fields(
+    {
+        "kind": json_file.one_of(KIND),
+        "schema_version": json_file.one_of(SCHEMA_VERSION),
+        # An interrupted run may have none.
+        "ceiling": json_file.fields({"flops_per_second": _RATE, "bytes_per_second": _RATE}, others=True),
+        "environment": json_file.fields({"device": _TEXT}, others=True),
+        "rows": json_file.rows(
+            json_file.fields(
+                {
+                    **dict.fromkeys(("operator", "case", "direction", "device", "dtype"), _TEXT),
+                    "contenders": json_file.rows(
+                        json_file.fields(
+                            {"name": _TEXT, **dict.fromkeys(("seconds", "low", "high"), _SECONDS)},
+                            others=True,
+                            make=_contender,
+                        )
+                    ),
+                },
+                others=True,
+                make=_row,
+            )
+        ),
+    },
+    others=True,
+    make=_earlier,
+)
 
 
 def key(row: Mapping[str, Any]) -> Key:
@@ -104,13 +119,8 @@ def judge(row: Mapping[str, Any], ceiling: Mapping[str, Any], earlier: Earlier) 
     return {"seconds": then.seconds, "ratio": ratio, "verdict": verdict}
 
 
-def _row(row: Mapping[str, Any]) -> tuple[Key, Measured] | None:
-    ours = _ours(row)
-    return None if ours is None else (key(row), ours)
-
-
 def _ours(row: Mapping[str, Any]) -> Measured | None:
     for contender in row["contenders"]:
-        if contender["name"] == "mindspeed_lite" and contender["seconds"] is not None:
+        if contender["name"] == OURS and contender["seconds"] is not None:
             return Measured(float(contender["seconds"]), float(contender["low"]), float(contender["high"]))
     return None

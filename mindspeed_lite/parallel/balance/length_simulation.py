@@ -51,7 +51,7 @@ def read_index(path: str | Path) -> Sequence[int]:
     """
     with Path(path).open("rb") as file:
         head = file.read(_HEADER.size)
-        if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        if len(head) < _HEADER.size or _HEADER.unpack(head)[:2] != (_MAGIC, 1):
             raise ValueError(f"{path} is no index of a Megatron data set (.idx)")
         count = _HEADER.unpack(head)[3]
         # A damaged count may be more than memory holds.

@@ -1,12 +1,13 @@
 """The record of expert load: a file of JSON lines that training appends to, read back as `LoadRecord`.
 
 The first line of each training is a header, every other line one step. A training that resumes from an earlier
-checkpoint appends the same steps again; the later line counts. A line that a killed run left unfinished is skipped.
-Needs the standard library alone.
+checkpoint appends the same steps again; the later line counts. A line that a killed run left unfinished is skipped
+where it is the last or a header follows. Needs the standard library alone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -15,11 +16,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mindspeed_lite import json_file
+from mindspeed_lite.json_file import Description, JsonFileError
+
 FORMAT, VERSION = "mindspeed_lite expert load", 1
-
-
-class RecordError(ValueError):
-    """A file that holds no record of expert load, or records of different models."""
 
 
 @dataclass(frozen=True)
@@ -174,44 +174,84 @@ def read(path: str | Path) -> LoadRecord:
     """The record in a file.
 
     Raises:
-        RecordError: it holds no record, no step, or records of different models.
-        OSError: it cannot be read.
+        JsonFileError: it cannot be read, holds no record, no step, or records of different models.
     """
-    header, steps = None, {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for entry in map(_decoded, file):
-                if "format" in entry:
-                    header = _header(path, entry, header)
-                elif header is None:
-                    raise RecordError(f"{path} does not begin with the header of a load record.")
-                elif entry:
-                    step = LoadStep(**entry)
-                    steps[step.step] = step
-    except (UnicodeDecodeError, TypeError, KeyError) as error:
-        raise RecordError(f"{path} holds no record of expert load.") from error
+    header, steps, cut = None, {}, None
+    for place, text in json_file.lines(path):
+        try:
+            entry = json_file.decode(text, place, _entry(header))
+        except json_file.NotJson as error:
+            # Only what a new training has appended, beginning with its header, may follow an unfinished line.
+            cut = cut or error
+            continue
+        if isinstance(entry, LoadStep):
+            if cut is not None:
+                raise cut
+            steps[entry.step] = entry
+            continue
+        if header is not None and (header.experts, header.layers) != (entry.experts, entry.layers):
+            raise JsonFileError(f"{place}: is of another model: give each training a file of its own")
+        header, cut = entry, None
+    if header is None and cut is not None:
+        raise cut
     if header is None or not steps:
-        raise RecordError(f"{path} holds no step.")
+        raise JsonFileError(f"{path}: holds no step")
     return LoadRecord(header, tuple(steps[number] for number in sorted(steps)))
 
 
-def _header(path: str | Path, entry: dict[str, Any], before: LoadHeader | None) -> LoadHeader:
-    if entry.pop("format") != FORMAT or entry.pop("version", None) != VERSION:
-        raise RecordError(f"{path} holds no record of expert load in a version that is known here ({VERSION}).")
-    header = LoadHeader(**{**entry, "layers": tuple(entry["layers"])})
-    if before is not None and (before.experts, before.layers) != (header.experts, header.layers):
-        raise RecordError(f"{path} holds records of different models: give each training a file of its own.")
+def _entry(header: LoadHeader | None) -> Description[LoadHeader | LoadStep]:
+    """A line after this header."""
+
+    def check(value: Any) -> LoadHeader | LoadStep:
+        is_header = isinstance(value, dict) and "format" in value
+        if header is None and not is_header:
+            raise json_file.Mismatch("want the header of a record of expert load, which --moe-record-load writes first")
+        return _HEADER(value) if header is None or is_header else _step(header)(value)  # type: ignore[no-any-return]
+
+    return check
+
+
+def _made_header(format: str, version: int, **given: Any) -> LoadHeader:
+    header = LoadHeader(**{**given, "layers": tuple(given["layers"])})
+    if header.topk > header.experts or header.experts % header.expert_parallel:
+        raise ValueError(
+            f"topk {header.topk} and expert_parallel {header.expert_parallel} do not go with {header.experts} experts"
+        )
     return header
 
 
-def _decoded(line: str) -> dict[str, Any]:
-    """One line as a dictionary; {} for an empty or unfinished one."""
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError:
-        # What stands in front of the header is not skipped: it must be one.
-        return {} if line.startswith(("{", "\n")) else {"version": None}
-    return entry if isinstance(entry, dict) else {"version": None}
+_HEADER = json_file.fields(
+    {
+        "format": json_file.one_of(FORMAT),
+        "version": json_file.one_of(VERSION),
+        "experts": json_file.whole("a number of experts", 1),
+        "topk": json_file.whole("a number of experts", 1),
+        "expert_parallel": json_file.whole("a number of ranks", 1),
+        "replicas": json_file.whole("a number of groups", 1),
+        "decoder_layers": json_file.whole("a number of layers"),
+        "layers": json_file.rows(json_file.whole("the number of a layer", 1), least=1),
+    },
+    make=_made_header,
+)
+
+
+@functools.lru_cache(maxsize=1)
+def _step(header: LoadHeader) -> Description[LoadStep]:
+    """A step of a training with this header."""
+    tokens, layers = json_file.whole("a number of tokens"), len(header.layers)
+
+    def by_layer(count: int) -> Description[list[list[int]]]:
+        return json_file.rows(json_file.rows(tokens, count=count), count=layers)
+
+    return json_file.fields(
+        {
+            "step": json_file.whole("the number of a step"),
+            "tokens": json_file.rows(tokens, count=layers),
+            "experts": by_layer(header.experts),
+            "ranks": by_layer(header.replicas * header.expert_parallel),
+        },
+        make=LoadStep,
+    )
 
 
 def _starts_with_header(place: Path) -> bool:

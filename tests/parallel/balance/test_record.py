@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mindspeed_lite.json_file import JsonFileError
 from mindspeed_lite.parallel.balance import record
 
 HEADER = record.LoadHeader(experts=4, topk=2, expert_parallel=2, replicas=1, decoder_layers=2, layers=(2, 3))
@@ -20,7 +21,7 @@ def test_what_is_written_is_read_and_a_later_step_takes_the_place_of_an_earlier(
     record.append(file, [step(1), step(2)], HEADER)
     record.append(file, [step(3)], None)
     # A run that resumes: its header and the steps since its checkpoint, again.
-    resumed = record.LoadHeader(**{**vars(HEADER), "expert_parallel": 1})
+    resumed = record.LoadHeader(**{**vars(HEADER), "expert_parallel": 1, "replicas": 2})
     record.append(file, [step(3, (0, 0, 4, 4)), step(4)], resumed)
     read = record.read(file)
     assert read.header == resumed
@@ -42,18 +43,27 @@ def test_a_line_that_was_cut_off_is_skipped_and_what_follows_is_read(tmp_path):
 def test_what_is_no_record_is_one_line(tmp_path, text):
     file = tmp_path / "load"
     file.write_bytes(text.encode("latin-1"))
-    with pytest.raises(record.RecordError, match=r"holds no|does not begin") as error:
+    with pytest.raises(JsonFileError, match=r"holds no step|is not|want the header|want \"mindspeed_lite") as error:
         record.read(file)
     assert "\n" not in str(error.value)
     reason = record.why_not_writable(file)
     assert reason is None if not text else "something else" in str(reason)
 
 
+def test_only_a_header_may_follow_a_line_that_was_cut_off(tmp_path):
+    file = tmp_path / "load"
+    record.append(file, [step(1), step(2), step(3)], HEADER)
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join([lines[0], lines[1][:-9], *lines[2:]]))
+    with pytest.raises(JsonFileError, match="line 2: is not JSON"):
+        record.read(file)
+
+
 def test_records_of_different_models_are_refused(tmp_path):
     file = tmp_path / "load"
     record.append(file, [step(1)], HEADER)
     record.append(file, [step(2)], record.LoadHeader(**{**vars(HEADER), "experts": 8}))
-    with pytest.raises(record.RecordError, match="different models"):
+    with pytest.raises(JsonFileError, match="line 4: is of another model"):
         record.read(file)
 
 

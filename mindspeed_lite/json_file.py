@@ -1,0 +1,260 @@
+"""Reads JSON files against a description; the error names the file and the value.
+
+    load.jsonl: line 4: tokens[0]: want a number of tokens, at least 0, not NaN
+
+A description is a function of a value that returns it or raises `Mismatch`. `whole`, `number`, `text`, `one_of`,
+`rows`, `fields` and `table` make descriptions. Standard library alone; every room may import it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+T = TypeVar("T")
+Description = Callable[[Any], T]
+
+# Bytes of a file, or of a line of a file of lines.
+MOST_BYTES = 1 << 28
+# The largest number that sums and squares of many keep finite.
+MOST = 1e30
+MOST_WHOLE = 1 << 53
+
+
+class JsonFileError(ValueError):
+    """A file cannot be read or is not as described; one line."""
+
+
+class NotJson(JsonFileError):
+    """The text is no JSON, such as a line that its writer has not finished."""
+
+
+class Mismatch(ValueError):
+    """A value is not as described. `path`: where it is below the value that is checked."""
+
+    path = ""
+
+    def within(self, part: str) -> Mismatch:
+        """The same, seen from the list or object whose part this is."""
+        self.path = part + (f".{self.path}" if self.path and not self.path.startswith("[") else self.path)
+        return self
+
+
+class _Repeated(dict[str, Any]):
+    """An object in which a key stands twice."""
+
+    key: str
+
+
+def read(path: str | Path, description: Description[T]) -> T:
+    """The value of a file. Raises JsonFileError."""
+    with _opened(path) as file:
+        return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
+
+
+def lines(path: str | Path) -> Iterator[tuple[str, str]]:
+    """Each line of a file that is not blank, after its place, `FILE: line 3`. Raises JsonFileError."""
+    with _opened(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
+            place = f"{path}: line {number}"
+            found = _decoded(line, place)
+            if found.strip():
+                yield place, found
+
+
+def decode(text: str, place: object, description: Description[T]) -> T:
+    """The value of a text. Raises JsonFileError, which begins with `place`."""
+    try:
+        return description(json.loads(text, object_pairs_hook=_object))
+    except RecursionError:
+        raise JsonFileError(f"{place}: is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno} " if "\n" in text.strip() else ""
+        raise NotJson(f"{place}: is not JSON: {error.msg} at {line}column {error.colno}") from None
+    except Mismatch as error:
+        raise JsonFileError(f"{place}: {error.path}{': ' if error.path else ''}{error}") from None
+    except ValueError:
+        raise JsonFileError(f"{place}: holds a number of too many digits") from None
+
+
+@contextlib.contextmanager
+def _opened(path: str | Path) -> Iterator[BinaryIO]:
+    try:
+        with Path(path).open("rb") as file:
+            yield file
+    except OSError as error:
+        raise JsonFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+def _decoded(found: bytes, place: object) -> str:
+    if len(found) > MOST_BYTES:
+        raise JsonFileError(f"{place}: is longer than {MOST_BYTES >> 20} MiB")
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise JsonFileError(f"{place}: is not UTF-8 (byte {found[error.start]:#x} at {error.start})") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    keys = [key for key, _ in pairs]
+    repeated = _Repeated(found)
+    repeated.key = next(key for key in keys if keys.count(key) > 1)
+    return repeated
+
+
+def anything(value: Any) -> Any:
+    """Whatever the file has there."""
+    return value
+
+
+def whole(what: str, least: int = 0, most: int = MOST_WHOLE) -> Description[int]:
+    """A whole number."""
+
+    def check(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise _unlike(f"{what}, {_bound(value, least, most)}", value)
+        return value
+
+    return check
+
+
+def number(what: str, least: float = 0.0, most: float = MOST) -> Description[float]:
+    """A finite number."""
+
+    def check(value: Any) -> float:
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise _unlike(f"{what}, {_bound(value, least, most)}", value)
+        return float(value)
+
+    return check
+
+
+def _bound(value: Any, least: float, most: float) -> str:
+    return f"at most {most:g}" if type(value) in (int, float) and value > most else f"at least {least:g}"
+
+
+def text(what: str) -> Description[str]:
+    """A text of printable characters."""
+
+    def check(value: Any) -> str:
+        if not isinstance(value, str) or not value.isprintable():
+            raise _unlike(what, value)
+        return value
+
+    return check
+
+
+def one_of(*values: Any) -> Description[Any]:
+    """One of these values."""
+
+    def check(value: Any) -> Any:
+        for each in values:
+            if type(value) is type(each) and value == each:
+                return value
+        raise _unlike(" or ".join(map(_shown, values)), value)
+
+    return check
+
+
+def nullable(item: Description[T]) -> Description[T | None]:
+    """The same, or null."""
+    return lambda value: None if value is None else item(value)
+
+
+def rows(item: Description[T], least: int = 0, count: int | None = None) -> Description[list[T]]:
+    """A list of at least so many values, or of exactly `count`."""
+
+    def check(value: Any) -> list[T]:
+        if not isinstance(value, list) or len(value) < least or count not in (None, len(value)):
+            bound = f"at least {least}" if count is None else str(count)
+            raise _unlike(f"a list of {bound}", value)
+        found: list[T] = []
+        try:
+            for each in value:
+                found.append(item(each))
+        except Mismatch as error:
+            raise error.within(f"[{len(found)}]") from None
+        return found
+
+    return check
+
+
+def fields(
+    required: Mapping[str, Description[Any]],
+    optional: Mapping[str, Description[Any]] | None = None,
+    *,
+    others: bool = False,
+    make: Callable[..., Any] = dict,
+) -> Description[Any]:
+    """An object of these keys, handed to `make` as keywords; its ValueError says what does not go together.
+
+    others: whether further keys may be there; they are left out.
+    """
+    known = {**required, **(optional or {})}
+
+    def check(value: Any) -> Any:
+        found = _as_object(value)
+        given = {}
+        for key, description in known.items():
+            if key in found:
+                given[key] = _entry(key, found[key], description)
+            elif key in required:
+                raise Mismatch(f"lacks {key}")
+        for key in found:
+            if key not in known and not others:
+                raise Mismatch(f"has an unknown key {_shown(key)}; known: {', '.join(known)}")
+        try:
+            return make(**given)
+        except ValueError as error:
+            raise Mismatch(str(error)) from None
+
+    return check
+
+
+def table(item: Description[T], keys: str, what: str, least: int = 0) -> Description[dict[str, T]]:
+    """An object of at least so many keys that match the expression `keys`; `what`: what a key is."""
+
+    def check(value: Any) -> dict[str, T]:
+        found = _as_object(value)
+        if len(found) < least:
+            raise _unlike(f"{what} as a key", value)
+        for key in found:
+            if not re.fullmatch(keys, key):
+                raise _unlike(f"{what} as a key", key)
+        return {key: _entry(key, each, item) for key, each in found.items()}
+
+    return check
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _unlike("an object", value)
+    if isinstance(value, _Repeated):
+        raise Mismatch(f"has {_shown(value.key)} twice")
+    return value
+
+
+def _entry(key: str, value: Any, description: Description[T]) -> T:
+    try:
+        return description(value)
+    except Mismatch as error:
+        is_name = re.fullmatch(r"[A-Za-z_]\w{0,40}", key, re.ASCII)
+        raise error.within(key if is_name else f"[{_shown(key)}]") from None
+
+
+def _unlike(wanted: str, value: Any) -> Mismatch:
+    return Mismatch(f"want {wanted}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list)):
+        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value)}"
+    found = json.dumps(value)
+    return found if len(found) <= 40 else f"{found[:37]}..."

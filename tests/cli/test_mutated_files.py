@@ -1,0 +1,271 @@
+"""Files that users may have damaged: a command accepts one with finite results, or says in one line what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import struct
+
+import pytest
+
+from mindspeed_lite import json_file
+from mindspeed_lite.bench.operators import earlier
+from mindspeed_lite.cli import balance, balance_lengths, load, plan, schedule
+from mindspeed_lite.parallel.balance import record
+from mindspeed_lite.pipeline.costs import uniform
+from mindspeed_lite.pipeline.orders import PipelineShape, build
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.planner import ArgumentError, calibrated
+from mindspeed_lite.planner.work import CollectiveCall, Group, Product, Scores, Vector
+from mindspeed_lite.tuning import cache, chunk_autotuner
+
+MUTATIONS = 200
+# Texts that take the place of a value.
+VALUES = [
+    *"null true false NaN Infinity -Infinity 1e999 -1e308 1e308 5e-324 0 -0.0 -1 2 1e9 18446744073709551616".split(),
+    *'"" "x" "nan" "1" [] {} [null] [[1]] {"a":1} {"a":1,"a":2} "\\ud800" "\\u0000" "\\u001b[31m"'.split(),
+    *("9" * 400, "9" * 5000, "[" * 20_000, '{"a":' * 20_000, '"' + "x" * 20_000 + '"'),
+]
+HEADER = record.LoadHeader(experts=4, topk=2, expert_parallel=2, replicas=1, decoder_layers=2, layers=(2, 3))
+SMALL = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --global-batch-size 4 --bf16".split()
+
+
+def mutated(chance, document):
+    """The text of a document with one value, key or stretch of text that is another."""
+    marked, places = json.loads(document), []
+
+    def walk(value):
+        for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            places.append((value, key))
+            if isinstance(each, (dict, list)):
+                walk(each)
+
+    walk(marked)
+    kind = chance.choice(("value", "value", "value", "value", "lost", "other key", "twice", "text", "cut"))
+    if kind == "text":
+        at = chance.randrange(len(document))
+        noise = chance.choice(("\x00", "\xff", "}", '"', ",", "\ufeff", "\n", " ", "9", "-"))
+        return document[:at] + noise + document[at + chance.randrange(3) :]
+    if kind == "cut":
+        return document[: chance.randrange(len(document))]
+    holder, key = chance.choice(places)
+    if kind == "value":
+        holder[key] = "MARK"
+        return json.dumps(marked).replace('"MARK"', chance.choice(VALUES), 1)
+    if kind == "lost":
+        del holder[key]
+    elif isinstance(holder, list):
+        holder.insert(key, holder[key])
+    elif kind == "other key":
+        holder[f"{key} "] = holder.pop(key)
+    else:
+        return json.dumps(marked).replace(f'"{key}":', f'"{key}": 1, "{key}":', 1)
+    return json.dumps(marked)
+
+
+def mutated_lines(chance, lines):
+    """One line of a file is another, stands twice, or is gone."""
+    lines, at = [*lines], chance.randrange(len(lines))
+    lines[at : at + 1] = chance.choice(([mutated(chance, lines[at])],) * 8 + ([lines[at]] * 2, []))
+    return "\n".join(lines) + "\n"
+
+
+def mutated_bytes(chance, data):
+    at = chance.randrange(len(data))
+    noise = struct.pack("<q", chance.choice((0, -1, 1, 2**31, 2**40, 2**62)))[: chance.choice((1, 4, 8))]
+    return data[:at] + chance.choice((noise + data[at + len(noise) :], b"", data[at + 1 :], noise + data[at:]))
+
+
+def finite(value):
+    if isinstance(value, dict):
+        return all(map(finite, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def command(main, *words):
+    """A command line on the file, and what it writes as JSON."""
+
+    def run(file, capsys):
+        out = file.with_name("out.json")
+        out.unlink(missing_ok=True)
+        code = main([each.format(file=file, out=out) for each in words])
+        told = capsys.readouterr()
+        if code == 2:
+            assert told.out == "" and told.err.count("\n") == 1, told
+            assert ": error: " in told.err and str(file) in told.err, told.err
+            return False
+        assert code in (0, 1) and told.err == "", told
+        assert not re.search(r"\b(nan|inf)\b", told.out), told.out
+        assert finite(json.loads(out.read_text()))
+        return True
+
+    return run
+
+
+def function(use):
+    """A function of the file, whose results are numbers."""
+
+    def run(file, capsys):
+        try:
+            assert finite(use(file))
+        except (json_file.JsonFileError, ArgumentError) as error:
+            assert str(file) in str(error) and "\n" not in str(error) and str(error).isprintable(), error
+            return False
+        return True
+
+    return run
+
+
+def prices(file):
+    found, asked = calibrated.read(file), []
+    for call in (
+        lambda: found.product(Product(256, 128, 64), "forward", 2),
+        lambda: found.scores(Scores(1, 256, 256, 4, 64, 64, 1.0, True), False, 2),
+        lambda: found.vector(Vector("norm", 1e6), False, 2),
+        lambda: found.message(CollectiveCall("all_reduce", 3e6, Group(4))),
+        lambda: found.optimizer(1e6, False),
+    ):
+        try:
+            asked.append(call())
+        except ArgumentError as error:
+            assert "the calibration holds no" in str(error)
+    return [*asked, *found.overheads, *found.split.values(), found.shared(1.0, 1.0, 4), found.overlap]
+
+
+def judged(file):
+    before = earlier.load(str(file))
+    return [
+        earlier.judge(json.loads(REPORT)["rows"][0] | {"bound": bound}, json.loads(REPORT)["ceiling"], before)
+        for bound in ("memory", "compute")
+    ]
+
+
+def trials(file):
+    found = json_file.read(file, cache._FILE)
+    read = [chunk_autotuner.Trial.of("p", (8, 8, 8), each) for each in found["trials"].values()]
+    return [found["message_seconds"], *(each.best for each in read if each is not None)]
+
+
+def kept(file):
+    from mindspeed_lite.patches._shared import memory_choice
+
+    json_file.read(file, memory_choice._KEPT)
+
+
+def samples():
+    keys = {("product", "forward", "2"): 3, ("flash", "forward", "2"): 2, ("norm", "plain", "forward", "2"): 1}
+    for key, size in {**keys, ("optimizer", "plain"): 1}.items():
+        for scale in (1, 8):
+            yield {"key": key, "shape": [64.0 * scale] * size, "work": 1e6 * scale, "seconds": 1e-4 * scale}
+
+
+CALIBRATION = json.dumps(
+    {
+        "format": calibrated.FORMAT, "date": "x", "device": "d", "kind": "cpu", "cores": 2, "ranks_per_node": 2,
+        "overlap": 0.0, "operators": {"1": [*samples()], "2": [*samples()]},
+        "collectives": [
+            {"kind": "all_reduce", "ranks": 2, "bytes": size, "seconds": 1e-4 * place, "width": 4}
+            for place, size in enumerate((1024, 4096, 1 << 20), 1)
+        ],
+        "overheads": {
+            "layer": 1e-4, "microbatch": 1e-4, "step": 1e-3, "slack": {"1": 1.1}, "split": {"tensor parallel": 1e-5},
+        },
+    }
+)  # fmt: skip
+REPORT = json.dumps(
+    {
+        "schema_version": 1, "kind": "bench-ops", "title": "t",
+        "environment": {"device": "cpu", "torch": "2"},
+        "ceiling": {"flops_per_second": 1e11, "bytes_per_second": 1e10},
+        "rows": [
+            {
+                "operator": "rms_norm", "case": "8x8", "direction": "forward", "device": "cpu", "dtype": "bf16",
+                "bound": "memory",
+                "contenders": [
+                    {"name": "mindspeed_lite", "seconds": 1e-3, "low": 9e-4, "high": 2e-3, "error": None},
+                    {"name": "torch", "seconds": None, "low": None, "high": None, "error": "it ended"},
+                ],
+            }
+        ],
+    }
+)  # fmt: skip
+TRIALS = json.dumps({"place": {"ranks": [2]}, "message_seconds": 1e-3, "trials": {
+    "p 8 8 8": {"1": [1e-3] * chunk_autotuner.ROUNDS, "2": [5e-4] * chunk_autotuner.ROUNDS}}})  # fmt: skip
+
+
+def load_lines():
+    steps = [[[4, 0, 2, 2], [2, 2, 2, number]] for number in (1, 2, 3)]
+    entries = [{"format": record.FORMAT, "version": record.VERSION, **vars(HEADER)}]
+    for number, rows in enumerate(steps, 1):
+        ranks = [[sum(row[:2]), sum(row[2:])] for row in rows]
+        entries.append({"step": number, "tokens": [4, 4], "experts": rows, "ranks": ranks})
+    return [json.dumps(each) for each in entries]
+
+
+def trace_lines():
+    ran = simulate(build("1f1b", PipelineShape(2, 4)), uniform(2, 0.01, 0.01, 0.01))
+    for rank, entries in enumerate(ran.ranks):
+        for each in entries:
+            step = {"rank": rank, "kind": each.entry.kind.value, "chunk": 0, "microbatch": each.entry.microbatch}
+            yield json.dumps({**step, "begin": each.begin, "end": each.end})
+
+
+def index():
+    return struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 4, 8, 9) + struct.pack("<8i", *range(3, 11)) + bytes(136)
+
+
+PIPELINE = "torchrun --nproc-per-node 2 pretrain_gpt.py --pipeline-model-parallel-size 2 --micro-batch-size 1".split()
+PRETRAIN = ["--", "pretrain_gpt.py", *SMALL, *"--micro-batch-size 1 --vocab-size 512 --use-flash-attn".split()]
+KINDS = {
+    "load": (mutated_lines, load_lines(), command(load.main, "{file}", "--json", "{out}")),
+    "balance": (mutated_lines, load_lines(), command(balance.main, "{file}", "--json", "{out}")),
+    "trace": (mutated_lines, [*trace_lines()], command(
+        schedule.main, "--trace", "{file}", "--json", "{out}", "--", *PIPELINE, *SMALL, "--vocab-size", "512")),
+    "calibration": (mutated, CALIBRATION, function(prices)),
+    "report": (mutated, REPORT, function(judged)),
+    "trials": (mutated, TRIALS, function(trials)),
+    "choice": (mutated, json.dumps({"layers": {"0": [[["mlp"], []]], "1": [[[], ["attention"]]]}}), function(kept)),
+    "index": (mutated_bytes, index(), command(balance_lengths.main, "{file}", "--json", "{out}", "--seq-length", "16",
+        "--ranks", "2", "--global-batch-size", "4", "--steps", "2")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_damaged_file_is_one_line_or_finite_results(tmp_path, capsys, kind):
+    mutate, sound, run = KINDS[kind]
+    file, chance, counts = tmp_path / "file", random.Random(kind), {True: 0, False: 0}
+
+    def tried(data):
+        file.write_bytes(data if isinstance(data, bytes) else data.encode("utf-8", "surrogatepass"))
+        return run(file, capsys)
+
+    assert tried("\n".join(sound) if isinstance(sound, list) else sound)
+    for number in range(MUTATIONS):
+        data = mutate(chance, sound)
+        if isinstance(data, str) and chance.random() < 0.1:
+            data = data.encode("latin-1", "replace")
+        try:
+            counts[tried(data)] += 1
+        except (Exception, SystemExit) as error:
+            raise AssertionError(f"mutation {number}: {data[:2000]!r}") from error
+    assert counts[False] > MUTATIONS / 10 and counts[True] > 0, counts
+
+
+def test_a_plan_by_a_damaged_calibration_names_the_value(tmp_path, capsys):
+    file = tmp_path / "calibration.json"
+    options = ["--devices", "1", "--memory", "1", "--device", "here", "--calibration", str(file)]
+    for before, after, words in (
+        ('"work": 1000000.0', '"work": 0', 'operators["1"][0].work: want units of work, at least 1, not 0'),
+        ('"work": 1000000.0', '"work": NaN', "at least 1, not NaN"),
+        ('"shape": [64.0, 64.0, 64.0]', '"shape": [64.0]', "want a shape of 3 numbers for product, not of 1"),
+        ('"ranks": 2', '"ranks": 1', "collectives[0].ranks: want a number of processes, at least 2, not 1"),
+        ('"overheads"', '"overheads": ' + "[" * 20_000 + ', "overheads"', "is nested too deeply"),
+    ):
+        file.write_text(CALIBRATION.replace(before, after, 1))
+        assert plan.main([*options, *PRETRAIN]) == 2
+        told = capsys.readouterr().err
+        assert told.count("\n") == 1 and words in told and "calibrate` again" in told, told
