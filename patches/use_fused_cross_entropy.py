@@ -26,6 +26,7 @@ LOSS = "megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy"
 
 # Elements of the logits that a verification is willing to make in a wider type.
 _WIDENED = 1 << 23
+_EVERY = slice(None)
 
 
 def _loss(
@@ -35,7 +36,7 @@ def _loss(
         session.fallback(
             FEATURE.name, "label smoothing under tensor parallelism, which Megatron defines for each slice by itself"
         )
-        return original(logits, target)
+        return original(logits)
     if session.verifier is not None:
         if group.size() > 1:
             session.verifier.leave_out(FEATURE.name, "cross_entropy", "the ranks of a tensor-parallel group compute it")
@@ -57,10 +58,10 @@ def _verify(
         "cross_entropy",
         FEATURE.numerics,
         ours,
-        lambda logits: original(logits, target),
+        original,
         {"logits": logits},
         against="Megatron's vocabulary-parallel cross-entropy",
-        parts=[Part(lambda logits: original(logits, target[part]), part, [part])],
+        parts=[Part(lambda logits: original(logits, part), part, [part])],
     )
 
 
@@ -70,8 +71,8 @@ def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> Any:
-        def original(logits: Any, target: Any) -> Any:
-            return wrapped(logits, target, label_smoothing, tp_group)
+        def original(logits: Any, rows: slice = _EVERY) -> Any:
+            return wrapped(logits, target[rows], label_smoothing, tp_group)
 
         group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
         return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
@@ -81,8 +82,8 @@ def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 def _fused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any) -> Any:
-        def original(logits: Any, target: Any) -> Any:
-            return wrapped(logits, target, tp_group)
+        def original(logits: Any, rows: slice = _EVERY) -> Any:
+            return wrapped(logits, target[rows], tp_group)
 
         return _loss(session, original, vocab_parallel_logits, target, 0.0, tp_group)
 
