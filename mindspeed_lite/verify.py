@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from mindspeed_lite.engine import EngineError, Session, Verification, VerifyError
+from mindspeed_lite.ops.traced import plain_torch
 
 FLAG = "--mindspeed-lite-verify"
 
@@ -375,7 +376,8 @@ def _widened(
         for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
     ]
     # A compiled function has the narrow types in its code.
-    with torch.autocast(leaves[0].device.type, enabled=False), torch.compiler.set_stance("force_eager"), mode:
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
         output = part.original(*leaves)
         if output.dtype != wide:
             raise TypeError(f"its output is {str(output.dtype).removeprefix('torch.')}")
