@@ -310,6 +310,9 @@ class _FeaturePlanner:
         return Outcome(feature, "skipped" if reasons else "applied", reasons, [] if reasons else steps)
 
     def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> PlannedPatch:
+        relied_on = list(self.fingerprints.doubts(patch))
+        for problem in relied_on:
+            self._doubt(problem, patch, doubts)
         if isinstance(patch, Provide):
             module = patch.wanted_by or parse(patch.target)[0]
             name = (parse(patch.target)[1] or (patch.target,))[-1]
@@ -322,6 +325,8 @@ class _FeaturePlanner:
         verdict, objection = self.fingerprints.judge(patch, target.raw)
         if objection:
             self._doubt(f"`{patch.target}` {objection}", patch, doubts)
+        elif relied_on:
+            verdict = relied_on[0]
         for text in patch.reads:
             missing = self._missing(text, patch.target, target.owner)
             if missing:

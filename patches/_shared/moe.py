@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import Around, Context, Feature, Override, Session
-from mindspeed_lite.verify import Exact
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
@@ -172,12 +171,12 @@ def compare(
     theirs: Callable[..., Any],
     inputs: Mapping[str, Any],
     against: str = "Megatron's function",
-    exact_in_fp64: bool = False,
+    widened: bool = True,
     variant: str = "",
 ) -> None:
     """Have the session's verifier compare an operator whose number of rows each batch decides.
 
-    exact_in_fp64: `theirs` in float64 is what both are measured by.
+    widened: whether both are measured from `theirs` in a wider type.
     """
     session.verifier.check(
         feature.name,
@@ -187,7 +186,7 @@ def compare(
         theirs,
         inputs,
         against=against,
-        exact=[Exact(theirs)] if exact_in_fp64 else (),
+        widened=widened,
         variant=variant,
         sizes_vary=True,
     )

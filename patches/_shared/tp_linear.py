@@ -39,6 +39,13 @@ _ROW_READS = (
 )
 
 
+# What a row parallel layer calls after its product.
+_REDUCTIONS = (
+    "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
+    "megatron.core.tensor_parallel.mappings:reduce_scatter_to_sequence_parallel_region",
+)
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """One pass of a layer that communicates."""
@@ -131,7 +138,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         # Nearer the original than the wrap of --delay-wgrad-compute, whose buffer it serves.
         Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
-        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS),
+        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS, relies_on=_REDUCTIONS),
     )
 
 

@@ -326,6 +326,25 @@ def test_every_override_is_refused_where_a_function_that_it_calls_has_another_bo
 
 
 @forked("features")
+def test_every_patch_is_refused_where_what_it_relies_on_has_another_body(tmp_path):
+    copy = Copy(tmp_path)
+    relied_on = {text for _, patch, _ in declared() for text in patch.relies_on}
+    assert len(relied_on) >= 10
+    for text in relied_on:
+        for _, node in copy.definitions(text):
+            if copy.once(node):
+                change_body(node)
+    copy.use()
+    for _, patch, applied, text in (results := judged()):
+        assert not (applied and patch.relies_on), patch.target
+        for each in patch.relies_on:
+            assert f"`{each}` has another body than in the verified releases, and `{patch.target}` relies on it" in text
+    assert_features_follow(results)
+    for _, patch, applied, text in judged(allow_unverified=True):
+        assert applied and (text.startswith("unverified: ") or not patch.relies_on), (patch.target, text)
+
+
+@forked("features")
 def test_a_symbol_that_nobody_looks_for_is_not_provided(tmp_path):
     copy = Copy(tmp_path)
     wanted = {}
