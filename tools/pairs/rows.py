@@ -141,8 +141,9 @@ class Row:
         base, _, features = text.partition(":")
         layout, *options = base.split(",")
         row = cls(layout, tuple(options), tuple(filter(None, features.split(","))))
-        asked = {layout: [*LAYOUTS], **dict.fromkeys(options, [*OPTIONS]), **dict.fromkeys(row.features, [*TOKENS])}
-        for each, known in asked.items():
+        asked = [(layout, [*LAYOUTS])]
+        asked += [(each, [*OPTIONS]) for each in options] + [(each, [*TOKENS]) for each in row.features]
+        for each, known in asked:
             if each not in known:
                 raise ValueError(f"{each!r} is none of {', '.join(known)}")
         return row

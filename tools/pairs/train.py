@@ -189,7 +189,7 @@ def _ending(result: Result) -> tuple[str, str]:
     if causes:
         return "crashes", causes[0]
     if refusals:
-        return "refused", refusals[0].partition(_REFUSAL)[2].lstrip(": ")
+        return "refused", re.sub(rf".*{_REFUSAL}( on rank \d+)?: ", "", refusals[0])
     if result.seconds >= TIMEOUT:
         return "hangs", f"not ended after {TIMEOUT} seconds"
     usage = [line for line in lines if "error:" in line]
