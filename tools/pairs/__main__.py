@@ -53,7 +53,7 @@ class Search:
         # One feature alone that a training refuses although its conditions hold is as bad as a crash.
         is_alone = len({*small.features} - {*small.always}) == 1
         if verdict.kind == "off" or (verdict.kind == "refused" and self.shrinks and not is_alone):
-            self.untrained[str(small)] = f"{verdict.kind}: {text}"
+            self.untrained[str(small)] = f"({verdict.kind}): {text}"
             return
         self.findings += 1
         print(f"FINDING {verdict.kind}: {text}", flush=True)
@@ -78,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--row", action="append", default=[], metavar="ROW", help="this one, as a finding prints it")
     parser.add_argument("--plant", default="", help="module:function that is called first in every rank; for tests")
     parser.add_argument("--whole", action="store_true", help="print rows as they were drawn")
+    parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="leave these features and options out")
     parser.add_argument("--verbose", action="store_true", help="print every row with its time")
     given = parser.parse_args(arguments)
     try:
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer = Trainer(None, Path(scratch), training=True)
         try:
             bench = Bench(trainer, given.plant)
-            search = Search(bench, Drawn(seed, bench), not given.whole and not rows, given.verbose)
+            search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
             for row in rows:
                 search.try_row(row)
             if not rows:

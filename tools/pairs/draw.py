@@ -64,11 +64,11 @@ def why_not(tokens: Sequence[str], arguments: dict[str, Any], release: str) -> l
 class Drawn:
     """Draws rows, first those with pairs that have not been trained; knows what was."""
 
-    def __init__(self, seed: int, bench: Bench) -> None:
+    def __init__(self, seed: int, bench: Bench, without: Iterable[str] = ()) -> None:
         self.chance, self.bench = random.Random(seed), bench
         self.trained: Counter[frozenset[str]] = Counter()
         #: What fails together, of which one finding is enough; and what is refused or cannot be trained at all.
-        self.known: list[frozenset[str]] = []
+        self.known = [frozenset((name,)) for name in without]
         self._base = Row("single")
         self._rows = 0
 

@@ -121,6 +121,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
 _ELSEWHERE = {"balance_sequence_lengths"}
 # Without it Megatron's own attention takes no part of a sequence, and on its local implementation no latent attention.
 SPLITS, LATENT = "context_parallel_algo", "use_flash_attn"
+# Their pages say that dropout drops other elements with them than without.
+DRAWS = {"bias_dropout_fusion", "context_parallel_algo", "use_flash_attn"}
 
 
 def name_of(token: str) -> str:
