@@ -41,18 +41,21 @@ def _devices() -> Iterator[None]:
         yield
 
 
-def why_not(tokens: Sequence[str], arguments: dict[str, Any], release: str) -> list[str]:
+def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
     """Why features do not stand together in a training with these arguments of Megatron's; [] if they do."""
-    flags = {**{dest: arguments[dest] for dest in DESTS if dest in arguments}, **flags_of(tokens)}
+    flags = {**{dest: arguments[dest] for dest in DESTS if dest in arguments}, **flags_of(row.features)}
+    explicit = {word[2:].replace("-", "_") for word in row.arguments if word.startswith("--")}
     try:
         settings = Settings.of(DESTS.values(), flags)
         features = [each for each in runtime.catalogue() if each.is_enabled(settings)]
-        context = Context(settings, "cpu", {HOST: release}, SimpleNamespace(**{**arguments, **flags}))
+        context = Context(settings, "cpu", {HOST: release}, SimpleNamespace(**{**arguments, **flags}), explicit)
         reasons: list[str] = []
         for each in features:
             reasons += each.patches_for(release)[1] + each.conflict_reasons(context.arg)
             with _devices():
                 reasons += each.condition(context) if each.condition is not None else []
+            if each.arguments is not None:
+                each.arguments(context)  # which it refuses to set, it says
             on = [feature.name for feature in features]
             reasons += [other.reason for other in each.conflicts if other.feature in on]
             reasons += [other.reason for other in each.requires if other.feature not in on]
@@ -136,7 +139,7 @@ class Drawn:
                 (TOKENS[token] != "schedules_method" or "by_name" in base.options)
                 and len({*map(name_of, together.features)}) == len(together.features)
                 and not self.is_known(together)
-                and not why_not(together.features, run.arguments, self.bench.version)
+                and not why_not(together, run.arguments, self.bench.version)
             ):
                 chosen += more
         return base.having(chosen)
