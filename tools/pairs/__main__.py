@@ -50,8 +50,10 @@ class Search:
         small = smallest(row, lambda other: _is_same(self.bench.judge(other), verdict)) if self.shrinks else row
         self.drawn.known.append(frozenset(map(name_of, small.tokens)) - {"single"})
         text = self.bench.judge(small).text
-        # One feature alone that a training refuses although its conditions hold is as bad as a crash.
-        is_alone = len({*small.features} - {*small.always}) == 1
+        # One feature alone that a training refuses although its conditions hold is as bad as a crash; a variant's value
+        # may be at fault.
+        alone = {*small.features} - {*small.always}
+        is_alone = len(alone) == 1 and "=" not in "".join(alone)
         if verdict.kind == "off" or (verdict.kind == "refused" and self.shrinks and not is_alone):
             self.untrained[str(small)] = f"({verdict.kind}): {text}"
             return

@@ -55,7 +55,7 @@ def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
             with _devices():
                 reasons += each.condition(context) if each.condition is not None else []
             if each.arguments is not None:
-                each.arguments(context)  # which it refuses to set, it says
+                each.arguments(context)  # raises where it sets none
             on = [feature.name for feature in features]
             reasons += [other.reason for other in each.conflicts if other.feature in on]
             reasons += [other.reason for other in each.requires if other.feature not in on]

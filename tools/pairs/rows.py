@@ -78,7 +78,10 @@ EXCLUSIVE = (
 )
 # Flags by variant of a feature; without any, its first option as a switch.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
-    "adaptive_memory": {"": {"adaptive_memory": True, "memory_budget": 1.0}},
+    "adaptive_memory": {
+        "": {"adaptive_memory": True, "memory_budget": 1.0},
+        "tight": {"adaptive_memory": True, "memory_budget": 0.0005},
+    },
     "balanced_moe_experts": {"": {"balanced_moe_experts": True, "balanced_moe_break_even": 0.0}},
     "context_parallel_algo": {
         "ring": {"context_parallel_algo": "megatron_cp_algo"},
