@@ -126,6 +126,8 @@ _ELSEWHERE = {"balance_sequence_lengths"}
 SPLITS, LATENT = "context_parallel_algo", "use_flash_attn"
 # Their pages say that dropout drops other elements with them than without.
 DRAWS = {"bias_dropout_fusion", "context_parallel_algo", "use_flash_attn"}
+# With it ranks draw the weights of other experts.
+MOVES = "moe_tp_extend_ep"
 
 
 def name_of(token: str) -> str:

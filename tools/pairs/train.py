@@ -16,7 +16,7 @@ from mindspeed_lite import runtime
 from tests.harness.core_trainings import DRIFT, FIRST_NORM, NORM_DRIFT
 from tests.harness.on_and_off import DEVIATION
 from tests.harness.training import Result, Trainer
-from tools.pairs.rows import DRAWS, LAYOUTS, SCRIPT, STEPS, Row, name_of
+from tools.pairs.rows import DRAWS, LAYOUTS, MOVES, SCRIPT, STEPS, Row, name_of
 
 # Seconds after which a training hangs; those that the other ranks have once one has failed.
 TIMEOUT, GRACE = 180, 3
@@ -30,7 +30,7 @@ BOUNDS = {
     "a later gradient norm": NORM_DRIFT,
 }
 SCALES = {"fp32": 2.0**-8, "fp16": 2.0**-1}
-# What another draw of dropout's masks makes of a tiny model.
+# What another draw of dropout's masks, or of weights, makes of a tiny model.
 ANOTHER_DRAW = {what: 2.0**-2 if "norm" in what else 2.0**-5 for what in BOUNDS}
 # Where that is not enough, so many times what the sums of all products from the other end change.
 ROUNDINGS = 4.0
@@ -141,7 +141,7 @@ class Bench:
         bounds = {what: scale * bound for what, bound in BOUNDS.items()}
         if any(runtime.catalogue()[name_of(each)].numerics == "deviation" for each in after.features):
             bounds = {what: max(bound, DEVIATION) for what, bound in bounds.items()}
-        if "dropout" in after.options and DRAWS & {*map(name_of, after.features)}:
+        if MOVES in after.features or ("dropout" in after.options and DRAWS & {*map(name_of, after.features)}):
             bounds = ANOTHER_DRAW
         apart = _apart(first, second)
         if any(distance > bounds[what] for what, distance in apart.items()):
