@@ -68,6 +68,7 @@ class FeatureRequest:
     host_args: where conditions find the model's arguments; None keeps those of earlier calls.
     explicit: arguments of the host that the user gave by flag.
     arguments: what was set in the host's arguments before it validated them, by feature.
+    replaced: the values that stood there, by feature.
     notices: by text, the argument that each is about.
     """
 
@@ -76,6 +77,7 @@ class FeatureRequest:
     explicit: Collection[str] = ()
     collisions: Sequence[Collision] = ()
     arguments: Mapping[str, Mapping[str, Any]] | None = None
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     notices: Mapping[str, str] = field(default_factory=dict)
 
@@ -151,7 +153,7 @@ def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
             "first on PYTHONPATH."
         )
     last = next((each for each in reversed(asked) if each.host_args is not None), FeatureRequest({}))
-    context = Context(settings, device.name, found, last.host_args, last.explicit)
+    context = Context(settings, device.name, found, last.host_args, last.explicit, last.replaced)
     plan = make_plan(
         catalogue(),
         context,

@@ -203,13 +203,16 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
     before = [dict(vars(holder)) for holder in holders]
     while True:
         plan, _ = runtime.plan_of([*earlier, request])
-        request = replace(request, arguments={each.feature.name: each.arguments for each in plan.applied})
+        arguments = {each.feature.name: each.arguments for each in plan.applied}
+        replaced = {
+            feature: {name: flat[name] for name in values if name in flat} for feature, values in arguments.items()
+        }
         hidden = megatron_defaults.hide(args)
         for each in plan.applied:
             _set(holders, each.arguments)
         validated = validate()
         final = args if validated is None else validated
-        request = replace(request, host_args=final)
+        request = replace(request, host_args=final, arguments=arguments, replaced=replaced)
         found, _ = runtime.plan_of([*earlier, request])
         lost = {
             each.feature.name: "; ".join(found.outcome(each.feature.name).reasons) or "it is off"
@@ -221,7 +224,7 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
         for holder, values in zip(holders, before, strict=True):
             vars(holder).clear()
             vars(holder).update(values)
-        request = replace(request, host_args=_flat(holders), without={**request.without, **lost})
+        request = replace(request, host_args=flat, replaced={}, without={**request.without, **lost})
     in_force = runtime.put_in_force([*earlier, request])
     for dest in megatron_defaults.REFUSED:
         # It is on where the feature of that name makes it work, asked for by name or not.
