@@ -134,8 +134,11 @@ def requests() -> tuple[FeatureRequest, ...]:
     return () if _now is None else _now.requests
 
 
-def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
+def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Plan, Context]:
     """What comes of these requests together, without applying any of it.
+
+    Args:
+        may_skip: strict mode is for a later plan.
 
     Raises:
         EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there.
@@ -160,7 +163,7 @@ def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
         host_version=found["megatron-core"],
         fingerprints=fingerprints(),
         auto=bool(settings[AUTO.dest]),
-        strict=bool(settings[STRICT.dest]),
+        strict=bool(settings[STRICT.dest]) and not may_skip,
         allow_unverified=bool(settings[ALLOW_UNVERIFIED.dest]),
         collisions=[collision for each in asked for collision in each.collisions],
         without={name: why for each in asked for name, why in each.without.items()},
