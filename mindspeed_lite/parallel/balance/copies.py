@@ -88,7 +88,8 @@ class CopyPlan(NamedTuple):
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
         # One grouped product adds to main gradients of the own experts and of copies, all in one dtype.
-        gradients = torch.zeros_like(flat, dtype=self.like[0].main_grad.dtype) if self.accumulates else None
+        like: Any = self.like[0]
+        gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
             for tensor, main_grad in zip(tensors, self.parts(gradients), strict=True):
