@@ -25,7 +25,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError,
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function, recompute_norm
-from ._shared import recompute
+from ._shared import recompute, wgrad_accumulation
 from ._shared.memory_choice import MemoryChoice
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
@@ -141,6 +141,7 @@ FEATURE = Feature(
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
         Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _in_pass),
+        wgrad_accumulation.PATCH,
         Override(
             recompute_norm.CHECKPOINT, recompute_norm.no_sign_of_fp8, absent_in="<0.13"
         ),

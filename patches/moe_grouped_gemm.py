@@ -10,7 +10,8 @@ hold.
 Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
 layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
 beside the rest where that is asked for (`--moe-wgrad-side-stream`). Falls back, with a reason, for fp8 and fp4, frozen
-or further distributed weights, offloading, and experts that are not Megatron's MLP of its own linear layers.
+or further distributed weights, hooks on experts, offloading, and experts that are not Megatron's MLP of its own linear
+layers.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons is None:
             reasons = _cannot(self)
             session.mark(first, _REASONS, reasons)
-            if reasons:
-                session.fallback(FEATURE.name, "; ".join(reasons))
+        reasons = [*reasons, *_cannot_now(self.local_experts)]
         if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
         together = FunctionModule(
             lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, released), None)
@@ -244,11 +245,20 @@ def _cannot(module: Any) -> list[str]:
         )
         or any(type(layer) not in (ColumnParallelLinear, RowParallelLinear) for layer in layers),
         "experts whose weights are distributed further": any(getattr(each, "gtp_remat_size", 1) > 1 for each in layers),
+        "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _cannot_now(experts: Sequence[Any]) -> list[str]:
+    """What may change from call to call."""
+    linear = [layer for expert in experts for layer in (expert.linear_fc1, expert.linear_fc2)]
+    reasons = {
         # A copy of another rank's weight is no parameter (--balanced-moe-experts).
         "a frozen weight": any(
-            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in layers
+            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in linear
         ),
-        "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
+        moe.HOOKED: any(map(moe.has_hooks, (*experts, *linear))),
     }
     return [reason for reason, holds in reasons.items() if holds]
 

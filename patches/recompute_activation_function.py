@@ -43,10 +43,10 @@ def look_on(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]
         for handle in handles:
             handle.remove()
 
-    # Experts in a grouped product run these hooks without any rows, and call `looked_on`.
+    # Experts in a grouped product run no hooks, and call `looked_on`.
     handles = (
-        mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0]) if args else None),
-        mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0]) if args else None),
+        mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0])),
+        mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0])),
     )
     vars(mlp)[_LOOKING] = (enter, leave)
     return end

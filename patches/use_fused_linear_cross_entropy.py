@@ -147,7 +147,9 @@ def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
         "the logits are to be gathered over the tensor-parallel ranks": bool(gathers),
         "the output layer has a bias": layer.bias is not None,
         "the logits are to have another dtype": getattr(layer, "output_dtype", None) is not None,
-        "a hook looks at the output layer's logits": bool(layer._forward_hooks),
+        "a hook looks at the output layer's logits": bool(
+            layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        ),
         "the model has a loss of its own": own_loss,
         "multi-token prediction counts in its logits how many tokens are accepted": config.mtp_num_layers
         and hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -157,6 +157,7 @@ class Context:
     """What a condition may look at: settings, device name, versions by package, arguments of the host.
 
     `explicit`: the arguments that the user gave by flag, as far as is known.
+    `replaced`: by feature, the values that the host had where the feature has set others.
     """
 
     settings: Settings
@@ -164,9 +165,17 @@ class Context:
     versions: Mapping[str, str]
     host_args: Any = None
     explicit: Collection[str] = frozenset()
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _own: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, feature: str) -> Context:
+        """The context in which a feature is judged: without the arguments that it has set itself."""
+        return replace(self, _own=self.replaced.get(feature, {}))
 
     def arg(self, name: str, default: Any = None) -> Any:
         """One argument of the host, whatever it keeps them in."""
+        if name in self._own:
+            return self._own[name]
         if isinstance(self.host_args, Mapping):
             return self.host_args.get(name, default)
         return getattr(self.host_args, name, default)

@@ -202,7 +202,7 @@ def _settle(outcome: Outcome, settled: list[Outcome], context: Context) -> None:
         return
     feature = outcome.feature
     if feature.arguments is not None:
-        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context))
+        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context.of(feature.name)))
     provided = {step.patch.target for step in outcome.steps if isinstance(step.patch, Provide)}
     for other in settled:
         both = f"features {other.feature.label} and {feature.label}"
@@ -274,9 +274,10 @@ class _FeaturePlanner:
 
     def conditions(self, feature: Feature) -> list[str]:
         """Reasons of the feature's own why it does not apply."""
-        reasons = feature.conflict_reasons(lambda name: self.context.arg(name, None))
+        context = self.context.of(feature.name)
+        reasons = feature.conflict_reasons(lambda name: context.arg(name, None))
         if feature.condition is not None:
-            answer = _ask(feature, "condition", feature.condition, self.context)
+            answer = _ask(feature, "condition", feature.condition, context)
             # A single text is a sequence of texts too: its letters.
             reasons += filter(None, [answer] if isinstance(answer, str) else answer)
         return reasons

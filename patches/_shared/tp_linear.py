@@ -81,6 +81,9 @@ class _MainGradWgrad:
         self.buffer.append(dy)
         return True
 
+    def deferred(self) -> torch.Tensor | None:
+        return wgrad_accumulation.stand_in(self.weight) if self.fused else None
+
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self.fused:
             return AUTOGRAD_WGRAD(dy, x)
