@@ -45,6 +45,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "balanced_moe_experts": {"balanced_moe_break_even": 0.0},
     "enable_expert_placement": {"expert_placement_freq": 1, "expert_placement_break_even": 0.0},
 }
+# Between a feature's name and the kind of frozen model that it trains.
+FROZEN = ": "
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 
@@ -187,9 +189,10 @@ def main() -> None:
         off = history(core_loop.Training({**builder.options, **REFERENCES[layout]}))
         reference.write_text(json.dumps(off))
         return
+    kind, off = "", []
     if layout in REFERENCES:
         off = [(loss, norm) for loss, norm in json.loads(reference.read_text())]
-    else:
+    elif FROZEN not in names[0]:
         off = history(core_loop.Training(builder.options))
     found: dict[str, dict[str, Any]] = {}
     rank = os.environ["RANK"]
@@ -201,15 +204,20 @@ def main() -> None:
 
     write()
     for name in names:
+        feature_name, _, frozen = name.partition(FROZEN)
+        if frozen != kind:
+            kind, builder.options = frozen, {**builder.options, "frozen": frozen}
+            off = history(core_loop.Training(builder.options))
         outcome = Outcome(off)
-        feature = runtime.catalogue()[name]
+        feature = runtime.catalogue()[feature_name]
         _forget_operators()
         try:
-            builder.enable(feature, **BESIDE.get(name, {}))
+            builder.enable(feature, **BESIDE.get(feature_name, {}))
             outcome.on = history(builder.build(feature))
             outcome.fallbacks = [f"{each.feature}: {each.reason}" for each in mindspeed_lite.report().fallbacks]
             called = training_server.called()
-            outcome.idle = [] if set(called) & set(feature.operators) else [*feature.operators]
+            # A model that is frozen may leave it nothing to do.
+            outcome.idle = [] if kind or set(called) & set(feature.operators) else [*feature.operators]
         except Exception:
             outcome.error = traceback.format_exc()
         mindspeed_lite.disable()
