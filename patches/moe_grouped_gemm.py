@@ -239,7 +239,8 @@ def _cannot(module: Any) -> list[str]:
         "experts whose weights are distributed further": any(getattr(each, "gtp_remat_size", 1) > 1 for each in layers),
         # A copy of another rank's weight is no parameter (--balanced-moe-experts).
         "a frozen weight": any(
-            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in layers
+            isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+            for weight in (getattr(layer, "weight", None) for layer in layers)
         ),
         "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
     }
