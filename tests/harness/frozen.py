@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-RANK = 4
+RANK, DROPOUT = 4, 0.1
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _NORMS = ("layernorm", "norm")
 
@@ -53,7 +53,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out, bias = self.to_wrap(x, *args, **kwargs)
-        middle = torch.nn.functional.linear(x, self.down)
+        middle = torch.nn.functional.linear(torch.nn.functional.dropout(x, DROPOUT), self.down)
         return out + torch.nn.functional.linear(self._told(middle), self.up), bias
 
     def _told(self, middle: torch.Tensor) -> torch.Tensor:
