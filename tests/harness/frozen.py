@@ -8,32 +8,33 @@ from typing import Any
 
 import torch
 
-RANK, DROPOUT = 4, 0.1
+RANK = 4
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-_NORMS = ("layernorm", "norm")
-
-
-def _is_norm(name: str) -> bool:
-    return name.split(".")[-2].endswith(_NORMS)
-
-
-# What is trained, by a parameter's name; of LoRA nothing but the adapters of these linear layers.
+# What is trained, by a parameter's name, in which a layer has its number among all; of LoRA nothing but the adapters of
+# these linear layers, which drop a share of their input.
 _TRAINED: dict[str, Callable[[str], bool]] = {
     "frozen embedding": lambda name: not name.startswith("embedding."),
-    "frozen first layer": lambda name: not name.startswith(("embedding.", "decoder.layers.0.")),
+    "frozen first layer": lambda name: not name.startswith(("embedding.", "decoder.layers.1.")),
     "only linear_fc2": lambda name: name.endswith("linear_fc2.weight"),
-    "only norms": _is_norm,
+    "only MLPs": lambda name: ".linear_fc" in name,
+    "only norms": lambda name: name.split(".")[-2].endswith("norm"),
 }
-_ADAPTED = {"LoRA": _LINEARS, "LoRA on qkv": ("linear_qkv",)}
+_ADAPTED: dict[str, tuple[tuple[str, ...], float]] = {
+    "LoRA": (_LINEARS, 0.0),
+    "LoRA on qkv": (("linear_qkv",), 0.0),
+    "LoRA with dropout": (_LINEARS, 0.1),
+}
 KINDS = (*_TRAINED, *_ADAPTED)
+# Schedules that run micro-batches in another order draw other numbers for each.
+DRAWING = "LoRA with dropout"
 
 
 class Adapter(torch.nn.Module):
     """A linear layer of Megatron's with a product of low rank beside it, as Megatron-Bridge puts it in its place."""
 
-    def __init__(self, linear: Any, name: str) -> None:
+    def __init__(self, linear: Any, name: str, dropout: float) -> None:
         super().__init__()
-        self.to_wrap = linear
+        self.to_wrap, self.dropout = linear, dropout
         self.is_column = type(linear).__name__.startswith("Column")
         self.sequence_parallel = linear.sequence_parallel and not linear.is_expert
         self.is_alone = linear.is_expert or linear.config.tensor_model_parallel_size == 1
@@ -53,7 +54,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         out, bias = self.to_wrap(x, *args, **kwargs)
-        middle = torch.nn.functional.linear(torch.nn.functional.dropout(x, DROPOUT), self.down)
+        middle = torch.nn.functional.linear(torch.nn.functional.dropout(x, self.dropout), self.down)
         return out + torch.nn.functional.linear(self._told(middle), self.up), bias
 
     def _told(self, middle: torch.Tensor) -> torch.Tensor:
@@ -74,14 +75,22 @@ class Adapter(torch.nn.Module):
 
 def freeze(model: Any, kind: str) -> None:
     """Freeze what a model of this kind does not train, and give it the adapters that it does."""
-    trained = _TRAINED.get(kind, lambda name: False)
+    is_trained = _TRAINED.get(kind, lambda name: False)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained(name))
-    for parent, name, linear in [*_adapted(model, _ADAPTED.get(kind, ()))]:
-        setattr(parent, name.rpartition(".")[2], Adapter(linear, name))
+        parameter.requires_grad_(is_trained(_numbered(model, name)))
+    names, dropout = _ADAPTED.get(kind, ((), 0.0))
+    for parent, name, linear in [*_linears(model, names)]:
+        setattr(parent, name.rpartition(".")[2], Adapter(linear, _numbered(model, name), dropout))
 
 
-def _adapted(model: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, str, Any]]:
+def _numbered(model: Any, name: str) -> str:
+    """The name of a parameter or module with its layer's number among all, whatever stage it is on."""
+    start, layers, rest = name.partition("decoder.layers.")
+    place, dot, rest = rest.partition(".")
+    return f"{start}{layers}{model.decoder.layers[int(place)].layer_number}{dot}{rest}" if layers else name
+
+
+def _linears(model: Any, names: tuple[str, ...]) -> Iterator[tuple[Any, str, Any]]:
     for path, module in model.named_modules():
         for name, child in module.named_children():
             if name in names:
