@@ -160,7 +160,12 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 def _cannot(layer: Any) -> list[str]:
     """Why the shared expert of a layer is not taken apart."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
     reasons = []
+    if type(layer.shared_experts.linear_fc1) is not ColumnParallelLinear:
+        # It may read its input more than once, and gradients add up in another order then.
+        reasons.append("a shared expert whose first linear layer is not Megatron's own (LoRA) runs before the router")
     if layer.shared_experts.use_shared_expert_gate:
         reasons.append("a shared expert with a gate (--moe-shared-expert-gate) runs before the router")
     if recompute_activation_function.is_recomputed(layer.shared_experts):

@@ -256,7 +256,8 @@ def _cannot_now(experts: Sequence[Any]) -> list[str]:
     reasons = {
         # A copy of another rank's weight is no parameter (--balanced-moe-experts).
         "a frozen weight": any(
-            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in linear
+            isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+            for weight in (getattr(layer, "weight", None) for layer in linear)
         ),
         moe.HOOKED: any(map(moe.has_hooks, (*experts, *linear))),
     }

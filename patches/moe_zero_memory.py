@@ -217,14 +217,26 @@ def _shared_level(session: Session, shared: Any) -> str | None:
     return _level(session, shared)
 
 
+def _release_shared(
+    session: Session, shared: Any, first: released_mlp.LinearCall, second: released_mlp.LinearCall
+) -> None:
+    level = _shared_level(session, shared)
+    if level is None:
+        return
+    with_input = level == LEVEL1
+    if with_input and not released_mlp.runs_again(shared.linear_fc1):
+        session.fallback(NAME, "a shared expert whose first layer has an adapter or a user's hook: its output is kept")
+        with_input = False
+    released_mlp.release(shared, first, second, with_input)
+
+
 def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     """A shared expert that runs as a whole."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         with released_mlp.seen(self.linear_fc1) as first, released_mlp.seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
-        if level := _shared_level(session, self):
-            released_mlp.release(self, first, second, level == LEVEL1)
+        _release_shared(session, self, first, second)
         return found
 
     return forward
@@ -247,8 +259,8 @@ def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..
         with released_mlp.seen(self.linear_fc2) as second:
             found = wrapped(self, *args, **kwargs)
         first = _state(session).shared.pop(self, None)
-        if first is not None and (level := _shared_level(session, self)):
-            released_mlp.release(self, first, second, level == LEVEL1)
+        if first is not None:
+            _release_shared(session, self, first, second)
         return found
 
     return linear_fc2_forward

@@ -64,6 +64,7 @@ TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "context": (2, {"cp": 2, **_BY_NAME}, {}),
     "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
     "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {}),
+    "shared experts": (1, {**_EXPERTS, "moe": {**_EXPERTS["moe"], **_SHARED}}, _SHARED),
     "router in fp32": (1, {**_DISTRIBUTED, **_EXPERTS, "moe": {**_EXPERTS["moe"], "moe_router_dtype": "fp32"}}, {}),
     "recomputed": (2, {"pp": 2, "vpp": 2, "layers": 8, "config": _RECOMPUTED}, _RECOMPUTED),
 }
