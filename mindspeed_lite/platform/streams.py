@@ -168,7 +168,7 @@ class StreamContext:
             return
         queueing = lanes.Queueing(self.stream.lane) if self.stream.carries else None
         if queueing is not None:
-            queueing.__enter__()
+            queueing.__enter__()  # type: ignore[no-untyped-call]
         if before.queueing is not None:
             before.queueing.is_current = False
         _thread.entered.append(_Entered(self.stream, queueing, torch._C._len_torch_dispatch_stack()))
@@ -180,7 +180,7 @@ class StreamContext:
         if now.queueing is not None:
             now.queueing.is_current = True
         if left.queueing is not None:
-            left.queueing.__exit__(*exc)
+            left.queueing.__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def synchronize(device: Any = None) -> None:
