@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from mindspeed_lite.engine import Around, Context, Option, OptionError, Session, Settings
 from mindspeed_lite.platform.megatron import CONFIG
 
@@ -118,6 +120,20 @@ def can_release(
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
+
+
+def is_checkpointed(feature: str, session: Session) -> bool:
+    """Whether torch.utils.checkpoint without reentrance is around; logs that a feature releases nothing there.
+
+    It computes what is inside again as a whole, in a graph that has no backward pass: what is released in it is never
+    filled.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return False
+    session.fallback(feature, "torch.utils.checkpoint computes the layer again as a whole: nothing is released in it")
+    return True
 
 
 def checkpoint_without_output() -> Any:
