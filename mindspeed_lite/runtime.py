@@ -145,10 +145,10 @@ def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Pl
     """
     flags = {name: value for each in asked for name, value in each.flags.items()}
     settings = Settings.of((*GENERAL, *catalogue().options()), flags)
-    report_output.check_path(report_file(settings))
     if settings[VERIFY.dest] < 0:
         raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     device = platform.activate()
+    report_output.check_path(report_file(settings))
     found = versions()
     if found["megatron-core"] == "not found":
         raise PlanError(

@@ -118,7 +118,7 @@ def _together(
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
     x = _linear(session, fc1, hidden, counts, fc1_biases, released)
-    recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)
+    recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first, session)
     if not (recomputes or released):
         y = recompute_activation_function.looked_on(first, activation, x, probs)
         return _finish(fc2, _linear(session, fc2, y, counts), counts, probs)

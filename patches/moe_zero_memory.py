@@ -133,6 +133,8 @@ def _prepare(layer: Any, session: Session, turn: int | None) -> None:
 
 def _level(session: Session, built: Any) -> str | None:
     """The level of the layer of a dispatcher or a shared expert; None if it keeps everything."""
+    if recompute.is_checkpointed(NAME, session):
+        return None
     turn, level = _BUILT.get(built), session.settings[NAME]
     if built not in _BUILT:
         session.fallback(NAME, "a layer that was built before the feature was enabled")
@@ -212,7 +214,7 @@ def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 def _shared_level(session: Session, shared: Any) -> str | None:
     """The level of a shared expert; None if it keeps everything, or is computed again by others."""
-    if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared):
+    if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared, session):
         return None
     return _level(session, shared)
 

@@ -1,4 +1,4 @@
-"""Whether a kernel that is handed addresses may be called."""
+"""Whether a kernel that is handed addresses may be called, and which addresses it is handed."""
 
 from __future__ import annotations
 
@@ -25,3 +25,27 @@ def plain_torch() -> Iterator[None]:
         yield
     finally:
         _plain.pop()
+
+
+class NoMemoryError(RuntimeError):
+    """A kernel was to be handed a tensor that has no memory."""
+
+
+def address(tensor: torch.Tensor) -> int:
+    """The address of a tensor's first value.
+
+    Raises:
+        NoMemoryError: there is none, as where memory was released and is to be filled again.
+    """
+    return with_memory(tensor, tensor.data_ptr())
+
+
+def with_memory(tensor: torch.Tensor, found: int) -> int:
+    """`found`, the address of a tensor, unless its storage has none. Raises NoMemoryError."""
+    if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():
+        raise NoMemoryError(
+            f"a kernel was given a tensor of shape {[*tensor.shape]} whose memory is released and not filled: two "
+            "mechanisms recompute the same layer, such as torch.utils.checkpoint around one that releases its "
+            "activations: turn one of them off"
+        )
+    return found

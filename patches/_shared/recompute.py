@@ -122,6 +122,20 @@ def can_release(
     return not reasons
 
 
+def is_checkpointed(feature: str, session: Session) -> bool:
+    """Whether torch.utils.checkpoint without reentrance is around; logs that a feature releases nothing there.
+
+    It computes what is inside again as a whole, in a graph that has no backward pass: what is released in it is never
+    filled.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return False
+    session.fallback(feature, "torch.utils.checkpoint computes the layer again as a whole: nothing is released in it")
+    return True
+
+
 def checkpoint_without_output() -> Any:
     """Megatron's checkpoint of a function whose output is released."""
     from megatron.core import tensor_parallel

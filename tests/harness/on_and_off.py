@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_lite
-from mindspeed_lite import platform, runtime
+from mindspeed_lite import runtime
 from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops import dispatch
 from tests.harness import core_loop, live_undo, training_server
@@ -230,7 +230,6 @@ def main() -> None:
         except Exception:
             outcome.error = traceback.format_exc()
         mindspeed_lite.disable()
-        platform.activate()
         found[name] = asdict(outcome)
         write()
         if outcome.error and core_loop.dist.get_world_size() > 1:
