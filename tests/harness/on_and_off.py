@@ -3,8 +3,8 @@
 `trained(trainer, layout, features)` runs it on a release; as a script of `training_server` it is
 `on_and_off.py OUT LAYOUT STEPS NAME...`, a name being FEATURE or, on a model of which a part is frozen, "FEATURE: KIND"
 (`frozen.KINDS`). A feature brings those it requires, and what it sets for a script stands in the model's configuration.
-Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a layout, or gives it other weights,
-a training on one rank is what the others are compared with.
+Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a layout, or gives it other
+weights, a training on one rank is what the others are compared with.
 """
 
 from __future__ import annotations
