@@ -179,7 +179,7 @@ _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
 #: What makes Megatron's own calls of its checkpoint serve.
 CHECKPOINT_PATCHES = (
     Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, absent_in="<0.13"),
-    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_where_needed),
+    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_where_needed, reads=("discard_output_and_register_recompute",)),
 )
 
 
