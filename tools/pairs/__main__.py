@@ -95,17 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(None, Path(scratch), training=True)
+        bench = Bench(trainer, given.plant)
+        search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
         try:
-            bench = Bench(trainer, given.plant)
-            search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
             for row in rows:
                 search.try_row(row)
             if not rows:
                 print(f"pairs: seed {seed}, megatron-core {bench.version}", flush=True)
                 search.go_on(time.monotonic() + given.seconds, given.rows)
         finally:
+            # Also of what is interrupted.
+            tell(search, bool(rows))
             trainer.close()
-    tell(search, bool(rows))
     return 1 if search.findings else 0 if search.drawn.trained else 2
 
 
