@@ -48,16 +48,20 @@ class Search:
             self.drawn.note(row, verdict.applied)
             return
         small = smallest(row, lambda other: _is_same(self.bench.judge(other), verdict)) if self.shrinks else row
-        self.drawn.known.append(frozenset(map(name_of, small.tokens)) - {"single"})
         text = self.bench.judge(small).text
+        if verdict.kind == "off" and small == Row("single"):
+            sys.exit(f"pairs: Megatron alone does not train: {text}")
         # One feature alone that a training refuses although its conditions hold is as bad as a crash; a variant's value
         # may be at fault.
         alone = {*small.features} - {*small.always}
         is_alone = len(alone) == 1 and "=" not in "".join(alone)
         if verdict.kind == "off" or (verdict.kind == "refused" and self.shrinks and not is_alone):
+            self.drawn.known.append(small.tokens - {"single"})
             self.untrained[str(small)] = f"({verdict.kind}): {text}"
             return
         self.findings += 1
+        # Other variants would be told again.
+        self.drawn.known.append(frozenset(map(name_of, small.tokens)) - {"single"})
         print(f"FINDING {verdict.kind}: {text}", flush=True)
         if small != row:
             print(f"  drawn: {row}", flush=True)
@@ -91,17 +95,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1_000_000) if given.seed is None else given.seed
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(None, Path(scratch), training=True)
+        bench = Bench(trainer, given.plant)
+        search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
         try:
-            bench = Bench(trainer, given.plant)
-            search = Search(bench, Drawn(seed, bench, given.without), not given.whole and not rows, given.verbose)
             for row in rows:
                 search.try_row(row)
             if not rows:
                 print(f"pairs: seed {seed}, megatron-core {bench.version}", flush=True)
                 search.go_on(time.monotonic() + given.seconds, given.rows)
         finally:
+            # Also of what is interrupted.
+            tell(search, bool(rows))
             trainer.close()
-    tell(search, bool(rows))
     return 1 if search.findings else 0 if search.drawn.trained else 2
 
 
