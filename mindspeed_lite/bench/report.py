@@ -17,20 +17,21 @@ _MARKUP = re.compile(r"[\\`*\[\]|~$#!]|(?<!\w)_|_(?!\w)")
 
 def text(record: Record, columns: int, color: bool) -> str:
     """Lines of at most `columns` for a terminal; ANSI colours only where `color`."""
-    return terminal_report.render(_view(record), columns, color)
+    return terminal_report.render(view(record), columns, color)
 
 
 def markdown(record: Record, plots: Mapping[str, str]) -> str:
     """GitHub-flavoured Markdown; `plots`: file names and captions of the pictures next to it."""
-    return _render("report.md.j2", _view(record), plots, _markdown)
+    return _render("report.md.j2", view(record), plots, _markdown)
 
 
 def html(record: Record, plots: Mapping[str, str]) -> str:
     """One self-contained page that fetches nothing; `plots`: `<svg>` elements by name."""
-    return _render("report.html.j2", _view(record), plots)
+    return _render("report.html.j2", view(record), plots)
 
 
-def _view(record: Record) -> View:
+def view(record: Record) -> View:
+    """What all three forms show."""
     record = cleaned(record)
     return operator_tables.view(record) if record["kind"] == "bench-ops" else training_tables.view(record)
 

@@ -92,12 +92,12 @@ def test_the_headline_and_what_is_no_table(name: str, tone: str, said: list[str]
     record = EVERY[name]()
     for form in forms(record):
         assert not [text for text in (*said, record["title"], *record["command"][:1]) if text not in form]
-    assert report._view(record).tone == tone
+    assert report.view(record).tone == tone
 
 
 def rows_of(record: dict[str, Any]) -> dict[str, list[str]]:
     """By title the rows of every table of the report, cells separated by ` | `."""
-    view = report._view(record)
+    view = report.view(record)
     return {table.title: [" | ".join(row) for row in table.rows] for table in (*view.summary, *view.details)}
 
 
@@ -227,7 +227,7 @@ def test_the_conditions_are_all_there() -> None:
 @NAMES
 def test_every_form_has_every_title_cell_and_note(name: str) -> None:
     record = EVERY[name]()
-    view = report._view(record)
+    view = report.view(record)
     shown = (*view.summary, *view.details)
     cells = [cell for table in shown for row in (table.headers, *table.rows) for cell in row]
     titles = [title for table in shown for title in (table.title, table.note)]
