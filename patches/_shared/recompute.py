@@ -155,6 +155,11 @@ def _where_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[.
     """
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return own(function, *inputs)
+    return _run_plainly(checkpoint, function, *inputs)
+
+
+def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    """The function without a checkpoint; its output is not released."""
     checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
     return function(*inputs)
 
@@ -170,7 +175,10 @@ def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[.
 
 def _checkpoint_where_needed(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return _where_needed(self, functools.partial(wrapped, self), run_function, *args)
+        feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
+        released = not is_checkpointed(feature, session)
+        own = functools.partial(wrapped, self)
+        return _where_needed(self, own, run_function, *args) if released else _run_plainly(self, run_function, *args)
 
     return checkpoint
 

@@ -59,8 +59,13 @@ def test_rows_and_activations_are_not_kept(level, number, counts):
 
 @pytest.mark.parametrize(
     "flags",
-    [{"moe_zero_memory": "level0"}, {"moe_zero_memory": "level1"}, {"recompute_activation_function": True}],
-    ids=["level0", "level1", "activation"],
+    [
+        {"moe_zero_memory": "level0"},
+        {"moe_zero_memory": "level1"},
+        {"recompute_activation_function": True},
+        {"recompute_norm": True},
+    ],
+    ids=["level0", "level1", "activation", "norm"],
 )
 @forked("megatron")
 def test_under_a_checkpoint_of_the_users_nothing_is_released(flags):
