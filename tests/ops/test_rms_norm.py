@@ -253,47 +253,6 @@ def test_integers_fall_back_with_a_reason() -> None:
     assert why_not(x.float(), torch.ones(8)) == []
 
 
-def with_residual(
-    function, x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, dy: torch.Tensor, dsum: torch.Tensor, **options
-) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
-    """y, sum, and the gradients of x, residual and weight."""
-    leaves = [t.clone().requires_grad_() for t in (x, residual, w)]
-    y, total = function(leaves[0], leaves[2], EPS, residual=leaves[1], **options)
-    torch.autograd.backward((y, total), (dy.to(y.dtype), dsum.to(y.dtype)))
-    return [y.detach(), total.detach(), *(leaf.grad for leaf in leaves)]
-
-
-PARTS = ("y", "sum", "dx", "dresidual", "dw")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("zero_centered", [False, True])
-def test_a_residual_is_added_before_and_its_gradient_joined(dtype: torch.dtype, zero_centered: bool, way: None) -> None:
-    x, w, dy = make((37, 3, 72), dtype)
-    residual, _, dsum = make((37, 3, 72), dtype, seed=1)
-    given = (x, residual, w, dy, dsum)
-    got = with_residual(rms_norm, *given, zero_centered=zero_centered)
-    assert torch.equal(got[1], x + residual) and torch.equal(got[2], got[3])
-    # Exact from the sum as it was rounded: what follows is one rounding away.
-    exact = with_residual(
-        reference.rms_norm, x.double() * 0, got[1].double(), w.double(), dy, dsum, zero_centered=zero_centered
-    )
-    plain = with_residual(reference.rms_norm, *given, zero_centered=zero_centered)
-    assert_not_worse(got, plain, exact, SLACK, PARTS)
-
-
-def test_a_residual_of_which_one_result_is_used(way: None) -> None:
-    x, w, dy = make((6, 40), torch.float32)
-    residual = make((6, 40), torch.float32, seed=1)[0]
-    for used, zero in ((0, 1), (1, 0)):
-        leaves = [t.clone().requires_grad_() for t in (x, residual, w)]
-        rms_norm(leaves[0], leaves[2], EPS, residual=leaves[1])[used].backward(dy)
-        grads = [dy * (used == 0), dy * (used == 1)]
-        both = with_residual(rms_norm, x, residual, w, *grads)
-        assert torch.equal(leaves[0].grad, both[2]) and torch.equal(leaves[1].grad, both[3])
-        assert (leaves[2].grad is None or not leaves[2].grad.any()) == (used == 1), zero
-
-
 def test_heads_cut_out_of_a_projection_are_taken_as_they_lie() -> None:
     s, b, n, d = 12, 2, 4, 16
     mixed = torch.randn(s, b, n, 3 * d)
@@ -356,29 +315,21 @@ def test_without_a_compiler_the_reason_is_said_and_blocks_serve(
 def test_fake_tensors_have_a_result() -> None:
     with FakeTensorMode():
         x = torch.empty(4, 8, dtype=torch.bfloat16, requires_grad=True)
-        y, total = rms_norm(x, torch.empty(8), residual=torch.empty(4, 8, dtype=torch.bfloat16))
+        y = rms_norm(x, torch.empty(8))
         y.backward(torch.empty(4, 8, dtype=torch.bfloat16))
-        assert (y.shape, total.dtype, x.grad.shape) == ((4, 8), torch.bfloat16, (4, 8))
-
-
-def test_a_wrong_residual_is_refused() -> None:
-    x, w = torch.zeros(2, 8), torch.zeros(8)
-    for residual in (torch.zeros(1, 8), torch.zeros(2, 8, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="residual of one shape and dtype"):
-            rms_norm(x, w, residual=residual)
+        assert (y.shape, y.dtype, x.grad.shape) == ((4, 8), torch.bfloat16, (4, 8))
 
 
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (dict(dtype=torch.float64, weight_dtype=torch.float64, zero_centered=False, residual=True), "residual"),
         (dict(dtype=torch.float64, weight_dtype=torch.float32, zero_centered=False), "one dtype"),
         (dict(dtype=torch.int32, weight_dtype=torch.int32, zero_centered=False), "dtype torch.int32"),
     ],
 )
 def test_cuda_says_what_it_does_not_take(case: dict[str, object], words: str) -> None:
     assert any(words in reason for reason in cuda.supported(Case("cuda", **case)))  # type: ignore[arg-type]
-    assert cuda.supported(Case("cuda", torch.bfloat16, torch.float32, True, True)) == []
+    assert cuda.supported(Case("cuda", torch.bfloat16, torch.float32, True)) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -26,20 +26,12 @@ _BLOCK = 1 << 19
 _SMALL = 1 << 17
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
-    if residual is not None:
-        total = x + residual
-        return rms_norm(total, weight, eps, zero_centered), total
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
     if x.numel() < _SMALL:
         return reference.rms_norm(x, weight, eps, zero_centered)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
-        return _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+        y: torch.Tensor = _RMSNorm.apply(x, weight, eps, zero_centered)  # type: ignore[no-untyped-call]
+        return y
     return _forward(x, weight, eps, zero_centered)[0]
 
 
