@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.ops import attention as attention_package
-from mindspeed_lite.ops import rms_norm as rms_norm_package
 from mindspeed_lite.ops.attention import attention
 from mindspeed_lite.ops.dispatch import backends, force, selected
 from mindspeed_lite.ops.rms_norm import reference as rms_norm_reference
 from mindspeed_lite.ops.rms_norm import rms_norm
 from tests.harness import attention_reference
 from tests.harness.compare import error, forward_backward
+from tests.harness.reasons import why_not_of
 
 from . import twin
 from .twin.attention import UNLIMITED, npu_fusion_attention
@@ -53,7 +52,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, zero_centered: boo
 
 def test_rms_norm_refuses_what_the_operator_does_not_take() -> None:
     with force("rms_norm", "npu"):
-        reasons = rms_norm_package.why_not(torch.zeros(2, 8, dtype=torch.float64), torch.ones(8))
+        reasons = why_not_of(rms_norm)(torch.zeros(2, 8, dtype=torch.float64), torch.ones(8))
         assert len(reasons) == 2 and "float64" in reasons[0] and "one dtype" in reasons[1]
 
 
@@ -154,7 +153,7 @@ def test_dropout_keeps_what_the_reference_keeps() -> None:
 def test_attention_refuses_what_the_operator_does_not_take() -> None:
     q = torch.zeros(4, 1, 300, 800, dtype=torch.float64)
     with force("attention", "npu"):
-        reasons = attention_package.why_not(q, q, q, causal=True)
+        reasons = why_not_of(attention)(q, q, q, causal=True)
     assert [word in reason for word, reason in zip(("float64", "768", "256"), reasons, strict=True)] == [True] * 3
 
 

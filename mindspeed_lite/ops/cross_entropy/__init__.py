@@ -10,7 +10,7 @@ from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "Gather", "cross_entropy", "why_not"]
+__all__ = ["OPERATOR", "Case", "Gather", "cross_entropy"]
 
 
 class Case(NamedTuple):
@@ -62,11 +62,6 @@ def cross_entropy(
         )
     implementation = OPERATOR.choose(Case(logits.device.type, logits.dtype))
     return implementation(logits, target, vocab_start, size, gather)
-
-
-def why_not(logits: torch.Tensor, target: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(logits.device.type, logits.dtype))
 
 
 def _shapes(logits: torch.Tensor, target: torch.Tensor) -> str:

@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.layer_norm import reference
 
-__all__ = ["OPERATOR", "Case", "layer_norm", "why_not"]
+__all__ = ["OPERATOR", "Case", "layer_norm"]
 
 
 class Case(NamedTuple):
@@ -54,10 +54,3 @@ def layer_norm(
     case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
     out: torch.Tensor = OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
     return out
-
-
-def why_not(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(x.device.type, x.dtype, weight.dtype, zero_centered))

@@ -11,7 +11,7 @@ from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.linear_cross_entropy import reference
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
-__all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy", "why_not"]
+__all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
 
 
 class Case(NamedTuple):
@@ -71,8 +71,3 @@ def linear_cross_entropy(
         )
     implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype))
     return implementation(hidden, weight, target, vocab_start, size, gather, accumulate)
-
-
-def why_not(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(hidden.device.type, hidden.dtype))

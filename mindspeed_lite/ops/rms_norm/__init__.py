@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.rms_norm import reference
 
-__all__ = ["OPERATOR", "Case", "rms_norm", "why_not"]
+__all__ = ["OPERATOR", "Case", "rms_norm"]
 
 
 class Case(NamedTuple):
@@ -46,8 +46,3 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_cent
     case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
     out: torch.Tensor = OPERATOR.choose(case)(x, weight, eps, zero_centered)
     return out
-
-
-def why_not(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(x.device.type, x.dtype, weight.dtype, zero_centered))

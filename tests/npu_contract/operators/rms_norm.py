@@ -59,11 +59,6 @@ class RmsNorm(Case):
 
         return rms_norm(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.rms_norm import why_not
-
-        return why_not(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
-
     def arguments(self) -> Mapping[str, Any]:
         shape = self.result().shape
         if not 2 <= len(shape) <= 8:
