@@ -4,8 +4,7 @@ Reaches both functions through which `LanguageModule.compute_language_model_loss
 Mamba and multi-token prediction: `vocab_parallel_cross_entropy`, and `fused_vocab_parallel_cross_entropy` of
 `--cross-entropy-loss-fusion`. They are the same functions in every supported release, but for the group that the
 first one takes since 0.19. Leaves Transformer Engine's loss (`--cross-entropy-fusion-impl te`) alone. Falls back for
-a call with label smoothing under tensor parallelism, which Megatron computes for each rank's slice by itself, so that
-ranks disagree.
+a call with label smoothing, which no loss of Megatron's asks for.
 """
 
 from __future__ import annotations
@@ -32,26 +31,22 @@ _EVERY = slice(None)
 def _loss(
     session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
 ) -> Any:
-    if label_smoothing > 0.0 and group.size() > 1:
-        session.fallback(
-            FEATURE.name, "label smoothing under tensor parallelism, which Megatron defines for each slice by itself"
-        )
+    if label_smoothing > 0.0:
+        session.fallback(FEATURE.name, "label smoothing, which the operator does not have")
         return original(logits)
     if session.verifier is not None:
         if group.size() > 1:
             session.verifier.leave_out(FEATURE.name, "cross_entropy", "the ranks of a tensor-parallel group compute it")
         else:
-            _verify(session, original, logits, target, label_smoothing, group)
-    return vocab_parallel(logits, target, group, label_smoothing)
+            _verify(session, original, logits, target, group)
+    return vocab_parallel(logits, target, group)
 
 
-def _verify(
-    session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
-) -> None:
+def _verify(session: Session, original: Callable[..., Any], logits: Any, target: Any, group: Any) -> None:
     part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows do not depend on each other
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
-        return vocab_parallel(logits, target, group, label_smoothing)
+        return vocab_parallel(logits, target, group)
 
     session.verifier.check(
         FEATURE.name,

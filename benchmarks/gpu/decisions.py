@@ -37,7 +37,7 @@ def _triton_norm(has_bias: bool, case: BoundCase) -> Sequence[Runner]:
         norm = importlib.import_module("mindspeed_lite.ops.norm_kernels").Norm
 
         def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-            out: torch.Tensor = norm.apply(x, weight, bias, 1e-5, False, None)
+            out: torch.Tensor = norm.apply(x, weight, bias, 1e-5, False)
             return out
 
         return run

@@ -1,4 +1,4 @@
-"""rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, a residual, rows of any width up to 16384.
+"""rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, rows of any width up to 16384.
 
 Both are bound by memory, so the figure to keep is how much of it is under way. An H100 moves 3.35 TB/s and answers
 after about 0.8 us: each of 132 multiprocessors must have 20 KiB of reads under way; of a B200 (8 TB/s, 148) 43 KiB.
@@ -6,7 +6,7 @@ Programs therefore stay, each with a fixed set of rows, and fetch the next rows 
 which all but one are under way) while they compute on these. `plan` chooses tiles by that model; the tests compile them
 and hold it against registers, shared memory and programs of a multiprocessor.
 
-Traffic per element of 16 bits, residual aside: forward reads 2 bytes and writes 2; backward reads 4 and writes 2. The
+Traffic per element of 16 bits: forward reads 2 bytes and writes 2; backward reads 4 and writes 2. The
 weights' gradients are summed over rows in registers, a column for each lane, and would not fit them for rows of more
 than 8192. There a row has several programs (`SPLITS`): each sums its own columns and reads the others for the row's
 slope only. They read at about the same time, hence from the second-level cache: device memory still gives 4 bytes, the
@@ -89,17 +89,12 @@ def _load_factor(weight, lane, width, always, ZERO_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x, residual, total, rest, width, x_stride, residual_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-              RESIDUAL: tl.constexpr):  # fmt: skip
-    """What is normalised, 0 outside of `rest` rows and `width` columns: x, or its sum with residual as handed on."""
+def _load_rows(x, rest, width, stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of x in fp32, 0 outside of `rest` rows and `width` columns."""
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
     inside = (line < rest) & (lane < width)
-    value = tl.load(x + line * x_stride + lane, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        value += tl.load(residual + line * residual_stride + lane, mask=inside, other=0.0).to(tl.float32)
-        value = value.to(total.dtype.element_ty).to(tl.float32)
-    return value
+    return tl.load(x + line * stride + lane, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -121,8 +116,7 @@ def _merge(count, middle, squares, value, width, BLOCK: tl.constexpr, CENTERED: 
 
 @triton.jit
 def forward_kernel(
-    x, residual, weight, bias, y, total, mean, rstd, rows, width, x_stride, residual_stride, eps,
-    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, RESIDUAL: tl.constexpr,
+    x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
@@ -130,25 +124,16 @@ def forward_kernel(
     begin = tl.program_id(1) * BLOCK  # of the columns that are this program's own
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         first = tl.cast(tile, tl.int64) * ROWS
-        xs, others = x + first * x_stride, residual + first * residual_stride
+        xs = x + first * x_stride
         count, middle, squares = 0.0, tl.zeros([ROWS], dtype=tl.float32), tl.zeros([ROWS], dtype=tl.float32)
         for split in tl.static_range(1, SPLITS):
             there = begin + split * BLOCK
             there = tl.where(there < SPLITS * BLOCK, there, there - SPLITS * BLOCK)
-            value = _load_sum(
-                xs + there, others + there, total, rows - first, width - there, x_stride, residual_stride,
-                ROWS, BLOCK, RESIDUAL,
-            )  # fmt: skip
+            value = _load_rows(xs + there, rows - first, width - there, x_stride, ROWS, BLOCK)
             count, middle, squares = _merge(count, middle, squares, value, width - there, BLOCK, CENTERED)
-        value = _load_sum(
-            xs + begin, others + begin, total, rows - first, width - begin, x_stride, residual_stride,
-            ROWS, BLOCK, RESIDUAL,
-        )  # fmt: skip
+        value = _load_rows(xs + begin, rows - first, width - begin, x_stride, ROWS, BLOCK)
         count, middle, squares = _merge(count, middle, squares, value, width - begin, BLOCK, CENTERED)
         inside = (line < rows - first) & (lane < width - begin)
-        if RESIDUAL:
-            sums = total + first * width + begin + line * width + lane
-            tl.store(sums, value.to(total.dtype.element_ty), mask=inside)
         inverse = 1.0 / tl.sqrt(squares / width + eps)
         row = first + tl.arange(0, ROWS)
         alone = (row < rows) & (begin == 0)
@@ -179,9 +164,8 @@ def _load(
 
 @triton.jit
 def backward_kernel(
-    dy, x, weight, mean, rstd, dsum, dx, parts, rows, width, dy_stride, x_stride, dsum_stride,
-    CENTERED: tl.constexpr, ZERO_CENTERED: tl.constexpr, DSUM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    dy, x, weight, mean, rstd, dx, parts, rows, width, dy_stride, x_stride, CENTERED: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     line = tl.arange(0, ROWS).to(tl.int64)[:, None]
     lane = tl.arange(0, BLOCK)[None, :]
@@ -222,9 +206,6 @@ def backward_kernel(
             out -= ((offset + tl.sum(grad, axis=1)) / width)[:, None]
         out *= inverse[:, None]
         inside = (line < rows - first) & (lane < width - begin)
-        if DSUM:
-            joined = dsum + first * dsum_stride + begin + line * dsum_stride + lane
-            out += tl.load(joined, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + first * width + begin + line * width + lane, out.to(dx.dtype.element_ty), mask=inside)
     lanes = tl.arange(0, BLOCK)
     part = parts + tl.program_id(0) * (2 if CENTERED else 1) * width + begin + lanes
@@ -234,7 +215,7 @@ def backward_kernel(
 
 
 class Norm(torch.autograd.Function):
-    """(x, weight, bias, eps, zero_centered, residual) -> y, or (y, x + residual); rms_norm where bias is None."""
+    """(x, weight, bias, eps, zero_centered) -> y; rms_norm where bias is None."""
 
     @staticmethod
     def forward(
@@ -244,52 +225,42 @@ class Norm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         zero_centered: bool,
-        residual: torch.Tensor | None,
-    ) -> Any:
+    ) -> torch.Tensor:
         width = weight.shape[0]
         count = x.numel() // width
         rows, stride = as_rows(x)
-        others, other_stride = (rows, 0) if residual is None else as_rows(residual)
         weight = weight.contiguous()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        total = x if residual is None else torch.empty_like(y)
         rstd = torch.empty(count, dtype=torch.float32, device=x.device)
         mean = None if bias is None else torch.empty_like(rstd)
-        shape = plan(width, x.element_size(), _is_aligned(width, stride, other_stride), False)
+        shape = plan(width, x.element_size(), _is_aligned(width, stride), False)
         with on(x):
             size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
             forward_kernel[(size, shape.splits)](
-                rows, others, weight, None if bias is None else bias.contiguous(), y, y if residual is None else total,
-                mean, rstd, count, width, stride, other_stride, eps, bias is not None, zero_centered,
-                residual is not None, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
+                rows, weight, None if bias is None else bias.contiguous(), y, mean, rstd, count, width, stride, eps,
+                bias is not None, zero_centered, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
             )  # fmt: skip
-        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centered = zero_centered
-        ctx.set_materialize_grads(False)
-        return y if residual is None else (y, total)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None = None) -> Any:
-        if dy is None:
-            return dsum, None, None, None, None, dsum
-        total, weight, mean, rstd = ctx.saved_tensors
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
         width, count = weight.shape[0], rstd.shape[0]
-        rows, stride = as_rows(total)
+        rows, stride = as_rows(x)
         grads, grad_stride = as_rows(dy)
-        others, other_stride = (grads, 0) if dsum is None else as_rows(dsum)
-        aligned = _is_aligned(width, stride, grad_stride, other_stride)
-        shape = plan(width, total.element_size(), aligned, True)
-        size = programs(total.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
-        dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+        shape = plan(width, x.element_size(), _is_aligned(width, stride, grad_stride), True)
+        size = programs(x.device, shape.resident, triton.cdiv(count, shape.rows), shape.splits)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         sums = width if mean is None else 2 * width
-        parts = torch.empty(size, sums, dtype=torch.float32, device=total.device)
+        parts = torch.empty(size, sums, dtype=torch.float32, device=x.device)
         both = weight.new_empty(sums)
-        with on(total):
+        with on(x):
             backward_kernel[(size, shape.splits)](
-                grads, rows, weight, mean, rstd, others, dx, parts, count, width, grad_stride, stride, other_stride,
-                mean is not None, ctx.zero_centered, dsum is not None, shape.rows, shape.block, shape.splits,
-                shape.stages, **shape.options,
+                grads, rows, weight, mean, rstd, dx, parts, count, width, grad_stride, stride, mean is not None,
+                ctx.zero_centered, shape.rows, shape.block, shape.splits, shape.stages, **shape.options,
             )  # fmt: skip
             add_up(parts, both)
         wants = ctx.needs_input_grad
@@ -299,7 +270,6 @@ class Norm(torch.autograd.Function):
             both[width:] if wants[2] else None,
             None,
             None,
-            dx if wants[5] else None,
         )
 
 

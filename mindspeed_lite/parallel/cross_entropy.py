@@ -1,7 +1,7 @@
 """Computes the cross-entropy of a vocabulary that is split over a group, rank by rank in order.
 
-Each rank looks at its own shard; three (with label smoothing four) numbers per row travel, in one all-gather, and
-every rank merges the same numbers in the same order. So the losses are equal on all ranks to the last bit. Nothing
+Each rank looks at its own shard; three values per row travel, in one all-gather, and
+every rank merges the same values in the same order. So the losses are equal on all ranks to the last bit. Nothing
 travels in the backward pass but what the linear layer before it sends.
 """
 
@@ -17,14 +17,14 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_ent
 
 
 def vocab_parallel_cross_entropy(
-    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None, label_smoothing: float = 0.0
+    logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """`mindspeed_lite.ops.cross_entropy.cross_entropy`, where a rank of `group` has logits [..., V / size].
 
     target: [...], the same on every rank; `group` is None where a rank has the whole vocabulary.
     """
     start, size, gather = _place(logits.shape[-1], group)
-    return cross_entropy(logits, target, start, size, label_smoothing, gather)
+    return cross_entropy(logits, target, start, size, gather)
 
 
 def vocab_parallel_linear_cross_entropy(
@@ -32,7 +32,6 @@ def vocab_parallel_linear_cross_entropy(
     weight: torch.Tensor,
     target: torch.Tensor,
     group: dist.ProcessGroup | None,
-    label_smoothing: float = 0.0,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
     """`mindspeed_lite.ops.linear_cross_entropy.linear_cross_entropy`, where a rank has weight [V / size, H].
@@ -41,7 +40,7 @@ def vocab_parallel_linear_cross_entropy(
     over the ranks is left to the caller, who gave each of them the hidden states.
     """
     start, size, gather = _place(weight.shape[0], group)
-    return linear_cross_entropy(hidden, weight, target, start, size, label_smoothing, gather, accumulate)
+    return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:

@@ -63,10 +63,6 @@ class Costs:
         is_lazy = self.recomputes and (stage, step.microbatch) not in schedule.recomputed
         return seconds + (again if is_lazy else 0.0)
 
-    def busy(self, schedule: Schedule, rank: int) -> float:
-        """Return how long a rank computes in all."""
-        return sum(self.seconds(schedule, rank, entry) for entry in schedule.ranks[rank])
-
 
 def uniform(
     stages: int,

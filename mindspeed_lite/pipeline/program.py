@@ -15,20 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from .costs import uniform
 from .simulate import simulate
-from .steps import Entry, Kind, Message, OverlappedPair, Payload, Schedule, Step, steps_of
-
-# The methods that make passes of each kind.
-_METHODS = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input_grad",
-    Kind.WEIGHT_GRAD: "weight_grad",
-    Kind.RECOMPUTE: "recompute",
-}
+from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, input_message, output_message, steps_of
 
 # What one call may carry: messages of all neighbours, only those that go one way round the ring, or a single one.
 Joining = Literal["all", "one way", "none"]
@@ -68,32 +59,6 @@ class RankProgram:
     def steps(self) -> tuple[Step, ...]:
         return tuple(work.step for work in self.works)
 
-    @cached_property
-    def passes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The passes that it calls: name -> the method of `run.Passes` that makes it, and what that takes."""
-        found: dict[str, tuple[str, tuple[int, ...]]] = {
-            pass_name(step): (_METHODS[step.kind], (step.chunk,)) for step in self.steps
-        }
-        for place in self.paired:
-            chunks = self.steps[place].chunk, self.steps[place + 1].chunk
-            found[pair_name(*chunks)] = "pair", chunks
-        return found
-
-    @cached_property
-    def functions(self) -> dict[Any, Any]:
-        """What `straight_line` has made of it, by form."""
-        return {}
-
-
-def pass_name(step: Step) -> str:
-    """Return what the pass that a step runs is called."""
-    return f"{_METHODS[step.kind]}{step.chunk}"
-
-
-def pair_name(ahead: int, back: int) -> str:
-    """Return what the call that runs the forward of one chunk together with a backward of another is called."""
-    return f"pair{ahead}_{back}"
-
 
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
@@ -109,7 +74,8 @@ def compile_program(
         ValueError: ranks wait for each other, or a message goes to a rank that is no neighbour in the ring.
     """
     works = tuple(
-        BoundStep(step, _taken(schedule, rank, step), _given(schedule, rank, step)) for step in schedule.steps(rank)
+        BoundStep(step, input_message(schedule, rank, step), output_message(schedule, rank, step))
+        for step in schedule.steps(rank)
     )
     order = [each for each in _global_order(schedule) if rank in (each.source, each.target)]
     paired = frozenset(_pairs(schedule.ranks[rank]) if pairs else ())
@@ -129,30 +95,14 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
         place += len(steps_of(entry))
 
 
-def _taken(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    source = schedule.input_source(rank, step)
-    stage = schedule.stage(rank, step.chunk)
-    return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)
-
-
-def _given(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    target = schedule.output_target(rank, step)
-    stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
-    return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
-
-
-def _payload(step: Step) -> Payload:
-    return Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
-
-
 def _global_order(schedule: Schedule) -> list[Message]:
     """All messages between ranks, by the time at which the steps that make them end."""
     found: list[tuple[float, int, Message]] = []
     for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
         for timed in entries:
             for step in steps_of(timed.entry):
-                message = _given(schedule, rank, step)
-                if message is not None and message.target != rank:
+                message = output_message(schedule, rank, step)
+                if message is not None and not message.is_local:
                     found.append((timed.end, rank, message))
     # A sort keeps the order of what ends at the same time: the two steps of a pair.
     return [message for _, _, message in sorted(found, key=lambda each: each[:2])]

@@ -8,22 +8,34 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import straight_line
-from .program import RankProgram
-from .steps import Step
+from .program import RankProgram, Transfer
+from .steps import BACKWARDS, Kind, Message, Payload, Step
 
 Hook = Callable[[], object]
+
+# The methods of `Passes` that make passes of each kind.
+_METHODS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT_GRAD: "input_grad",
+    Kind.WEIGHT_GRAD: "weight_grad",
+    Kind.RECOMPUTE: "recompute",
+}
 
 
 class Passes(Protocol):
     """The computations of a rank: each method returns the pass of one model chunk, which is then called as shown.
 
     Tensors are whatever `Transport` carries; None stands for none. releases: whether `release` does something.
+
+    A program with pairs in one call also needs `pair(ahead, back)`: it returns a function of (micro-batch, input,
+    another micro-batch, its input, output, gradient of it) that runs the forward of chunk `ahead` for the first and the
+    backward of chunk `back` for the second, and returns output and gradient.
     """
 
     @property
@@ -49,16 +61,6 @@ class Passes(Protocol):
 
     def release(self, output: Any) -> None:
         """Free the storage of an output that has been sent; its graph stays."""
-
-
-class PairedPasses(Passes, Protocol):
-    """What a program with pairs in one call needs besides."""
-
-    def pair(self, ahead: int, back: int) -> Callable[[int, Any, int, Any, Any, Any], tuple[Any, Any]]:
-        """(micro-batch, input, another micro-batch, its input, output, gradient of it): output and gradient.
-
-        They are the forward of chunk `ahead` for the first and the backward of chunk `back` for the second.
-        """
 
 
 class Transport(Protocol):
@@ -107,17 +109,142 @@ def run(
     keep: hold inputs and outputs for backward passes, and release outputs once they are sent.
     before, after: what to call before and after the step at a place of the program.
     """
-    form = straight_line.ExecutionForm(
-        keep, passes.releases, transport.is_async, trace is not None, frozenset(before), frozenset(after)
-    )
-    straight_line.function(program, form)(
-        transport.exchange,
-        passes.hand_over,
-        passes.release,
-        before,
-        after,
-        None if trace is None else trace.done.append,
-        time.perf_counter,
-        program.steps,
-        *[getattr(passes, method)(*chunks) for method, chunks in program.passes.values()],
-    )
+    executor = _Executor(program, passes, transport, keep, trace, before, after)
+    for place, transfers in enumerate(program.transfers):
+        for transfer in transfers:
+            executor.exchange(transfer)
+        if place in program.paired:
+            executor.run_pair(place)
+        elif place < len(program.works) and place - 1 not in program.paired:
+            executor.run_step(place)
+    executor.finish_sending()
+
+
+class _Executor:
+    """The tensors of one run of a program.
+
+    tensors: message -> the tensor that has arrived, or is to be sent. waits: message -> waits for its arrival.
+    held: (chunk, micro-batch) -> the input and output that its backward takes.
+    sending: the messages of the last call that sends, and what waits for it.
+    """
+
+    def __init__(
+        self,
+        program: RankProgram,
+        passes: Passes,
+        transport: Transport,
+        keep: bool,
+        trace: Trace | None,
+        before: Mapping[int, Hook],
+        after: Mapping[int, Hook],
+    ) -> None:
+        self.works, self.passes, self.transport = program.works, passes, transport
+        self.keep, self.releases = keep, keep and passes.releases
+        self.trace, self.before, self.after = trace, before, after
+        self.pass_of = {
+            (kind, chunk): getattr(passes, _METHODS[kind])(chunk)
+            for kind, chunk in dict.fromkeys(step[:2] for step in program.steps)
+        }
+        pairs = dict.fromkeys((program.steps[i].chunk, program.steps[i + 1].chunk) for i in sorted(program.paired))
+        self.pair_of = {chunks: getattr(passes, "pair")(*chunks) for chunks in pairs}  # noqa: B009
+        self.tensors: dict[Message | None, Any] = {}
+        self.waits: dict[Message | None, Callable[[], object] | None] = {}
+        self.held: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self.sending: tuple[list[Message], Callable[[], object] | None] = [], None
+
+    def exchange(self, transfer: Transfer) -> None:
+        to_next, to_prev, from_prev, from_next = transfer
+        sent = [message for message in (to_next, to_prev) if message is not None]
+        arrived = self.transport.exchange(
+            self.tensors.get(to_next), self.tensors.get(to_prev), from_prev is not None, from_next is not None
+        )
+        self.tensors |= {each: tensor for each, tensor in zip((from_prev, from_next), arrived, strict=False) if each}
+        if not self.transport.is_async:
+            self._let_go(sent)
+            return
+        self.waits |= {each: arrived[2] for each in (from_prev, from_next) if each}
+        if sent:
+            self.finish_sending()
+            self.sending = sent, arrived[3]
+
+    def finish_sending(self) -> None:
+        """Wait for the last call that sends."""
+        (sent, wait), self.sending = self.sending, ([], None)
+        if wait is not None:
+            wait()
+        self._let_go(sent)
+
+    def _let_go(self, sent: Sequence[Message]) -> None:
+        """Let go what has been sent. An output whose backward is to come is released: its graph stays."""
+        for message in sent:
+            tensor = self.tensors.pop(message)
+            if self.releases and message.payload is Payload.ACTIVATION:
+                self.passes.release(tensor)
+
+    def run_step(self, place: int) -> None:
+        step = self.works[place].step
+        run = self.pass_of[step[:2]]
+        self._begin(place)
+        if step.kind is Kind.FORWARD:
+            taken = self._take(place)
+            made = self._timed((step,), run, step.microbatch, taken)
+            if self.keep:
+                self.held[step[1:]] = taken, made
+            del taken
+        elif step.kind in BACKWARDS:
+            made = self._timed((step,), run, step.microbatch, *self._of_forward(step), self._take(place))
+        else:
+            made = self._timed((step,), run, step.microbatch)
+        self._end(place, made)
+
+    def run_pair(self, place: int) -> None:
+        """Run the forward at a place and the backward after it in one call."""
+        steps = ahead, back = self.works[place].step, self.works[place + 1].step
+        run = self.pair_of[ahead.chunk, back.chunk]
+        self._begin(place)
+        self._begin(place + 1)
+        taken = self._take(place)
+        of_backward = back.microbatch, *self._of_forward(back), self._take(place + 1)
+        made, gradient = self._timed(steps, run, ahead.microbatch, taken, *of_backward)
+        self.held[ahead[1:]] = taken, made
+        del taken, of_backward
+        self._end(place, made)
+        self._end(place + 1, gradient)
+
+    def _begin(self, place: int) -> None:
+        if place in self.before:
+            self.before[place]()
+        wait = self.waits.pop(self.works[place].takes, None)
+        if wait is not None:
+            wait()
+
+    def _take(self, place: int) -> Any:
+        return self.tensors.pop(self.works[place].takes, None)
+
+    def _of_forward(self, step: Step) -> tuple[Any, Any]:
+        """The input and output of a backward's forward, once the output has been sent."""
+        received, output = self.held.pop(step[1:])
+        if any(self.tensors[message] is output for message in self.sending[0]):
+            self.finish_sending()
+        return received, output
+
+    def _timed(self, steps: Sequence[Step], run: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        made = run(*arguments)
+        if self.trace is not None:
+            end = time.perf_counter()
+            self.trace.done += [(step, begin, end) for step in steps]
+        return made
+
+    def _end(self, place: int, made: Any) -> None:
+        if place in self.after:
+            self.after[place]()
+        message = self.works[place].gives
+        if message is None:
+            return
+        if message.is_local and message.payload is Payload.ACTIVATION:
+            self.tensors[message] = self.passes.hand_over(made)
+            if self.releases:
+                self.passes.release(made)
+        else:
+            self.tensors[message] = made

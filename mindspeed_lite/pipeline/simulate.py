@@ -92,7 +92,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
     queues: dict[frozenset[int], deque[tuple[int, Step]]] = {}
     for _, rank, step in sorted(ends, key=lambda each: each[:2]):
         message = output_message(schedule, rank, step)
-        if message is not None:
+        if message is not None and not message.is_local:
             queues.setdefault(frozenset((rank, message.target)), deque()).append((rank, step))
     return _simulate(schedule, costs, _Links(costs.message, queues))
 
@@ -154,7 +154,7 @@ def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
             for step in steps_of(entry):
                 ready[rank, rank, step] = (end, end)
                 message = output_message(schedule, rank, step)
-                if message is not None:
+                if message is not None and not message.is_local:
                     for key, sent, there in links.send(rank, step, message.target, end):
                         ready[key] = (sent, there)
                         if key in waiting:

@@ -130,13 +130,18 @@ class Payload(str, enum.Enum):
 
 
 class Message(NamedTuple):
-    """A tensor between two ranks; `stage` is the stage whose step needs it."""
+    """A tensor between two stages; `stage` is the stage whose step needs it."""
 
     source: int
     target: int
     payload: Payload
     stage: int
     microbatch: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it stays on the rank."""
+        return self.source == self.target
 
     def __str__(self) -> str:
         return (
@@ -263,23 +268,21 @@ class Schedule:
 
 
 def output_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Return the message that carries a step's output, None where it stays on the rank or no stage takes it."""
+    """Return the message that carries a step's output, maybe to the rank itself; None where no stage takes it."""
     target = schedule.output_target(rank, step)
-    if target is None or target == rank:
-        return None
-    stage = schedule.stage(rank, step.chunk)
-    if step.kind is Kind.FORWARD:
-        return Message(rank, target, Payload.ACTIVATION, stage + 1, step.microbatch)
-    return Message(rank, target, Payload.GRADIENT, stage - 1, step.microbatch)
+    stage = schedule.stage(rank, step.chunk) + (1 if step.kind is Kind.FORWARD else -1)
+    return None if target is None else Message(rank, target, _payload(step), stage, step.microbatch)
 
 
 def input_message(schedule: Schedule, rank: int, step: Step) -> Message | None:
-    """Return the message that a step waits for, None where its input is on the rank."""
+    """Return the message that a step takes, maybe from the rank itself; None where no stage gives one."""
     source = schedule.input_source(rank, step)
-    if source is None or source[0] == rank:
-        return None
-    payload = Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
-    return Message(source[0], rank, payload, schedule.stage(rank, step.chunk), step.microbatch)
+    stage = schedule.stage(rank, step.chunk)
+    return None if source is None else Message(source[0], rank, _payload(step), stage, step.microbatch)
+
+
+def _payload(step: Step) -> Payload:
+    return Payload.ACTIVATION if step.kind is Kind.FORWARD else Payload.GRADIENT
 
 
 def build(name: str, microbatches: int, placement: Placement, ranks: Iterable[Iterable[Entry]]) -> Schedule:

@@ -109,12 +109,8 @@ def draw_rope(draw: Draw) -> Problem:
 
 def draw_cross_entropy(draw: Draw) -> Problem:
     rows, vocabulary = draw.size(8, 40), draw.size(16, 96)
-    target, smoothing = draw.integers(vocabulary, rows), draw.one_of([0.0, 0.1])
-    return Problem(
-        [draw.normal(rows, vocabulary)],
-        lambda x: cross_entropy(x * 1, target, label_smoothing=smoothing),
-        vocabulary,
-    )
+    target = draw.integers(vocabulary, rows)
+    return Problem([draw.normal(rows, vocabulary)], lambda x: cross_entropy(x * 1, target), vocabulary)
 
 
 def draw_linear_cross_entropy(draw: Draw) -> Problem:

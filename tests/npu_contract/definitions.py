@@ -49,9 +49,6 @@ class Case:
         """Calls the operator; returns a tensor, several, or None."""
         raise NotImplementedError
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        raise NotImplementedError
-
     def arguments(self) -> Mapping[str, Any]:
         """What the (first) forward call must be handed, as far as it is known whatever the device. Floats are
         compared approximately, tensors by dtype and shape."""

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mindspeed_lite.bench.operators import BoundCase
 from mindspeed_lite.bench.selftest import numerics
 from mindspeed_lite.ops import dispatch
+from tests.harness.reasons import why_not_of
 from tests.npu_contract.checks import problems
 from tests.npu_contract.definitions import Case, source
 from tests.npu_contract.operators import CASES, MUTATIONS, PROBES
@@ -51,7 +52,7 @@ def _run(case: Case, which: str) -> dict[str, Any]:
             if which == "content":
                 stack.enter_context(dispatch.force(case.operator, "npu"))
             leaves = case.leaves(DEVICES[which])
-            record["why_not"] = case.why_not(leaves)
+            record["why_not"] = why_not_of(case.run)(leaves)
             _forward_and_backward(case, leaves, which, record)
     except Exception as error:  # whatever goes wrong is the case's result
         record["error"] = _said(error)

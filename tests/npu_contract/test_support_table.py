@@ -108,7 +108,7 @@ print(json.dumps({
 
 
 # Their kernel for autograd says that there is no derivative.
-REGISTERED_TO_REFUSE = {"npu_add_rms_norm", "npu_moe_gating_top_k_softmax"}
+REGISTERED_TO_REFUSE = {"npu_moe_gating_top_k_softmax"}
 
 
 def test_the_reader_agrees_with_the_dispatcher(environment: Environment) -> None:

@@ -15,14 +15,17 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.activation import KINDS, OPERATOR, activation, cpu, recompute, reference, why_not
+from mindspeed_lite.ops.activation import KINDS, OPERATOR, activation, cpu, recompute, reference
 from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import error, forward_backward, one_thread
 from tests.harness.errors import bound
 from tests.harness.processes import clean_environment
+from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
 
 from . import twin
+
+why_not = why_not_of(activation)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.activation.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, pieces, reference, torch_fused, why_not
+from mindspeed_lite.ops.adamw import adamw, cpu, cuda, halves, pieces, reference, torch_fused
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from tests.harness.adamw import RULE, make, taken_apart, through
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(functools.partial(adamw, **RULE))
 
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))
 

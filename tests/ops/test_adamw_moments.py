@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference, torch_fused, why_not
+from mindspeed_lite.ops.adamw import adamw, cpu, cuda, moments, reference, torch_fused
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.optim.fused_adam import FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from tests.harness.adamw import RULE, make, taken_apart, through
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(functools.partial(adamw, **RULE))
 
 Codes = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]
 FORMS = {"bf16": torch.bfloat16, "fp8": torch.uint8}

@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
-from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, prepare, why_not
+from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, prepare
 from mindspeed_lite.ops.dispatch import force
 from tests.harness import attention_reference as reference
 from tests.harness.attention import assert_right, make, slack
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(attention)
 
 NAMES = ("out", "dq", "dk", "dv")
 

@@ -7,9 +7,12 @@ import torch
 from torch.autograd import gradcheck
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_lite.ops.attention import attention, blocked, why_not
+from mindspeed_lite.ops.attention import attention, blocked
 from tests.harness.attention import make
 from tests.harness.compare import Sizes, error, forward_backward, one_thread
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(attention)
 
 
 def dropped_weights(p: float, seed: int = 3, **options: object) -> torch.Tensor:

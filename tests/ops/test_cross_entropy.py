@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.cross_entropy import OPERATOR, Case, cpu, cross_entropy, loss, reference, why_not
+from mindspeed_lite.ops.cross_entropy import OPERATOR, Case, cpu, cross_entropy, loss, reference
 from mindspeed_lite.ops.dispatch import force
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
+from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
+
+why_not = why_not_of(cross_entropy)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.cross_entropy.cuda")
 
@@ -36,35 +39,33 @@ def make(
     return logits, target, torch.rand(rows, generator=generator) + 0.5
 
 
-def on_triton(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    return loss.cross_entropy(cuda.KERNELS, logits, target, 0, logits.shape[-1], label_smoothing, None)
+def on_triton(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss.cross_entropy(cuda.KERNELS, logits, target, 0, logits.shape[-1], None)
 
 
-def on_cpu(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def on_cpu(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with force("cross_entropy", "cpu"):
-        return cross_entropy(logits, target, label_smoothing=label_smoothing)
+        return cross_entropy(logits, target)
 
 
-def on_reference(logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def on_reference(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     with force("cross_entropy", "reference"):
-        return cross_entropy(logits, target, label_smoothing=label_smoothing)
+        return cross_entropy(logits, target)
 
 
 PATHS = {"cpu": on_cpu, "reference": on_reference, "triton": on_triton}
 
 
-def in_slices(count: int, logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
+def in_slices(count: int, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The loss as `count` ranks compute it, each from its slice and all slices' statistics; equal on all of them."""
     width = logits.shape[-1] // count
     slices = logits.split(width, dim=-1)
     statistics = [
-        reference.statistics(
-            part.detach().reshape(-1, width), target.reshape(-1), rank * width, label_smoothing > 0, False
-        )
+        reference.statistics(part.detach().reshape(-1, width), target.reshape(-1), rank * width, False)
         for rank, part in enumerate(slices)
     ]
     found = [
-        cross_entropy(part, target, rank * width, logits.shape[-1], label_smoothing, lambda _: torch.stack(statistics))
+        cross_entropy(part, target, rank * width, logits.shape[-1], lambda _: torch.stack(statistics))
         for rank, part in enumerate(slices)
     ]
     assert all(torch.equal(found[0], each) for each in found)
@@ -77,10 +78,6 @@ def test_the_definition_is_the_formula() -> None:
     logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]], dtype=torch.float64)
     target = torch.tensor([1])
     assert reference.definition(logits, target).item() == pytest.approx(math.log(8 / 2))
-    # s = 0.1 * 3 / 2; the mean of -log p over 1/8, 2/8, 5/8.
-    mean = (math.log(8) + math.log(4) + math.log(8 / 5)) / 3
-    expected = 0.85 * math.log(4) + 0.15 * mean
-    assert reference.definition(logits, target, 0.1).item() == pytest.approx(expected)
     # A row without a target: log of the sum relative to the largest.
     assert reference.definition(logits, torch.tensor([-100])).item() == pytest.approx(math.log(8 / 5))
 
@@ -93,20 +90,17 @@ def test_the_gradient_is_softmax_minus_one_hot(path: str) -> None:
     torch.testing.assert_close(logits.grad, torch.tensor([[1.0, -6.0, 5.0], [2.0, 4.0, 10.0]]))
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("path", PATHS)
-def test_error_is_not_above_that_of_torch(path: str, dtype: torch.dtype, label_smoothing: float) -> None:
+def test_error_is_not_above_that_of_torch(path: str, dtype: torch.dtype) -> None:
     slack = SLACK
     if path == "triton" and dtype == torch.bfloat16:
         slack += torch.finfo(dtype).eps / 2  # Triton's interpreter cuts off where a GPU rounds
     for rows, width in ((64, 3001), (1, 1), (5, 2048), (2, 70)):
-        if width == 1 and label_smoothing:
-            continue
         logits, target, dloss = make(rows, width, dtype)
 
-        plain = functools.partial(reference.definition, target=target, label_smoothing=label_smoothing)
-        ours = functools.partial(PATHS[path], target=target, label_smoothing=label_smoothing)
+        plain = functools.partial(reference.definition, target=target)
+        ours = functools.partial(PATHS[path], target=target)
         exact = forward_backward(plain, [logits], dloss, torch.float64)
         assert_not_worse(
             forward_backward(ours, [logits], dloss), forward_backward(plain, [logits], dloss), exact, slack, NAMES
@@ -119,12 +113,11 @@ def test_error_is_not_above_that_of_torch(path: str, dtype: torch.dtype, label_s
     width=st.integers(2, 130),
     dtype=st.sampled_from([*DTYPES, torch.float64]),
     size=st.sampled_from([0.01, 3.0, 60.0]),
-    label_smoothing=st.sampled_from([0.0, 0.2]),
     path=st.sampled_from(sorted(PATHS)),
     seed=st.integers(0, 1000),
 )
 def test_every_path_agrees_with_the_definition(
-    shape: list[int], width: int, dtype: torch.dtype, size: float, label_smoothing: float, path: str, seed: int
+    shape: list[int], width: int, dtype: torch.dtype, size: float, path: str, seed: int
 ) -> None:
     if path == "triton" and dtype == torch.float64:
         dtype = torch.float32
@@ -133,12 +126,10 @@ def test_every_path_agrees_with_the_definition(
     logits, target, dloss = logits.view(*shape, width), target.view(shape), dloss.view(shape)
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
-        return PATHS[path](logits, target, label_smoothing)
+        return PATHS[path](logits, target)
 
     with one_thread():
-        exact = forward_backward(
-            lambda logits: reference.definition(logits, target, label_smoothing), [logits], dloss, torch.float64
-        )
+        exact = forward_backward(lambda logits: reference.definition(logits, target), [logits], dloss, torch.float64)
         got = forward_backward(ours, [logits], dloss)
     single = torch.finfo(loss.precision(dtype)).eps
     assert got[0].dtype == loss.precision(dtype) and got[1].dtype == dtype
@@ -149,31 +140,27 @@ def test_every_path_agrees_with_the_definition(
     assert error(got[1], exact[1]) <= rounding + tiny + 8 * single * (size * 5 + 5)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_slices_are_merged_to_the_whole(dtype: torch.dtype, label_smoothing: float) -> None:
+def test_slices_are_merged_to_the_whole(dtype: torch.dtype) -> None:
     logits, target, dloss = make(33, 96, dtype)
     target[5] = -1
     logits[:, :24] -= 50  # a slice that counts for nothing
     logits[3, 24:48], target[3] = -torch.inf, 70  # a slice without any
 
     def whole(logits: torch.Tensor) -> torch.Tensor:
-        return reference.definition(logits, target, label_smoothing)
+        return reference.definition(logits, target)
 
-    if label_smoothing:
-        logits[3, 24:48] = -9.0
     exact = forward_backward(whole, [logits], dloss, torch.float64)
-    got = forward_backward(lambda logits: in_slices(4, logits, target, label_smoothing), [logits], dloss)
+    got = forward_backward(lambda logits: in_slices(4, logits, target), [logits], dloss)
     assert_not_worse(got, forward_backward(whole, [logits], dloss), exact, SLACK, NAMES)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
-def test_gradcheck(label_smoothing: float) -> None:
+def test_gradcheck() -> None:
     logits, target, _ = make(3, 7, torch.float64)
     logits.requires_grad_()
     with one_thread():
-        assert gradcheck(lambda logits: on_reference(logits, target, label_smoothing), [logits])
-        assert gradcheck(lambda logits: on_cpu(logits, target, label_smoothing), [logits])
+        assert gradcheck(lambda logits: on_reference(logits, target), [logits])
+        assert gradcheck(lambda logits: on_cpu(logits, target), [logits])
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -363,9 +350,9 @@ def test_the_plain_passes_widen_a_block_at_a_time_and_assign_to_no_index(monkeyp
 @compiled
 def test_the_result_does_not_depend_on_the_number_of_threads() -> None:
     logits, target, dloss = make(50, 3000, torch.bfloat16)
-    many = forward_backward(lambda x: on_cpu(x, target, 0.1), [logits], dloss)
+    many = forward_backward(lambda x: on_cpu(x, target), [logits], dloss)
     with one_thread():
-        one = forward_backward(lambda x: on_cpu(x, target, 0.1), [logits], dloss)
+        one = forward_backward(lambda x: on_cpu(x, target), [logits], dloss)
     assert all(torch.equal(a, b) for a, b in zip(many, one, strict=True))
 
 
@@ -375,10 +362,10 @@ def test_the_triton_kernels_need_no_more_than_four_programs_per_multiprocessor_h
     forward = compile_sm90(
         "mindspeed_lite.ops.cross_entropy.cuda:statistics_kernel",
         {**pointers, "rows": "i32", "start": "i32"},
-        {"WIDTH": 32768, "TOTAL": False, "WHOLE": True, "BLOCK": cuda.BLOCK},
+        {"WIDTH": 32768, "WHOLE": True, "BLOCK": cuda.BLOCK},
         num_warps=cuda.WARPS,
     )
-    numbers = {"top_ptr": "*fp32", "sums_ptr": "*fp32", "dloss_ptr": "*fp32", "on": "fp32", "off": "fp32"}
+    numbers = {"top_ptr": "*fp32", "sums_ptr": "*fp32", "dloss_ptr": "*fp32"}
     backward = compile_sm90(
         "mindspeed_lite.ops.cross_entropy.cuda:gradient_kernel",
         {**pointers, "out_ptr": f"*{dtype}", **numbers, "width": "i32", "start": "i32"},
@@ -413,8 +400,6 @@ def test_what_is_not_cross_entropy_is_one_clear_error() -> None:
     for start, size in ((1, 5), (-1, 8), (0, 4), (3, 9)):
         with pytest.raises(ValueError, match="slice of 5"):
             cross_entropy(logits, target, start, size)
-    with pytest.raises(ValueError, match=r"label smoothing 1\.0"):
-        cross_entropy(logits, target, label_smoothing=1.0)
     with pytest.raises(ValueError, match="slice of 0"):
         cross_entropy(logits[:, :0], target)
     assert cuda.supported(Case("cuda", torch.float64)) and not cuda.supported(Case("cuda", torch.bfloat16))

@@ -16,10 +16,10 @@ import torch
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.attention import OPERATOR as ATTENTION
 from mindspeed_lite.ops.attention import attention
-from mindspeed_lite.ops.attention import why_not as attention_why_not
 from mindspeed_lite.ops.dispatch import Operator, backends, force, on_fallback, selected
 from mindspeed_lite.ops.rms_norm import OPERATOR as RMS_NORM
 from mindspeed_lite.ops.rms_norm import rms_norm
+from tests.harness.reasons import why_not_of
 
 
 class Case(NamedTuple):
@@ -111,9 +111,9 @@ def test_a_backend_that_fails_to_import_is_a_reason(op: Operator) -> None:
 
 def test_real_reasons() -> None:
     q = torch.zeros(4, 1, 1, 8)
-    assert attention_why_not(q, q, q, causal=True, dropout_p=0.5) == []
+    assert why_not_of(attention)(q, q, q, causal=True, dropout_p=0.5) == []
     q = q.to(torch.int32)
-    assert attention_why_not(q, q, q, causal=True, dropout_p=0.5) == ["dtype torch.int32"]
+    assert why_not_of(attention)(q, q, q, causal=True, dropout_p=0.5) == ["dtype torch.int32"]
 
 
 def test_force_holds_inside_the_block_only() -> None:

@@ -18,12 +18,14 @@ from mindspeed_lite.ops.grouped_matmul import (
     grouped_matmul,
     reference,
     weight_gradients,
-    why_not,
 )
 from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import Sizes, assert_not_worse, error, one_thread
 from tests.harness.errors import bound
 from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(grouped_matmul)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -303,9 +305,10 @@ def test_without_a_compiler_experts_are_multiplied_one_by_one_and_that_is_said_o
 def test_no_reason_not_to_run_on_the_cpu() -> None:
     for dtype in (*DTYPES, torch.float64):
         problem = Problem([3, 1], 6, 5, dtype, biased=True)
-        assert why_not(problem.x, problem.weights, problem.biases) == []
-        assert why_not(problem.x, torch.stack(problem.weights), main_grads=problem.weights) == []
-    assert "int32" in why_not(torch.zeros(2, 5, dtype=torch.int32), [torch.zeros(6, 5)])[0]
+        assert why_not(problem.x, problem.weights, [3, 1], problem.biases) == []
+        dy = problem.x.new_zeros(4, problem.weights[0].shape[0])
+        assert why_not_of(accumulate_weight_gradients)(problem.weights, dy, problem.x, [3, 1]) == []
+    assert "int32" in why_not(torch.zeros(2, 5, dtype=torch.int32), [torch.zeros(6, 5, dtype=torch.int32)], [2])[0]
 
 
 def test_what_does_not_fit_is_an_error() -> None:

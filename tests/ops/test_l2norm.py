@@ -11,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_lite.ops.dispatch import selected
-from mindspeed_lite.ops.l2norm import cuda, l2norm, reference, why_not
+from mindspeed_lite.ops.l2norm import cuda, l2norm, reference
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(l2norm)
 
 PATHS: dict[str, Callable[..., torch.Tensor]] = {
     "dispatched": l2norm,

@@ -21,10 +21,12 @@ from mindspeed_lite.ops.linear_cross_entropy import (
     cpu,
     linear_cross_entropy,
     reference,
-    why_not,
 )
 from tests.harness.compare import Sizes, assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import assert_within, bound
+from tests.harness.reasons import why_not_of
+
+why_not = why_not_of(linear_cross_entropy)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.linear_cross_entropy.cuda")
 
@@ -52,24 +54,19 @@ def make(rows: int, hidden: int, width: int, dtype: torch.dtype, seed: int = 0) 
     )
 
 
-def separate(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
-) -> torch.Tensor:
+def separate(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The path it replaces: a linear layer, whose logits are rounded, and the loss of all of them."""
-    return cross_entropy(torch.nn.functional.linear(hidden, weight), target, label_smoothing=label_smoothing)
+    return cross_entropy(torch.nn.functional.linear(hidden, weight), target)
 
 
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_error_is_not_above_that_of_a_layer_and_a_loss(
-    backend: str, dtype: torch.dtype, label_smoothing: float
-) -> None:
+def test_error_is_not_above_that_of_a_layer_and_a_loss(backend: str, dtype: torch.dtype) -> None:
     # 1000 is 16 chunks of 64, of which the last has 40; 64 is one.
     for rows, hidden, width in ((90, 48, 1000), (3, 8, 64), (1, 5, 131)):
         h, w, target, dloss = make(rows, hidden, width, dtype)
 
-        given = {"target": target, "label_smoothing": label_smoothing}
+        given = {"target": target}
         whole = functools.partial(reference.definition, **given)
         exact = forward_backward(whole, [h, w], dloss, torch.float64)
         replaced = forward_backward(functools.partial(separate, **given), [h, w], dloss)
@@ -101,7 +98,7 @@ def test_every_path_agrees_with_the_definition(
 
     def ours(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if backend == "triton":
-            return cuda.linear_cross_entropy(h, w, target, 0, width, 0.0, None, None)
+            return cuda.linear_cross_entropy(h, w, target, 0, width, None, None)
         with force("linear_cross_entropy", backend):
             return linear_cross_entropy(h, w, target)
 
@@ -134,7 +131,7 @@ def test_gradcheck() -> None:
     h, w, target, _ = make(3, 4, 70, torch.float64)
     with one_thread():
         assert gradcheck(
-            lambda h, w: linear_cross_entropy(h, w, target, label_smoothing=0.2),
+            lambda h, w: linear_cross_entropy(h, w, target),
             [h.requires_grad_(), w.requires_grad_()],
         )
 
@@ -224,7 +221,5 @@ def test_what_does_not_fit_is_one_clear_error() -> None:
         linear_cross_entropy(h, w, target.float())
     with pytest.raises(ValueError, match="slice of 10"):
         linear_cross_entropy(h, w, target, 5, 30)
-    with pytest.raises(ValueError, match="label smoothing"):
-        linear_cross_entropy(h, w, target, label_smoothing=-0.1)
     assert cuda.supported(Case("cuda", torch.float64))
     assert why_not(h.double(), w.double(), target) == []

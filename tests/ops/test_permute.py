@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.permute import OPERATOR, chunks, cpu, permute, reference, rows, sort_chunks, unpermute, why_not
+from mindspeed_lite.ops.permute import OPERATOR, chunks, cpu, permute, reference, rows, sort_chunks, unpermute
 from tests.harness.compare import Sizes, one_thread
 from tests.harness.errors import bound, error
+from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
 
 from . import twin
 from .twin.permute import _npu_moe_token_unpermute_with_routing_map, npu_moe_token_permute_with_routing_map
+
+why_not = why_not_of(permute)
 
 cuda = pytest.importorskip("mindspeed_lite.ops.permute.cuda", reason="Triton is not installed")
 compiled = pytest.mark.skipif(cpu._lib.unusable() is not None, reason=str(cpu._lib.unusable()))

@@ -17,11 +17,12 @@ from torch.autograd import gradcheck
 
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.rope import OPERATOR, PAIRS, cpu, reference, rope, why_not
+from mindspeed_lite.ops.rope import OPERATOR, PAIRS, cpu, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import bound
+from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
 
 from . import twin
@@ -30,6 +31,8 @@ from .twin.rope import npu_rotary_mul
 triton = pytest.importorskip("triton")
 
 from mindspeed_lite.ops.rope import cuda  # noqa: E402
+
+why_not = why_not_of(rope)
 
 NAMES = ("y", "dx")
 BACKENDS = {"cpu": cpu.rope, "cuda": cuda.rope}

@@ -16,45 +16,42 @@ norm_kernels = pytest.importorskip("mindspeed_lite.ops.norm_kernels")
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
-NAMES = ("y", "sum", "dx", "dweight", "dbias")
+NAMES = ("y", "dx", "dweight", "dbias")
 EPS = 1e-5
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def results(function: Any, tensors: list[torch.Tensor | None], zero_centered: bool) -> list[torch.Tensor]:
-    """[y, sum or none, gradients] of function(x, weight, bias, eps, zero_centered, residual)."""
-    x, weight, bias, residual, dy, dsum = tensors
+    """y and the gradients of function(x, weight, bias, eps, zero_centered)."""
+    x, weight, bias, dy = tensors
     leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
     given = leaves if bias is not None else [*leaves, None]
-    out = function(*given, EPS, zero_centered, residual)
-    outputs = list(out) if residual is not None else [out]
-    gradients = torch.autograd.grad(outputs, leaves, [dy, dsum][: len(outputs)])
-    return [each.detach() for each in (*outputs, *gradients)]
+    y = function(*given, EPS, zero_centered)
+    return [each.detach() for each in (y, *torch.autograd.grad(y, leaves, dy))]
 
 
-def definition(x: Any, weight: Any, bias: Any, eps: float, zero_centered: bool, residual: Any) -> Any:
+def definition(x: Any, weight: Any, bias: Any, eps: float, zero_centered: bool) -> Any:
     if bias is None:
-        return rms_norm.rms_norm(x, weight, eps, zero_centered, residual)
-    return layer_norm.layer_norm(x, weight, bias, eps, zero_centered, residual)
+        return rms_norm.rms_norm(x, weight, eps, zero_centered)
+    return layer_norm.layer_norm(x, weight, bias, eps, zero_centered)
 
 
 @pytest.mark.usefixtures("triton_runs")
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize(
-    ("shape", "dtype", "weight_dtype", "residual", "zero_centered"),
+    ("shape", "dtype", "weight_dtype", "zero_centered"),
     [
-        ((5, 33), FP32, FP32, False, False),
-        ((3, 7, 64), BF16, FP32, True, True),
-        ((2, 1100), FP16, FP16, True, False),
-        ((2, 4112), FP32, FP32, True, True),  # two programs for a row
-        ((2, 8193), BF16, BF16, False, True),  # three, the last with a column
+        ((5, 33), FP32, FP32, False),
+        ((3, 7, 64), BF16, FP32, True),
+        ((2, 1100), FP16, FP16, False),
+        ((2, 4112), FP32, FP32, True),  # two programs for a row
+        ((2, 8193), BF16, BF16, True),  # three, the last with a column
     ],
 )
 def test_against_float64(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
-    residual: bool,
     zero_centered: bool,
     centered: bool,
 ) -> None:
@@ -66,14 +63,11 @@ def test_against_float64(
     width = shape[-1]
     wide = normal(*shape[:-1], 2 * width) + 1  # rows twice as far apart
     weight, bias = normal(width, dtype=weight_dtype), normal(width, dtype=weight_dtype) if centered else None
-    # A sum that is exact makes results comparable.
-    other = torch.zeros(shape, dtype=dtype) if residual else None
-    tensors = [wide[..., :width], weight, bias, other, normal(*shape), normal(*shape)]
+    tensors = [wide[..., :width], weight, bias, normal(*shape)]
     exact = results(definition, [None if t is None else t.double() for t in tensors], zero_centered)
     got = results(norm_kernels.Norm.apply, [None if t is None else t.to(DEVICE) for t in tensors], zero_centered)
-    names = [name for name in NAMES if name != "sum" or residual]
     rows = wide.numel() // (2 * width)
-    for name, ours, truth in zip(names, got, exact, strict=False):
+    for name, ours, truth in zip(NAMES, got, exact, strict=False):
         ours = ours.cpu()
         # The interpreter cuts a float32 to bfloat16 where a GPU rounds: twice as far off.
         cut = not HAS_GPU and ours.dtype == BF16
@@ -82,15 +76,6 @@ def test_against_float64(
         wrong_ones = errors.mutations(truth.to(ours.dtype), generator)
         accepted = [wrong_name for wrong_name, wrong in wrong_ones if errors.is_within(wrong, truth, allowed)]
         assert not accepted, (name, accepted)
-
-
-@pytest.mark.usefixtures("triton_runs")
-def test_a_residual_is_rounded_as_it_is_handed_on() -> None:
-    x, residual = (torch.randn(3, 5000, generator=torch.Generator().manual_seed(i)).half().to(DEVICE) for i in (0, 1))
-    weight = torch.ones(5000, dtype=FP16, device=DEVICE)
-    y, total = norm_kernels.Norm.apply(x, weight, None, EPS, False, residual)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(y, norm_kernels.Norm.apply(total, weight, None, EPS, False, None))
 
 
 # Bytes that a multiprocessor must have under way: bandwidth times 0.8 us, of an H100 (132) and of a B200 (148).
@@ -102,13 +87,13 @@ def compiled(arch: int, width: int, dtype: torch.dtype, weight: torch.dtype, cen
     """The kernel as it would be launched for rows of this width, and its plan."""
     aligned = width % 16 == 0
     plan = norm_kernels.plan(width, dtype.itemsize, aligned, back)
-    rows, factors = ("dy", "x", "dsum", "dx") if back else ("x", "residual", "y", "total"), TRITON_TYPE[weight]
-    strides = ("dy_stride", "x_stride", "dsum_stride") if back else ("x_stride", "residual_stride")
+    rows, factors = ("dy", "x", "dx") if back else ("x", "y"), TRITON_TYPE[weight]
+    strides = ("dy_stride", "x_stride") if back else ("x_stride",)
     signature = dict.fromkeys(rows, TRITON_TYPE[dtype]) | dict.fromkeys(("rows", "width", *strides), "i32")
     signature |= {"weight": factors, "mean": "*fp32", "rstd": "*fp32"}
     signature |= {"parts": "*fp32"} if back else {"bias": factors, "eps": "fp32"}
     constants = {"ROWS": plan.rows, "BLOCK": plan.block, "SPLITS": plan.splits, "STAGES": plan.stages}
-    constants |= {"CENTERED": centered, "ZERO_CENTERED": True, "DSUM" if back else "RESIDUAL": True}
+    constants |= {"CENTERED": centered, "ZERO_CENTERED": True}
     kernel = f"mindspeed_lite.ops.norm_kernels:{'backward' if back else 'forward'}_kernel"
     divisible = ("width", *strides) if aligned else ()
     return compile_for(arch, kernel, signature, constants, divisible, **plan.options), plan

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mindspeed_lite.pipeline import orders, recompute_plan, straight_line, trace
+from mindspeed_lite.pipeline import orders, recompute_plan, trace
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
 from mindspeed_lite.pipeline.run import Trace, run
@@ -247,28 +247,6 @@ def test_a_trace_has_a_line_for_every_step_and_is_appended_to(tmp_path: Path) ->
     lines = [json.loads(line) for line in record.path.read_text().splitlines()]
     assert lines[1] == {"rank": 3, "kind": "BI", "chunk": 1, "microbatch": 1, "begin": 0.5, "end": 0.75}
     assert len(lines) == 2 and record.done == []
-
-
-def test_a_program_is_lines_that_say_what_is_sent_taken_and_let_go() -> None:
-    program = compile_program(orders.build("1f1b", PipelineShape(2, 2)), 0)
-    form = straight_line.ExecutionForm(True, True, False, False, frozenset({3}), frozenset())
-    assert straight_line.source(program, form).splitlines()[1:] == [
-        "    o1 = forward0(0, None)",
-        "    exchange(o1, None, False, False)",
-        "    release(o1)",
-        "    o2 = forward0(1, None)",
-        "    t3, _ = exchange(o2, None, True, False)",
-        "    release(o2)",
-        "    backward0(0, None, o1, t3)",
-        "    o1 = t3 = None",
-        "    t4, _ = exchange(None, None, True, False)",
-        "    before[3]()",
-        "    backward0(1, None, o2, t4)",
-        "    o2 = t4 = None",
-    ]
-    function = straight_line.function(program, form)
-    assert straight_line.function(program, form) is function
-    assert straight_line.function(program, form._replace(is_traced=True)) is not function
 
 
 def test_nothing_is_held_once_its_last_step_has_run() -> None:

@@ -140,7 +140,9 @@ def test_every_order_ends_for_any_durations_with_all_that_a_step_needs_before_it
                 for source, needed in schedule.predecessors(rank, step):
                     lag = costs.message if source != rank else 0.0
                     assert ended[source, needed] + lag <= timed.begin + 1e-9
-        assert found.busy(rank) == pytest.approx(costs.busy(schedule, rank))
+        assert found.busy(rank) == pytest.approx(
+            sum(costs.seconds(schedule, rank, entry) for entry in schedule.ranks[rank])
+        )
         assert 0 <= found.exposed(rank) <= found.idle(rank) + 1e-9
     kinds = [step.kind for rank in range(schedule.num_ranks) for step in schedule.steps(rank)]
     units = schedule.num_stages * schedule.microbatches

@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.activation import recompute, reference
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["KINDS", "OPERATOR", "Case", "activation", "why_not"]
+__all__ = ["KINDS", "OPERATOR", "Case", "activation"]
 
 KINDS = (*reference.GATED, *reference.PLAIN)
 
@@ -67,18 +67,6 @@ def activation(
     return OPERATOR.choose(_case(x, kind, bias, weights, linear_offset, clamp))(
         x, kind, bias, weights, linear_offset, clamp
     )
-
-
-def why_not(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    linear_offset: float = 0.0,
-    clamp: float | None = None,
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_case(x, kind, bias, weights, linear_offset, clamp))
 
 
 def _case(

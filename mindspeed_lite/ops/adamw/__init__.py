@@ -12,7 +12,7 @@ from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "Rule", "adamw", "why_not"]
+__all__ = ["OPERATOR", "Case", "Rule", "adamw"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -82,21 +82,6 @@ def adamw(
         return
     rule = Rule(lr, betas, eps, weight_decay, step, grad_scale, case.decoupled)
     OPERATOR.choose(case)(params, grads, exp_avgs, exp_avg_sqs, rule, outs, lows, blocks)
-
-
-def why_not(
-    params: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    decoupled: bool = True,
-    outs: Tensors | None = None,
-    lows: Tensors | None = None,
-    blocks: Blocks | None = None,
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled, lows, blocks)
-    return [] if case is None else OPERATOR.why_not(case)
 
 
 def _case(

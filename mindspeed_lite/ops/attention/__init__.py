@@ -33,7 +33,6 @@ __all__ = [
     "forward",
     "prepare",
     "fallback_reasons",
-    "why_not",
 ]
 
 
@@ -228,11 +227,6 @@ def backward(
 
 def _is_narrow(dtype: torch.dtype) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
-
-
-def why_not(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> list[str]:
-    """Every reason why `attention` of these would run on the reference, not on its device's backend; empty if none."""
-    return fallback_reasons(prepare(q, k, v, **options))
 
 
 def _check_half(spec: AttentionSpec) -> None:

@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.bias_dropout_add import reference
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "bias_dropout_add", "why_not"]
+__all__ = ["OPERATOR", "Case", "bias_dropout_add"]
 
 
 class Case(NamedTuple):
@@ -38,13 +38,6 @@ def bias_dropout_add(
     shapes and dtypes that do not fit and for a share that is none.
     """
     return OPERATOR.choose(_case(x, residual, bias, dropout_p))(x, residual, bias, dropout_p)
-
-
-def why_not(
-    x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None = None, dropout_p: float = 0.0
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_case(x, residual, bias, dropout_p))
 
 
 def _case(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, dropout_p: float) -> Case:

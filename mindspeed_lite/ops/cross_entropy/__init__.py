@@ -10,7 +10,7 @@ from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.ops.cross_entropy.loss import Gather
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "Gather", "cross_entropy", "why_not"]
+__all__ = ["OPERATOR", "Case", "Gather", "cross_entropy"]
 
 
 class Case(NamedTuple):
@@ -32,7 +32,6 @@ def cross_entropy(
     target: torch.Tensor,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    label_smoothing: float = 0.0,
     gather: Gather | None = None,
 ) -> torch.Tensor:
     """loss = log(sum_v exp x_v) - x_target over the whole vocabulary, for every row x of the logits.
@@ -40,11 +39,9 @@ def cross_entropy(
     logits: [..., V]; target: [...] of integers; the loss: [...] in fp32 (float64 for float64 logits).
 
     A rank that holds the slice [vocab_start, vocab_start + V) of a vocabulary of `vocab_size` passes `gather`: it
-    takes the statistics of this slice, [R, T] (per row: maximum, sum of exponentials relative to it, the target's
-    logit), and returns those of all slices, [slices, R, T]. Nothing else travels. A target outside the whole
+    takes the statistics of this slice, [3, T] (per row: maximum, sum of exponentials relative to it, the target's
+    logit), and returns those of all slices, [slices, 3, T]. Nothing else travels. A target outside the whole
     vocabulary marks a row that will be masked: its loss is log(sum_v exp(x_v - max x)).
-
-    Label smoothing a takes s = a K / (K - 1), K = vocab_size, and (1 - s) loss - s mean_v log softmax(x)_v.
 
     For the backward pass the logits in their own dtype, the target and two fp32 numbers per row are kept; no fp32
     copy of the logits is made in either direction. The gradient, (softmax - onehot) dloss, is written over the
@@ -63,15 +60,8 @@ def cross_entropy(
             f"cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or it is "
             f"not the whole and nothing gathers the others"
         )
-    if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and size < 2):
-        raise ValueError(f"cross_entropy: no label smoothing {label_smoothing} over a vocabulary of {size}")
     implementation = OPERATOR.choose(Case(logits.device.type, logits.dtype))
-    return implementation(logits, target, vocab_start, size, label_smoothing, gather)
-
-
-def why_not(logits: torch.Tensor, target: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(logits.device.type, logits.dtype))
+    return implementation(logits, target, vocab_start, size, gather)
 
 
 def _shapes(logits: torch.Tensor, target: torch.Tensor) -> str:

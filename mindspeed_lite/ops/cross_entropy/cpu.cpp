@@ -7,12 +7,12 @@ static constexpr int64_t BLOCK = 2048;
 
 template <typename T>
 static void statistics(const T* logits, const int64_t* target, float* out, int64_t rows, int64_t width, int64_t start,
-                       int total, int whole, int threads) {
+                       int whole, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;
         const float lowest = -std::numeric_limits<float>::infinity();
-        float top = lowest, sum = 0.0f, plain = 0.0f;
+        float top = lowest, sum = 0.0f;
         float block[BLOCK];
         for (int64_t first = 0; first < width; first += BLOCK) {
             const int64_t size = std::min(BLOCK, width - first);
@@ -30,12 +30,6 @@ static void statistics(const T* logits, const int64_t* target, float* out, int64
             for (int64_t i = 0; i < size; i++) part += exp_(block[i] - base);
             sum = sum * exp_(top - base) + part;
             top = now;
-            if (total) {
-                float block_sum = 0.0f;
-#pragma omp simd reduction(+ : block_sum)
-                for (int64_t i = 0; i < size; i++) block_sum += block[i];
-                plain += block_sum;
-            }
         }
         const int64_t column = target[row] - start;
         out[row] = top;
@@ -46,13 +40,12 @@ static void statistics(const T* logits, const int64_t* target, float* out, int64
         } else {
             out[2 * rows + row] = here ? load(x + column) : 0.0f;
         }
-        if (total) out[3 * rows + row] = plain;
     }
 }
 
 template <typename T>
 static void gradient(const T* logits, const int64_t* target, const float* top, const float* sums, const float* dloss,
-                     T* out, int64_t rows, int64_t width, int64_t start, float on, float off, int threads) {
+                     T* out, int64_t rows, int64_t width, int64_t start, int threads) {
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
         const T* x = logits + row * width;
@@ -61,23 +54,22 @@ static void gradient(const T* logits, const int64_t* target, const float* top, c
         const int64_t column = target[row] - start;
         const bool here = column >= 0 && column < width;
         // Before the row is written over.
-        const float hit = here ? (exp_(load(x + column) - base) * scale - off - on) * outer : 0.0f;
+        const float hit = here ? (exp_(load(x + column) - base) * scale - 1.0f) * outer : 0.0f;
 #pragma omp simd
-        for (int64_t i = 0; i < width; i++) store(dx + i, (exp_(load(x + i) - base) * scale - off) * outer);
+        for (int64_t i = 0; i < width; i++) store(dx + i, exp_(load(x + i) - base) * scale * outer);
         if (here) store(dx + column, hit);
     }
 }
 
 #define EXPORT(NAME, T)                                                                                               \
     extern "C" void cross_entropy_statistics_##NAME(const T* logits, const int64_t* target, float* out, int64_t rows, \
-                                                    int64_t width, int64_t start, int total, int whole,               \
-                                                    int threads) {                                                    \
-        statistics<T>(logits, target, out, rows, width, start, total, whole, threads);                                \
+                                                    int64_t width, int64_t start, int whole, int threads) {           \
+        statistics<T>(logits, target, out, rows, width, start, whole, threads);                                       \
     }                                                                                                                 \
     extern "C" void cross_entropy_gradient_##NAME(const T* logits, const int64_t* target, const float* top,           \
                                                   const float* sums, const float* dloss, T* out, int64_t rows,        \
-                                                  int64_t width, int64_t start, float on, float off, int threads) {   \
-        gradient<T>(logits, target, top, sums, dloss, out, rows, width, start, on, off, threads);                     \
+                                                  int64_t width, int64_t start, int threads) {                        \
+        gradient<T>(logits, target, top, sums, dloss, out, rows, width, start, threads);                              \
     }
 
 EXPORT(bf16, bf16)

@@ -19,8 +19,8 @@ _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 library = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {f"cross_entropy_statistics_{name}": "pppllliii" for name in _NAMES.values()}
-    | {f"cross_entropy_gradient_{name}": "pppppplllffi" for name in _NAMES.values()},
+    {f"cross_entropy_statistics_{name}": "ppplllii" for name in _NAMES.values()}
+    | {f"cross_entropy_gradient_{name}": "ppppppllli" for name in _NAMES.values()},
 )
 
 
@@ -29,12 +29,12 @@ def supported(case: Case) -> list[str]:
     return [] if reason is None else [reason]
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
     count, width = rows.shape
-    out = torch.empty(4 if total else 3, count, dtype=torch.float32)
+    out = torch.empty(3, count, dtype=torch.float32)
     kernel = getattr(library, f"cross_entropy_statistics_{_NAMES[rows.dtype]}")
     threads = native.threads(rows.numel())
-    kernel(rows, target, out, count, width, start, total, whole, threads)
+    kernel(rows, target, out, count, width, start, whole, threads)
     return out
 
 
@@ -45,13 +45,11 @@ def gradient(
     top: torch.Tensor,
     sums: torch.Tensor,
     dloss: torch.Tensor,
-    on: float,
-    off: float,
     out: torch.Tensor,
 ) -> None:
     count, width = rows.shape
     kernel = getattr(library, f"cross_entropy_gradient_{_NAMES[rows.dtype]}")
-    kernel(rows, target, top, sums, dloss, out, count, width, start, on, off, native.threads(rows.numel()))
+    kernel(rows, target, top, sums, dloss, out, count, width, start, native.threads(rows.numel()))
 
 
 def kernels(x: torch.Tensor) -> Kernels:
@@ -64,7 +62,6 @@ def cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
 ) -> torch.Tensor:
-    return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, label_smoothing, gather)
+    return loss.cross_entropy(kernels(logits), logits, target, vocab_start, vocab_size, gather)

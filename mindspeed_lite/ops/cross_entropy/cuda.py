@@ -35,7 +35,6 @@ def statistics_kernel(
     rows,
     start,
     WIDTH: tl.constexpr,
-    TOTAL: tl.constexpr,
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -45,7 +44,6 @@ def statistics_kernel(
     # A maximum and a sum for each lane; they meet once, behind the loop.
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     sums = tl.zeros((BLOCK,), tl.float32)
-    plain = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, WIDTH, BLOCK):
         inside = first + columns < WIDTH
         x = tl.load(row_ptr + first + columns, mask=inside, other=float("-inf")).to(tl.float32)
@@ -53,8 +51,6 @@ def statistics_kernel(
         base = tl.where(higher == float("-inf"), 0.0, higher)
         sums = sums * tl.exp(top - base) + tl.exp(x - base)
         top = higher
-        if TOTAL:
-            plain += tl.where(inside, x, 0.0)
     highest = tl.max(top, axis=0)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     tl.store(out_ptr + row, highest)
@@ -66,30 +62,26 @@ def statistics_kernel(
     if WHOLE:
         picked = tl.log(total) - tl.where(here, picked - highest, 0.0)
     tl.store(out_ptr + 2 * rows + row, picked)
-    if TOTAL:
-        tl.store(out_ptr + 3 * rows + row, tl.sum(plain, axis=0))
 
 
 @triton.jit
-def gradient_kernel(
-    logits_ptr, target_ptr, top_ptr, sums_ptr, dloss_ptr, out_ptr, width, start, on, off, BLOCK: tl.constexpr
-):
+def gradient_kernel(logits_ptr, target_ptr, top_ptr, sums_ptr, dloss_ptr, out_ptr, width, start, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     column = tl.load(target_ptr + row) - start
     x = tl.load(logits_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
-    dx = tl.exp(x - tl.load(top_ptr + row)) * (1.0 / tl.load(sums_ptr + row)) - off
-    dx = (dx - tl.where(columns == column, on, 0.0)) * tl.load(dloss_ptr + row)
+    dx = tl.exp(x - tl.load(top_ptr + row)) * (1.0 / tl.load(sums_ptr + row))
+    dx = (dx - tl.where(columns == column, 1.0, 0.0)) * tl.load(dloss_ptr + row)
     tl.store(out_ptr + row * width + columns, dx.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
     count, width = rows.shape
-    out = torch.empty(4 if total else 3, count, dtype=torch.float32, device=rows.device)
+    out = torch.empty(3, count, dtype=torch.float32, device=rows.device)
     if count:
         with _on(rows):
-            given = (rows, target, out, count, start, width, total, whole, _block(width))
+            given = (rows, target, out, count, start, width, whole, _block(width))
             statistics_kernel[(count,)](*given, num_warps=WARPS)
     return out
 
@@ -101,8 +93,6 @@ def gradient(
     top: torch.Tensor,
     sums: torch.Tensor,
     dloss: torch.Tensor,
-    on: float,
-    off: float,
     out: torch.Tensor,
 ) -> None:
     count, width = rows.shape
@@ -110,7 +100,7 @@ def gradient(
         block = _block(width)
         given = (rows, target, top, sums, dloss, out)
         with _on(rows):
-            gradient_kernel[(count, triton.cdiv(width, block))](*given, width, start, on, off, block, num_warps=WARPS)
+            gradient_kernel[(count, triton.cdiv(width, block))](*given, width, start, block, num_warps=WARPS)
 
 
 def _block(width: int) -> int:
@@ -133,8 +123,7 @@ def cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
 ) -> torch.Tensor:
     passes = kernels(logits.dtype, torch.compiler.is_compiling())
-    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, label_smoothing, gather)
+    return loss.cross_entropy(passes, logits, target, vocab_start, vocab_size, gather)

@@ -5,7 +5,7 @@ A backend brings two passes over the logits, and this file all that happens on o
     statistics   m = max_v x_v        s = sum_v exp(x_v - m)        p = x_target, 0 if it is not in this slice
     merge        M = max_i m_i        S = sum_i s_i exp(m_i - M)    P = sum_i p_i
     loss         log S - (P - M)
-    gradient     dx_v = (exp(x_v - M) / S - off - on [v = target]) dloss
+    gradient     dx_v = (exp(x_v - M) / S - [v = target]) dloss
 """
 
 from __future__ import annotations
@@ -25,31 +25,16 @@ Gather = Callable[[torch.Tensor], torch.Tensor]
 class Kernels(NamedTuple):
     """The two passes over a slice of the logits.
 
-    statistics(rows [T, V], target [T], start, total, whole) -> [3, T], or [4, T] with the row's sum if `total`. If
-    the slice is the `whole` vocabulary, the loss stands in the place of the target's logit.
-    gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], on, off, out [T, V]); `out` may be `rows`.
+    statistics(rows [T, V], target [T], start, whole) -> [3, T]. If the slice is the `whole` vocabulary, the loss
+    replaces the target's logit.
+    gradient(rows [T, V], target [T], start, top [T], sums [T], dloss [T], out [T, V]); `out` may be `rows`.
 
     Rows and out are contiguous; target is int64; a target that is not in the slice is in none of its columns. A row
     of minus infinities has the sum 0.
     """
 
-    statistics: Callable[[torch.Tensor, torch.Tensor, int, bool, bool], torch.Tensor]
+    statistics: Callable[[torch.Tensor, torch.Tensor, int, bool], torch.Tensor]
     gradient: Callable[..., None]
-
-
-class Weights(NamedTuple):
-    """Label smoothing as what a target and what every entry of the vocabulary is worth."""
-
-    on: float
-    off: float
-    smoothing: float
-
-    @classmethod
-    def of(cls, label_smoothing: float, vocab_size: int) -> Weights:
-        if not label_smoothing:
-            return cls(1.0, 0.0, 0.0)
-        smoothing = label_smoothing * vocab_size / (vocab_size - 1)
-        return cls(1.0 - smoothing, smoothing / vocab_size, smoothing)
 
 
 def precision(dtype: torch.dtype) -> torch.dtype:
@@ -58,7 +43,7 @@ def precision(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge(parts: torch.Tensor) -> torch.Tensor:
-    """Statistics [slices, R, T] as those of the union, [R, T]."""
+    """Statistics [slices, 3, T] as those of the union, [3, T]."""
     if parts.shape[0] == 1:
         return parts[0]
     top = parts[:, 0].amax(0)  # [T]
@@ -68,15 +53,11 @@ def merge(parts: torch.Tensor) -> torch.Tensor:
     return merged
 
 
-def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int, weights: Weights) -> torch.Tensor:
-    """The loss of every row, [T], from statistics of the whole vocabulary, [R, T]."""
-    top, sums, predicted = merged[:3]
-    log_sums = sums.log()
+def losses(merged: torch.Tensor, target: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """The loss of every row, [T], from statistics of the whole vocabulary, [3, T]."""
+    top, sums, predicted = merged
     known = (target >= 0) & (target < vocab_size)
-    loss: torch.Tensor = log_sums - torch.where(known, predicted - top, 0.0)
-    if weights.smoothing:
-        mean = merged[3] / vocab_size - top - log_sums
-        loss = (1.0 - weights.smoothing) * loss - weights.smoothing * mean
+    loss: torch.Tensor = sums.log() - torch.where(known, predicted - top, 0.0)
     return loss
 
 
@@ -86,13 +67,11 @@ def cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
 ) -> torch.Tensor:
     """The operator on these kernels; see `mindspeed_lite.ops.cross_entropy.cross_entropy`."""
-    weights = Weights.of(label_smoothing, vocab_size)
     loss: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, target, kernels, vocab_start, vocab_size, weights, gather
+        logits, target, kernels, vocab_start, vocab_size, gather
     )
     return loss
 
@@ -106,7 +85,6 @@ class _CrossEntropy(torch.autograd.Function):
         kernels: Kernels,
         vocab_start: int,
         vocab_size: int,
-        weights: Weights,
         gather: Gather | None,
     ) -> torch.Tensor:
         ctx.shape = logits.shape
@@ -114,14 +92,15 @@ class _CrossEntropy(torch.autograd.Function):
             logits = logits.contiguous()
         rows = logits.view(-1, logits.shape[-1])  # [T, V]
         flat = target.reshape(-1).to(torch.int64)  # [T]
-        smooths, whole = weights.smoothing != 0.0, gather is None
-        statistics = kernels.statistics(rows, flat, vocab_start, smooths, whole and not smooths)  # [R, T]
-        if gather is not None:
+        statistics = kernels.statistics(rows, flat, vocab_start, gather is None)  # [3, T]
+        if gather is None:
+            # The kernel has computed it: on one value per row, what PyTorch's operators cost is their calls.
+            loss = statistics[2]
+        else:
             statistics = merge(gather(statistics))
-        # Most often a kernel has done it: on one number per row, what PyTorch's operators cost is their calls.
-        loss = statistics[2] if whole and not smooths else losses(statistics, flat, vocab_size, weights)
+            loss = losses(statistics, flat, vocab_size)
         ctx.save_for_backward(logits, flat, statistics[:2])
-        ctx.kernels, ctx.vocab_start, ctx.weights = kernels, vocab_start, weights
+        ctx.kernels, ctx.vocab_start = kernels, vocab_start
         return loss.view(target.shape)
 
     @staticmethod
@@ -132,12 +111,11 @@ class _CrossEntropy(torch.autograd.Function):
         out = logits.detach() if ours else torch.empty_like(logits)
         rows, gradient = (t.view(-1, t.shape[-1]) for t in (logits, out))
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
-        on, off, _ = ctx.weights
-        ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, on, off, gradient)
+        ctx.kernels.gradient(rows, target, ctx.vocab_start, top, sums, dloss, gradient)
         if ours:
             # A kernel that writes through a pointer is not seen by autograd.
             torch.autograd.graph.increment_version(logits)
-        return out.view(ctx.shape), None, None, None, None, None, None
+        return out.view(ctx.shape), None, None, None, None, None
 
 
 def only_the_graph_has(references: tuple[int, ...]) -> bool:

@@ -15,9 +15,7 @@ from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels
 _BLOCK = 1 << 22
 
 
-def definition(
-    logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, vocab_size: int | None = None
-) -> torch.Tensor:
+def definition(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The loss [...] of logits [..., K] over a whole vocabulary, differentiable by PyTorch itself."""
     wide = logits.to(loss.precision(logits.dtype))
     log_probs = wide.log_softmax(-1)  # [..., K]
@@ -25,20 +23,15 @@ def definition(
     column = target.clamp(0, logits.shape[-1] - 1)[..., None].to(torch.int64)
     # A row without a target: the loss as if its target were as likely as the likeliest token.
     picked = torch.where(known, log_probs.gather(-1, column)[..., 0], wide.detach().amax(-1) - wide.logsumexp(-1))
-    smoothing = loss.Weights.of(label_smoothing, logits.shape[-1]).smoothing
-    if not smoothing:  # excluded tokens have no mean
-        return -picked
-    return -(1.0 - smoothing) * picked - smoothing * log_probs.mean(-1)
+    return -picked
 
 
-def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool, whole: bool) -> torch.Tensor:
+def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, whole: bool) -> torch.Tensor:
     count, width = rows.shape
-    out = rows.new_empty((4 if total else 3, count), dtype=loss.precision(rows.dtype))
+    out = rows.new_empty((3, count), dtype=loss.precision(rows.dtype))
     for block in _blocks(count, width):
         wide = rows[block].to(out.dtype)  # [t, V]
         top = torch.amax(wide, dim=-1, out=out[0, block])
-        if total:
-            torch.sum(wide, dim=-1, out=out[3, block])
         column = target[block] - start
         here = (column >= 0) & (column < width)
         picked = wide.gather(1, column.clamp(0, width - 1)[:, None])[:, 0]
@@ -47,7 +40,7 @@ def statistics(rows: torch.Tensor, target: torch.Tensor, start: int, total: bool
         base = torch.where(top == -torch.inf, 0.0, top)
         torch.sum((wide - base[:, None]).exp_(), dim=-1, out=out[1, block])
     if whole:
-        out[2] = loss.losses(out, target - start, width, loss.Weights.of(0.0, width))
+        out[2] = loss.losses(out, target - start, width)
     return out
 
 
@@ -58,17 +51,13 @@ def gradient(
     top: torch.Tensor,
     sums: torch.Tensor,
     dloss: torch.Tensor,
-    on: float,
-    off: float,
     out: torch.Tensor,
 ) -> None:
     count, width = rows.shape
     columns = torch.arange(start, start + width, device=rows.device)
     for block in _blocks(count, width):
         wide = (rows[block].to(top.dtype) - top[block, None]).exp_().div_(sums[block, None])  # [t, V]
-        if off:
-            wide.sub_(off)
-        wide.sub_((columns == target[block, None]).to(wide.dtype), alpha=on)
+        wide.sub_((columns == target[block, None]).to(wide.dtype))
         out[block] = wide.mul_(dloss[block, None])
 
 
@@ -80,10 +69,9 @@ def cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
 ) -> torch.Tensor:
-    return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, label_smoothing, gather)
+    return loss.cross_entropy(KERNELS, logits, target, vocab_start, vocab_size, gather)
 
 
 def _blocks(count: int, width: int) -> list[slice]:

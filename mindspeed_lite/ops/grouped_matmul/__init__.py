@@ -21,7 +21,6 @@ __all__ = [
     "accumulate_weight_gradients",
     "grouped_matmul",
     "weight_gradients",
-    "why_not",
 ]
 
 Tensors = Sequence[torch.Tensor]
@@ -124,22 +123,6 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
     case = _case(x, len(counts), dy.shape[1], main_grads=main_grads)
     with torch.no_grad():
         _module(case, x, dy.shape[1]).accumulate_weight_gradients(main_grads, dy, x, known)
-
-
-def why_not(
-    x: torch.Tensor,
-    weights: Tensors | torch.Tensor,
-    biases: Tensors | None = None,
-    *,
-    transposed: bool = True,
-    main_grads: Tensors | None = None,
-) -> list[str]:
-    """Every reason why a call would run on the reference, not on its device's backend; empty if none.
-
-    The call is `grouped_matmul` with these arguments, or `accumulate_weight_gradients` where main_grads are given.
-    """
-    width = weights[0].shape[0 if transposed else 1]
-    return OPERATOR.why_not(_case(x, len(weights), width, biased=biases is not None, main_grads=main_grads))
 
 
 def _case(

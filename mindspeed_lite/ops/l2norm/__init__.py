@@ -10,7 +10,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.l2norm import reference
 
-__all__ = ["OPERATOR", "Case", "l2norm", "why_not"]
+__all__ = ["OPERATOR", "Case", "l2norm"]
 
 
 class Case(NamedTuple):
@@ -38,11 +38,6 @@ def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if not tensors:
         raise ValueError("l2norm: want at least one tensor")
     return OPERATOR.choose(_case(tensors))(tensors)
-
-
-def why_not(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_case(tensors))
 
 
 def _case(tensors: Sequence[torch.Tensor]) -> Case:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, overload
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.layer_norm import reference
 
-__all__ = ["OPERATOR", "Case", "layer_norm", "why_not"]
+__all__ = ["OPERATOR", "Case", "layer_norm"]
 
 
 class Case(NamedTuple):
@@ -19,7 +19,6 @@ class Case(NamedTuple):
     dtype: torch.dtype
     weight_dtype: torch.dtype
     zero_centered: bool
-    residual: bool = False
 
 
 OPERATOR = Operator(
@@ -33,47 +32,17 @@ OPERATOR = Operator(
 )
 
 
-@overload
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: None = None,
-) -> torch.Tensor: ...
-
-
-@overload
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    *,
-    residual: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
+) -> torch.Tensor:
     """y = (x - mean(x)) / sqrt(var(x) + eps) * w + `bias`, where w is `weight`, or 1 + `weight` if `zero_centered`.
 
     Mean and (biased) variance are those of a row of x: [..., H], any strides. weight, bias: [H], of one dtype, x's
-    or another; y: [..., H] in x's dtype. With `residual`, of x's shape and dtype: s = x + residual, rounded to x's
-    dtype, is what is normalised, and (y, s) is returned.
+    or another; y: [..., H] in x's dtype.
 
-    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. For the backward
-    pass x (or s), weight and two fp32 numbers per row (mean and 1 / standard deviation) are kept. The gradients of
-    weight and bias are summed over rows in fp32 and come in their dtype; the gradients of y and s are joined in
-    the same pass. What a backend does differently stands in its file.
+    Everything is computed in fp32 (float64 for a float64 x) and rounded once, to x's dtype. The backward pass keeps
+    x, weight and two fp32 values per row (mean and 1 / standard deviation). The gradients of weight and bias are
+    summed over rows in fp32 and have their dtype. Each backend's file states where it differs.
     """
     if weight.dim() != 1 or bias.shape != weight.shape or x.dim() == 0 or x.shape[-1] != weight.shape[0]:
         raise ValueError(
@@ -82,25 +51,6 @@ def layer_norm(
         )
     if bias.dtype != weight.dtype:
         raise ValueError(f"layer_norm: want weight and bias of one dtype, not {weight.dtype} and {bias.dtype}")
-    if residual is None:
-        case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
-        return OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
-    if residual.shape != x.shape or residual.dtype != x.dtype:
-        raise ValueError(
-            f"layer_norm: want x and residual of one shape and dtype, not {x.dtype} {tuple(x.shape)} and "
-            f"{residual.dtype} {tuple(residual.shape)}"
-        )
-    case = Case(x.device.type, x.dtype, weight.dtype, zero_centered, True)
-    return OPERATOR.choose(case)(x, weight, bias, eps, zero_centered, residual)
-
-
-def why_not(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(x.device.type, x.dtype, weight.dtype, zero_centered, residual is not None))
+    case = Case(x.device.type, x.dtype, weight.dtype, zero_centered)
+    out: torch.Tensor = OPERATOR.choose(case)(x, weight, bias, eps, zero_centered)
+    return out

@@ -66,13 +66,6 @@ double sum_of_squares(const T* x, float mean, int64_t width) {
 }
 
 template <typename T>
-const T* added(const T* x, const T* residual, T* sum, int64_t width) {
-#pragma omp simd
-    for (int64_t h = 0; h < width; ++h) store(sum + h, load(x + h) + load(residual + h));
-    return sum;
-}
-
-template <typename T>
 void scaled(const T* x, float mean, float inverse, const float* scale, const float* shift, T* y, int64_t width) {
 #pragma omp simd
     for (int64_t h = 0; h < width; ++h) store(y + h, (load(x + h) - mean) * inverse * scale[h] + shift[h]);
@@ -85,11 +78,9 @@ std::unique_ptr<float[]> widened(const W* parameter, int64_t width, float plus) 
     return wide;
 }
 
-// With a residual, what is normalised is sum = x + residual, as rounded to T.
 template <typename T, typename W>
-void forward(const T* x, const T* residual, const W* weight, const W* bias, T* y, T* sum, float* mean, float* rstd,
-             int64_t rows, int64_t width, int64_t x_stride, int64_t residual_stride, float eps, int zero_centered,
-             int threads) {
+void forward(const T* x, const W* weight, const W* bias, T* y, float* mean, float* rstd, int64_t rows, int64_t width,
+             int64_t x_stride, float eps, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f), shifts = widened(bias, width, 0.0f);
     const float *scale = scales.get(), *shift = shifts.get();
     const int64_t together = std::clamp(kElements / width, int64_t{1}, kMostRows);
@@ -100,8 +91,6 @@ void forward(const T* x, const T* residual, const W* weight, const W* bias, T* y
         float middle[kMostRows], inverse[kMostRows];
         for (int64_t k = 0; k < count; ++k) {
             const T* row = x + (first + k) * x_stride;
-            if (residual)
-                row = added(row, residual + (first + k) * residual_stride, sum + (first + k) * width, width);
             middle[k] = static_cast<float>(sum_of_values(row, width) / width);
             squares[k] = sum_of_squares(row, middle[k], width);
         }
@@ -109,8 +98,7 @@ void forward(const T* x, const T* residual, const W* weight, const W* bias, T* y
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));
         for (int64_t k = 0; k < count; ++k) {
             const int64_t r = first + k;
-            const T* row = residual ? sum + r * width : x + r * x_stride;
-            scaled(row, middle[k], inverse[k], scale, shift, y + r * width, width);
+            scaled(x + r * x_stride, middle[k], inverse[k], scale, shift, y + r * width, width);
             mean[r] = middle[k];
             rstd[r] = inverse[k];
         }
@@ -118,10 +106,9 @@ void forward(const T* x, const T* residual, const W* weight, const W* bias, T* y
 }
 
 // dx of `count` rows, and their share of the parameters' gradients, added to dw and db.
-template <typename T, int64_t count, bool with_dsum>
-void backward_rows(const T* dy, const T* x, const T* dsum, T* dx, const float* mean, const float* rstd,
-                   const float* scale, float* dw, float* db, int64_t width, int64_t dy_stride, int64_t x_stride,
-                   int64_t dsum_stride) {
+template <typename T, int64_t count>
+void backward_rows(const T* dy, const T* x, T* dx, const float* mean, const float* rstd, const float* scale, float* dw,
+                   float* db, int64_t width, int64_t dy_stride, int64_t x_stride) {
     float middle[count], inverse[count], offset[count], slope[count];
     for (int64_t k = 0; k < count; ++k) {
         const T *g = dy + k * dy_stride, *v = x + k * x_stride;
@@ -145,9 +132,7 @@ void backward_rows(const T* dy, const T* x, const T* dsum, T* dx, const float* m
             const float g = load(dy + k * dy_stride + h), v = load(x + k * x_stride + h) - middle[k];
             plain += g;
             share += g * inverse[k] * v;
-            float d = g * inverse[k] * scale[h] - offset[k] - v * slope[k];
-            if (with_dsum) d += load(dsum + k * dsum_stride + h);
-            store(dx + k * width + h, d);
+            store(dx + k * width + h, g * inverse[k] * scale[h] - offset[k] - v * slope[k]);
         }
         dw[h] += share;
         db[h] += plain;
@@ -163,10 +148,9 @@ void total(const double* parts, W* sum, int64_t width, int threads) {
     }
 }
 
-template <typename T, typename W, bool with_dsum>
-void backward(const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, const T* dsum, T* dx,
-              W* dw, W* db, int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride,
-              int zero_centered, int threads) {
+template <typename T, typename W>
+void backward(const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, T* dx, W* dw, W* db,
+              int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
     const float* scale = scales.get();
     // Two sums for each thread, of the rows of a chunk and of its chunks; in each dw and then db.
@@ -181,9 +165,8 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
             const int64_t end = std::min((chunk + 1) * kChunk, rows);
             int64_t r = chunk * kChunk;
             const auto each = [&](auto count) {
-                backward_rows<T, count(), with_dsum>(dy + r * dy_stride, x + r * x_stride, dsum + r * dsum_stride,
-                                                     dx + r * width, mean + r, rstd + r, scale, part, part + width,
-                                                     width, dy_stride, x_stride, dsum_stride);
+                backward_rows<T, count()>(dy + r * dy_stride, x + r * x_stride, dx + r * width, mean + r, rstd + r,
+                                          scale, part, part + width, width, dy_stride, x_stride);
                 r += count();
             };
             while (r + kGroup <= end) each(std::integral_constant<int64_t, kGroup>());
@@ -202,23 +185,19 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
 }  // namespace
 
 #define EXPORT(suffix, T, W)                                                                                           \
-    extern "C" int32_t layer_norm_forward_##suffix(const T* x, const T* residual, const W* weight, const W* bias, T* y, \
-                                                   T* sum, float* mean, float* rstd, int64_t rows, int64_t width,      \
-                                                   int64_t x_stride, int64_t residual_stride, float eps,               \
-                                                   int zero_centered, int threads) {                                   \
+    extern "C" int32_t layer_norm_forward_##suffix(const T* x, const W* weight, const W* bias, T* y, float* mean,      \
+                                                   float* rstd, int64_t rows, int64_t width, int64_t x_stride,         \
+                                                   float eps, int zero_centered, int threads) {                        \
         return guarded([&](Guard&) {                                                                                   \
-            forward(x, residual, weight, bias, y, sum, mean, rstd, rows, width, x_stride, residual_stride, eps,        \
-                    zero_centered, threads);                                                                           \
+            forward(x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, zero_centered, threads);               \
         });                                                                                                            \
     }                                                                                                                  \
     extern "C" int32_t layer_norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* mean,       \
-                                                    const float* rstd, const T* dsum, T* dx, W* dw, W* db,             \
-                                                    int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride,  \
-                                                    int64_t dsum_stride, int zero_centered, int threads) {             \
+                                                    const float* rstd, T* dx, W* dw, W* db, int64_t rows,              \
+                                                    int64_t width, int64_t dy_stride, int64_t x_stride,                \
+                                                    int zero_centered, int threads) {                                  \
         return guarded([&](Guard&) {                                                                                   \
-            (dsum ? backward<T, W, true> : backward<T, W, false>)(dy, x, weight, mean, rstd, dsum, dx, dw, db, rows,   \
-                                                                  width, dy_stride, x_stride, dsum_stride,             \
-                                                                  zero_centered, threads);                             \
+            backward(dy, x, weight, mean, rstd, dx, dw, db, rows, width, dy_stride, x_stride, zero_centered, threads); \
         });                                                                                                            \
     }
 

@@ -31,7 +31,7 @@ _lib = native.Library(
     {
         f"layer_norm_{direction}_{pair}": letters
         for pair in _PAIRS.values()
-        for direction, letters in (("forward", "ppppppppllllfii"), ("backward", "ppppppppplllllii"))
+        for direction, letters in (("forward", "pppppplllfii"), ("backward", "ppppppppllllii"))
     },
     returns_status=True,
 )
@@ -44,40 +44,27 @@ def supported(case: Case) -> list[str]:
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
+) -> torch.Tensor:
     if is_traced(x) or x.numel() == 0:
-        return reference.layer_norm(x, weight, bias, eps, zero_centered, residual)
+        return reference.layer_norm(x, weight, bias, eps, zero_centered)
     pair = _PAIRS.get((x.dtype, weight.dtype))
     if pair is None:
-        return _torchs(x, weight, bias, eps, zero_centered, residual)
+        return _torchs(x, weight, bias, eps, zero_centered)
     reason = _lib.unusable()
     if reason is not None:
         report_fallback("layer_norm", "cpu", (reason,), "PyTorch's own kernel")
-        return _torchs(x, weight, bias, eps, zero_centered, residual)
-    return _LayerNorm.apply(x, weight, bias, eps, zero_centered, residual, pair)  # type: ignore[no-untyped-call]
+        return _torchs(x, weight, bias, eps, zero_centered)
+    y: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, zero_centered, pair)  # type: ignore[no-untyped-call]
+    return y
 
 
-def _torchs(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    zero_centered: bool,
-    residual: torch.Tensor | None,
-) -> Any:
+def _torchs(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
     """By a kernel that takes weights of x's dtype, and fp32 ones beside a 16-bit x."""
     if zero_centered or weight.dtype != x.dtype:
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         weight, bias = weight.to(wide), bias.to(wide)
-    total = x if residual is None else x + residual
-    y = torch.nn.functional.layer_norm(total, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
-    return y if residual is None else (y, total)
+    return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -89,52 +76,40 @@ class _LayerNorm(torch.autograd.Function):
         bias: torch.Tensor,
         eps: float,
         zero_centered: bool,
-        residual: torch.Tensor | None,
         pair: str,
-    ) -> Any:
+    ) -> torch.Tensor:
         rows, stride = as_rows(x)
         width, size = weight.shape[0], x.numel()
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         mean = x.new_empty(size // width, dtype=torch.float32)
         rstd = torch.empty_like(mean)
         weight, bias = weight.contiguous(), bias.contiguous()
-        total, others, other_stride = x, None, 0
-        if residual is not None:
-            others, other_stride = as_rows(residual)
-            total = torch.empty_like(y)
-            ctx.set_materialize_grads(False)
         getattr(_lib, "layer_norm_forward_" + pair)(
             rows,
-            others,
             weight,
             bias,
             y,
-            None if others is None else total,
             mean,
             rstd,
             size // width,
             width,
             stride,
-            other_stride,
             eps,
             zero_centered,
             native.threads(size),
         )
-        ctx.save_for_backward(total, weight, mean, rstd)
+        ctx.save_for_backward(x, weight, mean, rstd)
         ctx.zero_centered, ctx.pair = zero_centered, pair
-        return y if residual is None else (y, total)
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor | None, dsum: torch.Tensor | None = None) -> Any:
-        if dy is None:
-            return dsum, None, None, None, None, dsum, None
-        total, weight, mean, rstd = ctx.saved_tensors
-        rows, stride = as_rows(total)
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight, mean, rstd = ctx.saved_tensors
+        rows, stride = as_rows(x)
         grads, grad_stride = as_rows(dy)
-        others, other_stride = (None, 0) if dsum is None else as_rows(dsum)
-        width, size = weight.shape[0], total.numel()
-        dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+        width, size = weight.shape[0], x.numel()
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         dw, db = torch.empty_like(weight), torch.empty_like(weight)
         getattr(_lib, "layer_norm_backward_" + ctx.pair)(
             grads,
@@ -142,7 +117,6 @@ class _LayerNorm(torch.autograd.Function):
             weight,
             mean,
             rstd,
-            others,
             dx,
             dw,
             db,
@@ -150,17 +124,8 @@ class _LayerNorm(torch.autograd.Function):
             width,
             grad_stride,
             stride,
-            other_stride,
             ctx.zero_centered,
             native.threads(size),
         )
         wants = ctx.needs_input_grad
-        return (
-            dx if wants[0] else None,
-            dw if wants[1] else None,
-            db if wants[2] else None,
-            None,
-            None,
-            dx if wants[5] else None,
-            None,
-        )
+        return dx if wants[0] else None, dw if wants[1] else None, db if wants[2] else None, None, None, None

@@ -1,13 +1,12 @@
 """layer_norm on Ascend NPUs through PyTorch's own operator, which torch_npu serves with one kernel and a backward.
 
-A residual is added before: the fused operator that takes one has no fake kernel for its backward. With `zero_centered`
-and a 16-bit weight, 1 + weight is rounded to the weight's dtype before it is multiplied: one rounding more than the
-definition has.
+With `zero_centered` and a 16-bit weight, 1 + weight is rounded to the weight's dtype before it is multiplied: one
+rounding more than the definition has.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,13 +24,6 @@ def supported(case: Case) -> list[str]:
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
-    total = x if residual is None else x + residual
-    y = torch.nn.functional.layer_norm(total, weight.shape, weight + 1 if zero_centered else weight, bias, eps)
-    return y if residual is None else (y, total)
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False
+) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, weight.shape, weight + 1 if zero_centered else weight, bias, eps)

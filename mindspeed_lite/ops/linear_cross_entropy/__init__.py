@@ -11,7 +11,7 @@ from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.linear_cross_entropy import reference
 from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 
-__all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy", "why_not"]
+__all__ = ["OPERATOR", "Accumulate", "Case", "linear_cross_entropy"]
 
 
 class Case(NamedTuple):
@@ -34,14 +34,13 @@ def linear_cross_entropy(
     target: torch.Tensor,
     vocab_start: int = 0,
     vocab_size: int | None = None,
-    label_smoothing: float = 0.0,
     gather: Gather | None = None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
     """cross_entropy(hidden @ weight^T, target), a part of the vocabulary at a time.
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; the loss: [...] in fp32 (float64
-    for float64). `vocab_start`, `vocab_size`, `label_smoothing` and `gather` are those of
+    for float64). `vocab_start`, `vocab_size` and `gather` are those of
     `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one shard, and
     the gradient of hidden is what this slice contributes to it.
 
@@ -70,12 +69,5 @@ def linear_cross_entropy(
             f"linear_cross_entropy: the slice of {width} from {vocab_start} of a vocabulary of {size} is not one, or "
             f"it is not the whole and nothing gathers the others"
         )
-    if not 0.0 <= label_smoothing < 1.0 or (label_smoothing and size < 2):
-        raise ValueError(f"linear_cross_entropy: no label smoothing {label_smoothing} over a vocabulary of {size}")
     implementation = OPERATOR.choose(Case(hidden.device.type, hidden.dtype))
-    return implementation(hidden, weight, target, vocab_start, size, label_smoothing, gather, accumulate)
-
-
-def why_not(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(hidden.device.type, hidden.dtype))
+    return implementation(hidden, weight, target, vocab_start, size, gather, accumulate)

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import accumulate_wgrad
-from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, Weights, losses, merge
+from mindspeed_lite.ops.cross_entropy.loss import Gather, Kernels, losses, merge
 
 # Fewest entries of the vocabulary in a chunk: a product over fewer columns does not fill a machine.
 _NARROWEST = 512
@@ -45,16 +45,14 @@ def linear_cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
     """The operator on these kernels, with chunks of about so many elements."""
-    weights = Weights.of(label_smoothing, vocab_size)
     keeps = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     parts = _parts(target.numel(), weight, elements, keeps)
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, target, kernels, parts, vocab_start, vocab_size, weights, gather, accumulate
+        hidden, weight, target, kernels, parts, vocab_start, vocab_size, gather, accumulate
     )
     return loss
 
@@ -93,7 +91,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         parts: _Parts,
         vocab_start: int,
         vocab_size: int,
-        weights: Weights,
         gather: Gather | None,
         accumulate: Accumulate | None,
     ) -> torch.Tensor:
@@ -103,17 +100,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         statistics = merge(
             torch.stack(
                 [
-                    kernels.statistics(logits, flat, vocab_start + part.start, weights.smoothing != 0.0, False)
+                    kernels.statistics(logits, flat, vocab_start + part.start, False)
                     for part, logits in _logits(rows, weight, parts, kept)
                 ]
             )
-        )  # [R, T]
+        )  # [3, T]
         if gather is not None:
             statistics = merge(gather(statistics))
-        loss = losses(statistics, flat, vocab_size, weights)
+        loss = losses(statistics, flat, vocab_size)
         ctx.save_for_backward(hidden, weight, flat, statistics[:2], kept)
-        ctx.kernels, ctx.parts, ctx.vocab_start = kernels, parts, vocab_start
-        ctx.weights, ctx.accumulate = weights, accumulate
+        ctx.kernels, ctx.parts, ctx.vocab_start, ctx.accumulate = kernels, parts, vocab_start, accumulate
         return loss.view(target.shape)
 
     @staticmethod
@@ -123,7 +119,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         rows = hidden.reshape(target.numel(), hidden.shape[-1])  # [T, H]
         dloss = dloss.reshape(-1).to(top.dtype).contiguous()
-        on, off, _ = ctx.weights
         accumulate = ctx.accumulate if wants_weight else None
         parts, kept = ctx.parts, kept if ctx.parts.kept else None
         # Written over below: a second backward pass through the same graph computes all of them.
@@ -135,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dweight = torch.empty_like(weight) if wants_weight and accumulate is None else None
         for part, logits in _logits(rows, weight, parts, kept):
             start = ctx.vocab_start + part.start
-            ctx.kernels.gradient(logits, target, start, top, sums, dloss, on, off, logits)
+            ctx.kernels.gradient(logits, target, start, top, sums, dloss, logits)
             if dhidden is not None:
                 _add_product(dhidden, logits, weight[part])
             elif wants_hidden:
@@ -148,7 +143,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             dweight = accumulate.done()
         if dhidden is not None:
             dhidden = dhidden.to(hidden.dtype).view(hidden.shape)
-        return dhidden, dweight, None, None, None, None, None, None, None, None
+        return dhidden, dweight, *[None] * 7
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -28,9 +28,8 @@ def linear_cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    given = (hidden, weight, target, vocab_start, vocab_size, label_smoothing, gather, accumulate)
+    given = (hidden, weight, target, vocab_start, vocab_size, gather, accumulate)
     return chunks.linear_cross_entropy(passes.kernels(hidden), CHUNK, *given)

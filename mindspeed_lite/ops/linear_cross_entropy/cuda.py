@@ -1,10 +1,8 @@
 """linear_cross_entropy on CUDA: chunks looked at by the Triton kernels of cross_entropy, between matrix products.
 
-Each chunk of the vocabulary reads hidden three times and adds a product to its fp32 gradient (`accumulation`): traffic
-that grows with the number of chunks, where all the rest stays the same. The chunk's four matrix products take
-8 T n H operations, so what share of their time it costs depends on the chunk's n columns alone. At 3.35 TB/s and
-600 TFLOP/s of bf16 (an H100) it is 0.61 for 512 columns and 0.04 for 8192; at 8 TB/s and 1600 TFLOP/s (a B200) 0.68
-and 0.04. For 8192 columns the logits in memory are as large as the fp32 gradient at H 4096.
+Each chunk of n columns reads hidden [T, H] three times and adds a product to its fp32 gradient, which takes a share of
+the time of the chunk's four matrix products (8 T n H operations) that depends on n alone. At 3.35 TB/s and 600 TFLOP/s
+of bf16 (an H100) it is 0.61 for 512 columns and 0.04 for 8192; at 8 TB/s and 1600 TFLOP/s (a B200) 0.68 and 0.04.
 """
 
 from __future__ import annotations
@@ -25,15 +23,6 @@ if TYPE_CHECKING:
 COLUMNS = 8192
 
 
-def accumulation(tokens: int, width: int, vocabulary: int, columns: int, itemsize: int) -> int:
-    """Bytes that chunks of `columns` move because they are chunks, for hidden [tokens, width].
-
-    Each reads hidden for the logits, forward and backward, and for weight's gradient, and adds to an fp32 gradient in
-    the product itself, which reads and writes it.
-    """
-    return -(-vocabulary // columns) * tokens * width * (3 * itemsize + 8)
-
-
 def supported(case: Case) -> list[str]:
     return passes.supported(cross_entropy.Case(case.device, case.dtype))
 
@@ -44,10 +33,9 @@ def linear_cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
     kernels = passes.kernels(hidden.dtype, torch.compiler.is_compiling())
-    given = (hidden, weight, target, vocab_start, vocab_size, label_smoothing, gather, accumulate)
+    given = (hidden, weight, target, vocab_start, vocab_size, gather, accumulate)
     return chunks.linear_cross_entropy(kernels, COLUMNS * target.numel(), *given)

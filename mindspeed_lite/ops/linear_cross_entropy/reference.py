@@ -13,11 +13,9 @@ from mindspeed_lite.ops.linear_cross_entropy.chunks import Accumulate
 CHUNK = 1 << 22
 
 
-def definition(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0
-) -> torch.Tensor:
+def definition(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The loss [...] of hidden [..., H] with weight [K, H] over a whole vocabulary, differentiable by PyTorch."""
-    return cross_entropy.definition(hidden @ weight.t(), target, label_smoothing)
+    return cross_entropy.definition(hidden @ weight.t(), target)
 
 
 def linear_cross_entropy(
@@ -26,9 +24,8 @@ def linear_cross_entropy(
     target: torch.Tensor,
     vocab_start: int,
     vocab_size: int,
-    label_smoothing: float,
     gather: Gather | None,
     accumulate: Accumulate | None,
 ) -> torch.Tensor:
-    given = (hidden, weight, target, vocab_start, vocab_size, label_smoothing, gather, accumulate)
+    given = (hidden, weight, target, vocab_start, vocab_size, gather, accumulate)
     return chunks.linear_cross_entropy(cross_entropy.KERNELS, CHUNK, *given)

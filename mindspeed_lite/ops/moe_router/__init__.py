@@ -19,8 +19,6 @@ __all__ = [
     "aux_loss_scores",
     "load_balancing_loss",
     "topk_routing",
-    "why_not",
-    "why_not_aux",
 ]
 
 
@@ -134,33 +132,6 @@ def load_balancing_loss(
             f"{list(tokens_per_expert.shape)}"
         )
     return reference.load_balancing_loss(probs, tokens_per_expert, total_num_tokens, topk, num_experts, coeff)
-
-
-def why_not(
-    logits: torch.Tensor,
-    topk: int,
-    *,
-    use_pre_softmax: bool = False,
-    num_groups: int | None = None,
-    group_topk: int | None = None,
-    scaling_factor: float | None = None,
-    score_function: str = "softmax",
-    expert_bias: torch.Tensor | None = None,
-    dense_output: bool = False,
-) -> list[str]:
-    """Every reason why this topk_routing would run on the reference, not on its device's backend; empty if none."""
-    _check(logits, topk, score_function)
-    form = _form(
-        logits.shape[1], topk, use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, dense_output,
-        torch.is_grad_enabled(),
-    )  # fmt: skip
-    return OPERATOR.why_not(_case(logits, form, _bias(logits, expert_bias, score_function)))
-
-
-def why_not_aux(logits: torch.Tensor, topk: int, score_function: str) -> list[str]:
-    """As `why_not`, of aux_loss_scores."""
-    _check(logits, topk, score_function)
-    return OPERATOR.why_not(_aux_case(logits))
 
 
 def _check(logits: torch.Tensor, topk: int, score_function: str) -> None:

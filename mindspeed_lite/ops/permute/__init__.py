@@ -11,7 +11,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.permute import chunks, reference, rows
 
-__all__ = ["OPERATOR", "Case", "permute", "sort_chunks", "unpermute", "why_not"]
+__all__ = ["OPERATOR", "Case", "permute", "sort_chunks", "unpermute"]
 
 _MOST_PAIRS = 2**31  # row ids are int32
 _MOST_SORTED = 2**24 - 1
@@ -153,21 +153,6 @@ def sort_chunks(
         raise ValueError(f"sort_chunks: want x [P, ...] and probs [P, ...], not {_shape(x)} and {_shape(probs)}")
     plan = chunks.plan(x, split_sizes, order)
     return chunks.sort(x, plan), None if probs is None else chunks.sort(probs, plan)
-
-
-def why_not(
-    tokens: torch.Tensor,
-    routing_map: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    num_out_tokens: int | torch.Tensor | None = None,
-    drop_and_pad: bool = False,
-    *,
-    topk: int | None = None,
-) -> list[str]:
-    """Every reason why `permute` would run on the reference, not on its device's backend; empty if none."""
-    size, _ = _size(routing_map, num_out_tokens, drop_and_pad)
-    largest = max(size, *routing_map.shape)
-    return OPERATOR.why_not(_case(tokens, probs, largest, drop_and_pad or topk is not None, topk))
 
 
 def _size(

@@ -52,13 +52,6 @@ double sum_of_products(const T* dy, const T* x, const float* scale, int64_t widt
 }
 
 template <typename T>
-const T* added(const T* x, const T* residual, T* sum, int64_t width) {
-#pragma omp simd
-    for (int64_t h = 0; h < width; ++h) store(sum + h, load(x + h) + load(residual + h));
-    return sum;
-}
-
-template <typename T>
 void scaled(const T* x, float inverse, const float* scale, T* y, int64_t width) {
 #pragma omp simd
     for (int64_t h = 0; h < width; ++h) store(y + h, load(x + h) * inverse * scale[h]);
@@ -72,10 +65,9 @@ std::unique_ptr<float[]> widened(const W* weight, int64_t width, int zero_center
     return scale;
 }
 
-// With a residual, what is normalised is sum = x + residual, as rounded to T.
 template <typename T, typename W>
-void forward(const T* x, const T* residual, const W* weight, T* y, T* sum, float* rstd, int64_t rows, int64_t width,
-             int64_t x_stride, int64_t residual_stride, float eps, int zero_centered, int threads) {
+void forward(const T* x, const W* weight, T* y, float* rstd, int64_t rows, int64_t width, int64_t x_stride, float eps,
+             int zero_centered, int threads) {
     const auto widened_weight = widened(weight, width, zero_centered);
     const float* scale = widened_weight.get();
     const int64_t together = std::clamp(kElements / width, int64_t{1}, kMostRows);
@@ -84,26 +76,20 @@ void forward(const T* x, const T* residual, const W* weight, T* y, T* sum, float
         const int64_t count = std::min(together, rows - first);
         double squares[kMostRows] = {};
         float inverse[kMostRows];
-        for (int64_t k = 0; k < count; ++k) {
-            const T* row = x + (first + k) * x_stride;
-            if (residual)
-                row = added(row, residual + (first + k) * residual_stride, sum + (first + k) * width, width);
-            squares[k] = sum_of_squares(row, width);
-        }
+        for (int64_t k = 0; k < count; ++k) squares[k] = sum_of_squares(x + (first + k) * x_stride, width);
         for (int64_t k = 0; k < kMostRows; ++k)
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));
         for (int64_t k = 0; k < count; ++k) {
-            const T* row = residual ? sum + (first + k) * width : x + (first + k) * x_stride;
-            scaled(row, inverse[k], scale, y + (first + k) * width, width);
+            scaled(x + (first + k) * x_stride, inverse[k], scale, y + (first + k) * width, width);
             rstd[first + k] = inverse[k];
         }
     }
 }
 
 // dx of `count` rows, and their share of the weight's gradient, added to dw.
-template <typename T, int64_t count, bool with_dsum>
-void backward_rows(const T* dy, const T* x, const T* dsum, T* dx, const float* rstd, const float* scale, float* dw,
-                   int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride) {
+template <typename T, int64_t count>
+void backward_rows(const T* dy, const T* x, T* dx, const float* rstd, const float* scale, float* dw, int64_t width,
+                   int64_t dy_stride, int64_t x_stride) {
     float inverse[count], slope[count];
     for (int64_t k = 0; k < count; ++k) {
         const double c = sum_of_products(dy + k * dy_stride, x + k * x_stride, scale, width);
@@ -116,18 +102,15 @@ void backward_rows(const T* dy, const T* x, const T* dsum, T* dx, const float* r
         for (int64_t k = 0; k < count; ++k) {
             const float g = load(dy + k * dy_stride + h) * inverse[k], v = load(x + k * x_stride + h);
             share += g * v;
-            float d = g * scale[h] - v * slope[k];
-            if (with_dsum) d += load(dsum + k * dsum_stride + h);
-            store(dx + k * width + h, d);
+            store(dx + k * width + h, g * scale[h] - v * slope[k]);
         }
         dw[h] += share;
     }
 }
 
-template <typename T, typename W, bool with_dsum>
-void backward(const T* dy, const T* x, const W* weight, const float* rstd, const T* dsum, T* dx, W* dw, int64_t rows,
-              int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride, int zero_centered,
-              int threads) {
+template <typename T, typename W>
+void backward(const T* dy, const T* x, const W* weight, const float* rstd, T* dx, W* dw, int64_t rows, int64_t width,
+              int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {
     const auto widened_weight = widened(weight, width, zero_centered);
     const float* scale = widened_weight.get();
     // Two sums for each thread: of the rows of a chunk, and of its chunks.
@@ -142,9 +125,8 @@ void backward(const T* dy, const T* x, const W* weight, const float* rstd, const
             const int64_t end = std::min((chunk + 1) * kChunk, rows);
             int64_t r = chunk * kChunk;
             const auto each = [&](auto count) {
-                backward_rows<T, count(), with_dsum>(dy + r * dy_stride, x + r * x_stride, dsum + r * dsum_stride,
-                                                     dx + r * width, rstd + r, scale, part, width, dy_stride,
-                                                     x_stride, dsum_stride);
+                backward_rows<T, count()>(dy + r * dy_stride, x + r * x_stride, dx + r * width, rstd + r, scale, part,
+                                          width, dy_stride, x_stride);
                 r += count();
             };
             while (r + kGroup <= end) each(std::integral_constant<int64_t, kGroup>());
@@ -166,21 +148,18 @@ void backward(const T* dy, const T* x, const W* weight, const float* rstd, const
 }  // namespace
 
 #define EXPORT(suffix, T, W)                                                                                           \
-    extern "C" int32_t rms_norm_forward_##suffix(const T* x, const T* residual, const W* weight, T* y, T* sum,         \
-                                                 float* rstd, int64_t rows, int64_t width, int64_t x_stride,           \
-                                                 int64_t residual_stride, float eps, int zero_centered, int threads) { \
+    extern "C" int32_t rms_norm_forward_##suffix(const T* x, const W* weight, T* y, float* rstd, int64_t rows,         \
+                                                 int64_t width, int64_t x_stride, float eps, int zero_centered,        \
+                                                 int threads) {                                                        \
         return guarded([&](Guard&) {                                                                                   \
-            forward(x, residual, weight, y, sum, rstd, rows, width, x_stride, residual_stride, eps, zero_centered,     \
-                    threads);                                                                                          \
+            forward(x, weight, y, rstd, rows, width, x_stride, eps, zero_centered, threads);                           \
         });                                                                                                            \
     }                                                                                                                  \
-    extern "C" int32_t rms_norm_backward_##suffix(                                                                     \
-        const T* dy, const T* x, const W* weight, const float* rstd, const T* dsum, T* dx, W* dw, int64_t rows,        \
-        int64_t width, int64_t dy_stride, int64_t x_stride, int64_t dsum_stride, int zero_centered, int threads) {     \
+    extern "C" int32_t rms_norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* rstd, T* dx,  \
+                                                  W* dw, int64_t rows, int64_t width, int64_t dy_stride,               \
+                                                  int64_t x_stride, int zero_centered, int threads) {                  \
         return guarded([&](Guard&) {                                                                                   \
-            (dsum ? backward<T, W, true> : backward<T, W, false>)(dy, x, weight, rstd, dsum, dx, dw, rows, width,      \
-                                                                  dy_stride, x_stride, dsum_stride, zero_centered,     \
-                                                                  threads);                                            \
+            backward(dy, x, weight, rstd, dx, dw, rows, width, dy_stride, x_stride, zero_centered, threads);           \
         });                                                                                                            \
     }
 

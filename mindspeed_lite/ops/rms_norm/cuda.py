@@ -1,14 +1,14 @@
 """rms_norm on CUDA: PyTorch's fused kernels where they serve, Triton's elsewhere.
 
 PyTorch has one launch forward and two backward, for a weight of x's dtype. It gives each row a block of threads, so
-rows as short as a head are left to Triton (`ops.norm_kernels`), as are mixed dtypes, a residual, and zero-centred
-weights in 16 bit, where 1 + weight would be rounded before it is multiplied.
+rows as short as a head are left to Triton (`ops.norm_kernels`), as are mixed dtypes and zero-centred weights in 16 bit,
+where 1 + weight would be rounded before it is multiplied.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -36,37 +36,29 @@ def supported(case: Case) -> list[str]:
             reasons.append(f"weight is {case.weight_dtype} and x {case.dtype}: {because} they must have one dtype")
         if case.zero_centered and case.weight_dtype in _NARROW:
             reasons.append(f"{because} 1 + weight would be rounded to {case.weight_dtype} before the multiplication")
-        if case.residual:
-            reasons.append(f"{because} there is no kernel with a residual")
         if not _FUSED:
             reasons.append(f"torch {torch.__version__} has no fused rms_norm kernel")
     return reasons
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
-    if _torch_serves(x, weight, zero_centered, residual):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
+    if _torch_serves(x, weight, zero_centered):
         return torch.nn.functional.rms_norm(x, weight.shape, weight + 1 if zero_centered else weight, eps)
     if torch.compiler.is_compiling() or x.numel() == 0:
         # A compiler fuses the plain formula itself.
-        return reference.rms_norm(x, weight, eps, zero_centered, residual)
+        return reference.rms_norm(x, weight, eps, zero_centered)
     from mindspeed_lite.ops import norm_kernels
 
     if x.shape[-1] > norm_kernels.WIDEST:
         report_fallback("rms_norm", "cuda", (f"rows of more than {norm_kernels.WIDEST}",))
-        return reference.rms_norm(x, weight, eps, zero_centered, residual)
-    return norm_kernels.Norm.apply(x, weight, None, eps, zero_centered, residual)  # type: ignore[no-untyped-call]
+        return reference.rms_norm(x, weight, eps, zero_centered)
+    out: torch.Tensor = norm_kernels.Norm.apply(x, weight, None, eps, zero_centered)  # type: ignore[no-untyped-call]
+    return out
 
 
-def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool, residual: torch.Tensor | None) -> bool:
+def _torch_serves(x: torch.Tensor, weight: torch.Tensor, zero_centered: bool) -> bool:
     return (
-        residual is None
-        and x.dtype == weight.dtype
+        x.dtype == weight.dtype
         and not (zero_centered and weight.dtype in _NARROW)
         and _FUSED
         and (x.shape[-1] > _SHORT or not _TRITON or x.dtype == torch.float64)

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
-def rms_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float = 1e-5,
-    zero_centered: bool = False,
-    residual: torch.Tensor | None = None,
-) -> Any:
-    """y = s / sqrt(mean(s^2, -1) + eps) * (1 + weight if zero_centered else weight), in x's dtype.
-
-    s is x, or x + residual; with `residual` (y, s) is returned.
-    """
-    total = x if residual is None else x + residual  # [..., H]
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
+    """y = x / sqrt(mean(x^2, -1) + eps) * (1 + weight if zero_centered else weight), in x's dtype."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    wide = total.to(dtype)  # [..., H]
+    wide = x.to(dtype)  # [..., H]
     scale = weight.to(dtype)  # [H]
     if zero_centered:
         scale = scale + 1
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)  # [..., 1]
-    y = (wide * rstd * scale).to(x.dtype)
-    return y if residual is None else (y, total)
+    return (wide * rstd * scale).to(x.dtype)

@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.rope import reference
 
-__all__ = ["OPERATOR", "Case", "Pairs", "rope", "why_not"]
+__all__ = ["OPERATOR", "Case", "Pairs", "rope"]
 
 Pairs = Literal["half", "interleaved", "regrouped"]
 PAIRS: tuple[Pairs, ...] = ("half", "interleaved", "regrouped")
@@ -78,20 +78,6 @@ def rope(
     if x.dim() == 4:
         return chosen(x, cos, sin, pairs, start, scale, positions)
     return chosen(x.unsqueeze(1), cos, sin, pairs, start, scale, positions).squeeze(1)
-
-
-def why_not(
-    x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    *,
-    pairs: Pairs = "half",
-    start: int = 0,
-    scale: float = 1.0,
-    positions: torch.Tensor | None = None,
-) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_case(x, cos, sin, pairs, start, positions))
 
 
 def _case(

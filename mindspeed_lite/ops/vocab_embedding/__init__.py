@@ -9,7 +9,7 @@ import torch
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.vocab_embedding import reference
 
-__all__ = ["OPERATOR", "Case", "vocab_embedding", "why_not"]
+__all__ = ["OPERATOR", "Case", "vocab_embedding"]
 
 
 class Case(NamedTuple):
@@ -42,8 +42,3 @@ def vocab_embedding(
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"vocab_embedding: ids are {ids.dtype}, and they count tokens")
     return OPERATOR.choose(Case(weight.device.type, weight.dtype))(ids, weight, vocab_start, sparse)
-
-
-def why_not(ids: torch.Tensor, weight: torch.Tensor, vocab_start: int = 0) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(Case(weight.device.type, weight.dtype))

@@ -48,11 +48,6 @@ class AccumulateWgrad(Case):
 
         return accumulate_wgrad(leaves["main_grad"], leaves["dy"], leaves["x"])
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.accumulate_wgrad import why_not
-
-        return why_not(leaves["main_grad"], leaves["dy"], leaves["x"])
-
     def arguments(self) -> Mapping[str, Any]:
         # Tensors in the order in which the kernel takes them.
         return {

@@ -59,11 +59,6 @@ class _Activation(Case):
 
         return activation(self._x(leaves), self.kind, leaves.get("bias"), leaves.get("weights"))
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.activation import why_not
-
-        return why_not(self._x(leaves), self.kind, leaves.get("bias"), leaves.get("weights"))
-
     def arguments(self) -> Mapping[str, Any]:
         shape = self._shape()
         if len(shape) > 8:

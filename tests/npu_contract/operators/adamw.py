@@ -55,12 +55,6 @@ class AdamW(Case):
         rule: dict[str, Any] = {"lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "step": 3}
         adamw(*lists, **rule, grad_scale=self.scale, **self._given(last))
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.adamw import why_not
-
-        *lists, last = self._lists(leaves)
-        return why_not(*lists, **self._given(last))
-
     def arguments(self) -> Mapping[str, Any]:
         # Other forms become flat numbers in fp32, for the length of a step.
         flat = self.halves or self.moments != "float32"

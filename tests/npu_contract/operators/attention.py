@@ -94,13 +94,6 @@ class Attention(Case):
 
         return attention(*self._inputs(leaves), **self._options(leaves))
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.attention import why_not
-
-        options = self._options(leaves)
-        options.pop("return_lse", None)
-        return why_not(*self._inputs(leaves), **options)
-
     def hidden(self) -> torch.Tensor | None:
         """The caller's mask, on the CPU: most keys visible, one query row without any."""
         if self.mask is None:
@@ -312,9 +305,6 @@ class Pack(Attention):
             dropout_p=self.dropout,
             return_lse=self.lse,
         )
-
-    def why_not(self, leaves: Tensors) -> list[str]:
-        return super().why_not({name: t.unsqueeze(1) for name, t in leaves.items()})
 
     def arguments(self) -> Mapping[str, Any]:
         width = max(self.d, self.dv)

@@ -92,12 +92,6 @@ class Product(_Experts):
         counts = self.given(x.device.type)
         return grouped_matmul(x, self._weights(leaves), counts, biases, transposed=self.transposed)
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.grouped_matmul import why_not
-
-        biases = _all(leaves, "bias ") if self.biased else None
-        return why_not(leaves["x"], self._weights(leaves), biases, transposed=self.transposed)
-
     @property
     def one(self) -> bool:
         """Whether the weights go in one tensor."""
@@ -144,9 +138,6 @@ class Backward(Product):
         others = super().leaves(next(iter(leaves.values())).device.type)
         return super().run({name: leaves.get(name, leaf.detach()) for name, leaf in others.items()})
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        return super().why_not({**super().leaves(next(iter(leaves.values())).device.type), **leaves})
-
 
 @dataclass(frozen=True)
 class WeightGradients(_Experts):
@@ -173,12 +164,6 @@ class WeightGradients(_Experts):
         main_grads = _all(leaves, "main ")
         accumulate_weight_gradients(main_grads, dy, x, self.given(x.device.type))
         return main_grads
-
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.grouped_matmul import why_not
-
-        weights = [self.made(leaves["x"].device.type, self.n, self.k)] * self.experts
-        return why_not(leaves["x"], weights, main_grads=_all(leaves, "main ") or None)
 
     def arguments(self) -> Mapping[str, Any]:
         return {

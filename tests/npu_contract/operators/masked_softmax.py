@@ -61,11 +61,6 @@ class MaskedSoftmax(Case):
 
         return masked_softmax(leaves["scores"], leaves.get("mask"), causal=self.causal, scale=self.scale)
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.masked_softmax import why_not
-
-        return why_not(leaves["scores"], leaves.get("mask"), causal=self.causal, scale=self.scale)
-
     def arguments(self) -> Mapping[str, Any]:
         first = (1, 1) if self.mask is None else (1, 1, 1, 1, *self.mask)[-4:-2]
         return {

@@ -51,11 +51,6 @@ class _Routing(Case):
 
         return topk_routing(leaves["logits"], self.topk, **self._given(leaves))
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.moe_router import why_not
-
-        return why_not(leaves["logits"], self.topk, **self._given(leaves))
-
     def result(self) -> list[Tensor]:
         shape = (self.tokens, self.topk if self.dense else self.experts)
         return [Tensor(self.dtype, shape, ""), Tensor("int64" if self.dense else "bool", shape, "")]

@@ -49,12 +49,6 @@ class _Permutation(Case):
             leaves["probs"] = torch.zeros(T, E, dtype=getattr(torch, self.probs), device=device).requires_grad_()
         return leaves
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.permute import why_not
-
-        return why_not(leaves["x"][:T], leaves["routing_map"], leaves.get("probs"), self.rows, *self._how()[0],
-                       **self._how()[1])  # fmt: skip
-
     def _how(self) -> tuple[tuple[bool], dict[str, Any]]:
         return (self.capacity is not None,), {} if self.capacity is not None else {"topk": self.topk}
 

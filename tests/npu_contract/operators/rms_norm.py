@@ -1,4 +1,4 @@
-"""`mindspeed_lite.ops.rms_norm` on npu_rms_norm, npu_add_rms_norm and npu_rms_norm_backward."""
+"""`mindspeed_lite.ops.rms_norm` on npu_rms_norm."""
 
 from __future__ import annotations
 
@@ -59,11 +59,6 @@ class RmsNorm(Case):
 
         return rms_norm(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.rms_norm import why_not
-
-        return why_not(self._x(leaves), leaves["weight"], self.eps, self.zero_centered)
-
     def arguments(self) -> Mapping[str, Any]:
         shape = self.result().shape
         if not 2 <= len(shape) <= 8:
@@ -84,48 +79,6 @@ class RmsNorm(Case):
         return leaves["x"].transpose(0, 1) if self.transposed else leaves["x"]
 
 
-@dataclass(frozen=True)
-class AddRmsNorm(Case):
-    """The same with a residual; the sum takes x's place in the backward."""
-
-    name: str
-    shape: tuple[int, ...] = (6, 2, 64)
-    dtype: str = "bfloat16"
-    eps: float = 1e-5
-    zero_centered: bool = False
-
-    operator = "rms_norm"
-    forward = "npu_add_rms_norm"
-    backward = "npu_rms_norm_backward"
-    kernel = "aclnnAddRmsNorm"
-    backward_kernel = "aclnnRmsNormGrad"
-    saved = {"rstd": 1, "input": 2}  # noqa: RUF012
-
-    def leaves(self, device: str) -> Tensors:
-        dtype = getattr(torch, self.dtype)
-        shapes = {"x": self.shape, "residual": self.shape, "weight": self.shape[-1:]}
-        return {name: torch.zeros(shape, dtype=dtype, device=device).requires_grad_() for name, shape in shapes.items()}
-
-    def run(self, leaves: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-        from mindspeed_lite.ops.rms_norm import rms_norm
-
-        return rms_norm(leaves["x"], leaves["weight"], self.eps, self.zero_centered, residual=leaves["residual"])
-
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.rms_norm import why_not
-
-        return why_not(leaves["x"], leaves["weight"], self.eps, self.zero_centered, leaves["residual"])
-
-    def arguments(self) -> Mapping[str, Any]:
-        shape = self.shape if len(self.shape) > 1 else (1, *self.shape)
-        rows = Tensor(self.dtype, shape, "")
-        return {"x1": rows, "x2": rows, "gamma": Tensor(self.dtype, self.shape[-1:], ""), "epsilon": self.eps}
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        one = Tensor(self.dtype, self.shape, "", contiguous=False)
-        return one, one
-
-
 CASES = (
     *(RmsNorm(f"{len(shape)} dimensions", shape=shape) for shape in (
         (64,), (5, 64), (6, 2, 64), (3, 2, 2, 64), (2, 2, 2, 2, 64), (1, 2, 1, 2, 1, 64), (1, 2, 1, 2, 1, 2, 64),
@@ -136,9 +89,6 @@ CASES = (
     RmsNorm("epsilon", eps=1e-3),
     RmsNorm("transposed", transposed=True),
     RmsNorm("zero-centered, one dimension", shape=(64,), zero_centered=True),
-    *(AddRmsNorm(f"residual {dtype}", dtype=dtype) for dtype in ("bfloat16", "float16", "float32")),
-    AddRmsNorm("residual, one dimension", shape=(64,)),
-    AddRmsNorm("residual, zero-centered", zero_centered=True, eps=1e-3),
 )  # fmt: skip
 
 
@@ -158,23 +108,6 @@ def rms_norm(call: Call) -> Iterator[str]:
     if call.results is not None:
         yield from is_tensor("result 0 (y)", call.results[0], x.dtype, x.shape)
         yield from is_tensor("result 1 (rstd)", call.results[1], "float32", _rstd(x, gamma))
-
-
-def add_rms_norm(call: Call) -> Iterator[str]:
-    """npu_add_rms_norm(x1, x2, gamma, epsilon=) -> y, rstd, x1 + x2"""
-    x1, x2, gamma, epsilon = (call.arguments[name] for name in ("x1", "x2", "gamma", "epsilon"))
-    yield from by_name(call, "epsilon")
-    if not isinstance(gamma, Tensor) or not isinstance(x2, Tensor):
-        yield f"gamma is {gamma} and x2 {x2}"
-        return
-    yield from _inputs(x1, gamma)
-    yield from is_tensor("x2", x2, x1.dtype, x1.shape)
-    if not 0.0 < epsilon < 1.0:
-        yield f"epsilon is {epsilon}"
-    if call.results is not None:
-        yield from is_tensor("result 0 (y)", call.results[0], x1.dtype, x1.shape)
-        yield from is_tensor("result 1 (rstd)", call.results[1], "float32", _rstd(x1, gamma))
-        yield from is_tensor("result 2 (the sum)", call.results[2], x1.dtype, x1.shape)
 
 
 def rms_norm_backward(call: Call) -> Iterator[str]:
@@ -206,7 +139,6 @@ def _rstd(x: Tensor, gamma: Tensor) -> tuple[int, ...]:
 
 CONTRACTS = {
     "npu_rms_norm": rms_norm,
-    "npu_add_rms_norm": add_rms_norm,
     "npu_rms_norm_backward": rms_norm_backward,
 }
 
@@ -234,18 +166,6 @@ MUTATIONS = {
         "weight + 1 if zero_centered else weight, epsilon",
         "(weight + 1 if zero_centered else weight).detach(), epsilon",
         "the gradient of weight is None",
-    ),
-    "epsilon of the sum left out": Mutation(", gamma, epsilon=eps", ", gamma", "epsilon is 1e-06: want 1e-05"),
-    "x for the residual": Mutation(
-        "npu_add_rms_norm(x, residual, gamma", "npu_add_rms_norm(x, gamma, residual", "npu_add_rms_norm"
-    ),
-    "rstd for the sum": Mutation("save_for_backward(total,", "save_for_backward(rstd,", "input"),
-    "rstd and sum exchanged": Mutation("y, rstd, total = torch", "y, total, rstd = torch", "is invalid for input"),
-    "dgamma in fp32": Mutation("dgamma.to(gamma.dtype)", "None", "the gradient of weight is None"),
-    "no gradient for the residual": Mutation("return dx, dx, dgamma", "return dx, None, dgamma", "residual is None"),
-    "gradient in another order": Mutation(
-        "npu_rms_norm_backward(dy, total, gamma, rstd)", "npu_rms_norm_backward(dy, total, rstd, gamma)",
-        "index 2",
     ),
 }  # fmt: skip
 

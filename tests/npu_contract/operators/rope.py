@@ -58,11 +58,6 @@ class Rope(Case):
 
         return rope(leaves["x"], **self._given(leaves["x"].device))
 
-    def why_not(self, leaves: Tensors) -> list[str]:
-        from mindspeed_lite.ops.rope import why_not
-
-        return why_not(leaves["x"], **self._given(leaves["x"].device))
-
     def arguments(self) -> Mapping[str, Any]:
         s, b, n, _ = self.shape if len(self.shape) == 4 else (self.shape[0], 1, *self.shape[1:])
         factor = Tensor(self.dtype, (s, self.batch, 1, self.width), "")
