@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 # The release that development and demo are pinned to; the library supports more (see README).
 PINS := torch==2.11.0 megatron-core==0.19.2
 
-.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz lint format fingerprints matrix matrix-python docs docs-site clean
+.PHONY: help install demo bench bench-gpu bench-overlap test test-whole test-npu fuzz pairs lint format fingerprints matrix matrix-python docs docs-site clean
 
 help:
 	@echo "make demo          train a small GPT on real text with features off and on (under 10 minutes)"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-whole    the same with every layout on every release, and what is long"
 	@echo "make test-npu      every call of torch_npu on its real wheel, without an NPU (needs gcc; one download of 44 MB)"
 	@echo "make fuzz          drawn calls of every operator on this processor: SECONDS=60, SEED= repeats a run"
+	@echo "make pairs         features against each other, layouts and options, off and on: SECONDS=3600, SEED= repeats a run"
 	@echo "make lint          ruff, mypy, generated files up to date"
 	@echo "make fingerprints  recompute the tables of verified releases from .releases"
 	@echo "make matrix        every feature on every release, trained off and on, into docs/support.md (about 20 minutes)"
@@ -79,6 +80,11 @@ test-npu: install
 fuzz: SECONDS = 60
 fuzz: install
 	$(BIN)/python -m tools.fuzz --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Rows that have not been trained come first; two processes at a time.
+pairs: SECONDS = 3600
+pairs: install
+	$(BIN)/python -W ignore -m tools.pairs --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 FEATURES = --package mindspeed_lite.patches --out patches/fingerprints.json
 PLATFORM = --features mindspeed_lite.platform.megatron:ASSUMPTIONS --out mindspeed_lite/platform/fingerprints.json

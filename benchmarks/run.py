@@ -134,9 +134,8 @@ def page_of(configurations: Sequence[Configuration], kept: Path) -> str:
     for configuration in configurations:
         if configuration.name in reports:
             lines += [f"## {configuration.name}", "", f"{configuration.about}.", ""]
-            for plot in ("step-time.png", "breakdown.png"):
-                if (kept / configuration.name / plot).is_file():
-                    lines += [f"![{plot.partition('.')[0]}]({kept.name}/{configuration.name}/{plot})", ""]
+            if (kept / configuration.name / "time.png").is_file():
+                lines += [f"![time of a step]({kept.name}/{configuration.name}/time.png)", ""]
     if (kept / OPERATORS / "report.md").is_file():
         lines += ["## Operators", "", f"[Every operator against plain PyTorch]({kept.name}/{OPERATORS}/report.md)", ""]
         lines += _behind(json.loads((kept / OPERATORS / "report.json").read_text()))

@@ -287,6 +287,10 @@ def choices() -> list[str]:
 PARTS = {"context_parallel_algo": {"memory": memory_of_contexts, "choice": choices}}
 
 
+def _names(targets: Sequence[str]) -> str:
+    return ", ".join(f"`{each.rpartition(':')[2]}`" for each in targets)
+
+
 def declaration(feature: Feature) -> list[str]:
     """What a feature's page says of its flags, targets and relations."""
     from mindspeed_lite.engine import Provide
@@ -300,7 +304,9 @@ def declaration(feature: Feature) -> list[str]:
             patch.kind,
             f"`{patch.target}`",
             patch.versions or (f"all that have it (not {patch.absent_in})" if patch.absent_in else "all"),
-            "" if isinstance(patch, Provide) else ", ".join(f"`{each.rpartition(':')[2]}`" for each in patch.reads),
+            ""
+            if isinstance(patch, Provide)
+            else "; relies on ".join(filter(None, map(_names, (patch.reads, patch.relies_on)))),
         )
         for patch in feature.patches
     ]

@@ -75,27 +75,28 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
 
 
 def disable() -> list[str]:
-    """Take everything back: features, the flags in Megatron's parser, the device layer.
+    """Take everything back: features and the flags in Megatron's parser.
+
+    A live model trains on as if no feature had ever been on. So the device layer, which is what lets Megatron train on
+    this device, stays while the process lives; `mindspeed_lite.platform.deactivate()` takes it back too.
 
     Returns:
         What was left in place because another party has changed it since; usually nothing.
     """
-    from mindspeed_lite import platform, runtime
+    from mindspeed_lite import runtime
 
     left = runtime.take_back()
     adaptor = _sys.modules.get("mindspeed_lite.megatron_adaptor")
     if adaptor is not None:
         adaptor.remove()
-    platform.deactivate()
     return left
 
 
 @contextlib.contextmanager
 def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
-    """`enable` for a block; after it what was in force before it is in force again."""
-    from mindspeed_lite import platform, runtime
+    """`enable` for a block; after it what was in force before it is in force again, and the device layer stays."""
+    from mindspeed_lite import runtime
 
-    had_device = platform.current() is not None
     before = runtime.requests()
     own = runtime.by_keyword(flags, host_args)
     found = runtime.put_in_force([*before, own])
@@ -108,8 +109,6 @@ def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
                 runtime.put_in_force(before)
             else:
                 runtime.take_back()
-            if not had_device:
-                platform.deactivate()
 
 
 def report() -> Report | None:

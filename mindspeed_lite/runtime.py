@@ -68,6 +68,7 @@ class FeatureRequest:
     host_args: where conditions find the model's arguments; None keeps those of earlier calls.
     explicit: arguments of the host that the user gave by flag.
     arguments: what was set in the host's arguments before it validated them, by feature.
+    replaced: the values that stood there, by feature.
     notices: by text, the argument that each is about.
     """
 
@@ -76,6 +77,7 @@ class FeatureRequest:
     explicit: Collection[str] = ()
     collisions: Sequence[Collision] = ()
     arguments: Mapping[str, Mapping[str, Any]] | None = None
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
     notices: Mapping[str, str] = field(default_factory=dict)
 
@@ -132,18 +134,21 @@ def requests() -> tuple[FeatureRequest, ...]:
     return () if _now is None else _now.requests
 
 
-def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
+def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Plan, Context]:
     """What comes of these requests together, without applying any of it.
+
+    Args:
+        may_skip: strict mode is for a later plan.
 
     Raises:
         EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there.
     """
     flags = {name: value for each in asked for name, value in each.flags.items()}
     settings = Settings.of((*GENERAL, *catalogue().options()), flags)
-    report_output.check_path(report_file(settings))
     if settings[VERIFY.dest] < 0:
         raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
     device = platform.activate()
+    report_output.check_path(report_file(settings))
     found = versions()
     if found["megatron-core"] == "not found":
         raise PlanError(
@@ -151,14 +156,14 @@ def plan_of(asked: Sequence[FeatureRequest]) -> tuple[Plan, Context]:
             "first on PYTHONPATH."
         )
     last = next((each for each in reversed(asked) if each.host_args is not None), FeatureRequest({}))
-    context = Context(settings, device.name, found, last.host_args, last.explicit)
+    context = Context(settings, device.name, found, last.host_args, last.explicit, last.replaced)
     plan = make_plan(
         catalogue(),
         context,
         host_version=found["megatron-core"],
         fingerprints=fingerprints(),
         auto=bool(settings[AUTO.dest]),
-        strict=bool(settings[STRICT.dest]),
+        strict=bool(settings[STRICT.dest]) and not may_skip,
         allow_unverified=bool(settings[ALLOW_UNVERIFIED.dest]),
         collisions=[collision for each in asked for collision in each.collisions],
         without={name: why for each in asked for name, why in each.without.items()},

@@ -5,11 +5,14 @@ output gradient and with the random states put back, so that a training run keep
 the 2-norm over the whole tensor, summed in float64. What is allowed depends on the feature's numerics:
 
 bitwise     nothing: every value must be equal
-ulp         twice the original's own distance from a float64 evaluation, plus one eps of the coarsest dtype involved;
-            where nobody has such an evaluation, 8 eps between the two
+ulp         twice the original's own rounding error, plus one eps of the coarsest dtype involved; where that error
+            cannot be measured, 8 eps between the two
 deviation   anything finite; the figures are recorded
 
 A value that is not finite where the original's is counts as exceeding in every class.
+
+The original's rounding error is its distance from itself in a wider type: its own code runs once more, with each of its
+tensors in float64, or in float32 where all inputs have 16 bits. Nothing of how a patch has read the call enters.
 """
 
 from __future__ import annotations
@@ -22,12 +25,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from mindspeed_lite.engine import EngineError, Session, Verification, VerifyError
+from mindspeed_lite.ops.traced import plain_torch
 
 FLAG = "--mindspeed-lite-verify"
 
-# Without a float64 evaluation: room for two roundings of each result and for sums in another order.
+# Without a wider evaluation: room for two roundings of each result and for sums in another order.
 _EPS_APART = 8
 
 _log = logging.getLogger("mindspeed_lite")
@@ -37,14 +43,14 @@ _inside = threading.local()
 Function = Callable[..., torch.Tensor]
 
 
-class Exact(NamedTuple):
-    """The operator's definition, for evaluation in float64, or a part of it where the whole is too large.
+class Part(NamedTuple):
+    """The original on a part of a call, for evaluation in a wider type where the whole is too large.
 
-    A part is closed: what `function` returns depends on nothing but the parts of the inputs, and these parts have
+    A part is closed: what `original` returns depends on nothing but the parts of the inputs, and these parts have
     no influence elsewhere. `output` and `inputs` are the subscripts of the parts.
     """
 
-    function: Function
+    original: Function
     output: Any = ...
     inputs: Sequence[Any] | None = None
 
@@ -92,9 +98,16 @@ class Verifier:
         # A copy of a model, or one read from a file, belongs to no session and is not verified.
         return type(None), ()
 
+    @property
+    def is_comparing(self) -> bool:
+        """Whether this thread is in the middle of a comparison."""
+        return getattr(_inside, "active", False)
+
     def leave_out(self, feature: str, operator: str, reason: str) -> None:
         """Say once why calls of an operator are not compared."""
-        text = f"{FLAG}: {operator} of `{feature}` is not compared: {reason}"
+        self._say(f"{FLAG}: {operator} of `{feature}` is not compared: {reason}")
+
+    def _say(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
             self._session.notice(text)
@@ -110,7 +123,8 @@ class Verifier:
         inputs: Mapping[str, torch.Tensor],
         *,
         against: str,
-        exact: Sequence[Exact] = (),
+        parts: Sequence[Part] = (),
+        widened: bool = True,
         variant: str = "",
         sizes_vary: bool = False,
     ) -> None:
@@ -125,14 +139,16 @@ class Verifier:
             inputs: activations and parameters by name. With gradients enabled those that want one get one; with
                 gradients disabled all do, since the first pass of a recomputed layer would use up the calls.
             against: what `original` is, for the report.
-            exact: the definition in one piece, or parts, of which the one where both differ most is evaluated.
+            parts: what the original is evaluated on in a wider type, instead of the whole: the one where both differ
+                most.
+            widened: whether it is at all. Not where rounding decides what is computed, nor where there is no room.
             variant: what sets calls of the same shapes apart.
             sizes_vary: calls are the same whatever the first dimension of their inputs, which each batch decides.
 
         Raises:
             VerifyError: strict, and an error is above its bound or the two could not be run.
         """
-        if torch.compiler.is_compiling() or getattr(_inside, "active", False) or _cannot_run(inputs):
+        if torch.compiler.is_compiling() or self.is_comparing or _cannot_run(inputs):
             return
         first = 1 if sizes_vary else 0
         key = (feature, operator, variant, tuple((t.shape[first:], t.dtype) for t in inputs.values()))
@@ -143,7 +159,7 @@ class Verifier:
             self._seen[key] = number + 1
         _inside.active = True
         try:
-            findings = _compare(numerics, ours, original, inputs, exact, number)
+            findings, unwidened = _compare(numerics, ours, original, inputs, parts, widened, number)
         except EngineError:
             raise
         except Exception as error:
@@ -155,6 +171,11 @@ class Verifier:
             return
         finally:
             _inside.active = False
+        if unwidened:
+            self._say(
+                f"{FLAG}: the original of `{feature}`'s {operator} does not run in a wider type ({unwidened}); the "
+                f"bound is {_EPS_APART} eps between the two"
+            )
         entry = Verification(feature, operator, _shape_text(inputs, variant), numerics, against)
         self._record(key, entry, findings, last=number + 1 == self.calls)
 
@@ -193,10 +214,9 @@ class Verifier:
 def _refusal(entry: Verification) -> str:
     found = entry.problem
     if not found:
-        rule = {
-            "float64": "twice the original's own distance from float64, plus one eps",
-            "original": "no difference at all" if entry.numerics == "bitwise" else f"{_EPS_APART} eps",
-        }[entry.measured_from]
+        rule = f"twice the original's own distance from {entry.measured_from}, plus one eps"
+        if entry.measured_from == "original":
+            rule = "no difference at all" if entry.numerics == "bitwise" else f"{_EPS_APART} eps"
         found = (
             f"{entry.worst} has a relative error of {entry.error:.3g} against {entry.measured_from}; "
             f"the bound is {entry.bound:.3g} ({rule})"
@@ -229,10 +249,11 @@ def _compare(
     ours: Function,
     original: Function,
     inputs: Mapping[str, torch.Tensor],
-    exact: Sequence[Exact],
+    parts: Sequence[Part],
+    widened: bool,
     number: int,
-) -> list[_Finding]:
-    """The finding for the output, and behind it that for the gradient of each input that has one."""
+) -> tuple[list[_Finding], str]:
+    """The findings for the output and the gradient of each input that has one; why the original was not widened."""
     tensors = tuple(inputs.values())
     everything = not torch.is_grad_enabled()
     wanted = [t.is_floating_point() and (everything or t.requires_grad) for t in tensors]
@@ -252,7 +273,7 @@ def _compare(
         output = original(*leaves)
         if output.shape != dout.shape:
             problem = f"output has shape {tuple(dout.shape)}, the original's has {tuple(output.shape)}"
-            return [_Finding("output", None, None, None, "original", problem)]
+            return [_Finding("output", None, None, None, "original", problem)], ""
         there = [output.detach(), *_gradients(output, leaves, dout)]
         del output, leaves
         names = ("output", *(f"gradient of {name}" for name in inputs))
@@ -261,17 +282,27 @@ def _compare(
             None if a is None and b is None else (_or_zero(a, b), _or_zero(b, a))
             for a, b in zip(here, there, strict=True)
         ]
-        truth, places = None, [...] * len(pairs)
-        if numerics == "ulp" and exact:
-            part = _where_they_differ_most(exact, pairs)
-            places = [part.output, *(part.inputs or [...] * len(tensors))]
-            truth = _in_float64(part.function, tensors, wanted, dout, places)
+        part, truth, why_not = Part(original), None, ""
+        wide = torch.float64 if any(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
+        if numerics == "ulp" and widened:
+            part = _where_they_differ_most(parts, pairs) if parts else part
+            restore()
+            try:
+                truth = _widened(part, tensors, wanted, dout, wide)
+            except Exception as error:
+                why_not = f"{type(error).__name__}: {error}".strip().splitlines()[0]
     eps = max((torch.finfo(t.dtype).eps for t in (dout, *tensors) if t.is_floating_point()), default=0.0)
-    return [
-        _judge(name, numerics, pair, eps, place, None if truth is None else truth[index])
-        for index, (name, pair, place) in enumerate(zip(names, pairs, places, strict=True))
+    findings = [
+        _judge(name, numerics, pair, eps, place, None if truth is None else truth[index], wide)
+        for index, (name, pair, place) in enumerate(zip(names, pairs, _places(part, tensors), strict=True))
         if pair is not None
     ]
+    return findings, why_not
+
+
+def _places(part: Part, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """Subscripts of a part's output and inputs."""
+    return [part.output, *(part.inputs or [...] * len(tensors))]
 
 
 @contextlib.contextmanager
@@ -331,24 +362,63 @@ def _or_zero(gradient: torch.Tensor | None, like: torch.Tensor | None) -> torch.
     return torch.zeros_like(like)
 
 
-def _in_float64(
-    function: Function,
-    tensors: Sequence[torch.Tensor],
-    wanted: Sequence[bool],
-    dout: torch.Tensor,
-    places: Sequence[Any],
+def _widened(
+    part: Part, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dout: torch.Tensor, wide: torch.dtype
 ) -> list[torch.Tensor | None]:
-    """The output and gradients of a definition, in float64, on the host where the device has no such numbers."""
+    """The output and gradients of the original with every tensor in `wide`.
+
+    Raises:
+        Exception: it does not run so, or rounds on its way in a kernel of its own.
+    """
+    mode, places = _Wider(wide), _places(part, tensors)
     leaves = [
-        _wide(t.detach()[place]).clone().requires_grad_(wants)
+        mode.of(t.detach()[place]).clone().requires_grad_(wants)
         for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
     ]
-    with torch.autocast(leaves[0].device.type, enabled=False):
-        output = function(*leaves)
-        return [output.detach(), *_gradients(output, leaves, _wide(dout[places[0]]))]
+    # A compiled function has the narrow types in its code.
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
+        output = part.original(*leaves)
+        if output.dtype != wide:
+            raise TypeError(f"its output is {str(output.dtype).removeprefix('torch.')}")
+        return [output.detach(), *_gradients(output, leaves, mode.of(dout[places[0]]))]
 
 
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
+class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators see and make no floating-point tensor narrower than `wide`, whatever the code says.
+
+    On the host where the device has no float64.
+    """
+
+    def __init__(self, wide: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wide = wide
+
+    def of(self, given: Any) -> Any:
+        """An argument of an operator, widened if it is a tensor or a dtype."""
+        if isinstance(given, torch.Tensor):
+            to_host = self.wide == torch.float64 and given.device.type not in ("cpu", "cuda", "meta")
+            dtype = self.of(given.dtype)
+            return given.to(device="cpu" if to_host else None, dtype=dtype)
+        if isinstance(given, torch.device) and self.wide == torch.float64 and given.type not in ("cpu", "cuda", "meta"):
+            return torch.device("cpu")
+        if isinstance(given, torch.dtype) and given.is_floating_point:
+            return self.wide if torch.finfo(given).eps > torch.finfo(self.wide).eps else given
+        return given
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        written = {each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write}
+        names = [each.name for each in func._schema.arguments]
+
+        def of(name: str, given: Any) -> Any:
+            # What is written must stay the caller's own tensor.
+            return given if name in written else tree_map(self.of, given)
+
+        given = [of(name, each) for name, each in zip(names, args, strict=False)]
+        return func(*given, **{name: of(name, each) for name, each in (kwargs or {}).items()})
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type not in ("cpu", "cuda"):
         tensor = tensor.cpu()
     return tensor.to(torch.float64)
@@ -357,11 +427,11 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def _where_they_differ_most(parts: Sequence[Exact], pairs: Sequence[Pair | None]) -> Exact:
+def _where_they_differ_most(parts: Sequence[Part], pairs: Sequence[Pair | None]) -> Part:
     if len(parts) == 1:
         return parts[0]
 
-    def apart(part: Exact) -> float:
+    def apart(part: Part) -> float:
         places = [part.output, *(part.inputs or [...] * (len(pairs) - 1))]
         return max(_distance(*_finite(pair, place)) for pair, place in zip(pairs, places, strict=True) if pair)
 
@@ -370,7 +440,7 @@ def _where_they_differ_most(parts: Sequence[Exact], pairs: Sequence[Pair | None]
 
 def _finite(pair: Pair, place: Any = ...) -> Pair:
     """Ours and the original's in float64, both zero where one of the two is not finite."""
-    a, b = (_wide(each[place]) for each in pair)
+    a, b = (_in_float64(each[place]) for each in pair)
     finite = a.isfinite() & b.isfinite()
     return (a, b) if bool(finite.all()) else (a.where(finite, 0.0), b.where(finite, 0.0))
 
@@ -381,7 +451,9 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).norm()) / size
 
 
-def _judge(name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: torch.Tensor | None) -> _Finding:
+def _judge(
+    name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: torch.Tensor | None, wide: torch.dtype
+) -> _Finding:
     a, b = pair
     problem = ""
     if bool((~a.isfinite() & b.isfinite()).any()):
@@ -395,7 +467,8 @@ def _judge(name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: 
         return _Finding(name, apart, None, None, "", problem)
     if truth is None:
         return _Finding(name, apart, apart, _EPS_APART * eps, "original", problem)
+    truth = _in_float64(truth)
     nearer, other = (_distance(each, truth) for each in _finite(pair, place))
     # A gradient that is zero by cancellation has no scale: what is left of it is rounding of terms of order one.
     slack = eps if bool(truth.any()) else _EPS_APART * eps
-    return _Finding(name, apart, nearer, 2 * other + slack, "float64", problem)
+    return _Finding(name, apart, nearer, 2 * other + slack, str(wide).removeprefix("torch."), problem)

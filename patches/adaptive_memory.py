@@ -24,8 +24,8 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
 from mindspeed_lite.platform.megatron import CONFIG
 
-from . import recompute_activation_function, recompute_norm
-from ._shared import recompute
+from . import recompute_activation_function
+from ._shared import recompute, wgrad_accumulation
 from ._shared.memory_choice import MemoryChoice
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
@@ -115,7 +115,7 @@ FEATURE = Feature(
         Option("--mindspeed-lite-explain-memory", help="Print what --adaptive-memory chooses, and end."),
     ),
     enabled=_enabled,
-    numerics="bitwise",
+    numerics="ulp",
     theme="memory",
     memory="not predicted: it is within the budget, and is measured after the choice",
     unsupported={"<0.16": "not trained on a release of Megatron before 0.16"},
@@ -141,9 +141,8 @@ FEATURE = Feature(
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
         Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _in_pass),
-        Override(
-            recompute_norm.CHECKPOINT, recompute_norm.no_sign_of_fp8, absent_in="<0.13"
-        ),
+        wgrad_accumulation.PATCH,
+        *recompute.CHECKPOINT_PATCHES,
         Override(
             "megatron.core.transformer.mlp:MLP.forward", recompute_activation_function.recomputing_forward,
             by_name=True, reads=("linear_fc1", "linear_fc2"),

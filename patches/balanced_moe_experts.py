@@ -101,6 +101,8 @@ def _reasons_of_rank(experts: Any) -> list[str]:
     reasons = {
         "a frozen parameter of an expert": not all(each.requires_grad for each in parameters),
         "parameters of experts of several dtypes": len({each.dtype for each in parameters}) > 1,
+        # One sees the tokens that stay on its rank alone.
+        moe.HOOKED: any(map(moe.has_hooks, (each for expert in experts.local_experts for each in expert.modules()))),
     }
     return [reason for reason, holds in reasons.items() if holds]
 

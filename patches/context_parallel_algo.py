@@ -29,6 +29,7 @@ from ._shared.attention_core import (
     CORE,
     HEAD_SIZES,
     READS,
+    RELIES_ON,
     dropout_generator,
     packing_of,
     read_call,
@@ -107,7 +108,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             if kind not in (None, "gathered"):
                 session.log_decision(f"{NAME}: keys and values are gathered, since an attention mask is given")
             with dropout_generator(self, call.dropout_p):
-                out = cp.attend_masked(*tensors, layout, group, call.mask, **rest)
+                out = cp.attend_masked(*tensors, layout, group, call.mask, window=call.window, **rest)
             return out.flatten(-2)
         band = call.window or (_CAUSAL if call.causal else _FREE)
         kind = kind or least_exposed(*tensors, group, call.causal, session)
@@ -330,7 +331,13 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", _init, order=1, reads=("config",)),
-        Override(f"{CORE}.forward", _forward, order=1, reads=(*READS, "layer_number", *_OF_CONFIG)),
+        Override(
+            f"{CORE}.forward",
+            _forward,
+            order=1,
+            reads=(*READS, "layer_number", *_OF_CONFIG),
+            relies_on=RELIES_ON,
+        ),
         Override(f"{_UTILS}:get_thd_batch_on_this_cp_rank", _thd_batch, versions="<0.18", absent_in="<0.16"),
         Provide(f"{_UTILS}:tex", _partition, versions=">=0.18", variant_of=f"{_UTILS}:get_thd_batch_on_this_cp_rank"),
     ),

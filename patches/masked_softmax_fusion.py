@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
-from mindspeed_lite.ops.masked_softmax import masked_softmax, reference, why_not
-from mindspeed_lite.verify import Exact
+from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
+from ._shared.attention_core import SOFTMAX_AND_MASKS
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
 from ._shared.until_end import config_field, switch_off
@@ -64,7 +64,6 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 lambda scores: self.forward_torch_softmax(scores.clone(), mask),
                 {"scores": input},
                 against="Megatron's scaling, mask and softmax",
-                exact=[Exact(lambda scores: reference.masked_softmax(scores, mask, causal, scale))],
             )
         return masked_softmax(input, mask, causal=causal, scale=scale)
 
@@ -123,6 +122,7 @@ FEATURE = Feature(
                 "scale",
                 "scaled_masked_softmax_fusion",
             ),
+            relies_on=SOFTMAX_AND_MASKS,
         ),
         Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", _init),
         config_field(ARGUMENT, _is_there),

@@ -148,7 +148,7 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
         state.shared = None
         if not self.use_shared_expert or type(self.token_dispatcher) is not MoEAllGatherTokenDispatcher:
             return wrapped(self, hidden_states)
-        reasons = _cannot(self)
+        reasons = _cannot(self, session)
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
             return wrapped(self, hidden_states)
@@ -158,12 +158,17 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
     return shared_experts_compute
 
 
-def _cannot(layer: Any) -> list[str]:
+def _cannot(layer: Any, session: Session) -> list[str]:
     """Why the shared expert of a layer is not taken apart."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
     reasons = []
+    if type(layer.shared_experts.linear_fc1) is not ColumnParallelLinear:
+        # It may read its input more than once, and gradients add up in another order then.
+        reasons.append("a shared expert whose first linear layer is not Megatron's own (LoRA) runs before the router")
     if layer.shared_experts.use_shared_expert_gate:
         reasons.append("a shared expert with a gate (--moe-shared-expert-gate) runs before the router")
-    if recompute_activation_function.is_recomputed(layer.shared_experts):
+    if recompute_activation_function.is_recomputed(layer.shared_experts, session):
         reasons.append("a shared expert whose activation is recomputed runs before the router")
     if layer.shared_experts_recompute:
         reasons.append("a shared expert that is recomputed as a whole runs before the router")

@@ -8,15 +8,16 @@ Megatron's argument before validation, and turns on `delay_wgrad_compute`, whose
 implementation.
 
 Reaches `TransformerLayerSchedulePlan.run`, which gets layers whose parts issue messages as soon as what they read is
-there. Leaves the schedule of micro-batches and every computation alone.
+there, and `ScheduleNode.default_backward_func`, which asks every output of a part for a gradient: behind frozen weights
+some need none. Leaves the schedule of micro-batches and every computation alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 
 from ._shared import combined_schedule, early_issue
 from ._shared.combined_schedule import ARGUMENT
@@ -29,6 +30,16 @@ def _why_not(context: Context) -> Sequence[str]:
 
 def _arguments(context: Context) -> Mapping[str, Any]:
     return {} if context.host_args is None else {ARGUMENT: True}
+
+
+def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def default_backward_func(self: Any, outputs: Any, output_grad: Any) -> Any:
+        pairs = [pair for pair in zip(outputs, output_grad, strict=True) if pair[0].requires_grad]
+        if pairs:
+            wrapped(self, *zip(*pairs, strict=True))
+        return output_grad
+
+    return default_backward_func
 
 
 FEATURE = Feature(
@@ -46,5 +57,8 @@ FEATURE = Feature(
     condition=_why_not,
     not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
     arguments=_arguments,
-    patches=(early_issue.PATCH,),
+    patches=(
+        early_issue.PATCH,
+        Override("megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func", _backward),
+    ),
 )

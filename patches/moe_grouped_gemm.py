@@ -10,7 +10,8 @@ hold.
 Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
 layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
 beside the rest where that is asked for (`--moe-wgrad-side-stream`). Falls back, with a reason, for fp8 and fp4, frozen
-or further distributed weights, offloading, and experts that are not Megatron's MLP of its own linear layers.
+or further distributed weights, hooks on experts, offloading, and experts that are not Megatron's MLP of its own linear
+layers.
 """
 
 from __future__ import annotations
@@ -44,6 +45,15 @@ _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
 _LINEAR = "megatron.core.tensor_parallel.layers:ColumnParallelLinear"
 _MLP = "megatron.core.transformer.mlp:MLP"
+# The experts' linear layers, which the grouped product stands for.
+LINEAR_LAYERS = tuple(
+    f"megatron.core.tensor_parallel.layers:{name}"
+    for name in (
+        "ColumnParallelLinear.forward",
+        "RowParallelLinear.forward",
+        "linear_with_grad_accumulation_and_async_allreduce",
+    )
+)
 _READS = (
     "config",
     "local_experts",
@@ -65,9 +75,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         if reasons is None:
             reasons = _cannot(self)
             session.mark(first, _REASONS, reasons)
-            if reasons:
-                session.fallback(FEATURE.name, "; ".join(reasons))
+        reasons = [*reasons, *_cannot_now(self.local_experts)]
         if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
         together = FunctionModule(
             lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, released), None)
@@ -108,7 +118,7 @@ def _together(
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
     x = _linear(session, fc1, hidden, counts, fc1_biases, released)
-    recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first)
+    recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first, session)
     if not (recomputes or released):
         y = recompute_activation_function.looked_on(first, activation, x, probs)
         return _finish(fc2, _linear(session, fc2, y, counts), counts, probs)
@@ -162,9 +172,7 @@ def _verify(
 
     inputs = {"x": x, **{f"weight {e}": each for e, each in enumerate(weights)}}
     inputs.update({f"bias {e}": each for e, each in enumerate(biases or ())})
-    moe.compare(
-        session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other", exact_in_fp64=True
-    )
+    moe.compare(session, FEATURE, "grouped_matmul", ours, loop, inputs, "one linear layer after the other")
 
 
 def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
@@ -237,11 +245,21 @@ def _cannot(module: Any) -> list[str]:
         )
         or any(type(layer) not in (ColumnParallelLinear, RowParallelLinear) for layer in layers),
         "experts whose weights are distributed further": any(getattr(each, "gtp_remat_size", 1) > 1 for each in layers),
+        "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _cannot_now(experts: Sequence[Any]) -> list[str]:
+    """What may change from call to call."""
+    linear = [layer for expert in experts for layer in (expert.linear_fc1, expert.linear_fc2)]
+    reasons = {
         # A copy of another rank's weight is no parameter (--balanced-moe-experts).
         "a frozen weight": any(
-            isinstance(layer.weight, torch.nn.Parameter) and not layer.weight.requires_grad for layer in layers
+            isinstance(weight, torch.nn.Parameter) and not weight.requires_grad
+            for weight in (getattr(layer, "weight", None) for layer in linear)
         ),
-        "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
+        moe.HOOKED: any(map(moe.has_hooks, (*experts, *linear))),
     }
     return [reason for reason, holds in reasons.items() if holds]
 
@@ -291,7 +309,12 @@ FEATURE = Feature(
     arguments=moe.turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(
-        Override("megatron.core.transformer.moe.experts:SequentialMLP.forward", _forward, reads=_READS),
+        Override(
+            "megatron.core.transformer.moe.experts:SequentialMLP.forward",
+            _forward,
+            reads=_READS,
+            relies_on=LINEAR_LAYERS,
+        ),
         Override(f"{_PROVIDER}.grouped_mlp_modules", _modules, versions=">=0.17"),
         Override(f"{_PROVIDER}.grouped_mlp_modules", _modules_or_legacy, versions=">=0.13,<0.17"),
         Override(

@@ -66,8 +66,7 @@ def _permuted(session: Session, plain: Callable[..., Any], call: moe.Permutation
 
 
 def _verify(session: Session, operator: str, ours: Any, theirs: Any, inputs: Mapping[str, Any], **more: Any) -> None:
-    # What only moves and adds is exact in float64.
-    moe.compare(session, FEATURE, operator, ours, theirs, inputs, exact_in_fp64=True, **more)
+    moe.compare(session, FEATURE, operator, ours, theirs, inputs, **more)
 
 
 def _unpermuted(session: Session, given: Sequence[Any], drop_and_pad: bool) -> Any:

@@ -36,7 +36,8 @@ def _route(
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
-            moe.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits})
+            # The choice depends on rounding.
+            moe.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits}, widened=False)
         return ops.topk_routing(logits, topk, **how)
     if fused:
         session.fallback(FEATURE.name, why_not)

@@ -133,6 +133,8 @@ def _prepare(layer: Any, session: Session, turn: int | None) -> None:
 
 def _level(session: Session, built: Any) -> str | None:
     """The level of the layer of a dispatcher or a shared expert; None if it keeps everything."""
+    if recompute.is_checkpointed(NAME, session):
+        return None
     turn, level = _BUILT.get(built), session.settings[NAME]
     if built not in _BUILT:
         session.fallback(NAME, "a layer that was built before the feature was enabled")
@@ -212,9 +214,22 @@ def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 def _shared_level(session: Session, shared: Any) -> str | None:
     """The level of a shared expert; None if it keeps everything, or is computed again by others."""
-    if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared):
+    if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared, session):
         return None
     return _level(session, shared)
+
+
+def _release_shared(
+    session: Session, shared: Any, first: released_mlp.LinearCall, second: released_mlp.LinearCall
+) -> None:
+    level = _shared_level(session, shared)
+    if level is None:
+        return
+    with_input = level == LEVEL1
+    if with_input and not released_mlp.runs_again(shared.linear_fc1):
+        session.fallback(NAME, "a shared expert whose first layer has an adapter or a user's hook: its output is kept")
+        with_input = False
+    released_mlp.release(shared, first, second, with_input)
 
 
 def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -223,8 +238,7 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     def forward(self: Any, hidden_states: Any) -> Any:
         with released_mlp.seen(self.linear_fc1) as first, released_mlp.seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
-        if level := _shared_level(session, self):
-            released_mlp.release(self, first, second, level == LEVEL1)
+        _release_shared(session, self, first, second)
         return found
 
     return forward
@@ -247,8 +261,8 @@ def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..
         with released_mlp.seen(self.linear_fc2) as second:
             found = wrapped(self, *args, **kwargs)
         first = _state(session).shared.pop(self, None)
-        if first is not None and (level := _shared_level(session, self)):
-            released_mlp.release(self, first, second, level == LEVEL1)
+        if first is not None:
+            _release_shared(session, self, first, second)
         return found
 
     return linear_fc2_forward

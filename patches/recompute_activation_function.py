@@ -30,9 +30,10 @@ CHOSEN = "activation_is_recomputed"
 _LOOKING = "activation_looked_on"
 
 
-def is_recomputed(mlp: Any) -> bool:
+def is_recomputed(mlp: Any, session: Session) -> bool:
     """Whether the activation of this MLP is recomputed, for features that run it in another way."""
-    return getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
+    chosen = getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
+    return chosen and not recompute.is_checkpointed(SWITCH.feature, session)
 
 
 def look_on(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
@@ -43,10 +44,10 @@ def look_on(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]
         for handle in handles:
             handle.remove()
 
-    # Experts in a grouped product run these hooks without any rows, and call `looked_on`.
+    # Experts in a grouped product run no hooks, and call `looked_on`.
     handles = (
-        mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0]) if args else None),
-        mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0]) if args else None),
+        mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0])),
+        mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0])),
     )
     vars(mlp)[_LOOKING] = (enter, leave)
     return end
@@ -84,8 +85,9 @@ def prepare(layer: Any, session: Session) -> None:
 def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
         biased = per_token_scale is not None and getattr(self.linear_fc2, "bias", None) is not None
-        if not is_recomputed(self) or biased:
-            if biased and is_recomputed(self):
+        recomputes = is_recomputed(self, session)
+        if not recomputes or biased:
+            if biased and recomputes:
                 session.fallback(FEATURE.name, "an expert's second layer has a bias, which Megatron adds in place")
             return wrapped(self, hidden_states, per_token_scale, **kwargs)
         x, bias = self.linear_fc1(hidden_states)

@@ -6,8 +6,8 @@ has run, and the norm runs again when their gradient arrives. Megatron has that 
 `--recompute-modules`, for selective recomputation alone; this flag turns it on layer by layer and beside
 `--recompute-granularity full` with its method `block`.
 
-Megatron's machinery for it takes its own default for a sign of fp8 and fails without Transformer Engine; that is put
-right.
+Megatron's machinery for it takes its own default for a sign of fp8 and fails without Transformer Engine, and gives an
+output without a gradient where the layer's input needs none (a frozen embedding); both are put right.
 
 With `--recompute-norm-num-layers N` that holds for the first N layers of each pipeline rank.
 """
@@ -16,14 +16,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Feature, Override, Session
+from mindspeed_lite.engine import Feature, Session
 
 from ._shared import recompute
 
-CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput.__init__"
 SWITCH = recompute.Switch(
     "recompute_norm", help="Release the norms of a layer after use and compute them again in the backward pass."
 )
@@ -50,21 +48,12 @@ def _forget(layer: weakref.ref[Any], name: str) -> None:
         vars(found).pop(name, None)
 
 
-def no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    from megatron.core.tensor_parallel import random
-
-    def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
-
-    return __init__
-
-
 FEATURE = Feature(
     name=SWITCH.feature,
     summary="a layer's norms released after use and recomputed",
     options=SWITCH.options,
     enabled=SWITCH.enabled,
-    numerics="bitwise",
+    numerics="ulp",
     theme="memory",
     condition=SWITCH.why_not,
     conflicting_args=recompute.CONFLICTING_ARGS,
@@ -74,6 +63,6 @@ FEATURE = Feature(
             prepare,
             ("input_layernorm", "pre_mlp_layernorm", "recompute_input_layernorm", "recompute_pre_mlp_layernorm"),
         ),
-        Override(CHECKPOINT, no_sign_of_fp8, absent_in="<0.13"),
+        *recompute.CHECKPOINT_PATCHES,
     ),
 )

@@ -27,6 +27,7 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError,
 from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.offload import Offload
 
+from ._shared import wgrad_accumulation
 from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
@@ -194,5 +195,6 @@ FEATURE = Feature(
     patches=(
         Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
         Around("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init, reads=("config",)),
+        wgrad_accumulation.PATCH,
     ),
 )

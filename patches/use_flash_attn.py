@@ -20,6 +20,7 @@ What Megatron does besides on those words (environment variables for Transformer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 from ._shared.attention_core import (
     CORE,
     READS,
+    RELIES_ON,
     dropout_generator,
     packing_of,
     read_call,
@@ -88,11 +90,12 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 verifier,
                 FEATURE,
                 compute,
-                lambda *qkv: wrapped(self, *qkv, attention_mask),
+                functools.partial(wrapped, self),
+                self,
                 (query, key, value),
+                attention_mask,
                 spec,
                 packing,
-                same_size=value.size(-1) == self.hidden_size_per_attention_head,
             )
         with dropout_generator(self, call.dropout_p):
             return compute(query, key, value).flatten(-2)
@@ -160,6 +163,6 @@ FEATURE = Feature(
     operators=("attention",),
     patches=(
         Override(f"{CORE}.__init__", without_head_sizes),
-        Override(f"{CORE}.forward", _forward, reads=(*READS, f"{CONFIG}.window_size")),
+        Override(f"{CORE}.forward", _forward, reads=(*READS, f"{CONFIG}.window_size"), relies_on=RELIES_ON),
     ),
 )

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
-from mindspeed_lite.ops.cross_entropy import reference
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_cross_entropy as vocab_parallel
-from mindspeed_lite.verify import Exact
+from mindspeed_lite.verify import Part
 
 UNFUSED = "megatron.core.tensor_parallel.cross_entropy:vocab_parallel_cross_entropy"
 FUSED = "megatron.core.fusions.fused_cross_entropy:fused_vocab_parallel_cross_entropy"
+# Both apply functions that call its methods.
+LOSS = "megatron.core.tensor_parallel.cross_entropy:VocabParallelCrossEntropy"
 
-# Elements of the float64 logits a verification is willing to make.
-_EXACT = 1 << 23
+# Elements of the logits that a verification is willing to make in a wider type.
+_WIDENED = 1 << 23
+_EVERY = slice(None)
 
 
 def _loss(
@@ -46,13 +48,10 @@ def _loss(
 def _verify(
     session: Session, original: Callable[..., Any], logits: Any, target: Any, label_smoothing: float, group: Any
 ) -> None:
-    part = slice(0, max(1, _EXACT // max(1, logits[0].numel())))  # rows do not depend on each other
+    part = slice(0, max(1, _WIDENED // max(1, logits[0].numel())))  # rows do not depend on each other
 
     def ours(logits: torch.Tensor) -> torch.Tensor:
         return vocab_parallel(logits, target, group, label_smoothing)
-
-    def definition(logits: torch.Tensor) -> torch.Tensor:
-        return reference.definition(logits, target[part].to(logits.device), label_smoothing)
 
     session.verifier.check(
         FEATURE.name,
@@ -62,7 +61,7 @@ def _verify(
         original,
         {"logits": logits},
         against="Megatron's vocabulary-parallel cross-entropy",
-        exact=[Exact(definition, part, [part])],
+        parts=[Part(lambda logits: original(logits, part), part, [part])],
     )
 
 
@@ -72,8 +71,8 @@ def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def vocab_parallel_cross_entropy(
         vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, tp_group: Any = None
     ) -> Any:
-        def original(logits: Any) -> Any:
-            return wrapped(logits, target, label_smoothing, tp_group)
+        def original(logits: Any, rows: slice = _EVERY) -> Any:
+            return wrapped(logits, target[rows], label_smoothing, tp_group)
 
         group = parallel_state.get_tensor_model_parallel_group() if tp_group is None else tp_group
         return _loss(session, original, vocab_parallel_logits, target, label_smoothing, group)
@@ -83,8 +82,8 @@ def _unfused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 def _fused(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Any, target: Any, tp_group: Any) -> Any:
-        def original(logits: Any) -> Any:
-            return wrapped(logits, target, tp_group)
+        def original(logits: Any, rows: slice = _EVERY) -> Any:
+            return wrapped(logits, target[rows], tp_group)
 
         return _loss(session, original, vocab_parallel_logits, target, 0.0, tp_group)
 
@@ -111,7 +110,7 @@ FEATURE = Feature(
     condition=_why_not,
     operators=("cross_entropy",),
     patches=(
-        Override(UNFUSED, _unfused, by_name=True),
-        Override(FUSED, _fused),
+        Override(UNFUSED, _unfused, by_name=True, relies_on=(LOSS,)),
+        Override(FUSED, _fused, relies_on=(LOSS,)),
     ),
 )

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
-from mindspeed_lite.ops.linear_cross_entropy import Accumulate, reference
+from mindspeed_lite.ops.linear_cross_entropy import Accumulate
 from mindspeed_lite.parallel.cross_entropy import vocab_parallel_linear_cross_entropy
 from mindspeed_lite.platform.megatron import CONFIG
-from mindspeed_lite.verify import Exact
 
+from . import use_fused_cross_entropy
 from ._shared import wgrad_accumulation
 
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
@@ -41,9 +41,16 @@ _READS = (
     f"{CONFIG}.mtp_num_layers",
     *(f"{_OUTPUT}.{name}" for name in ("_forward_impl", "bias", "gather_output", "weight")),
 )
+# What is computed together: the output layer's product, and either loss.
+_RELIES_ON = (
+    "megatron.core.tensor_parallel.layers:linear_with_grad_accumulation_and_async_allreduce",
+    use_fused_cross_entropy.UNFUSED,
+    use_fused_cross_entropy.FUSED,
+    use_fused_cross_entropy.LOSS,
+)
 
-# Elements of the float64 logits a verification is willing to make.
-_EXACT = 1 << 23
+# Elements of the logits that a verification is willing to make in a wider type.
+_WIDENED = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -140,7 +147,9 @@ def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
         "the logits are to be gathered over the tensor-parallel ranks": bool(gathers),
         "the output layer has a bias": layer.bias is not None,
         "the logits are to have another dtype": getattr(layer, "output_dtype", None) is not None,
-        "a hook looks at the output layer's logits": bool(layer._forward_hooks),
+        "a hook looks at the output layer's logits": bool(
+            layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        ),
         "the model has a loss of its own": own_loss,
         "multi-token prediction counts in its logits how many tokens are accepted": config.mtp_num_layers
         and hasattr(multi_token_prediction, "_compute_mtp_acceptance_counts"),
@@ -195,10 +204,6 @@ def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: A
         loss: torch.Tensor = original(torch.matmul(hidden, weight.t()))
         return loss
 
-    def definition(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return reference.definition(hidden, weight, target.to(hidden.device)).transpose(0, 1)
-
-    small = target.numel() * deferred.weight.shape[0] <= _EXACT
     session.verifier.check(
         FEATURE.name,
         "linear_cross_entropy",
@@ -207,7 +212,7 @@ def _verify(session: Session, original: Callable[[torch.Tensor], Any], labels: A
         megatrons,
         {"hidden": deferred.hidden, "weight": deferred.weight},
         against="Megatron's output layer and loss",
-        exact=[Exact(definition)] if small else [],
+        widened=target.numel() * deferred.weight.shape[0] <= _WIDENED,
     )
 
 
@@ -235,5 +240,5 @@ FEATURE = Feature(
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades a fourth GEMM of the output layer for the logits' memory: enable it explicitly with its flag",
     operators=("linear_cross_entropy",),
-    patches=(Override(MODEL, _postprocess, reads=_READS), Override(LOSS, _loss)),
+    patches=(Override(MODEL, _postprocess, reads=_READS), Override(LOSS, _loss, relies_on=_RELIES_ON)),
 )

@@ -19,7 +19,6 @@ from mindspeed_lite.engine import Context, Feature, Option, Override, Provide, S
 from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
-from mindspeed_lite.verify import Exact
 
 from ._shared.until_end import config_field
 
@@ -84,7 +83,7 @@ def _apply(
         changed.apply_rope_fusion = False
         return original(t, changed)
 
-    return _turn(session, t, cos_sin(freqs), how, unfused, freqs)
+    return _turn(session, t, cos_sin(freqs), how, unfused)
 
 
 def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
@@ -111,16 +110,13 @@ def _turn(
     tables: tuple[Any, Any],
     how: Mapping[str, Any],
     original: Callable[[Any], Any] | None = None,
-    freqs: Any = None,
 ) -> Any:
     """The operator; verified against `original`, or against the definition where Megatron has nothing that runs."""
     if session.verifier is not None:
-        angles = None if freqs is None else freqs.detach().double()
-        exact = tables if angles is None else (angles.cos(), angles.sin())
 
         def definition(t: torch.Tensor) -> torch.Tensor:
             whole = t if t.dim() == 4 else t.unsqueeze(1)
-            return reference.rope(whole, *exact, **how).view(t.shape)
+            return reference.rope(whole, *tables, **how).view(t.shape)
 
         session.verifier.check(
             FEATURE.name,
@@ -130,7 +126,6 @@ def _turn(
             original or definition,
             {"t": t},
             against="Megatron's unfused rotary embedding" if original else "the plain definition",
-            exact=[Exact(definition)],
             variant=how["pairs"] + (" packed" if how.get("positions") is not None else ""),
         )
     return rope(t, *tables, **how)

@@ -229,6 +229,7 @@ class Cycles:
 
 def run(seed, cycles):
     warm = Cycles(seed)
+    platform.deactivate()
     base, nothing = everything(), left_over()
     warm.watch()
     sizes = []
@@ -237,6 +238,7 @@ def run(seed, cycles):
         if number % (cycles // 4) == cycles // 4 - 1:
             warm.blocks.clear()
             mindspeed_lite.disable()
+            platform.deactivate()
             assert_consistent()
             moved = different(base, everything())
             assert moved == [] and left_over() == nothing, (moved, left_over(), nothing)

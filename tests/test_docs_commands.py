@@ -61,6 +61,7 @@ COVERED = {
     r"make demo": "tests/demo/test_run.py::test_a_training_run_gives_its_log_and_its_own_peak_memory",
     r"make test": ".ci/run",
     r"make fuzz": "tests/ops/test_fuzz.py",
+    r"make pairs": "tests/test_pairs.py",
     r"make format": "Makefile",
     r"make fingerprints": "tests/engine/test_fingerprints.py",
     r"make test-npu": "tests/npu_contract/test_calls.py",

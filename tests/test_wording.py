@@ -20,7 +20,6 @@ IDIOMS = re.compile(
 )
 # Files that have yet to be rewritten; each leaves this list when it is. None is added.
 TO_REWRITE = {
-    "mindspeed_lite/verify.py",
     "patches/use_flash_attn.py",
 }
 # `Case` is one word for every operator's call. The others are to be renamed; none is added.

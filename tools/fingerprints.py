@@ -1,4 +1,4 @@
-"""Writes or checks a table of fingerprints: what every target looks like in several releases of Megatron.
+"""Writes or checks a table of fingerprints: what targets, and what patches rely on, look like in several releases.
 
 python -m tools.fingerprints --package mindspeed_lite.patches --root 0.18.2=FOLDER --out patches/fingerprints.json
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from mindspeed_lite.engine import Catalogue, EngineError, Feature, FingerprintError, Provide
-from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.engine import Catalogue, EngineError, Feature, FingerprintError
+from mindspeed_lite.engine.fingerprints import Table, fingerprinted
 from mindspeed_lite.engine.source import Fingerprint, fingerprint, reader_of
 
 
@@ -52,13 +52,12 @@ def main(arguments: list[str] | None = None) -> int:
         reader = reader_of(root)
         found: dict[str, Fingerprint] = {}
         for feature in features:
-            for patch in feature.patches_for(version)[0]:
-                if isinstance(patch, Provide) or patch.target in found:
-                    continue
+            for patch, target in fingerprinted(feature.patches_for(version)[0]):
                 try:
-                    found[patch.target] = fingerprint(reader, patch.target)
+                    found[target] = found.get(target) or fingerprint(reader, target)
                 except FingerprintError as error:
-                    problems.append(f"feature `{feature.name}` at {version}: {error}")
+                    if target not in patch.relies_on:  # what it relies on, a release may lack
+                        problems.append(f"feature `{feature.name}` at {version}: {error}")
         if options.check:
             known = table.entries.get(version, {})
             changed = sorted(t for t in found.keys() | known.keys() if found.get(t) != known.get(t))

@@ -27,8 +27,8 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 
 from mindspeed_lite import runtime
-from mindspeed_lite.engine import Feature, FingerprintError, Override, Patch, Provide
-from mindspeed_lite.engine.fingerprints import Table
+from mindspeed_lite.engine import Feature, FingerprintError, Override, Patch
+from mindspeed_lite.engine.fingerprints import Table, fingerprinted
 from mindspeed_lite.engine.source import fingerprint, reader_of, source_text
 from mindspeed_lite.platform import megatron
 from tests.harness import checkouts
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _print(each)
     hit = {feature.name: feature for each in found for feature, _ in each.patches}
     refused = [name for name in hit if any(_refuses(each, name, version) for each in found)]
-    targets = len({patch.target for _, patch in _patches(version)})
+    targets = len({target for *_, target in _targets(version)})
     print(
         f"\n{len(found)} of {targets} targets differ; they hit {len(hit)} features: {', '.join(sorted(hit)) or 'none'}"
     )
@@ -98,13 +98,14 @@ def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Cha
     """Each target of a patch for `version` whose source in `root` is not that of `against` in `other`."""
     here, there = reader_of(root), reader_of(other)
     standing: dict[str, list[tuple[Feature, Patch]]] = {}
-    for feature, patch in _patches(version):
-        standing.setdefault(patch.target, []).append((feature, patch))
+    for feature, patch, target in _targets(version):
+        standing.setdefault(target, []).append((feature, patch))
     for target, patches in sorted(standing.items()):
         try:
             new, text = fingerprint(here, target), source_text(here, target)
         except (FingerprintError, SyntaxError) as error:
-            yield Change(target, str(error), patches=patches)
+            if not all(runtime.fingerprints().may_lack(patch, target) for _, patch in patches):
+                yield Change(target, str(error), patches=patches)
             continue
         try:
             old, before = fingerprint(there, target), source_text(there, target)
@@ -120,23 +121,26 @@ def changes(root: Path, version: str, other: Path, against: str) -> Iterator[Cha
         yield Change(target, how, lines, patches)
 
 
-def _patches(version: str) -> Iterator[tuple[Feature, Patch]]:
+def _targets(version: str) -> Iterator[tuple[Feature, Patch, str]]:
     for feature in (*runtime.catalogue(), *megatron.ASSUMPTIONS):
-        for patch in feature.patches_for(version)[0]:
-            if not isinstance(patch, Provide):
-                yield feature, patch
+        for patch, target in fingerprinted(feature.patches_for(version)[0]):
+            yield feature, patch, target
 
 
 def _refuses(change: Change, name: str, version: str) -> bool:
     """Whether a plan would refuse the feature for this change, unless the release is recorded."""
     around = change.how.startswith(("has another body", "has the same text"))
     return any(
-        feature.name == name and (isinstance(patch, Override) or not around) for feature, patch in change.patches
+        feature.name == name and (isinstance(patch, Override) or change.target in patch.relies_on or not around)
+        for feature, patch in change.patches
     )
 
 
 def _print(change: Change) -> None:
-    users = dict.fromkeys(f"{feature.name} ({patch.kind})" for feature, patch in change.patches)
+    users = dict.fromkeys(
+        f"{feature.name} ({'relies on it' if change.target in patch.relies_on else patch.kind})"
+        for feature, patch in change.patches
+    )
     print(f"\n{change.target}: {change.how}\n  {', '.join(users)}")
     print("\n".join(f"  {line}" for line in change.lines))
 

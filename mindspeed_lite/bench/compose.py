@@ -1,14 +1,15 @@
-"""From finished runs to the report: arms with their figures, comparisons, and what a reader must be told first."""
+"""The record of finished runs: arms with their figures, comparisons, and findings."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from mindspeed_lite.bench import breakdown, judge
 from mindspeed_lite.bench.harness import Outcome
-from mindspeed_lite.bench.statistics import CONFIDENCE, Ratio, paired_ratio, quantile
+from mindspeed_lite.bench.statistics import CONFIDENCE, paired_ratio, quantile
 
 SCHEMA_VERSION = 1
 
@@ -27,23 +28,23 @@ def report(
 ) -> dict[str, Any]:
     """The report as docs/bench-report.md describes it; runs that failed are in it, with what they left."""
     arms = [_arm(name, runs, ceiling) for name, runs in _by_arm(outcomes).items()]
-    told = _told(outcomes)
+    first = _description(outcomes) or {"environment": {}, "model": {}}
     comparisons = _comparisons(outcomes, arms)
-    environment = dict(told["environment"]) if told else {}
-    environment["affinity"] = _affinity(outcomes)
-    environment["differences"] = _differences(outcomes)
+    # A rounding baseline that did not run was followed by another, or the losses say that they were not judged.
+    judged = [run for arm in arms if arm["role"] != "rounding_baseline" for run in arm["runs"]]
+    complete = complete and all(run["status"] == "ok" for run in judged)
+    affinity = [cores for each in outcomes[0].processes if each.run for cores in each.run["environment"]["affinity"]]
+    environment = {**first["environment"], "affinity": affinity, "differences": _differences(outcomes)}
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "bench",
         "created": created,
         "title": title,
         "command": list(command),
-        # A rounding baseline that did not run was followed by another, or the losses say that they were not judged.
-        "complete": complete
-        and all(run["status"] == "ok" for arm in arms if arm["role"] != "rounding_baseline" for run in arm["runs"]),
+        "complete": complete,
         "settings": {**settings, "confidence": CONFIDENCE},
         "environment": environment,
-        "model": told["model"] if told else {},
+        "model": first["model"],
         "ceiling": ceiling,
         "arms": arms,
         "comparisons": comparisons,
@@ -63,8 +64,8 @@ def needs_rounding_baseline(outcomes: Sequence[Outcome]) -> bool:
 
 def dtype(outcomes: Sequence[Outcome]) -> str:
     """The precision of the training."""
-    told = _told(outcomes)
-    return str(told["model"]["dtype"]) if told else "fp32"
+    found = _description(outcomes)
+    return str(found["model"]["dtype"]) if found else "fp32"
 
 
 def _by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -74,8 +75,8 @@ def _by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     return found
 
 
-def _told(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """What the first process that trained said of the run."""
+def _description(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
+    """The environment, model and report of the first process that trained."""
     return next((each.run for outcome in outcomes for each in outcome.processes if each.run), None)
 
 
@@ -93,9 +94,10 @@ def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | Non
 
 
 def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
-    told = _told(outcomes)
-    entries = (told["report"] or {}).get("entries", []) if told else []
+    first = _description(outcomes)
+    entries = (first["report"] or {}).get("entries", []) if first else []
     features = [entry for entry in entries if entry["status"] == "applied" and entry["flags"]]
+    profiles = [each.breakdown for outcome in outcomes for each in outcome.processes if each.breakdown]
     return {
         "name": name,
         "role": outcomes[0].arm.role,
@@ -105,13 +107,9 @@ def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None)
         "numerics": judge.widest([entry["numerics"] for entry in features]),
         "runs": [_run(outcome) for outcome in outcomes],
         "summary": _summary([outcome for outcome in outcomes if outcome.status == "ok"], ceiling),
-        "breakdown": breakdown.merge(found) if (found := _breakdowns(outcomes)) else None,
+        "breakdown": breakdown.merge(profiles) if profiles else None,
         "experts": _experts(outcomes),
     }
-
-
-def _breakdowns(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    return [each.breakdown for outcome in outcomes for each in outcome.processes if each.breakdown]
 
 
 def _experts(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
@@ -135,20 +133,14 @@ def _experts(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
-    steps = outcome.steps
     measured = _measured(outcome)
+    kept = ("repeat", "status", "reason", "log", "log_tail", "seconds", "exit_code")
     return {
-        "repeat": outcome.repeat,
-        "status": outcome.status,
-        "reason": outcome.reason,
-        "log": outcome.log,
-        "log_tail": outcome.log_tail,
-        "seconds": outcome.seconds,
-        "exit_code": outcome.exit_code,
+        **{name: getattr(outcome, name) for name in kept},
         "first_step_seconds": _first_step(outcome),
         "peak_memory_bytes": _peaks(outcome),
         "median_step_seconds": statistics.median(measured) if measured else None,
-        "steps": [{key: value for key, value in step.items() if key != "profiled"} for step in steps],
+        "steps": [{key: value for key, value in step.items() if key != "profiled"} for step in outcome.steps],
     }
 
 
@@ -160,20 +152,24 @@ def _peaks(outcome: Outcome) -> list[int]:
     return [process.steps[-1]["peak_memory_bytes"] for process in outcome.processes if process.steps]
 
 
+def _peak(outcome: Outcome) -> float:
+    return float(max(_peaks(outcome)))
+
+
 def _first_step(outcome: Outcome) -> float | None:
     times = [process.steps[0]["time"] for process in outcome.processes if process.steps]
     return max(times) - outcome.launched if times else None
 
 
 def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any] | None:
-    told = _told(outcomes)
-    if told is None:
+    first = _description(outcomes)
+    if first is None:
         return None
     seconds = [each for outcome in outcomes for each in _measured(outcome)]
     step = statistics.median(seconds)
-    processes = told["environment"]["world_size"]
-    tokens = told["model"]["tokens_per_step"] / step
-    flops = told["model"]["flops_per_step"] / step / processes
+    processes = first["environment"]["world_size"]
+    tokens = first["model"]["tokens_per_step"] / step
+    flops = first["model"]["flops_per_step"] / step / processes
     peak = (ceiling or {}).get("flops_per_second")
     return {
         "step_seconds": step,
@@ -183,8 +179,8 @@ def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dic
         "tokens_per_second_per_process": tokens / processes,
         "flops_per_second": flops,
         "utilisation": flops / peak if peak else None,
-        "peak_memory_bytes": statistics.median(max(_peaks(outcome)) for outcome in outcomes),
-        "memory_kind": told["memory_kind"],
+        "peak_memory_bytes": statistics.median(map(_peak, outcomes)),
+        "memory_kind": first["memory_kind"],
         "first_step_seconds": statistics.median(filter(None, map(_first_step, outcomes))),
     }
 
@@ -215,61 +211,35 @@ def _comparison(
     off, on = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     # The very first run fills caches: compiled code, indices of the data, the disk's.
     later = slice(1, None) if len(pairs) > 1 else slice(None)
-
-    def medians(outcomes: Sequence[Outcome]) -> list[float]:
-        return [statistics.median(_measured(outcome)) for outcome in outcomes]
-
-    def peaks(outcomes: Sequence[Outcome]) -> list[float]:
-        return [float(max(_peaks(outcome))) for outcome in outcomes]
-
-    def firsts(outcomes: Sequence[Outcome]) -> list[float]:
-        return [_first_step(outcome) or 0.0 for outcome in outcomes]
-
+    speeds, memory, firsts = (
+        [[figure(outcome) for outcome in side] for side in (off, on)]
+        for figure in (lambda run: statistics.median(_measured(run)), _peak, lambda run: _first_step(run) or 0.0)
+    )
+    steps = [outcome.steps for outcome in off], [outcome.steps for outcome in on]
     return row | {
-        "speed": _ratio(paired_ratio(medians(off), medians(on)), "faster", "slower"),
-        "memory": _ratio(paired_ratio(peaks(on), peaks(off)), "larger", "smaller"),
-        "first_step": _ratio(paired_ratio(firsts(off[later]), firsts(on[later])), "faster", "slower"),
-        "loss": judge.compare_losses(
-            [outcome.steps for outcome in off], [outcome.steps for outcome in on], arm["numerics"], reference
-        ),
-        "growth": judge.compare_growth(
-            [outcome.steps for outcome in off], [outcome.steps for outcome in on], max(peaks(off))
-        ),
+        "speed": _ratio(speeds[0], speeds[1], "faster", "slower"),
+        "memory": _ratio(memory[1], memory[0], "larger", "smaller"),
+        "first_step": _ratio(firsts[0][later], firsts[1][later], "faster", "slower"),
+        "loss": judge.compare_losses(*steps, arm["numerics"], reference),
+        "growth": judge.compare_growth(*steps, max(memory[0])),
     }
 
 
-def _ratio(found: Ratio | None, above: str, below: str) -> dict[str, Any] | None:
-    if found is None:
-        return None
-    return {
-        "ratio": found.ratio,
-        "low": found.low,
-        "high": found.high,
-        "pairs": list(found.pairs),
-        "verdict": found.verdict(above, below),
-    }
-
-
-def _affinity(outcomes: Sequence[Outcome]) -> list[list[int]]:
-    """The cores of each process of the first run."""
-    return [cores for each in outcomes[0].processes if each.run for cores in each.run["environment"]["affinity"]]
+def _ratio(numerators: Sequence[float], denominators: Sequence[float], above: str, below: str) -> dict[str, Any] | None:
+    found = paired_ratio(numerators, denominators)
+    return None if found is None else {**asdict(found), "verdict": found.verdict(above, below)}
 
 
 def _differences(outcomes: Sequence[Outcome]) -> list[str]:
     """What was not the same in all runs although it should have been."""
-    found = []
-    seen: dict[str, tuple[Any, str]] = {}
-    for outcome in outcomes:
-        told = _told([outcome])
-        if told is None:
-            continue
-        for name in ("device", "versions", "world_size", "threads", "affinity", "allocator", "variables"):
-            value = told["environment"].get(name)
-            first, whose = seen.setdefault(name, (value, outcome.arm.name))
-            text = f"{name} of {outcome.arm.name} differs from that of {whose}"
-            if value != first and text not in found:
-                found.append(text)
-    return found
+    described = [(outcome.arm.name, found["environment"]) for outcome in outcomes if (found := _description([outcome]))]
+    texts = [
+        f"{name} of {arm} differs from that of {described[0][0]}"
+        for arm, environment in described
+        for name in ("device", "versions", "world_size", "threads", "affinity", "allocator", "variables")
+        if environment.get(name) != described[0][1].get(name)
+    ]
+    return list(dict.fromkeys(texts))
 
 
 def _findings(
@@ -300,6 +270,8 @@ def _findings(
             say("failure", row["arm"], f"the training is not the same: {loss['reason']}")
         if loss and loss["verdict"] == "not judged":
             say("warning", row["arm"], f"the losses were not judged: {loss['reason']}")
+        if speed and speed["low"] is None:
+            say("warning", row["arm"], "there is only one pair of runs: any difference may be noise; raise --repeats")
         if speed and speed["verdict"] == "slower":
             say("warning", row["arm"], f"a step is slower: {speed['ratio']:.3f} times the speed of off")
         if growth and growth["verdict"] == "grows":
@@ -308,5 +280,5 @@ def _findings(
     for text in environment.get("differences", ()):
         say("warning", None, f"the runs were not alike: {text}")
     if not complete:
-        say("warning", None, "the benchmark was ended early: this is the report of what was finished")
+        say("warning", None, "this report is incomplete, it holds what was measured until the end of the benchmark")
     return found

@@ -31,26 +31,27 @@ def check_writable(folder: str | Path) -> None:
         ) from error
 
 
-def write(report: dict[str, Any], folder: str | Path) -> list[str]:
+def write(record: dict[str, Any], folder: str | Path) -> list[str]:
     """Write report.json, the plots, report.md and report.html; returns their names.
 
-    The plots' names are put into the report. A report in hand outweighs its looks: report.json is written before
-    anything is rendered.
+    The plots' names are put into the record. report.json is written before anything is rendered.
     """
-    files = report.setdefault("files", {"trace": [], "plots": []})
-    write_file(Path(folder, "report.json"), dumps(report))
-    from mindspeed_lite.bench import plots, render_html, render_markdown
+    from mindspeed_lite.bench import plots
+    from mindspeed_lite.bench import report as pages
 
-    files["plots"] = plots.draw(report, folder)
-    write_file(Path(folder, "report.json"), dumps(report))
-    write_file(Path(folder, "report.md"), render_markdown.render(report))
-    write_file(Path(folder, "report.html"), render_html.render(report))
-    return ["report.json", "report.md", "report.html", *files["plots"]]
+    files = record.setdefault("files", {"trace": [], "plots": []})
+    write_file(Path(folder, "report.json"), dumps(record))
+    drawn = plots.draw(record, folder)
+    files["plots"] = [*drawn]
+    write_file(Path(folder, "report.json"), dumps(record))
+    write_file(Path(folder, "report.md"), pages.markdown(record, {name: plots.CAPTIONS[name] for name in drawn}))
+    write_file(Path(folder, "report.html"), pages.html(record, drawn))
+    return ["report.json", "report.md", "report.html", *drawn]
 
 
-def dumps(report: dict[str, Any]) -> str:
-    """The report as JSON that every reader takes: what is not finite becomes text."""
-    return json.dumps(finite(report), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def dumps(record: dict[str, Any]) -> str:
+    """The record as JSON that every reader takes: what is not finite becomes text."""
+    return json.dumps(finite(record), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def finite(value: Any) -> Any:

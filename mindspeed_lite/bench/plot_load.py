@@ -9,8 +9,7 @@ from statistics import fmean, median
 from mindspeed_lite.parallel.balance.record import LoadRecord, LoadStep, imbalance
 from mindspeed_lite.parallel.balance.simulation import PolicyOutcome
 
-from .plot_theme import Theme, theme
-from .plots import style
+from .plots import COLORS, style
 
 _WIDTH = 9.0
 # Points of a curve: more than the picture has pixels are averaged.
@@ -24,23 +23,21 @@ def draw(record: LoadRecord, file: str | Path) -> None:
         ImportError: matplotlib is not there.
         OSError: the file cannot be written.
     """
-    look = theme({}, dark=False)
-    with style(look, "png"):
-        _draw(record, Path(file), look)
+    with style():
+        _draw(record, Path(file))
 
 
 def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: str | Path) -> None:
     """Write the fullest rank over time under each policy as PNG. Raises as `draw`."""
-    look = theme({}, dark=False)
-    with style(look, "png"):
+    with style():
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=(_WIDTH, 4.0), layout="constrained")
         axes = figure.subplots()
-        for outcome, part in zip(outcomes, ("attention", "linear", "optimizer", "norm"), strict=True):
+        for outcome, color in zip(outcomes, COLORS, strict=False):
             places, points = _thinned([each.step for each in record.steps], outcome.by_step)
-            axes.plot(places, points, color=look.category(part), linewidth=1.4, label=outcome.name)
+            axes.plot(places, points, color=color, linewidth=1.4, label=outcome.name)
         axes.set_title(f"Fullest rank over even load, {_span(record.steps)} (1 is even)")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -49,7 +46,7 @@ def draw_policies(record: LoadRecord, outcomes: Sequence[PolicyOutcome], file: s
         figure.savefig(Path(file), format="png", dpi=150, facecolor=figure.get_facecolor())
 
 
-def _draw(record: LoadRecord, file: Path, look: Theme) -> None:
+def _draw(record: LoadRecord, file: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
@@ -69,9 +66,9 @@ def _draw(record: LoadRecord, file: Path, look: Theme) -> None:
     experts = [[imbalance(layer) for layer in each.experts] for each in record.steps]
     ranks = [[imbalance(layer) for layer in each.ranks] for each in record.steps]
     curves = (
-        ("experts: worst layer", look.category("attention"), [*map(max, experts)]),
-        ("experts: median layer", look.category("linear"), [*map(median, experts)]),
-        ("ranks: worst layer", look.category("optimizer"), [*map(max, ranks)]),
+        ("experts: worst layer", COLORS[1], [*map(max, experts)]),
+        ("experts: median layer", COLORS[0], [*map(median, experts)]),
+        ("ranks: worst layer", COLORS[2], [*map(max, ranks)]),
     )
     marker = "o" if len(record.steps) < 40 else ""
     for label, color, values in curves:

@@ -1,129 +1,199 @@
-"""The plots of a report: PNG files for Markdown, SVG in two themes for a page. Needs matplotlib only when called."""
+"""The two plots of a training's report, time and loss: PNG files, and SVG for the page."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import re
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .plot_theme import Theme, theme
-from .wording import Json
+from .tables import Record
+from .wording import cleaned, seconds
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CAPTIONS = {
-    "step-time.png": "Step time of every arm",
-    "loss.png": "Loss of every arm, and its difference from off",
-    "memory.png": "Peak memory of every arm",
-    "breakdown.png": "Where the time of a step goes",
+    "time.png": "Step time of every arm, and where it goes",
+    "loss.png": "Loss of every arm, and its distance from off",
 }
-_OPERATORS = "operators-"
+
+# Okabe and Ito's first, which colour-blind readers can tell apart; all visible on a light and on a dark page.
+COLORS = (
+    "#2f86c1", "#d9662b", "#23a07a", "#cc79a7", "#b8860b", "#a04a78", "#44aa99", "#7a6bd0", "#56b4e9", "#e0b03c",
+    "#c94f4f", "#98a13c", "#8a8f98",
+)  # fmt: skip
+_TEXT = "#000000"
+_NEUTRAL = "#8a8f98"
+_WIDTH = 9.0
 
 
-def caption(name: str) -> str:
-    """What the plot of this file name shows."""
-    if name.startswith(_OPERATORS):
-        return f"Share of the ceiling that {name.removeprefix(_OPERATORS).removesuffix('.png')} reaches"
-    return CAPTIONS.get(name, name)
-
-
-def draw(report: Json, folder: str | Path) -> list[str]:
-    """Write a PNG for everything there is data for; returns their names."""
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    names = []
-    for name, figure in _figures(report, theme(report, dark=False), "png"):
-        figure.savefig(target / name, dpi=150, facecolor=figure.get_facecolor())
-        names.append(name)
-    return names
-
-
-def svg(report: Json) -> dict[str, tuple[str, str]]:
-    """The same plots by name, for a page: a light and a dark `<svg>`, whose ids no other plot has."""
-    drawn = []
-    for look in (theme(report, dark=False), theme(report, dark=True)):
-        found = {}
-        for name, figure in _figures(report, look, "svg"):
-            stream = io.StringIO()
-            figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-            prefix = f"{name.removesuffix('.png')}-{'dark' if look.dark else 'light'}-"
-            found[name] = _embeddable(stream.getvalue(), prefix, caption(name))
-        drawn.append(found)
-    return {name: (drawn[0][name], drawn[1][name]) for name in drawn[0]}
-
-
-def _figures(report: Json, look: Theme, form: str) -> Iterator[tuple[str, Figure]]:
-    with style(look, form):
-        from . import plot_figures
-
-        drawers = {
-            "step-time.png": plot_figures.step_time,
-            "loss.png": plot_figures.loss,
-            "memory.png": plot_figures.memory,
-            "breakdown.png": plot_figures.breakdown,
-        }
-        for name, drawer in drawers.items():
-            figure = drawer(report, look)
+def draw(record: Record, folder: str | Path) -> dict[str, str]:
+    """Write a PNG for everything there is data for; returns the same pictures as `<svg>` elements by file name."""
+    record = cleaned(record)
+    drawn: dict[str, str] = {}
+    if record["kind"] != "bench":
+        return drawn
+    for name, figure_of in (("time.png", _time), ("loss.png", _loss)):
+        with style():
+            figure = figure_of(record)
             if figure is not None:
-                yield name, figure
-        for operator, page in plot_figures.operators(report, look):
-            yield f"{_OPERATORS}{operator}.png", page
+                figure.savefig(Path(folder, name), dpi=150, facecolor="#ffffff")
+                stream = io.StringIO()
+                figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
+                drawn[name] = _embeddable(stream.getvalue(), name)
+    return drawn
 
 
 @contextmanager
-def style(look: Theme, form: str) -> Iterator[None]:
-    """matplotlib set up for one theme, for a PNG or an SVG."""
+def style() -> Iterator[None]:
+    """Set up matplotlib for the plots of this package.
+
+    Raises:
+        ImportError: matplotlib is not there; the text says how to install it.
+    """
     try:
         import matplotlib
     except ImportError as error:
         raise ImportError("The plots need matplotlib: pip install 'mindspeed-lite[bench]'") from error
     settings: dict[str, Any] = {
-        "figure.facecolor": look.background,
-        "axes.facecolor": "none" if form == "svg" else look.background,
-        "axes.edgecolor": look.muted,
-        "axes.labelcolor": look.text,
-        "axes.titlesize": 11,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.titlecolor": look.text,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
         "axes.axisbelow": True,
-        "font.family": ["DejaVu Sans"],
-        "font.size": 10,
-        "grid.color": look.grid,
-        "grid.linewidth": 0.8,
-        "legend.frameon": False,
+        "axes.spines.right": False,
+        "axes.spines.top": False,
+        "axes.titlelocation": "left",
+        "axes.titlesize": 11,
+        "grid.alpha": 0.3,
         "legend.fontsize": 9,
-        "hatch.linewidth": 0.7,
-        "text.color": look.text,
-        # A dollar in a name is no formula.
-        "text.parse_math": False,
-        "xtick.color": look.muted,
-        "xtick.labelcolor": look.text,
-        "ytick.color": look.muted,
-        "ytick.labelcolor": look.text,
-        # Shapes, not text: the page looks the same wherever it is opened, and equal reports give equal files.
-        "svg.fonttype": "path",
-        "svg.hashsalt": "mindspeed-lite",
+        "legend.frameon": False,
+        "text.parse_math": False,  # a dollar in a name is no formula
+        "svg.hashsalt": "mindspeed-lite",  # equal reports give equal files
     }
     with matplotlib.rc_context(settings):  # type: ignore[arg-type, unused-ignore]
         yield
 
 
-def _embeddable(text: str, prefix: str, caption: str) -> str:
-    """Only the `<svg>` element, scalable, without addresses and page-wide styles, its ids its own."""
-    text = text[text.index("<svg") :].strip()
-    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r"<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{prefix}', text)
-    text = re.sub(r'(?:xlink:)?href="#', f'href="#{prefix}', text)
-    text = re.sub(r"url\(#", f"url(#{prefix}", text)
-    box = re.search(r'viewBox="[^"]*"', text)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{caption}" stroke-linejoin="round">'
-    return head + text[text.index(">") + 1 :]
+def _embeddable(svg: str, name: str) -> str:
+    """The `<svg>` element alone: scalable, ids of its own, its text in the colour of the page's."""
+    svg = re.sub(
+        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
+    )
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name.partition('.')[0]}-", svg).replace("xlink:href", "href")
+    box = re.search(r'viewBox="[^"]*"', svg)
+    head = f'<svg {box[0] if box else ""} role="img" aria-label="{CAPTIONS[name]}" fill="currentColor">'
+    return head + svg[svg.index(">") + 1 :].replace(_TEXT, "currentColor")
+
+
+def _time(record: Record) -> Figure | None:
+    """Above every measured step, below the categories of the profiled one; a row per arm."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    arms = [arm for arm in record["arms"] if arm["summary"]]
+    profiled = [arm for arm in arms if arm["breakdown"]]
+    if not arms:
+        return None
+    panels = [(arms, _step_times, 0.6)] + ([(profiled, _categories, 0.5)] if profiled else [])
+    heights = [0.9 + height * len(shown) for shown, _, height in panels]
+    figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2 * bool(profiled)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
+    for panel, (shown, paint, _) in zip(axes[:, 0], panels, strict=True):
+        panel.set_yticks(range(len(shown)), [_wrapped(arm["name"]) for arm in shown])
+        panel.set_ylim(len(shown) - 0.45, -0.55)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(True, axis="x")
+        panel.xaxis.set_major_formatter(EngFormatter("s"))
+        paint(panel, shown)
+    return figure
+
+
+def _step_times(axes: Any, arms: Sequence[Record]) -> None:
+    """Every measured step as a dot, a lane per run; the bar spans 10 % to 90 %, the tick is the median."""
+    for place, arm in enumerate(arms):
+        summary, color = arm["summary"], _color(arm["name"], arms)
+        low, high = summary["step_seconds_p10"], summary["step_seconds_p90"]
+        axes.barh(place, high - low, left=low, height=0.72, color=color, alpha=0.25)
+        for lane, run in enumerate(arm["runs"]):
+            steps = [step["seconds"] for step in run["steps"] if step["measured"]]
+            shift = 0.5 * (lane + 0.5) / len(arm["runs"]) - 0.25
+            axes.plot(steps, [place + shift] * len(steps), "o", color=color, markersize=3.4, markeredgewidth=0)
+        axes.vlines(summary["step_seconds"], place - 0.4, place + 0.4, color=_TEXT, linewidth=2)
+        _at_the_right(axes, place, seconds(summary["step_seconds"]))
+    axes.set_title("Step time (dots: steps, a lane per run; bar: 10 % to 90 %; tick: median)")
+
+
+def _categories(axes: Any, arms: Sequence[Record]) -> None:
+    """A bar per arm, a segment per category; hidden communication stands in words at its end."""
+    ends = [0.0] * len(arms)
+    for name, color in zip(arms[0]["breakdown"]["categories"], itertools.cycle(COLORS)):
+        times = [arm["breakdown"]["categories"][name] for arm in arms]
+        hatch = "///" if name == "communication exposed" else None
+        if any(times):
+            axes.barh(range(len(arms)), times, 0.66, ends, color=color, edgecolor="#ffffff", hatch=hatch, label=name)
+        ends = [end + time for end, time in zip(ends, times, strict=True)]
+    for place, (arm, end) in enumerate(zip(arms, ends, strict=True)):
+        hidden = arm["breakdown"]["communication"]["hidden_seconds"]
+        _at_the_right(axes, place, seconds(end) + (f"\n+{seconds(hidden)} hidden" if hidden else ""))
+    axes.set_title("Where the time of the profiled step goes")
+    axes.figure.legend(loc="outside lower left", ncols=3)
+
+
+def _loss(record: Record) -> Figure | None:
+    """The curves, and how far each is from off, with the largest distance of the rounding baseline."""
+    from matplotlib.figure import Figure
+
+    shown = [each for each in record["comparisons"] if each["loss"] and each["loss"]["series"]]
+    if not shown:
+        return None
+    figure = Figure(figsize=(_WIDTH, 5.6 + 0.2 * len(shown)), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[3, 2])
+    iterations, off = _curve(shown[0], "off")
+    upper.plot(iterations, off, color=_NEUTRAL, linewidth=5, alpha=0.6, label="off")
+    for each in shown:
+        color = _color(each["arm"], record["arms"])
+        iterations, values = _curve(each, "on")
+        upper.plot(iterations, values, color=color, label=f"{_wrapped(each['arm'], 60)} ({each['loss']['verdict']})")
+        apart = [abs(one - other) or math.nan for one, other in zip(values, _curve(each, "off")[1], strict=True)]
+        lower.plot(iterations, apart, "o-", color=color, markersize=2.5)
+        # A loss that is not finite has no height: a cross at the lower edge.
+        broken = [at for at, value in zip(iterations, values, strict=True) if not math.isfinite(value)]
+        upper.plot(broken, [0.04] * len(broken), "x", color=color, transform=upper.get_xaxis_transform())
+    baselines = [each["loss"]["rounding_baseline"] for each in shown]
+    if limits := [each["largest_difference"] for each in baselines if each]:
+        lower.axhline(max(limits), color=_TEXT, linestyle="--", linewidth=1.2, label="rounding baseline, largest")
+    lower.set_yscale("log", nonpositive="mask")
+    lower.yaxis.set_major_formatter(lambda value, _: f"{value:.0e}")
+    lower.yaxis.set_minor_formatter(lambda *_: "")
+    upper.set_title("Loss (cross: not finite)")
+    lower.set_title("Distance from off (equal steps have no point)")
+    lower.set_xlabel("iteration")
+    lower.xaxis.get_major_locator().set_params(integer=True)
+    for axes in (upper, lower):
+        axes.grid(True)
+    figure.legend(loc="outside lower left", ncols=2)
+    return figure
+
+
+def _curve(comparison: Record, side: str) -> tuple[list[int], list[float]]:
+    """Iterations and losses; what is not known is a gap."""
+    points = [(point["iteration"], point[side]) for point in comparison["loss"]["series"]]
+    return [at for at, _ in points], [math.nan if value is None else value for _, value in points]
+
+
+def _color(name: str, arms: Sequence[Record]) -> str:
+    """The arms that are on have their own colours, the same in both plots; the others are neutral."""
+    names = [arm["name"] for arm in arms if arm["role"] == "on"]
+    return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
+
+
+def _at_the_right(axes: Any, place: float, text: str) -> None:
+    axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
+
+
+def _wrapped(name: str, columns: int = 24) -> str:
+    """A long name over up to three lines."""
+    return "\n".join(textwrap.wrap(name.replace("+", "+ "), columns, max_lines=3, placeholder="..."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -51,11 +52,9 @@ def main(arguments: Sequence[str]) -> int:
     reason = _why_not(options, command)
     if reason:
         return fail(PROGRAM, reason)
-    try:
-        import matplotlib  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401
-        import rich  # noqa: F401
-    except ImportError as error:
-        return fail(PROGRAM, f"{error.name} is not installed: pip install 'mindspeed-lite[bench]'")
+    for package in ("rich", "jinja2", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            return fail(PROGRAM, f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
 
     from mindspeed_lite.bench import training
     from mindspeed_lite.bench.harness import Job
@@ -184,12 +183,13 @@ def _lanes(folder: Path) -> list[Path]:
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
-    from mindspeed_lite.bench import output, render_text
+    from mindspeed_lite.bench import output
+    from mindspeed_lite.bench import report as pages
 
     traces = [*folder.glob("trace/*/*.json"), *_lanes(folder)]
     report["files"]["trace"] = sorted(str(path.relative_to(folder)) for path in traces)
     output.write(report, folder)
-    print(render_text.render(report, terminal.width(), terminal.has_color()), end="")
+    print(pages.text(report, terminal.width(), terminal.has_color()), end="")
     where = os.path.relpath(folder)
     print(f"\n{where}/: report.html, report.md, report.json, plots, and the log of every run")
 

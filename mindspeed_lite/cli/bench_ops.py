@@ -38,20 +38,22 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(list(arguments))
     try:
         _check_operators(options)
-        if importlib.util.find_spec("rich") is None:
-            raise _UsageError("the report needs rich: pip install 'mindspeed-lite[bench]'")
+        for package in ("rich", "jinja2") if options.out is not None else ("rich",):
+            if importlib.util.find_spec(package) is None:
+                raise _UsageError(f"the report needs {package}: pip install 'mindspeed-lite[bench]'")
         # From here on torch is needed, which takes seconds to import.
         report = _measure(options, [*PROGRAM.split(), *arguments])
     except _UsageError as error:
         return terminal.fail(PROGRAM, error)
     except KeyboardInterrupt:
         return terminal.fail(PROGRAM, "interrupted before anything was measured", 130)
-    from mindspeed_lite.bench import output, render_text
+    from mindspeed_lite.bench import output
+    from mindspeed_lite.bench import report as pages
 
     if options.json:
         print(output.dumps(report), end="")
     else:
-        print(render_text.render(report, terminal.width(), terminal.has_color()), end="")
+        print(pages.text(report, terminal.width(), terminal.has_color()), end="")
     if options.out is not None:
         output.write(report, options.out)
         print(f"written: {options.out}/report.html, report.md, report.json", file=sys.stderr)
@@ -98,7 +100,7 @@ def _parser() -> terminal.Parser:
         metavar="PEER",
         help=f"these peers ({', '.join(PEERS)}), which must be there; default: on a GPU those installed",
     )
-    parser.add_argument("--out", metavar="DIR", help="write report.json, report.md, report.html and plots there")
+    parser.add_argument("--out", metavar="DIR", help="write report.json, report.md and report.html there")
     parser.add_argument("--compare", metavar="FILE", help="an earlier report.json; a regression is exit code 1")
     parser.add_argument("--quick", action="store_true", help="a small case of each, few rounds, no torch.compile")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")

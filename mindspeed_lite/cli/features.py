@@ -119,6 +119,7 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
                 "versions": patch.versions,
                 "absent_in": patch.absent_in,
                 "reads": list(patch.reads),
+                "relies_on": list(patch.relies_on),
             }
             for patch in feature.patches
         ],

@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 
 def show(program: str, feature: Feature, known: Table, against: str | None) -> int:
-    """Print a unified diff for each target that differs; 0 if none does, 1 if some do, 2 without a comparison."""
+    """Print a unified diff for each target, or what one relies on, that differs.
+
+    Returns 0 if none does, 1 if some do, 2 without a comparison.
+    """
     from packaging.version import Version
 
-    from mindspeed_lite.engine import FingerprintError, Provide
+    from mindspeed_lite.engine import FingerprintError
+    from mindspeed_lite.engine.fingerprints import fingerprinted
     from mindspeed_lite.engine.source import fingerprint, reader_of, source_text
     from mindspeed_lite.platform import megatron
 
@@ -35,32 +39,31 @@ def show(program: str, feature: Feature, known: Table, against: str | None) -> i
         return terminal.fail(program, f"--against {against}: there is no megatron/core in it")
     installed = reader_of(root)
     differing = 0
-    for patch in feature.patches_for(version)[0]:
-        if isinstance(patch, Provide):
-            continue
-        releases = sorted(known.known(patch), key=Version)
+    for patch, target in fingerprinted(feature.patches_for(version)[0]):
+        title = f"{'relied on' if target in patch.relies_on else patch.kind} {target}"
+        verified = known.known(patch, target)
+        releases = sorted(verified, key=Version)
         try:
-            here = fingerprint(installed, patch.target)
+            here = fingerprint(installed, target)
         except (FingerprintError, SyntaxError) as error:
-            print(f"{patch.kind} {patch.target}: {error}")
-            differing += 1
+            lacks = known.may_lack(patch, target)
+            print(f"{title}: {'not in this release, as in a verified one' if lacks else error}")
+            differing += not lacks
             continue
-        if against is None and (not releases or here in known.known(patch).values()):
-            print(f"{patch.kind} {patch.target}: " + ("as verified" if releases else "in no verified release"))
+        if against is None and (not releases or here in verified.values()):
+            print(f"{title}: " + ("as verified" if releases else "in no verified release"))
             continue
         try:
             other = reader_of(Path(against) if against is not None else _download(releases[-1]))
-            there = source_text(other, patch.target).splitlines()
-            if here == fingerprint(other, patch.target):
-                print(f"{patch.kind} {patch.target}: the same")
+            there = source_text(other, target).splitlines()
+            if here == fingerprint(other, target):
+                print(f"{title}: the same")
                 continue
         except (OSError, FingerprintError, subprocess.CalledProcessError) as error:
-            return terminal.fail(program, f"{patch.target}: no source to compare with ({error}); give --against DIR")
+            return terminal.fail(program, f"{target}: no source to compare with ({error}); give --against DIR")
         names = against or f"megatron-core {releases[-1]}", f"here ({version})"
-        lines = list(
-            difflib.unified_diff(there, source_text(installed, patch.target).splitlines(), *names, lineterm="")
-        )
-        print(f"{patch.kind} {patch.target}: {'differs' if lines else 'the same text; what it calls differs'}")
+        lines = list(difflib.unified_diff(there, source_text(installed, target).splitlines(), *names, lineterm=""))
+        print(f"{title}: {'differs' if lines else 'the same text; what it calls differs'}")
         print("\n".join(lines))
         differing += 1
     return min(differing, 1)

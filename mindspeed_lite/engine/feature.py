@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
@@ -157,6 +157,7 @@ class Context:
     """What a condition may look at: settings, device name, versions by package, arguments of the host.
 
     `explicit`: the arguments that the user gave by flag, as far as is known.
+    `replaced`: by feature, the values that the host had where the feature has set others.
     """
 
     settings: Settings
@@ -164,9 +165,17 @@ class Context:
     versions: Mapping[str, str]
     host_args: Any = None
     explicit: Collection[str] = frozenset()
+    replaced: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    _own: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, feature: str) -> Context:
+        """The context in which a feature is judged: without the arguments that it has set itself."""
+        return replace(self, _own=self.replaced.get(feature, {}))
 
     def arg(self, name: str, default: Any = None) -> Any:
         """One argument of the host, whatever it keeps them in."""
+        if name in self._own:
+            return self._own[name]
         if isinstance(self.host_args, Mapping):
             return self.host_args.get(name, default)
         return getattr(self.host_args, name, default)
@@ -181,6 +190,9 @@ class _Patch:
     versions: PEP 440 range of host releases this patch is for. Patches of one feature on one target are variants.
     reads: attributes that the code reads off the host's objects, checked before the patch is applied: "name" (of the
         target's class), "Class.name" (of the target's module) or "package.module:Class.name".
+    relies_on: functions and classes of the host, as targets, whose meaning the code repeats or takes for granted
+        without calling or replacing them. Their bodies are verified like an override's, whatever the kind; a release
+        may lack one if a verified release does.
     variant_of: where a release moved the symbol, the target that this one takes the place of.
     absent_in: PEP 440 range of host releases that have no such target, and need no patch for it.
     """
@@ -189,12 +201,17 @@ class _Patch:
     make: Callable[..., Any]
     versions: str = ""
     reads: Sequence[str] = ()
+    relies_on: Sequence[str] = ()
     variant_of: str = ""
     absent_in: str = ""
     kind: ClassVar[str] = ""
     order: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
+        for name in ("reads", "relies_on"):
+            if isinstance(getattr(self, name), str):
+                raise ValueError(f"{self.target}: `{name}` is a sequence of names, not one text.")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for text in filter(None, (self.target, self.variant_of)):
             if not parse(text)[1] and not isinstance(self, Provide):
                 raise ValueError(f"`{text}` names a module; write `package.module:Class.attribute`.")
@@ -202,9 +219,6 @@ class _Patch:
             raise ValueError("a patch needs a target.")
         if not callable(self.make):
             raise ValueError(f"{self.target}: `make` is called when the patch is applied, so it must be callable.")
-        if isinstance(self.reads, str):
-            raise ValueError(f"{self.target}: `reads` is a sequence of names, not one text.")
-        object.__setattr__(self, "reads", tuple(self.reads))
         for releases in (self.versions, self.absent_in):
             _check_range(self.target, releases)
 

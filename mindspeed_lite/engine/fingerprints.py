@@ -1,20 +1,20 @@
-"""Known fingerprints of every target by release, and what they say of a target as it is here."""
+"""Known fingerprints by release of every target and of what a patch relies on, and what they say of the host here."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
-from .errors import FingerprintError
-from .feature import Around, Override, matches
+from .errors import FingerprintError, TargetError
+from .feature import Override, Patch, Provide, matches
 from .source import Fingerprint, Source, fingerprint, foreign_code, live_reader
-from .target import parse
+from .target import parse, resolve
 
 VERIFIED = "verified"
 
@@ -23,6 +23,14 @@ VERIFIED = "verified"
 def _live(target: str, source: Source | None) -> Fingerprint:
     """Of a target as installed here, read again when its module's file has changed."""
     return fingerprint(live_reader, target)
+
+
+def fingerprinted(patches: Iterable[Patch]) -> Iterator[tuple[Patch, str]]:
+    """Each patch with its target and with what it relies on, of which a table holds fingerprints."""
+    for patch in patches:
+        if not isinstance(patch, Provide):
+            yield patch, patch.target
+        yield from ((patch, text) for text in patch.relies_on)
 
 
 class Table:
@@ -43,37 +51,57 @@ class Table:
         }
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
-    def known(self, patch: Around | Override) -> dict[str, Fingerprint]:
-        """What the target looks like in each release that the patch is for."""
+    # Below, `text` is what of a patch is meant if not its target: one of what it relies on.
+
+    def known(self, patch: Patch, text: str = "") -> dict[str, Fingerprint]:
+        """What it looks like in each release that the patch is for."""
+        text = text or patch.target
         return {
-            version: rows[patch.target]
+            version: rows[text]
             for version, rows in self.entries.items()
-            if patch.target in rows and matches(patch.versions, version)
+            if text in rows and matches(patch.versions, version)
         }
 
-    def judge(self, patch: Around | Override, raw: Any) -> tuple[str, str]:
-        """How well the loaded target is known, and why a patch of this kind should not be applied to it.
+    def may_lack(self, patch: Patch, text: str) -> bool:
+        """Whether a verified release that the patch is for has none of what it relies on under this name."""
+        return text in patch.relies_on and bool(self.known(patch).keys() - self.known(patch, text).keys())
+
+    def judge(self, patch: Patch, raw: Any, text: str = "") -> tuple[str, str]:
+        """How well what is loaded is known, and why a patch of this kind should not be applied.
 
         Returns:
             "verified", or what is different, as a clause; and that clause again if the patch relies on it, else "".
         """
-        foreign = foreign_code(patch.target, raw)
+        text = text or patch.target
+        foreign = foreign_code(text, raw)
         if foreign:
-            return foreign, foreign if isinstance(patch, Override) else ""
+            return foreign, foreign if isinstance(patch, Override) or text in patch.relies_on else ""
         try:
-            return self.compare(patch, _live(patch.target, live_reader(parse(patch.target)[0])))
+            return self.compare(patch, _live(text, live_reader(parse(text)[0])), text)
         except (FingerprintError, SyntaxError):
             return "is not in the source of its module", "is not in the source of its module"
 
-    def compare(self, patch: Around | Override, live: Fingerprint) -> tuple[str, str]:
+    def doubts(self, patch: Patch) -> Iterator[str]:
+        """What is unlike the verified releases in what a patch relies on, as sentences without their end."""
+        for text in patch.relies_on:
+            try:
+                objection = self.judge(patch, resolve(text).raw, text)[1]
+            except TargetError as error:
+                if not self.may_lack(patch, text):
+                    yield str(error)
+                continue
+            if objection:
+                yield f"`{text}` {objection}, and `{patch.target}` relies on it"
+
+    def compare(self, patch: Patch, live: Fingerprint, text: str = "") -> tuple[str, str]:
         """As `judge`, by what the source says."""
-        known = self.known(patch)
+        known = self.known(patch, text)
         if not known:
             return "is in no verified release", "is in no verified release"
         if live in known.values():
             return VERIFIED, ""
         if live.signature in {each.signature for each in known.values()}:
             changed = "has another body than in the verified releases"
-            return changed, changed if isinstance(patch, Override) else ""
+            return changed, changed if isinstance(patch, Override) or text in patch.relies_on else ""
         changed = f"has the signature {live.signature or 'of a value'}, unlike the verified releases"
         return changed, changed

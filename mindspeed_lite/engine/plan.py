@@ -202,7 +202,7 @@ def _settle(outcome: Outcome, settled: list[Outcome], context: Context) -> None:
         return
     feature = outcome.feature
     if feature.arguments is not None:
-        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context))
+        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context.of(feature.name)))
     provided = {step.patch.target for step in outcome.steps if isinstance(step.patch, Provide)}
     for other in settled:
         both = f"features {other.feature.label} and {feature.label}"
@@ -274,9 +274,10 @@ class _FeaturePlanner:
 
     def conditions(self, feature: Feature) -> list[str]:
         """Reasons of the feature's own why it does not apply."""
-        reasons = feature.conflict_reasons(lambda name: self.context.arg(name, None))
+        context = self.context.of(feature.name)
+        reasons = feature.conflict_reasons(lambda name: context.arg(name, None))
         if feature.condition is not None:
-            answer = _ask(feature, "condition", feature.condition, self.context)
+            answer = _ask(feature, "condition", feature.condition, context)
             # A single text is a sequence of texts too: its letters.
             reasons += filter(None, [answer] if isinstance(answer, str) else answer)
         return reasons
@@ -310,6 +311,9 @@ class _FeaturePlanner:
         return Outcome(feature, "skipped" if reasons else "applied", reasons, [] if reasons else steps)
 
     def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> PlannedPatch:
+        relied_on = list(self.fingerprints.doubts(patch))
+        for problem in relied_on:
+            self._doubt(problem, patch, doubts)
         if isinstance(patch, Provide):
             module = patch.wanted_by or parse(patch.target)[0]
             name = (parse(patch.target)[1] or (patch.target,))[-1]
@@ -322,6 +326,8 @@ class _FeaturePlanner:
         verdict, objection = self.fingerprints.judge(patch, target.raw)
         if objection:
             self._doubt(f"`{patch.target}` {objection}", patch, doubts)
+        elif relied_on:
+            verdict = relied_on[0]
         for text in patch.reads:
             missing = self._missing(text, patch.target, target.owner)
             if missing:

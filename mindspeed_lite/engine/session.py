@@ -139,6 +139,8 @@ class Session:
 
         is_logged: what serves the call instead has logged the reason.
         """
+        if self.verifier is not None and self.verifier.is_comparing:
+            return  # no call of the training's
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
             level = logging.DEBUG if is_logged else logging.WARNING

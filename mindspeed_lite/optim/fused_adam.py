@@ -81,7 +81,7 @@ class _Fused(torch.optim.Optimizer):
     decoupled: bool
     #: Called with the reasons when a step is torch's own.
     on_fallback: Callable[[list[str]], None] | None = None
-    #: Called with the arguments of `adamw` before it is.
+    #: Called with this optimizer, the group and the arguments of `adamw` before it is.
     before_update: Callable[..., None] | None = None
 
     @torch.optim.Optimizer.profile_hook_step
@@ -243,7 +243,7 @@ class _Fused(torch.optim.Optimizer):
                 blocks = pairs if moment_dtype == torch.uint8 else None
                 for part in [slice(None)] if self.placement is None else self.placement.update_groups(own):
                     if self.before_update is not None:
-                        self.before_update(*self._fp32_lists(own[part]), **arguments)
+                        self.before_update(self, group, *self._fp32_lists(own[part]), **arguments)
                     adamw(
                         *(each[part] for each in lists),
                         **arguments,

@@ -37,6 +37,10 @@ class WgradHandler(Protocol):
         """Defers wgrad: hands dy, in the layer's own shape, to the queue and returns True, or returns False."""
         ...
 
+    def deferred(self) -> torch.Tensor | None:
+        """Returns what autograd gets as the gradient of a weight whose own is deferred."""
+        ...
+
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         """From dy [M, N] and x [M, K]; returns what autograd gets as the weight's gradient."""
         ...
@@ -47,6 +51,9 @@ class AutogradWgrad:
 
     def defer(self, dy: torch.Tensor) -> bool:
         return False
+
+    def deferred(self) -> torch.Tensor | None:
+        return None
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         return dy.t() @ x
@@ -117,7 +124,8 @@ class _Column(torch.autograd.Function):
         comm: TPCommConfig = ctx.comm
         rows = _rows(dy)
         product = comm.gemm.matmul_scatter if comm.sequence_parallel else overlapped_gemm.matmul_reduce
-        needs_weight = ctx.needs_input_grad[1] and not comm.wgrad_handler.defer(dy)
+        is_deferred = ctx.needs_input_grad[1] and comm.wgrad_handler.defer(dy)
+        needs_weight = ctx.needs_input_grad[1] and not is_deferred
 
         def run(chunks: int, gradient: WgradHandler = AUTOGRAD_WGRAD) -> tuple[Any, Any]:
             coming = overlapped_gemm.gather(_rows(x), comm.group) if needs_weight and comm.sequence_parallel else None
@@ -129,6 +137,8 @@ class _Column(torch.autograd.Function):
 
         phase = "column backward" if needs_weight else "column backward without weight"
         dx, dw = run(comm.chunks(phase, rows, weight, run), comm.wgrad_handler)
+        if is_deferred:
+            dw = comm.wgrad_handler.deferred()
         return _shaped(dx, ctx.shape), dw, rows.sum(dim=0) if ctx.trains_bias else None, None
 
 
@@ -163,8 +173,8 @@ class _Row(torch.autograd.Function):
         dw = None
         if ctx.needs_input_grad[1]:
             assert total is not None
-            if not comm.wgrad_handler.defer(total.view(-1, *dy.shape[1:])):
-                dw = comm.wgrad_handler(total, _rows(x))
+            is_deferred = comm.wgrad_handler.defer(total.view(-1, *dy.shape[1:]))
+            dw = comm.wgrad_handler.deferred() if is_deferred else comm.wgrad_handler(total, _rows(x))
         return _shaped(dx, ctx.shape), dw, None
 
 

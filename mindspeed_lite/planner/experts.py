@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 
+from .optimizer import gradient_width
 from .pieces import (
     MemoryEntry,
     activation_is_recomputed,
@@ -75,8 +76,8 @@ def _order(training: TrainingConfig, rows: int) -> MemoryEntry:
 
 
 def _copies(training: TrainingConfig) -> MemoryEntry:
-    """Of hot experts: as many as there may be, with fp32 gradients where products add to main gradients."""
+    """Of hot experts: as many as there may be, with gradients where products add to main gradients."""
     each = mlp_parameters(training, training.moe_ffn_hidden_size, training.etp)
     number = min(training.balanced_moe_hot_expert_num, training.num_experts)
-    width = training.width + (4 if training.fuses_accumulation else 0)
+    width = training.width + (gradient_width(training) if training.fuses_accumulation else 0)
     return MemoryEntry("experts", "copies of hot experts, at most", number * each * width)

@@ -19,6 +19,9 @@ __all__ = ["Device", "DeviceError", "activate", "choose", "current", "deactivate
 
 DEVICE_VARIABLE = "MINDSPEED_LITE_DEVICE"
 
+# Numbers that a launcher sets, and that this package, Megatron and torch.distributed read.
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
 _log = logging.getLogger("mindspeed_lite")
 
 _active: tuple[Device, Redirects] | None = None
@@ -71,9 +74,10 @@ def activate(requested: str | None = None) -> Device:
     """Choose a device and install it; repeated calls return the one that is active.
 
     Raises:
-        DeviceError: as `choose`, or when another device is already active.
+        DeviceError: as `choose`, when another device is already active, or when a launcher's variable is no number.
     """
     global _active
+    _check_launcher()
     if _active is not None:
         if requested not in (None, "auto", _active[0].name):
             raise DeviceError(
@@ -96,6 +100,18 @@ def activate(requested: str | None = None) -> Device:
         deactivate()
         raise
     return chosen
+
+
+def _check_launcher() -> None:
+    for name in _LAUNCHER_VARIABLES:
+        value = os.environ.get(name, "0")
+        try:
+            int(value)
+        except ValueError:
+            raise DeviceError(
+                f"{name}={value!r} is not a number: start the training with a launcher, such as torchrun, which sets "
+                "it, or unset it for one process."
+            ) from None
 
 
 def deactivate() -> None:

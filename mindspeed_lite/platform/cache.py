@@ -12,6 +12,7 @@ import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 CACHE_VARIABLE = "MINDSPEED_LITE_CACHE"
@@ -30,21 +31,28 @@ def folder() -> Path:
     Raises:
         NoCache: there is none; the text names each place, what is wrong with it, and the variable.
     """
+    problems: list[str] = []
+    try:
+        for place in _places():
+            problem = _problem(place)
+            if problem is None:
+                if problems:
+                    level = logging.WARNING if os.environ.get(CACHE_VARIABLE) else logging.INFO
+                    _log.log(level, "cache: %s is used: %s", place, "; ".join(problems))
+                return place
+            problems.append(f"{place}: {problem}")
+    except OSError as error:
+        problems.append(error.strerror or str(error))
+    raise NoCache(f"{'; '.join(problems)}; {CACHE_VARIABLE} may name one")
+
+
+def _places() -> Iterator[Path]:
+    """Raises OSError where there is no folder for temporary files."""
     chosen = os.environ.get(CACHE_VARIABLE)
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    places = [Path(chosen) if chosen else Path(home) / "mindspeed_lite"]
+    yield Path(chosen) if chosen else Path(home) / "mindspeed_lite"
     if hasattr(os, "getuid"):
-        places.append(Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}")
-    problems: list[str] = []
-    for place in places:
-        problem = _problem(place)
-        if problem is None:
-            if problems:
-                level = logging.WARNING if chosen else logging.INFO
-                _log.log(level, "cache: %s is used: %s", place, "; ".join(problems))
-            return place
-        problems.append(f"{place}: {problem}")
-    raise NoCache(f"{'; '.join(problems)}; {CACHE_VARIABLE} may name one")
+        yield Path(tempfile.gettempdir()) / f"mindspeed_lite-{os.getuid()}"
 
 
 def _problem(place: Path) -> str | None:
@@ -55,8 +63,14 @@ def _problem(place: Path) -> str | None:
         # Code is loaded from here: no other user may put some there.
         if hasattr(os, "getuid") and found.st_uid != os.getuid():
             return "it belongs to another user, whose code would be loaded"
-        if os.name == "posix" and found.st_mode & stat.S_IWOTH:
-            return "every user can write to it, whose code would be loaded (chmod o-w makes it usable)"
+        if os.name == "posix":
+            if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                who = "every user" if found.st_mode & stat.S_IWOTH else "its group"
+                return f"{who} can write to it, whose code would be loaded (chmod go-w makes it usable)"
+            # By the way that is written, and by that which links lead to.
+            for each in {*place.absolute().parents, *place.resolve().parents}:
+                if each.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+                    return f"every user can put another in its place (chmod +t or o-w {each} makes it usable)"
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:

@@ -360,7 +360,9 @@ def collective(original: Callable[..., Any], lane_now: Callable[[], Lane | None]
         read = [each for each in named.values() if isinstance(each, torch.Tensor) and each is not written]
         finish_for(read)
         finish_for((written,), writing=True)
-        if lane is None or kwargs.get("async_op") or any(each is True for each in args):
+        is_coalesced = bool(torch.distributed.distributed_c10d._world.pg_coalesce_state)
+        # What is coalesced is issued, and waited for, by its context manager.
+        if lane is None or is_coalesced or kwargs.get("async_op") or any(each is True for each in args):
             return original(*args, **kwargs)
         work = original(*(each for each in args if each is not False), **{**kwargs, "async_op": True})
         if work is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -77,12 +76,11 @@ class Stream:
         self.lane.finish()
 
     def __enter__(self) -> Stream:
-        self._entered = stream(self)
-        self._entered.__enter__()
+        StreamContext(self).__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        self._entered.__exit__(*exc)
+        StreamContext(self).__exit__(*exc)
 
 
 class ExternalStream(Stream):
@@ -93,19 +91,26 @@ DEFAULT_STREAM = Stream()
 _NO_LANE = lanes.Lane()
 
 
-class _Current(threading.local):
-    """The stream of this thread, the mode in which its operators queue, and how many dispatch modes there are then."""
+class _Entered(NamedTuple):
+    """A stream, the mode in which its operators queue, and how many dispatch modes there are then."""
 
-    stream: Stream = DEFAULT_STREAM
+    stream: Stream
     queueing: lanes.Queueing | None = None
-    modes = 0
+    modes: int = 0
 
 
-_current = _Current()
+class _Thread(threading.local):
+    """The streams that a thread has entered and not left; the last is the current one."""
+
+    def __init__(self) -> None:
+        self.entered = [_Entered(DEFAULT_STREAM)]
+
+
+_thread = _Thread()
 
 
 def current_stream(device: Any = None) -> Stream:
-    return _current.stream
+    return _thread.entered[-1].stream
 
 
 def default_stream(device: Any = None) -> Stream:
@@ -118,8 +123,9 @@ def set_stream(stream: Any) -> None:
 
 def queueing_lane() -> lanes.Lane | None:
     """The lane that operators join which are issued now; None where they run at once."""
-    here = _current.queueing is not None and torch._C._len_torch_dispatch_stack() == _current.modes
-    return _current.stream.lane if here else None
+    now = _thread.entered[-1]
+    here = now.queueing is not None and torch._C._len_torch_dispatch_stack() == now.modes
+    return now.stream.lane if here else None
 
 
 def current_lane() -> lanes.Lane | None:
@@ -129,7 +135,7 @@ def current_lane() -> lanes.Lane | None:
     for the first message of a stream: until there is one, operators are not looked at, and compiled code, which no
     mode sees into, runs compiled.
     """
-    now = _current.stream
+    now = current_stream()
     if now is DEFAULT_STREAM:
         return None
     now.carries = True
@@ -146,26 +152,35 @@ def call_kernel(kernel: Callable[[], object], tensors: Sequence[torch.Tensor]) -
         kernel()
 
 
-@contextlib.contextmanager
-def stream(stream: Any) -> Iterator[None]:
-    """Issue work on `stream`: collectives stay in its lane, and so do operators that read what they bring."""
-    if not isinstance(stream, Stream) or stream is _current.stream:
-        yield
-        return
-    before, outer = vars(_current).copy(), _current.queueing
-    if outer is not None:
-        outer.is_current = False
-    queueing = lanes.Queueing(stream.lane) if stream.carries else None
-    try:
-        with contextlib.nullcontext() if queueing is None else queueing:
-            _current.stream, _current.queueing = stream, queueing
-            _current.modes = torch._C._len_torch_dispatch_stack()
-            yield
-    finally:
-        vars(_current).clear()
-        vars(_current).update(before)
-        if outer is not None:
-            outer.is_current = True
+class StreamContext:
+    """Issue work on `stream`: collectives stay in its lane, and so do operators that read what they bring.
+
+    It can be entered again, within itself and in several threads too: what was entered is kept by thread.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __enter__(self) -> None:
+        before = _thread.entered[-1]
+        if not isinstance(self.stream, Stream) or self.stream is before.stream:
+            _thread.entered.append(before)
+            return
+        queueing = lanes.Queueing(self.stream.lane) if self.stream.carries else None
+        if queueing is not None:
+            queueing.__enter__()  # type: ignore[no-untyped-call]
+        if before.queueing is not None:
+            before.queueing.is_current = False
+        _thread.entered.append(_Entered(self.stream, queueing, torch._C._len_torch_dispatch_stack()))
+
+    def __exit__(self, *exc: Any) -> None:
+        left, now = _thread.entered.pop(), _thread.entered[-1]
+        if left is now:
+            return
+        if now.queueing is not None:
+            now.queueing.is_current = True
+        if left.queueing is not None:
+            left.queueing.__exit__(*exc)  # type: ignore[no-untyped-call]
 
 
 def synchronize(device: Any = None) -> None:
@@ -180,7 +195,7 @@ def _wait(stream: Any, mark: lanes.Mark | None) -> None:
     looked_at = isinstance(stream, Stream) and stream is not DEFAULT_STREAM
     if looked_at:
         stream.carries = True
-        looked_at = stream is not _current.stream or queueing_lane() is not None
+        looked_at = stream is not current_stream() or queueing_lane() is not None
     if looked_at:
         stream.lane.follow(mark)
     else:

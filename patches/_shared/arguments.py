@@ -23,6 +23,7 @@ from mindspeed_lite.engine import (
     ImportHandle,
     OptionError,
     Override,
+    Plan,
     Session,
     add_arguments,
     given_options,
@@ -202,8 +203,7 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
     earlier = [each for each in runtime.requests() if each.arguments is None]
     before = [dict(vars(holder)) for holder in holders]
     while True:
-        plan, _ = runtime.plan_of([*earlier, request])
-        request = replace(request, arguments={each.feature.name: each.arguments for each in plan.applied})
+        plan, request = _settled(earlier, request, flat)
         hidden = megatron_defaults.hide(args)
         for each in plan.applied:
             _set(holders, each.arguments)
@@ -221,7 +221,8 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
         for holder, values in zip(holders, before, strict=True):
             vars(holder).clear()
             vars(holder).update(values)
-        request = replace(request, host_args=_flat(holders), without={**request.without, **lost})
+        without = {**request.without, **lost}
+        request = replace(request, host_args=flat, arguments={}, replaced={}, without=without)
     in_force = runtime.put_in_force([*earlier, request])
     for dest in megatron_defaults.REFUSED:
         # It is on where the feature of that name makes it work, asked for by name or not.
@@ -232,6 +233,23 @@ def _validate(args: Any, validate: Callable[[], Any], parsed: _Parsed) -> Any:
             _set(megatron.argument_holders(final), {dest: applied})
     runtime.show_report(in_force)
     return validated
+
+
+def _settled(
+    earlier: Sequence[runtime.FeatureRequest], request: runtime.FeatureRequest, flat: Mapping[str, Any]
+) -> tuple[Plan, runtime.FeatureRequest]:
+    """The plan in which each feature is judged with the arguments that others set, and the request with all of them."""
+    seen = [request.arguments]
+    while True:
+        plan, _ = runtime.plan_of([*earlier, request], may_skip=True)
+        arguments = {each.feature.name: each.arguments for each in plan.applied if each.arguments}
+        if arguments in seen:
+            # Arguments that have come before are settled, or take turns.
+            return runtime.plan_of([*earlier, request])[0], request
+        seen.append(arguments)
+        values = {name: value for each in arguments.values() for name, value in each.items()}
+        replaced = {feature: {name: flat[name] for name in own if name in flat} for feature, own in arguments.items()}
+        request = replace(request, host_args={**flat, **values}, arguments=arguments, replaced=replaced)
 
 
 def _flat(holders: Sequence[Any]) -> dict[str, Any]:

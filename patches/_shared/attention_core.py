@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import torch
 
 from mindspeed_lite.engine import Session
 from mindspeed_lite.ops.attention.packed import Packing
@@ -13,6 +17,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
 _PACK = "megatron.core.packed_seq_params:PackedSeqParams"
+_UTILS = "megatron.core.transformer.utils"
 READS = (
     "attention_dropout",
     "attn_mask_type",
@@ -25,13 +30,24 @@ READS = (
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
 )
+# What the operator repeats of Megatron's: which scores are hidden, and the softmax of the others.
+SOFTMAX_AND_MASKS = (
+    f"{_SOFTMAX}.forward_torch_softmax",
+    "megatron.core.fusions.fused_softmax:SoftmaxOne",
+    *(f"{_UTILS}:{name}_mask" for name in ("get_default_causal", "get_sliding_window_causal")),
+    f"{_UTILS}:attention_mask_func",
+)
+RELIES_ON = (f"{_SOFTMAX}.forward", *SOFTMAX_AND_MASKS)
 
 # What multi-latent attention tells a core attention's constructor besides.
 HEAD_SIZES = ("k_channels", "v_channels")
 
 
 class CoreCall(NamedTuple):
-    """What is asked of one attention besides its tensors, in the words of `ops.attention`; mask: where one is read."""
+    """What is asked of one attention besides its tensors, in the words of `ops.attention`; mask: where one is read.
+
+    A mask and a window hide together.
+    """
 
     causal: bool
     window: tuple[int, int] | None
@@ -64,13 +80,16 @@ def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> Co
         causal = module.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         mask = None
     else:
-        mask = attention_mask if window is None else None
         causal = (
             module.attn_mask_type == AttnMaskType.causal
             and attention_mask is None
             and window is None
             and query.size(0) > 1
         )
+        mask = attention_mask
+        if window is not None and mask is not None:
+            reads_mask, reads_window = _read_together(softmax, mask.device)
+            mask, window = mask if reads_mask else None, window if reads_window else None
     return CoreCall(
         causal,
         window,
@@ -80,6 +99,36 @@ def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> Co
         module.attention_dropout.p if module.training else 0.0,
         None if sink is None else sink.to(query.device),
     )
+
+
+# By the softmax of a release, what it reads of a mask and a window that are given together: the mask, the window.
+_READ_TOGETHER: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
+
+
+def _read_together(softmax: Any, device: torch.device) -> tuple[bool, bool]:
+    """Megatron up to 0.19 drops a mask beside a window; later ones join them. The loaded code is asked."""
+    function = type(softmax).forward_torch_softmax
+    if function not in _READ_TOGETHER:
+        probe = copy.copy(softmax)
+        probe.window_size = (1, 0)  # hides [0, 1]
+        mask = torch.tensor([[[[False, False], [True, False]]]], device=device)
+        found = applied_mask(probe, (1, 1, 2, 2), mask).expand(1, 1, 2, 2)[0, 0].tolist()
+        _READ_TOGETHER[function] = found[1][0], found[0][1]
+    return _READ_TOGETHER[function]
+
+
+def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> Any:
+    """The mask by which the loaded Megatron hides scores [b, n, sq, sk] of this shape, or None."""
+    given: list[Any] = []
+
+    def record(scores: Any, mask: Any) -> Any:
+        given.append(mask)
+        return scores
+
+    recorder = copy.copy(softmax)
+    recorder.mask_func = record
+    recorder.forward_torch_softmax(torch.empty(scores, device="meta"), attention_mask)
+    return given[-1] if given else None
 
 
 def why_not_packed(module: Any, query: Any, params: Any) -> list[str]:

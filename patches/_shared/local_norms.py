@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from mindspeed_lite.engine import Context, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
@@ -36,6 +39,11 @@ def instead_of(kind: str, make: type[Any]) -> Override:
             if config.normalization != kind or config.memory_efficient_layer_norm:
                 return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
             norm = make(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
+            if session.verifier is not None:
+                with contextlib.suppress(AssertionError):  # what Megatron refuses has no original
+                    vars(norm)["original"] = wrapped(
+                        cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization
+                    )
             hold(norm, session)
             return norm
 
@@ -60,9 +68,9 @@ def _give_back(reference: weakref.ref[Any]) -> None:
     norm = reference()
     if norm is None or norm.zero_centered:
         return
-    for name in ("zero_centered", "verifier"):
+    for name in ("zero_centered", "verifier", "original"):
         vars(norm).pop(name, None)
-    norm.__class__ = next(each for each in type(norm).__mro__ if each.__module__.startswith("torch."))
+    norm.__class__ = _torchs_class(norm)
 
 
 def why_not(context: Context, kind: str) -> list[str]:
@@ -76,6 +84,17 @@ def why_not(context: Context, kind: str) -> list[str]:
     if context.arg("memory_efficient_layer_norm", False):
         reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
     return reasons
+
+
+def torchs(norm: Any, x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
+    """What Megatron has instead of `norm`, with these parameters."""
+    original = vars(norm).get("original") or _torchs_class(norm)(norm.normalized_shape, norm.eps)
+    found: torch.Tensor = torch.func.functional_call(original, parameters, (x,))
+    return found
+
+
+def _torchs_class(norm: Any) -> type[Any]:
+    return next(each for each in type(norm).__mro__ if each.__module__.startswith("torch."))
 
 
 def compared_with(kind: str, norm: Any) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import Around, Context, Feature, Override, Session
-from mindspeed_lite.verify import Exact
 
 UTILS = "megatron.core.transformer.moe.moe_utils"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
+HOOKED = "a hook on an expert or its linear layers"
 # What makes the hook of --overlap-param-gather, in every release since 0.12.
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
@@ -155,13 +155,27 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
 
 
 def before_call(layer: Any) -> None:
-    """Wait for the parameters of a linear layer that is read and not called, as its hooks do (--overlap-param-gather).
+    """Wait for the parameters of a linear layer that is read and not called, as its hook does (--overlap-param-gather).
 
-    Hooks that are one half of a pair are left alone; Megatron's own, which waits for a gather, never is one.
+    `has_hooks` tells of others.
     """
     for hook in layer._forward_pre_hooks.values():
-        if not layer._forward_hooks or _GATHERING in getattr(hook, "__qualname__", ""):
+        if _is_gathering(hook):
             hook(layer, ())
+
+
+def has_hooks(module: Any) -> bool:
+    """Whether a module has hooks besides Megatron's for --overlap-param-gather and those of this package."""
+    kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return any(not (_is_gathering(hook) or _is_own(hook)) for hooks in kinds for hook in hooks.values())
+
+
+def _is_gathering(hook: Any) -> bool:
+    return _GATHERING in getattr(hook, "__qualname__", "")
+
+
+def _is_own(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def compare(
@@ -172,12 +186,12 @@ def compare(
     theirs: Callable[..., Any],
     inputs: Mapping[str, Any],
     against: str = "Megatron's function",
-    exact_in_fp64: bool = False,
+    widened: bool = True,
     variant: str = "",
 ) -> None:
     """Have the session's verifier compare an operator whose number of rows each batch decides.
 
-    exact_in_fp64: `theirs` in float64 is what both are measured by.
+    widened: whether both are measured from `theirs` in a wider type.
     """
     session.verifier.check(
         feature.name,
@@ -187,7 +201,7 @@ def compare(
         theirs,
         inputs,
         against=against,
-        exact=[Exact(theirs)] if exact_in_fp64 else (),
+        widened=widened,
         variant=variant,
         sizes_vary=True,
     )

@@ -12,7 +12,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Option, OptionError, Session, Settings
+import torch
+
+from mindspeed_lite.engine import Around, Context, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.platform.megatron import CONFIG
 
 from .conflicts import CUDA_GRAPH_ARGS, conflict_reasons
@@ -120,13 +122,73 @@ def can_release(
     return not reasons
 
 
+def is_checkpointed(feature: str, session: Session) -> bool:
+    """Whether torch.utils.checkpoint without reentrance is around; logs that a feature releases nothing there.
+
+    It computes what is inside again as a whole, in a graph that has no backward pass: what is released in it is never
+    filled.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    hooks = None if top is None else top(True)
+    if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
+        return False
+    session.fallback(feature, "torch.utils.checkpoint computes the layer again as a whole: nothing is released in it")
+    return True
+
+
 def checkpoint_without_output() -> Any:
     """Megatron's checkpoint of a function whose output is released."""
     from megatron.core import tensor_parallel
 
     kind = tensor_parallel.CheckpointWithoutOutput
     # Anything but None, its default included, asks Transformer Engine about fp8; before 0.13 it does not.
-    return kind(fp8=None) if _takes_fp8(kind) else kind()
+    found = kind(fp8=None) if _takes_fp8(kind) else kind()
+    found.checkpoint = functools.partial(_where_needed, found, found.checkpoint)
+    return found
+
+
+def _where_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+    """`own(function, *inputs)` of Megatron's checkpoint, whose output has a gradient if one of its inputs has.
+
+    Where none needs a gradient, weights of the function may, and nothing else would keep the inputs: nothing is
+    released.
+    """
+    if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
+        return own(function, *inputs)
+    return _run_plainly(checkpoint, function, *inputs)
+
+
+def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
+    """The function without a checkpoint; its output is not released."""
+    checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
+    return function(*inputs)
+
+
+def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core.tensor_parallel import random
+
+    def __init__(self: Any, fp8: Any = False, *args: Any, **kwargs: Any) -> None:
+        wrapped(self, fp8 if random.HAVE_TE else fp8 or None, *args, **kwargs)
+
+    return __init__
+
+
+def _checkpoint_where_needed(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
+        released = not is_checkpointed(feature, session)
+        own = functools.partial(wrapped, self)
+        return _where_needed(self, own, run_function, *args) if released else _run_plainly(self, run_function, *args)
+
+    return checkpoint
+
+
+_CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
+#: What makes Megatron's own calls of its checkpoint serve.
+CHECKPOINT_PATCHES = (
+    Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, absent_in="<0.13"),
+    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_where_needed, reads=("discard_output_and_register_recompute",)),
+)
 
 
 @functools.cache

@@ -37,6 +37,13 @@ def seen(layer: Any) -> Iterator[LinearCall]:
         handle.remove()
 
 
+def runs_again(layer: Any) -> bool:
+    """Whether a linear layer gives the same once more: an adapter may drop at random, and a hook change what comes."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    return type(layer) is ColumnParallelLinear and not layer._forward_hooks
+
+
 def release(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:
     """Release the output of the activation, and with_input its input, of which the first layer's product comes again.
 
@@ -82,4 +89,4 @@ def _activation(mlp: Any, x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-__all__ = ["LinearCall", "release", "seen"]
+__all__ = ["LinearCall", "release", "runs_again", "seen"]

@@ -39,6 +39,13 @@ _ROW_READS = (
 )
 
 
+# What a row parallel layer calls after its product.
+_REDUCTIONS = (
+    "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
+    "megatron.core.tensor_parallel.mappings:reduce_scatter_to_sequence_parallel_region",
+)
+
+
 @dataclass(frozen=True)
 class LayerCall:
     """One pass of a layer that communicates."""
@@ -73,6 +80,9 @@ class _MainGradWgrad:
             return False
         self.buffer.append(dy)
         return True
+
+    def deferred(self) -> torch.Tensor | None:
+        return wgrad_accumulation.stand_in(self.weight) if self.fused else None
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self.fused:
@@ -131,7 +141,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         # Nearer the original than the wrap of --delay-wgrad-compute, whose buffer it serves.
         Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
-        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS),
+        Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS, relies_on=_REDUCTIONS),
     )
 
 

@@ -1,4 +1,4 @@
-"""`--mindspeed-lite-verify` for attention: our operator and Megatron's formula on one call, and float64 for both."""
+"""`--mindspeed-lite-verify` for attention: our operator and Megatron's own attention on one call."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
-from mindspeed_lite.verify import Exact
+from mindspeed_lite.verify import Part
 
-# Scores (b * n * sq * sk) up to which a verification evaluates all of them in float64 at once, and those of one
-# head up to which it does so at all: 1 GiB a matrix.
-_SCORES_AT_ONCE = 1 << 26
-_SCORES_OF_A_HEAD = 1 << 27
+from .attention_core import applied_mask
+
+# Bytes of a matrix of scores up to which Megatron computes it in a wider type: of all sequences at once, or of one.
+_SCORES = 1 << 31
+_EVERY = slice(None)
 
 
 def check(
@@ -24,75 +24,60 @@ def check(
     feature: Feature,
     operator: Callable[..., torch.Tensor],
     original: Callable[..., Any],
+    module: Any,
     qkv: Sequence[torch.Tensor],
+    attention_mask: Any,
     spec: AttentionSpec,
     packing: packed.Packing | None,
-    *,
-    same_size: bool,
 ) -> None:
     """Hand both ways to compute this call to the verifier.
 
-    `operator` is ours, of q, k and v with `spec` and `packing`; `original` is Megatron's, which takes neither a pack
-    nor values of another size than the module's (`same_size` False). Then the definition stands in for it. A softmax
-    offset is a constant here.
+    `operator` is ours, of q, k and v with `spec` and `packing`; `original` is Megatron's forward of `module`, of these
+    and a mask, which computes the sequences of a pack one by one. What it cannot compute is compared with the
+    definition. A softmax offset is a constant here.
     """
     if spec.dropout_p > 0.0:
         verifier.leave_out(feature.name, "attention", "dropout is on, and each draws in its own way")
         return
     against = "Megatron's DotProductAttention"
-    if packing is not None:
-        pack = packing
-        against = "the plain definition, since Megatron's local attention takes no packed sequences"
+    parts: list[Part] | None = []
+    clear = _padding_cleared(module, qkv, attention_mask)
 
-        def ours(*qkv: torch.Tensor) -> torch.Tensor:
-            return _flat(operator(*qkv))
+    def megatrons(*given: Any, batch: slice = _EVERY) -> torch.Tensor:
+        return clear(_without_buffers(original, *given), batch)
 
-        def theirs(*qkv: torch.Tensor) -> torch.Tensor:
-            q, k, v = qkv
-            return _flat(reference.packed(q, k, v, pack, spec)[0])
+    def theirs(*qkv: torch.Tensor) -> torch.Tensor:
+        return megatrons(*qkv, attention_mask)
 
-        exact = [Exact(theirs)]
+    why_not = _why_not(module, qkv, packing)
+    if why_not:
+        against = f"the plain definition, since Megatron's local attention takes no {why_not}"
+        theirs = _definition(spec, packing)
+    elif packing is not None:
+        against += ", one sequence after the other"
+        theirs = _by_sequence(functools.partial(_without_buffers, original), packing)
     else:
-        clear = _padding_cleared(spec.mask, qkv[0].shape[2])
-
-        def ours(*qkv: torch.Tensor) -> torch.Tensor:
-            return clear(_flat(operator(*qkv)))
-
-        def theirs(*qkv: torch.Tensor) -> torch.Tensor:
-            return clear(_without_buffers(original, *qkv))
-
-        if not same_size:
-            against = "the plain definition, since Megatron's local attention takes no values of this size"
-
-            def theirs(*qkv: torch.Tensor) -> torch.Tensor:
-                q, k, v = qkv
-                return _flat(reference.attention(q, k, v, spec)[0])
-
-        exact = _exact(qkv, spec)
+        parts = _parts(megatrons, qkv, attention_mask)
     verifier.check(
         feature.name,
         "attention",
         feature.numerics,
-        ours,
+        lambda *qkv: clear(operator(*qkv).flatten(-2)),
         theirs,
         dict(zip("qkv", qkv, strict=True)),
         against=against,
-        exact=exact,
+        parts=parts or (),
+        widened=parts is not None,
         variant=_variant(spec, packing),
     )
-
-
-def _flat(context: Any) -> torch.Tensor:
-    flat: torch.Tensor = context.flatten(-2)
-    return flat
 
 
 def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
     words = ["causal"] if spec.causal else []
     if spec.mask is not None:
-        words = ["mask"]
-    elif spec.window is not None:
-        words = ["window({},{})".format(*spec.window)]
+        words.append("mask")
+    if spec.window is not None:
+        words.append("window({},{})".format(*spec.window))
     if packing is not None:
         words.append("packed")
     if spec.sink is not None:
@@ -100,61 +85,81 @@ def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
     return " ".join(words)
 
 
-def _padding_cleared(mask: torch.Tensor | None, heads: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Zero in rows that see no key: ours are zero, Megatron's an average, and nothing may depend on either."""
-    if mask is None:
-        return lambda context: context
-    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)  # [b or 1, n or 1, sq, sk]
-    empty = mask.all(-1).permute(2, 0, 1).unsqueeze(-1)  # [sq, b or 1, n or 1, 1]
+def _why_not(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
+    """What of a call Megatron's local attention cannot compute."""
+    if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
+        return "values of this size"
+    if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
+        return "packed sequences of this kind"
+    return ""
 
-    def clear(context: torch.Tensor) -> torch.Tensor:
-        return _flat(context.reshape(*context.shape[:2], heads, -1).masked_fill(empty, 0.0))
+
+def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., torch.Tensor]:
+    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
+        flat: torch.Tensor = found[0].flatten(-2)
+        return flat
+
+    return definition
+
+
+def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
+    def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
+        # Rows of no sequence are zero, and a function of all three.
+        out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
+        for first, last in packing.q:
+            if last > first:
+                its = original(*(t[first:last].unsqueeze(1) for t in qkv), None)
+                out = torch.cat([out[:first], its.squeeze(1), out[last:]])
+        return out
+
+    return of_pack
+
+
+def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:
+    """Zero in rows that see no key: ours are zero, Megatron's an average, and nothing may depend on either."""
+    if attention_mask is None or qkv[0].dim() != 4:
+        return lambda context, batch=_EVERY: context
+    (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
+
+    @functools.cache
+    def rows() -> torch.Tensor:
+        """[sq, b, n, 1]"""
+        mask = applied_mask(module.scale_mask_softmax, (b, n, sq, sk), attention_mask)
+        empty: torch.Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
+        return empty
+
+    def clear(context: torch.Tensor, batch: slice = _EVERY) -> torch.Tensor:
+        by_head = context.reshape(*context.shape[:2], n, -1)
+        return by_head.masked_fill(rows()[:, batch], 0.0).flatten(-2)
 
     return clear
 
 
-def _without_buffers(original: Callable[..., Any], *qkv: torch.Tensor) -> Any:
+def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
     """Megatron keeps the memory of its scores for the next call, which there will not be."""
     from megatron.core import parallel_state
 
     buffers = parallel_state.get_global_memory_buffer().buffer
     kept = dict(buffers)
     try:
-        return original(*qkv)
+        return original(*given)
     finally:
         buffers.clear()
         buffers.update(kept)
 
 
-def _exact(qkv: Sequence[torch.Tensor], spec: AttentionSpec) -> list[Exact]:
-    """The definition for float64: in one piece, or where that is too large each sequence's groups of heads."""
-    (sq, b, n, _), (sk, _, g, dv) = qkv[0].shape, qkv[2].shape
-    if b * n * sq * sk <= _SCORES_AT_ONCE:
-        return [Exact(lambda q, k, v: _flat(reference.attention(q, k, v, spec)[0]))]
-    if sq * sk > _SCORES_OF_A_HEAD:
+def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
+    """What Megatron computes in a wider type: all ([]), one sequence where that is too large, or (None) nothing."""
+    (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
+    bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
+    if b * bytes_of_one <= _SCORES:
         return []
-    mask, every, size = spec.mask, slice(None), n // g
-    if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    if bytes_of_one > _SCORES:
+        return None
 
-    def part(batch: int, group: int) -> Exact:
-        one, keys = slice(batch, batch + 1), slice(group, group + 1)
-        queries = slice(group * size, (group + 1) * size)
-        output = slice(queries.start * dv, queries.stop * dv)
-        hidden = mask
-        if hidden is not None:
-            hidden = hidden[one if hidden.shape[0] > 1 else every, queries if hidden.shape[1] > 1 else every]
+    def part(batch: slice) -> Part:
+        its = mask[batch] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
+        return Part(lambda *qkv: original(*qkv, its, batch=batch), (_EVERY, batch), [(_EVERY, batch)] * 3)
 
-        def of_head(head: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-            its = hidden if hidden is None or hidden.shape[1] == 1 else hidden[:, head : head + 1]
-            sink = None if spec.sink is None else spec.sink[queries][head : head + 1]
-            return reference.attention(q[:, :, head : head + 1], k, v, spec._replace(mask=its, sink=sink))[0]
-
-        def of_group(*qkv: torch.Tensor) -> torch.Tensor:
-            # Recomputed in the backward pass, so that the scores of one head exist at a time.
-            recomputed = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-            return torch.cat([recomputed(of_head, head, *qkv) for head in range(size)], 2).flatten(-2)
-
-        return Exact(of_group, (every, one, output), [(every, one, queries), *[(every, one, keys)] * 2])
-
-    return [part(batch, group) for batch in range(b) for group in range(g)]
+    return [part(slice(each, each + 1)) for each in range(b)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 
 
@@ -30,3 +32,21 @@ def stand_in(weight: Any) -> torch.Tensor | None:
     weight.grad_added_to_main_grad = True
     make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return make(weight, requires_grad=False)
+
+
+def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    def backward(ctx: Any, grad_output: Any) -> Any:
+        found = wrapped(ctx, grad_output)
+        if found[1] is not None or not ctx.gradient_accumulation_fusion:
+            return found
+        weight = getattr(ctx.next_functions[1][0], "variable", None)
+        return found if weight is None else (found[0], stand_in(weight), *found[2:])
+
+    return backward
+
+
+# Saved-tensor hooks give Megatron's linear function a copy of the weight without its attributes, and it then gives
+# autograd no gradient.
+PATCH = Around(
+    "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward", _backward
+)

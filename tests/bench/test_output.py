@@ -1,28 +1,18 @@
 """A report's files: whole or not at all, JSON that every reader takes, an unwritable folder said in time."""
 
 import json
-import sys
-import types
 
 import pytest
 
-from mindspeed_lite.bench import output
+from mindspeed_lite.bench import output, plots, report
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def renderers(monkeypatch):
-    """Stand-ins, so that this file tests the writing alone."""
-
-    def module(name, **functions):
-        made = types.ModuleType(name)
-        vars(made).update(functions)
-        monkeypatch.setitem(sys.modules, f"mindspeed_lite.bench.{name}", made)
-        monkeypatch.setattr(f"mindspeed_lite.bench.{name}", made, raising=False)
-        return made
-
-    module("plots", draw=lambda report, folder: ["a.png"])
-    module("render_markdown", render=lambda report: f"# {report['files']['plots']}")
-    return module("render_html", render=lambda report: "<html>")
+    """Placeholders, so that this file tests the writing alone."""
+    monkeypatch.setattr(plots, "draw", lambda record, folder: {"time.png": "<svg>"})
+    monkeypatch.setattr(report, "markdown", lambda record, pictures: f"# {[*pictures]}")
+    monkeypatch.setattr(report, "html", lambda record, pictures: "<html>")
 
 
 def test_what_is_not_finite_becomes_text():
@@ -32,20 +22,19 @@ def test_what_is_not_finite_becomes_text():
     assert "NaN" not in text and "Infinity" not in text
 
 
-def test_writes_every_file_and_names_the_plots(renderers, tmp_path):
-    report = {"kind": "bench-ops"}
-    names = output.write(report, str(tmp_path))
-    assert names == ["report.json", "report.md", "report.html", "a.png"]
-    assert json.loads((tmp_path / "report.json").read_text())["files"]["plots"] == ["a.png"]
-    assert (tmp_path / "report.md").read_text() == "# ['a.png']"
+def test_writes_every_file_and_names_the_plots(tmp_path):
+    names = output.write({"kind": "bench-ops"}, str(tmp_path))
+    assert names == ["report.json", "report.md", "report.html", "time.png"]
+    assert json.loads((tmp_path / "report.json").read_text())["files"]["plots"] == ["time.png"]
+    assert (tmp_path / "report.md").read_text() == "# ['time.png']"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.html", "report.json", "report.md"]
 
 
-def test_a_renderer_that_fails_costs_no_measurement(renderers, tmp_path, monkeypatch):
-    def fails(report):
+def test_a_renderer_that_fails_costs_no_measurement(tmp_path, monkeypatch):
+    def fails(record, pictures):
         raise RuntimeError("no")
 
-    monkeypatch.setattr(renderers, "render", fails)
+    monkeypatch.setattr(report, "html", fails)
     with pytest.raises(RuntimeError):
         output.write({"kind": "bench-ops"}, str(tmp_path))
     assert json.loads((tmp_path / "report.json").read_text())["kind"] == "bench-ops"

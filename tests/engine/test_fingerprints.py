@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_lite.engine import Around, Override
 from mindspeed_lite.engine.fingerprints import Table
-from mindspeed_lite.engine.source import Fingerprint, fingerprint, reader_of
+from mindspeed_lite.engine.source import Fingerprint, fingerprint, live_reader, reader_of
 from mindspeed_lite.engine.target import resolve
 from tests.harness.plans import passing
 from tools.fingerprints import main
@@ -57,6 +57,22 @@ def test_the_loaded_object_is_judged_before_its_source(make_host, tmp_path):
     verdict, objection = table.judge(override, theirs)
     assert verdict == objection and verdict.startswith("was replaced by")
     assert table.judge(around, theirs) == (verdict, "")
+
+
+def test_what_a_patch_relies_on_is_judged_like_an_override_and_may_be_absent_where_it_was(make_host):
+    host = make_host({"mod": "def f(x): return x\ndef helper(x): return x\n"})
+    f, helper, gone = (f"{host}.mod:{name}" for name in ("f", "helper", "gone"))
+    live = {text: fingerprint(live_reader, text) for text in (f, helper)}
+    around = Around(f, passing, relies_on=[helper, gone])
+    known = Table({"1.0": {**live, gone: A}})
+    assert list(known.doubts(around)) == [f"`{gone}` does not exist: `{host}.mod` has no `gone`."]
+    known = Table({"1.0": {**live, gone: A}, "2.0": live})
+    assert list(known.doubts(around)) == [], "as in 2.0"
+    known = Table({"1.0": {**live, helper: A, gone: A}, "2.0": {**live, helper: A}})
+    (doubt,) = known.doubts(around)
+    assert doubt == f"`{helper}` {BODY}, and `{f}` relies on it"
+    with pytest.raises(ValueError, match="`relies_on` is a sequence of names"):
+        Around(f, passing, relies_on=helper)
 
 
 def test_a_table_survives_the_disk(tmp_path):

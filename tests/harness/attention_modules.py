@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import textwrap
 from types import SimpleNamespace
 
 import torch
@@ -57,6 +60,13 @@ def inputs_of(dtype=torch.float32, keys=SEQUENCE, queries=SEQUENCE, groups=HEADS
     return [q, k, v], draw(queries, BATCH, HEADS * value)
 
 
+def document_mask():
+    """[b, 1, s, s], True hides: causal, and a document begins at row 9 of the second sequence."""
+    hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
+    hidden[1, :, 9:, :9] = True
+    return hidden
+
+
 def padding_mask():
     """[b, 1, s, s], True hides: causal, and the second sequence ends after 15 tokens."""
     hidden = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
@@ -86,6 +96,32 @@ CASES = {
     ),
     "own_scale": ({"scale": 0.3}, {}, None),
 }
+
+
+WINDOW_IN_MEGATRON = "mask = get_sliding_window_causal_mask(sq, sk, self.window_size)"
+
+# What another Megatron does with a mask beside a window: main since pull request 7040, and one that there is not.
+BESIDE_A_WINDOW = {
+    "joined": f"given = mask; {WINDOW_IN_MEGATRON}; mask = mask if given is None else given | mask",
+    "alone": f"if mask is None: {WINDOW_IN_MEGATRON}",
+}
+
+
+@contextlib.contextmanager
+def changed_softmax(line):
+    """Gives the loaded softmax another line in the place of its window's."""
+    from megatron.core.fusions import fused_softmax
+
+    cls = fused_softmax.FusedScaleMaskSoftmax
+    text = textwrap.dedent(inspect.getsource(cls.forward_torch_softmax))
+    assert text.count(WINDOW_IN_MEGATRON) == 1
+    space = dict(vars(fused_softmax))
+    exec(text.replace(WINDOW_IN_MEGATRON, line), space)
+    original, cls.forward_torch_softmax = cls.forward_torch_softmax, space["forward_torch_softmax"]
+    try:
+        yield
+    finally:
+        cls.forward_torch_softmax = original
 
 
 def pack_of(*lengths, padded=None, **fields):

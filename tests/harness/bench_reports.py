@@ -1,4 +1,4 @@
-"""Reports as the measurements write them: a full one, broken ones, and one of operators."""
+"""Records as the measurements write them: a full one, broken ones, and one of operators."""
 
 from __future__ import annotations
 
@@ -7,375 +7,249 @@ from typing import Any
 
 SCRIPT = "needs <script>alert('x')</script> & torch | 2.6"
 LONG = "use_flash_attn+use_fused_rmsnorm+use_fused_rotary_pos_emb+use_fused_swiglu+reuse_fp32_param"
-CATEGORIES = {
-    "linear": 0.46,
-    "attention": 0.19,
-    "norm": 0.05,
-    "activation": 0.06,
-    "rotary": 0.02,
-    "embedding": 0.01,
-    "moe": 0.0,
-    "loss": 0.04,
-    "optimizer": 0.07,
-    "gradient accumulation and reduction": 0.03,
-    "communication exposed": 0.04,
-    "copies": 0.01,
-    "other": 0.02,
-}
+SHARES = {"linear": 0.46, "attention": 0.2, "moe": 0.0, "communication exposed": 0.04, "other": 0.3}
+PAIR = "one pair: no interval"
 
 
-def run(repeat: int, step: float, memory: float, apart: float = 0.0, steps: int = 14) -> dict[str, Any]:
+def run(repeat: int, step: float, memory: float, apart: float = 0.0) -> dict[str, Any]:
     """One good run: two steps of warm-up, then measured ones."""
     noise = random.Random(f"{repeat}{step}")
-    made = [
+    steps = [
         {
             "iteration": at,
-            "seconds": step * (6.0 if at == 1 else 1.0 + noise.gauss(0, 0.012)),
+            "seconds": step * (1.0 + noise.gauss(0, 0.012)),
             "measured": at > 2,
-            "loss": {"lm loss": 10.8 * 0.93**at + apart * (at % 3) / 2},
+            "loss": {"lm loss": 10.8 * 0.93**at + apart * at},
             "grad_norm": 2.5 * 0.96**at,
             "memory_bytes": int(memory * 0.9),
             "live_bytes": int(memory * 0.8),
         }
-        for at in range(1, steps + 1)
+        for at in range(1, 9)
     ]
     return {
-        "repeat": repeat,
-        "status": "ok",
-        "reason": None,
-        "log": f"logs/run-{repeat}.log",
-        "log_tail": [],
-        "seconds": step * (steps + 20),
-        "exit_code": 0,
-        "first_step_seconds": 8.1 + step,
-        "peak_memory_bytes": [int(memory), int(memory * 0.98 + repeat * 2e6)],
-        "median_step_seconds": step,
-        "steps": made,
-    }
+        "repeat": repeat, "status": "ok", "reason": None, "log": f"logs/run-{repeat}.log", "log_tail": [],
+        "seconds": step * 30, "exit_code": 0, "first_step_seconds": 8.1 + step, "median_step_seconds": step,
+        "peak_memory_bytes": [int(memory), int(memory * 0.98)], "steps": steps,
+    }  # fmt: skip
 
 
-def failed(repeat: int, status: str, reason: str, code: int | None) -> dict[str, Any]:
-    """A run that made no measured step."""
-    tail = [
-        "Traceback (most recent call last):",
-        '  File "pretrain_gpt.py", line 12, in <module>',
-        "\x1b[31mRuntimeError: </pre><script>alert('log')</script> ``` out | of memory\x1b[0m",
-    ]
-    return run(repeat, 0.1, 1e9, steps=1) | {
-        "status": status,
-        "reason": reason,
-        "exit_code": code,
-        "log_tail": tail,
-        "median_step_seconds": None,
-        "first_step_seconds": None,
-        "peak_memory_bytes": [],
-        "steps": [],
-    }
+def failed(repeat: int, status: str, reason: str) -> dict[str, Any]:
+    """A run that made no step, with the end of a log that holds markup and control characters."""
+    tail = ["Traceback:", "\x1b[31mRuntimeError: </pre><script>alert('log')</script> ``` out | of memory\x1b[0m"]
+    nothing = {"first_step_seconds": None, "median_step_seconds": None, "peak_memory_bytes": [], "steps": []}
+    return run(repeat, 0.1, 1e9) | {"status": status, "reason": reason, "exit_code": 1, "log_tail": tail} | nothing
 
 
-def arm(name: str, step: float, memory: float, repeats: int = 3, apart: float = 0.0, **changes: Any) -> dict[str, Any]:
+def arm(name: str, step: float, memory: float, repeats: int = 3, **changes: Any) -> dict[str, Any]:
     """An arm whose runs went well."""
-    role = name if name in ("off", "rounding_baseline") else "on"
-    shares = {key: share * step for key, share in CATEGORIES.items()}
-    shares["other"] += 0.0
+    role = {"off": "off", "rounding baseline, float32": "rounding_baseline"}.get(name, "on")
     made = {
         "name": name,
         "role": role,
-        "features": [] if role != "on" else name.split("+"),
+        "features": name.split("+") if role == "on" else [],
         "skipped": {},
-        "numerics": "bitwise" if role != "on" else "ulp",
-        "runs": [run(repeat, step * (1 + repeat / 400), memory, apart) for repeat in range(1, repeats + 1)],
+        "fallbacks": [],
+        "numerics": "ulp" if role == "on" else "bitwise",
+        "runs": [run(repeat, step * (1 + repeat / 400), memory) for repeat in range(1, repeats + 1)],
         "summary": {
-            "step_seconds": step,
-            "step_seconds_p10": step * 0.985,
-            "step_seconds_p90": step * 1.02,
-            "tokens_per_second": 32768 / step,
-            "tokens_per_second_per_process": 16384 / step,
-            "flops_per_second": 4.1e13 / step / 2,
-            "utilisation": 0.21 / step * 0.4,
-            "peak_memory_bytes": memory,
-            "memory_kind": "allocated by torch on the device",
-            "first_step_seconds": 8.1 + step,
+            "step_seconds": step, "step_seconds_p10": step * 0.985, "step_seconds_p90": step * 1.02,
+            "tokens_per_second": 32768 / step, "tokens_per_second_per_process": 16384 / step,
+            "flops_per_second": 2e13 / step, "utilisation": 0.084 / step, "peak_memory_bytes": memory,
+            "memory_kind": "allocated by torch on the device", "first_step_seconds": 8.1 + step,
         },
         "breakdown": {
-            "wall_seconds": sum(shares.values()),
-            "categories": shares,
-            "communication": {
-                "total_seconds": step * 0.1,
-                "exposed_seconds": step * 0.04,
-                "hidden_seconds": step * 0.06,
-            },
+            "wall_seconds": step,
+            "categories": {category: share * step for category, share in SHARES.items()},
+            "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
             "processes": 2,
         },
-    }
+        "experts": None,
+    }  # fmt: skip
     return made | changes
 
 
-def measure(ratio: float, width: float | None, verdict: str, pairs: int = 3) -> dict[str, Any]:
-    limits = (None, None) if width is None else (ratio - width, ratio + width)
-    return {"ratio": ratio, "low": limits[0], "high": limits[1], "pairs": [ratio] * pairs, "verdict": verdict}
+def ratio(value: float, width: float | None, verdict: str, pairs: int = 3) -> dict[str, Any]:
+    low, high = (None, None) if width is None else (value - width, value + width)
+    return {"ratio": value, "low": low, "high": high, "pairs": [value] * pairs, "verdict": verdict}
 
 
-def comparison(name: str, speed: dict[str, Any], memory: dict[str, Any], **loss: Any) -> dict[str, Any]:
-    apart = loss.pop("apart", 2e-5)
-    series = [
-        {"iteration": at, "off": 10.8 * 0.93**at, "on": 10.8 * 0.93**at + apart * (at % 3) * 1.1**at / 2}
-        for at in range(1, 15)
-    ]
+def comparison(name: str, speed: dict[str, Any], memory: dict[str, Any], apart: float = 2e-5, **loss: Any) -> Any:
+    losses = [10.8 * 0.93**at for at in range(1, 9)]
+    series = [{"iteration": at, "off": each, "on": each + apart * at} for at, each in enumerate(losses, 1)]
+    judged = {
+        "class": "ulp", "largest_difference": apart * 8, "rms_difference": apart * 5, "step": 8,
+        "grad_norm_difference": 3.1e-4, "series": series, "times_rounding_baseline": apart * 5 / 9e-5,
+        "rounding_baseline": {"kind": "itself in float32", "largest_difference": 9e-5, "rms_difference": 9e-5},
+        "verdict": "agrees", "reason": "the losses differ within what rounding explains",
+    }  # fmt: skip
+    steady = {"figure": "live_bytes", "bytes_per_step_off": 0.0, "bytes_per_step_on": 0.0, "verdict": "steady"}
     return {
         "arm": name,
         "against": "off",
         "speed": speed,
         "memory": memory,
-        "first_step": measure(1.01, 0.03, "inside the noise")
-        if speed["low"]
-        else measure(1.01, None, speed["verdict"], 1),
-        "loss": {
-            "class": "ulp",
-            "largest_difference": apart * 3.4,
-            "step": 14,
-            "grad_norm_difference": 3.1e-4,
-            "series": series,
-            "rounding_baseline": {"kind": "summation order", "largest_difference": 9e-5},
-            "times_rounding_baseline": apart * 3.4 / 9e-5,
-            "verdict": "agrees",
-            "reason": "The difference stays below that of the rounding baseline.",
-        }
-        | loss,
-        "growth": {"figure": "live_bytes", "bytes_per_step_off": 0.0, "bytes_per_step_on": 0.0, "verdict": "steady"},
+        "first_step": ratio(1.01, 0.03, "inside the noise") if speed["low"] else ratio(1.01, None, PAIR, 1),
+        "loss": judged | loss,
+        "growth": steady,
     }
 
 
-def environment() -> dict[str, Any]:
-    return {
-        "device": "NVIDIA H100 80GB HBM3",
-        "device_type": "cuda",
-        "versions": {"python": "3.12.8", "torch": "2.9.1", "megatron-core": "0.16.0", "mindspeed-lite": "0.4.0"},
-        "world_size": 2,
-        "threads": 8,
-        "affinity": [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]],
-        "allocator": "expandable_segments:True",
-        "variables": {"OMP_NUM_THREADS": "8", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
-        "differences": [],
-    }
+def finding(severity: str, text: str, name: str | None = None) -> dict[str, Any]:
+    return {"severity": severity, "arm": name, "text": text}
 
 
 def full() -> dict[str, Any]:
-    """Four arms and a rounding baseline, three repeats, everything known."""
+    """Three arms and a rounding baseline, three repeats, everything known."""
+    identical = {"apart": 0.0, "verdict": "identical", "reason": "every loss and gradient norm has the same bits"}
+    experts = {
+        "step_seconds": 2.0, "exposed_seconds": 0.5, "exposed_share": 0.25,
+        "in_flight_seconds": {"dispatch": 0.3, "combine": 0.5}, "bytes": [[0, 70], [90, 0]],
+    }  # fmt: skip
+    skipped = {"use_fused_swiglu": [SCRIPT, "the model has no SwiGLU"]}
     return {
         "schema_version": 1,
         "kind": "bench",
         "created": "2025-06-01T12:00:00+00:00",
         "title": "Features of mindspeed-lite in pretrain_gpt.py",
-        "command": [
-            "torchrun",
-            "--nproc-per-node",
-            "2",
-            "pretrain_gpt.py",
-            "--name",
-            "a | b `c` <d>",
-            "--use-flash-attn",
-        ],
+        "command": ["torchrun", "pretrain_gpt.py", "--name", "a | b `c` <d>"],
         "complete": True,
-        "settings": {
-            "repeats": 3,
-            "warmup": 2,
-            "steps": 12,
-            "timeout": 1800,
-            "mode": "each",
-            "rounding_baseline": True,
-            "confidence": 0.95,
+        "settings": {"repeats": 3, "warmup": 2, "timeout": 1800.0, "mode": "each", "beside": [], "confidence": 0.95},
+        "environment": {
+            "device": "NVIDIA H100 80GB HBM3", "device_type": "cuda", "world_size": 2, "threads": 8,
+            "versions": {"torch": "2.9.1", "megatron-core": "0.16.0"}, "affinity": [[0, 1, 2, 3], [8, 9]],
+            "allocator": "expandable_segments:True", "variables": {"OMP_NUM_THREADS": "8"}, "differences": [],
         },
-        "environment": environment(),
-        "model": {
-            "layers": 12,
-            "hidden": 1024,
-            "ffn": 4096,
-            "heads": 16,
-            "sequence": 2048,
-            "vocabulary": 50304,
-            "experts": None,
-            "micro_batch": 4,
-            "global_batch": 16,
-            "dtype": "bfloat16",
-            "parallel": {"tensor": 2, "pipeline": 1, "data": 1},
-            "tokens_per_step": 32768,
-            "flops_per_step": 4.1e13,
-        },
+        "model": {"layers": 12, "experts": None, "parallel": {"tensor": 2, "data": 1}, "tokens_per_step": 32768},
         "ceiling": {"flops_per_second": 6.2e14, "bytes_per_second": 2.9e12, "source": "measured: matmul in bfloat16"},
         "arms": [
-            arm("off", 0.412, 21.4e9),
-            arm("use_flash_attn", 0.338, 15.2e9, apart=2e-5),
-            arm("use_fused_rmsnorm", 0.409, 21.4e9, skipped={"use_fused_swiglu": [SCRIPT, "the model has no SwiGLU"]}),
-            arm("all", 0.331, 15.1e9, apart=2e-5),
-            arm("rounding_baseline", 0.413, 21.4e9, apart=9e-5),
+            arm("off", 0.412, 21.4e9, experts=experts),
+            arm("use_flash_attn", 0.338, 15.2e9),
+            arm("use_fused_rmsnorm", 0.409, 21.4e9, skipped=skipped),
+            arm("rounding baseline, float32", 0.413, 21.4e9),
         ],
         "comparisons": [
-            comparison("use_flash_attn", measure(1.219, 0.02, "faster"), measure(0.71, 0.002, "smaller")),
+            comparison("use_flash_attn", ratio(1.219, 0.02, "faster"), ratio(0.71, 0.002, "smaller")),
             comparison(
                 "use_fused_rmsnorm",
-                measure(1.007, 0.013, "inside the noise"),
-                measure(1.0, 0.001, "inside the noise"),
-                apart=0.0,
-                verdict="identical",
-                reason="Every loss is the same to the last bit.",
+                ratio(1.007, 0.013, "inside the noise"), ratio(1.0, 0.001, "inside the noise"), **identical,
             ),
-            comparison("all", measure(1.245, 0.021, "faster"), measure(0.706, 0.002, "smaller"), apart=2.4e-5),
         ],
         "findings": [
-            {"severity": "note", "arm": "all", "text": "use_fused_swiglu was asked for and not applied."},
-            {
-                "severity": "warning",
-                "arm": None,
-                "text": "The clock of the device fell by 4 % | during run 2 of `off`.",
-            },
+            finding("note", "use_fused_swiglu was asked for and not applied.", "use_fused_rmsnorm"),
+            finding("warning", "The clock of the device fell by 4 % | during run 2 of `off`."),
         ],
-        "files": {
-            "trace": ["traces/off.json", "traces/all.json"],
-            "plots": ["step-time.png", "loss.png", "memory.png"],
-        },
-    }
+        "files": {"trace": ["traces/off.json"], "plots": ["time.png", "loss.png"]},
+    }  # fmt: skip
 
 
 def broken() -> dict[str, Any]:
-    """Incomplete: an arm crashed in every run, another hung in its second."""
-    report = full() | {"complete": False, "findings": []}
+    """Incomplete: an arm crashed in every run, another hung in its second and grows."""
+    report = full()
     crashed = arm("use_flash_attn", 0.3, 1e9, summary=None, breakdown=None)
-    crashed["runs"] = [failed(at, "crashed", "out of memory <b>in</b> step 3", 1) for at in (1, 2, 3)]
+    crashed["runs"] = [failed(at, "crashed", "out of memory <b>in</b> step 3") for at in (1, 2, 3)]
     hung = arm("all", 0.331, 15.1e9, repeats=1)
-    hung["runs"].append(failed(2, "hung", "no step for 1800 s", None))
-    report["arms"] = [report["arms"][0], crashed, hung]
-    grows = comparison(
-        "all", measure(0.95, None, "one pair: no interval", 1), measure(0.7, None, "one pair: no interval", 1)
-    )
-    grows["growth"] = {
-        "figure": "live_bytes",
-        "bytes_per_step_off": 0.0,
-        "bytes_per_step_on": 2.5e6,
-        "verdict": "grows",
-    }
-    report["comparisons"] = [grows]
+    hung["runs"].append(failed(2, "hung", "no step for 1800 s"))
+    grows = comparison("all", ratio(0.95, None, PAIR, 1), ratio(0.7, None, PAIR, 1))
+    grows["growth"] |= {"bytes_per_step_on": 2.5e6, "verdict": "grows"}
+    nothing = dict.fromkeys(("speed", "memory", "first_step", "loss", "growth"))
     report["environment"]["differences"] = ["OMP_NUM_THREADS: 8 in off, 4 in all"]
-    return report
+    return report | {
+        "complete": False,
+        "arms": [report["arms"][0], crashed, hung],
+        "comparisons": [{"arm": "use_flash_attn", "against": "off", **nothing}, grows],
+        "findings": [finding("warning", "this is incomplete"), finding("failure", "it crashed", "use_flash_attn")],
+    }  # fmt: skip
+
+
+def compared(*comparisons: Any) -> dict[str, Any]:
+    """A report with these comparisons alone."""
+    return full() | {"comparisons": list(comparisons)}
 
 
 def single() -> dict[str, Any]:
-    """One repeat: no interval anywhere."""
-    report = full()
-    report["settings"]["repeats"] = 1
-    pair = "one pair: no interval"
-    report["arms"] = [arm("off", 0.412, 21.4e9, repeats=1), arm("use_flash_attn", 0.338, 15.2e9, repeats=1)]
-    report["comparisons"] = [comparison("use_flash_attn", measure(1.219, None, pair, 1), measure(0.71, None, pair, 1))]
-    return report
+    """One pair: no interval anywhere."""
+    return compared(comparison("use_flash_attn", ratio(1.219, None, PAIR, 1), ratio(0.71, None, PAIR, 1)))
+
+
+def noise() -> dict[str, Any]:
+    return compared(full()["comparisons"][1])
+
+
+def slower() -> dict[str, Any]:
+    return compared(comparison("use_flash_attn", ratio(0.8, 0.05, "slower"), ratio(1.3, 0.05, "larger")))
+
+
+def too_few() -> dict[str, Any]:
+    """An interval from 0.01 to 400, which says nothing."""
+    speed = {"ratio": 2.13, "low": 0.01, "high": 400.0, "pairs": [0.91, 5.0], "verdict": "too few runs to tell"}
+    return compared(comparison("use_flash_attn", speed, ratio(1.0, 0.001, "inside the noise")))
 
 
 def diverged() -> dict[str, Any]:
     """The loss of an arm stopped being a number."""
-    report = full()
-    series = [
-        {"iteration": at, "off": 10.8 * 0.93**at, "on": 10.8 * 0.93**at if at < 8 else "nan"} for at in range(1, 15)
-    ]
-    loss = {
-        "verdict": "differs",
-        "largest_difference": "nan",
-        "step": 8,
-        "series": series,
-        "grad_norm_difference": "inf",
-    }
-    loss |= {"times_rounding_baseline": "nan", "reason": "From iteration 8 on the loss is no number."}
-    report["comparisons"] = [
-        comparison("use_flash_attn", measure(1.219, 0.02, "faster"), measure(0.71, 0.002, "smaller"), **loss)
-    ]
-    for step in report["arms"][1]["runs"][0]["steps"][7:]:
-        step["loss"], step["grad_norm"] = {"lm loss": "nan"}, "nan"
-    return report
+    worst = {"largest_difference": "inf", "grad_norm_difference": "inf", "times_rounding_baseline": None, "step": 5}
+    found = comparison(
+        "use_flash_attn", ratio(1.219, 0.02, "faster"), ratio(0.71, 0.002, "smaller"), **worst, verdict="differs",
+        reason="a loss is missing or not a number in one of the two, first at iteration 5",
+    )  # fmt: skip
+    for point in found["loss"]["series"][4:]:
+        point["on"] = "nan"
+    return compared(found)
 
 
 def crowd() -> dict[str, Any]:
     """Eight arms, one of them with a very long name."""
     report = full()
     names = [*(f"use_feature_number_{at}" for at in range(1, 7)), LONG]
-    report["arms"] = [report["arms"][0], *(arm(name, 0.4 - at / 100, 2e10 - at * 1e9) for at, name in enumerate(names))]
+    report["arms"] = [report["arms"][0], *(arm(name, 0.4 - at / 100, 2e10) for at, name in enumerate(names))]
     report["comparisons"] = [
-        comparison(name, measure(1.0 + at / 30, 0.02, "faster"), measure(1 - at / 20, 0.01, "smaller"), apart=at * 1e-5)
+        comparison(name, ratio(1.0 + at / 30, 0.02, "faster"), ratio(1 - at / 20, 0.01, "smaller"))
         for at, name in enumerate(names, 1)
     ]
     return report
 
 
-def contender(name: str, time: float, **changes: Any) -> dict[str, Any]:
-    ours = 1.1e-4
-    return {
-        "name": name,
-        "seconds": time,
-        "low": time * 0.97,
-        "high": time * 1.06,
-        "bytes_per_second": 2.6e12 * ours / time,
-        "flops_per_second": 8e12 * ours / time,
-        "of_ceiling": 0.87 * ours / time,
-        "ratio": time / ours,
-        "ratio_low": time / ours * 0.96,
-        "ratio_high": time / ours * 1.05,
-        "error": None,
-    } | changes
+def contender(name: str, time: float | None, error: str | None = None) -> dict[str, Any]:
+    figures: dict[str, Any] = dict.fromkeys(("low", "high", "bytes_per_second", "flops_per_second", "of_ceiling"))
+    figures |= dict.fromkeys(("ratio", "ratio_low", "ratio_high"))
+    if time is not None:
+        share = 1.1e-4 / time
+        figures |= {"low": time * 0.97, "high": time * 1.06, "of_ceiling": 0.87 * share}
+        figures |= {"bytes_per_second": 2.6e12 * share, "flops_per_second": 8e12 * share}
+        if name != "mindspeed_lite":
+            figures |= {"ratio": 1 / share, "ratio_low": 0.96 / share, "ratio_high": 1.05 / share}
+    return {"name": name, "seconds": time, "error": error, **figures}
 
 
 def operators() -> dict[str, Any]:
-    """Two operators, a contender that did not run, and an earlier report to compare with."""
-    empty = dict.fromkeys(
-        (
-            "seconds",
-            "low",
-            "high",
-            "bytes_per_second",
-            "flops_per_second",
-            "of_ceiling",
-            "ratio",
-            "ratio_low",
-            "ratio_high",
-        )
-    )
+    """Two operators, contenders that did not run or differ, and an earlier report to compare with."""
     same = {"seconds": 1.12e-4, "ratio": 1.01, "verdict": "same"}
-    slower = {"seconds": 0.8e-4, "ratio": 0.74, "verdict": "regression"}
-    rows = []
-    for operator, case, direction, earlier in (
-        ("rms_norm", "[4096, 1024] bfloat16, eps 1e-5", "forward", same),
-        ("rms_norm", "[4096, 1024] bfloat16, eps 1e-5", "forward+backward", slower),
-        ("attention", "[2, 16, 2048, 64] bfloat16 causal | no <mask>", "forward", None),
-    ):
-        rows.append(
-            {
-                "operator": operator,
-                "case": case,
-                "direction": direction,
-                "device": "NVIDIA H100 80GB HBM3",
-                "dtype": "bfloat16",
-                "bytes": 16_777_216,
-                "flops": 33_554_432,
-                "bound": "compute" if operator == "attention" else "memory",
-                "contenders": [
-                    contender("mindspeed_lite", 1.1e-4, ratio=1.0, ratio_low=None, ratio_high=None),
-                    contender("torch", 3.2e-4),
-                    contender("torch.compile", 1.08e-4),
-                    contender("liger_kernel", 1.0, **empty, error="ImportError: <b>liger</b> | not installed")
-                    if direction == "forward"
-                    else contender("liger_kernel", 1.4e-4),
-                ],
-                "earlier": earlier,
-            }
-        )
+    regression = {"seconds": 0.8e-4, "ratio": 1.36, "verdict": "regression"}
+    cases = (
+        ("rms_norm", "4096x1024 bf16", "forward", same, "ImportError: <b>liger</b> | not installed"),
+        ("rms_norm", "4096x1024 bf16", "forward+backward", regression, "does not agree with ours: output differs by 1"),
+        ("attention", "causal | no <mask>", "forward", None, None),
+    )
+    rows = [
+        {
+            "operator": operator, "case": case, "direction": direction, "device": "cuda", "dtype": "bfloat16",
+            "bytes": 16_777_216, "flops": 33_554_432, "bound": "compute" if operator == "attention" else "memory",
+            "contenders": [
+                contender("mindspeed_lite", 1.1e-4), contender("torch", 3.2e-4), contender("torch.compile", 1.08e-4),
+                contender("liger", None if error else 1.4e-4, error),
+            ],
+            "earlier": earlier,
+        }
+        for operator, case, direction, earlier, error in cases
+    ]  # fmt: skip
     report = full()
     kept = ("schema_version", "created", "complete", "environment", "ceiling")
-    settings = {"repeats": 50, "confidence": 0.95}
-    made = {key: report[key] for key in kept}
-    return made | {"kind": "bench-ops", "title": "Operators", "settings": settings, "findings": [], "rows": rows}
+    findings = [finding("note", "liger did not run"), finding("failure", "Regression in rms_norm")]
+    made = {"kind": "bench-ops", "title": "Operators", "command": [], "settings": {"repeats": 50, "confidence": 0.95}}
+    return {key: report[key] for key in kept} | made | {"findings": findings, "rows": rows}
 
 
 EVERY = {
-    "full": full,
-    "broken": broken,
-    "single": single,
-    "diverged": diverged,
-    "crowd": crowd,
-    "operators": operators,
-}
+    made.__name__: made
+    for made in (full, broken, single, noise, slower, too_few, diverged, crowd, operators)
+}  # fmt: skip

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.harness import frozen
+
 VOCABULARY, SEQUENCE, MICRO_BATCH, MICRO_BATCHES = 256, 32, 2, 4
 # Ends of the documents of a micro-batch that is a pack, one of them empty and two padded, without and with padding.
 DOCUMENTS, PADDED = (0, 21, 29, 29, 59), (0, 24, 32, 32, 64)
@@ -236,6 +238,9 @@ class Training:
             _weigh_by_name(chunks, (options.get("experts") or 0) // options.get("ep", 1))
         if options.get("nudge"):
             _nudge(chunks, options["nudge"])
+        if options.get("frozen"):
+            for chunk in chunks:
+                frozen.freeze(chunk, options["frozen"])
         distributed_optimizer = options.get("distributed_optimizer", False)
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=options.get("grad_reduce_in_fp32", True),

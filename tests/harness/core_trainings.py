@@ -50,7 +50,12 @@ def _steps(history: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
     return [(a, b) for a, b in history if a not in ("gradients", "evaluation")]
 
 
-def fault(off: Sequence[tuple[str, str]], on: Sequence[tuple[str, str]], drift: float = DRIFT) -> str:
+def fault(
+    off: Sequence[tuple[str, str]],
+    on: Sequence[tuple[str, str]],
+    drift: float = DRIFT,
+    first_norm: float = FIRST_NORM,
+) -> str:
     """What is not near in two histories of losses and gradient norms, as hexadecimal floats; "" if all is."""
     off, on = _steps(off), _steps(on)
     if not on or len(on) != len(off):
@@ -59,7 +64,7 @@ def fault(off: Sequence[tuple[str, str]], on: Sequence[tuple[str, str]], drift: 
         (loss, norm), (other_loss, other_norm) = ([float.fromhex(each) for each in one] for one in pair)
         for what, a, b, bound in (
             ("loss", loss, other_loss, drift),
-            ("gradient norm", norm, other_norm, NORM_DRIFT * drift / DRIFT if step else FIRST_NORM),
+            ("gradient norm", norm, other_norm, NORM_DRIFT * drift / DRIFT if step else first_norm),
         ):
             if not abs(a - b) <= bound * abs(a):
                 return f"step {step}: {what} {a} off, {b} on: {abs(a - b) / abs(a):.2g}, and {bound:.2g} is allowed"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite import platform, runtime
+from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
 from mindspeed_lite.patches._shared import combined_schedule
 from mindspeed_lite.platform.megatron import HOST
@@ -64,6 +64,7 @@ TRAINED_ALONE: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "context": (2, {"cp": 2, **_BY_NAME}, {}),
     "pipeline": (2, {"pp": 2, **_DISTRIBUTED}, {}),
     "V": (2, {"pp": 2, "vpp": 2, **_BY_NAME}, {}),
+    "shared experts": (1, {**_EXPERTS, "moe": {**_EXPERTS["moe"], **_SHARED}}, _SHARED),
     "router in fp32": (1, {**_DISTRIBUTED, **_EXPERTS, "moe": {**_EXPERTS["moe"], "moe_router_dtype": "fp32"}}, {}),
     "recomputed": (2, {"pp": 2, "vpp": 2, "layers": 8, "config": _RECOMPUTED}, _RECOMPUTED),
 }
@@ -202,12 +203,16 @@ def simulate() -> None:
 
 
 def changed(before: places.Snapshot, after: places.Snapshot) -> set[str]:
-    """Attributes that differ, of modules that were loaded before; a package has a module once that is imported."""
+    """Attributes that differ, of modules that were loaded before; a package has a module once that is imported.
+
+    The device layer's wrapper in a function is made anew with each set of features.
+    """
     modules = {owner.partition(":")[0] for owner in before}
     return {
         place
         for place in places.changed(before, after)
         if place.partition(":")[0] in modules
+        and not place.endswith(swaps._SLOT)
         and not any(isinstance(places.held(each, place), types.ModuleType) for each in (before, after))
     }
 
@@ -363,7 +368,7 @@ def _pickled(thing: Any) -> Any:
 class Bench:
     """The reference of one layout, and what is compared with it."""
 
-    def __init__(self, layout: str, untouched: dict[str, Any]) -> None:
+    def __init__(self, layout: str) -> None:
         self.layout = layout
         self.options = {**LAYOUTS[layout][1], "micro_batches": 2}
         self.plain = core_loop.Training(self.options)
@@ -381,25 +386,7 @@ class Bench:
         self.copies = copies(self.plain)
         one, other = described(self.plain), described(second)
         self.noise = {key for key in one.keys() | other.keys() if one.get(key) != other.get(key)}
-        platform.deactivate()
-        self.without_device = places.snapshot()
-        self.restless |= {
-            each for each in changed(untouched, self.without_device) if each.partition(":")[0] not in _patched_modules()
-        }
-        self.alone = self.attempt(self.plain)
-        platform.activate()
-        self.restless |= changed(self.with_device, places.snapshot())
-        self.with_device = places.snapshot()
         self.faults: list[str] = []
-
-    def attempt(self, training: Any) -> str:
-        """What becomes of a step without the device layer."""
-        try:
-            training.zero()
-            training.forward_backward()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "it runs"
 
     def expect(self, holds: bool, text: str) -> None:
         if not holds:
@@ -457,16 +444,11 @@ class Bench:
         """`disable()`, and Megatron as it was."""
         for each in mindspeed_lite.disable():
             self.faults.append(f"{where}: {each}")
-        left = changed(self.without_device, places.snapshot()) - self.restless
+        left = changed(self.with_device, places.snapshot()) - self.restless
         self.expect(not left, f"{where}: left in Megatron: {sorted(left)}")
 
     def after(self, where: str, training: Any) -> None:
-        """Device layer off and on again, state, losses, attributes and copies against the reference."""
-        alone = self.attempt(training)
-        self.expect(alone == self.alone, f"{where}: without the device layer: {alone}, and never patched: {self.alone}")
-        platform.activate()
-        left = changed(self.with_device, places.snapshot()) - self.restless
-        self.expect(not left, f"{where}: left in Megatron: {sorted(left)}")
+        """State, losses, attributes and copies against the reference."""
         give(training, self.plain)
         mine, theirs = ([each.step() for _ in range(2)] for each in (training, self.plain))
         self.expect(mine == theirs, f"{where}: losses and gradient norms {mine}, and never patched {theirs}")
@@ -532,7 +514,6 @@ class Bench:
                 reached.append(now)
                 for each in mindspeed_lite.disable():
                     self.faults.append(f"{cut}: {each}")
-                platform.activate()
 
         gradients = self._step(training, end)
         self.expect(bool(reached), f"{cut}: it was not reached")
@@ -563,7 +544,6 @@ class Bench:
             except Exception:
                 self.faults.append(f"{what}: {traceback.format_exc()}")
             mindspeed_lite.disable()
-            platform.activate()
         return self.faults
 
     def _step(self, training: Any, end: Callable[[str], None]) -> dict[str, torch.Tensor]:
@@ -595,31 +575,16 @@ class Bench:
         return found
 
 
-def _patched_modules() -> set[str]:
-    return {patch.target.partition(":")[0] for each in runtime.catalogue() for patch in each.patches}
-
-
 def main() -> None:
     out, layout, *names = sys.argv[1:]
     simulate()
     dist.init_process_group("nccl")
-    bench = Bench(layout, _untouched)
+    bench = Bench(layout)
     found: dict[str, list[str]] = {}
     for name in names:
         found[name] = bench.run(runtime.catalogue()[name])
         Path(out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
 
 
-_untouched: dict[str, Any] = {}
-
-
-def before() -> None:
-    """Run in a job before the device layer is on: Megatron as nobody has touched it."""
-    _untouched.update(places.snapshot())
-
-
 if __name__ == "__main__":
-    # The copy of this module that `before` has been called in.
-    from tests.harness import live_undo
-
-    live_undo.main()
+    main()

@@ -1,9 +1,10 @@
 """Trains one layout without a feature and with each of several, on Megatron-core alone.
 
 `trained(trainer, layout, features)` runs it on a release; as a script of `training_server` it is
-`on_and_off.py OUT LAYOUT STEPS FEATURE...`. A feature brings those it requires, and what it sets for a script stands in
-the model's configuration. Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a
-layout, or gives it other weights, a training on one rank is what the others are compared with.
+`on_and_off.py OUT LAYOUT STEPS NAME...`, a name being FEATURE or, on a model of which a part is frozen, "FEATURE: KIND"
+(`frozen.KINDS`). A feature brings those it requires, and what it sets for a script stands in the model's configuration.
+Lanes stand in the place of a device's streams. Where Megatron alone cannot train in a layout, or gives it other
+weights, a training on one rank is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import mindspeed_lite
-from mindspeed_lite import platform, runtime
+from mindspeed_lite import runtime
 from mindspeed_lite.engine import Feature
 from mindspeed_lite.ops import dispatch
 from tests.harness import core_loop, live_undo, training_server
-from tests.harness.core_trainings import DRIFT, fault
+from tests.harness.core_trainings import DRIFT, FIRST_NORM, fault
 from tests.harness.training import Result, Trainer
 
-STEPS = 4
+STEPS, FROZEN_STEPS = 4, 2
 # Seconds that a layout has to begin and to train without a feature, and that each feature has.
 STARTING, TRAINING = 600, 200
 # Moments in fp8 are another training; its losses stay near.
@@ -45,6 +46,8 @@ BESIDE: dict[str, dict[str, Any]] = {
     "balanced_moe_experts": {"balanced_moe_break_even": 0.0},
     "enable_expert_placement": {"expert_placement_freq": 1, "expert_placement_break_even": 0.0},
 }
+# Between a feature's name and the kind of frozen model that it trains.
+FROZEN = ": "
 _CLASSES = ("bitwise", "ulp", "deviation")
 
 
@@ -63,7 +66,7 @@ class Outcome:
         pairs = [(float.fromhex(a), float.fromhex(b)) for (a, _), (b, _) in zip(self.off, self.on, strict=False)]
         return max((abs(a - b) / abs(a) for a, b in pairs), default=0.0)
 
-    def fault(self, numerics: str) -> str:
+    def fault(self, numerics: str, first_norm: float = FIRST_NORM) -> str:
         """What is not as a feature of this class promises; "" if all is."""
         if self.error:
             return self.error.strip().splitlines()[-1]
@@ -73,7 +76,7 @@ class Outcome:
             return f"never called: {', '.join(self.idle)}"
         if numerics == "bitwise":
             return "" if self.on == self.off else f"not the same bits: {fault(self.off, self.on, 0.0)}"
-        return fault(self.off, self.on, DRIFT if numerics == "ulp" else DEVIATION)
+        return fault(self.off, self.on, DRIFT if numerics == "ulp" else DEVIATION, first_norm)
 
 
 def numerics_of(feature: Feature) -> str:
@@ -106,9 +109,12 @@ def trained(trainer: Trainer, layout: str, features: list[str]) -> dict[str, Out
     """
     out = trainer.scratch / f"on_and_off_{layout.replace(' ', '_')}"
     out.mkdir(exist_ok=True)
-    argv = [str(Path(__file__)), str(out), layout, str(STEPS)]
+    is_frozen = any(FROZEN in each for each in features)
+    argv = [str(Path(__file__)), str(out), layout, str(FROZEN_STEPS if is_frozen else STEPS)]
     if layout in REFERENCES:
-        ended = _ended(trainer.run(entry="script", arm="device", nproc=1, argv=argv, timeout=STARTING))
+        kinds = dict.fromkeys(FROZEN + each.partition(FROZEN)[2] for each in features)
+        job: dict[str, Any] = dict(entry="script", arm="device", nproc=1, timeout=STARTING)
+        ended = _ended(trainer.run(argv=[*argv, *kinds], **job))
         if ended:
             return {name: Outcome(error=f"one rank, without it: {ended}") for name in features}
     found: dict[str, Outcome] = {}
@@ -182,15 +188,21 @@ def main() -> None:
         core_loop.dist.all_gather_object(found, [each for _ in range(int(steps)) for each in training.step()])
         return next(each for each in reversed(found) if each)
 
+    def options(kind: str) -> dict[str, Any]:
+        ranks, found, _ = LAYOUTS[layout]
+        # A pipeline wants more.
+        return {**found, "frozen": kind, **({"micro_batches": 2} if kind and ranks == 1 else {})}
+
     reference = Path(out, "reference.json")
-    if not names:
-        off = history(core_loop.Training({**builder.options, **REFERENCES[layout]}))
-        reference.write_text(json.dumps(off))
+    if names[0].startswith(FROZEN):
+        kinds = [name.removeprefix(FROZEN) for name in names]
+        offs = {kind: history(core_loop.Training({**options(kind), **REFERENCES[layout]})) for kind in kinds}
+        reference.write_text(json.dumps(offs))
         return
+    offs = {}
     if layout in REFERENCES:
-        off = [(loss, norm) for loss, norm in json.loads(reference.read_text())]
-    else:
-        off = history(core_loop.Training(builder.options))
+        known = json.loads(reference.read_text())
+        offs = {kind: [(loss, norm) for loss, norm in each] for kind, each in known.items()}
     found: dict[str, dict[str, Any]] = {}
     rank = os.environ["RANK"]
 
@@ -201,19 +213,23 @@ def main() -> None:
 
     write()
     for name in names:
-        outcome = Outcome(off)
-        feature = runtime.catalogue()[name]
+        feature_name, _, kind = name.partition(FROZEN)
+        builder.options = options(kind)
+        if kind not in offs:
+            offs[kind] = history(core_loop.Training(builder.options))
+        outcome = Outcome(offs[kind])
+        feature = runtime.catalogue()[feature_name]
         _forget_operators()
         try:
-            builder.enable(feature, **BESIDE.get(name, {}))
+            builder.enable(feature, **BESIDE.get(feature_name, {}))
             outcome.on = history(builder.build(feature))
             outcome.fallbacks = [f"{each.feature}: {each.reason}" for each in mindspeed_lite.report().fallbacks]
             called = training_server.called()
-            outcome.idle = [] if set(called) & set(feature.operators) else [*feature.operators]
+            # A model that is frozen may leave it nothing to do.
+            outcome.idle = [] if kind or set(called) & set(feature.operators) else [*feature.operators]
         except Exception:
             outcome.error = traceback.format_exc()
         mindspeed_lite.disable()
-        platform.activate()
         found[name] = asdict(outcome)
         write()
         if outcome.error and core_loop.dist.get_world_size() > 1:

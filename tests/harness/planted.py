@@ -1,4 +1,4 @@
-"""Faults for the fuzz run to find: each is called first in every worker of it."""
+"""Faults for the fuzz run and the drawn rows to find: each is called first in every process that tries one."""
 
 from __future__ import annotations
 
@@ -38,3 +38,36 @@ def bf16_ends_the_process() -> None:
         return right(x, *rest)
 
     _around(change)
+
+
+def _around_rms_norm(change: Any) -> None:
+    """`change(right, x, *rest)` in the place of what `--use-fused-rmsnorm` calls."""
+    from mindspeed_lite.patches import use_fused_rmsnorm
+
+    use_fused_rmsnorm.rms_norm = functools.partial(change, use_fused_rmsnorm.rms_norm)
+
+
+def norms_are_one_percent_off() -> None:
+    _around_rms_norm(lambda right, x, *rest: right(x, *rest) * 1.01)
+
+
+def a_norm_ends_the_process() -> None:
+    def change(right: Any, x: torch.Tensor, *rest: Any) -> Any:
+        os.abort()
+
+    _around_rms_norm(change)
+
+
+def activations_lose_a_bit() -> None:
+    """Of `--recompute-activation-function`, which promises all of them."""
+    from mindspeed_lite.patches._shared import recompute
+
+    own = recompute.checkpoint_without_output
+
+    def checkpoint_without_output() -> Any:
+        found = own()
+        checkpoint = found.checkpoint
+        found.checkpoint = lambda function, *inputs: checkpoint(lambda *x: function(*x) * (1 + 2**-7), *inputs)
+        return found
+
+    recompute.checkpoint_without_output = checkpoint_without_output

@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import native, traced
+from mindspeed_lite.platform import cache
 
 PROBE = Path(__file__).with_name("probe.cpp")
 FUNCTIONS = {
@@ -105,28 +107,59 @@ def test_an_unknown_function_is_named():
         _ = library.cpu_missing
 
 
-def reason(source: Path, cache: Path, **environment: str) -> str:
-    """What a fresh process says about `source`."""
-    code = (
-        "from pathlib import Path; from mindspeed_lite.ops import native; "
-        f"print(native.Library(Path({str(source)!r}), {{'narrow': 'ppl'}}).unusable())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "MINDSPEED_LITE_CACHE": str(cache), **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout.strip()
+@pytest.fixture
+def reason(monkeypatch, tmp_path):
+    """What is said about a source, with this environment, where nothing has been asked before."""
+
+    def ask(source, folder=None, **environment):
+        with monkeypatch.context() as now:
+            now.setenv("MINDSPEED_LITE_CACHE", str(tmp_path / "cache" if folder is None else folder))
+            for name, value in environment.items():
+                now.setenv(name, value)
+            now.setattr(tempfile, "tempdir", environment.get("TMPDIR"))
+            for each in (native._compiler, native._version, cache.folder):
+                now.setattr(native if each is not cache.folder else cache, each.__name__, each.__wrapped__)
+            return native.Library(source, {"narrow": "ppl"}).unusable()
+
+    return ask
 
 
-def test_without_a_compiler_the_reason_says_what_was_looked_for(tmp_path):
+@pytest.fixture
+def source(tmp_path):
+    """A kernel that is compiled in no time."""
+    made = tmp_path / "op" / "cpu.cpp"
+    made.parent.mkdir()
+    made.write_text('extern "C" void narrow(const void*, char* out, long) { *out = 7; }')
+    return made
+
+
+def test_without_a_compiler_the_reason_says_what_was_looked_for(reason, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "no C++ compiler (looked for g++, clang++ and c++" in reason(PROBE, tmp_path, PATH=str(empty), CXX="")
-    assert "CXX names no-such-compiler" in reason(PROBE, tmp_path, CXX="no-such-compiler")
-    assert "does not run" in reason(PROBE, tmp_path, CXX=str(made_executable(tmp_path / "broken", "not a program")))
+    for nothing in ("", " "):
+        assert "no C++ compiler (looked for g++, clang++ and c++" in reason(PROBE, PATH=str(empty), CXX=nothing)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "program", "text"),
+    [
+        ("no-such-compiler", None, "CXX names no-such-compiler"),
+        ("g++ 'x", None, 'CXX is "g++ \'x": No closing quotation'),
+        ("{}", "not a program", "does not run"),
+        (
+            "{}",
+            "#!/bin/sh\nprintf 'caf\\351: error \\377\\n' | tee /dev/stderr\nexit 1\n",
+            r"does not compile ops/probe.cpp: caf\xe9: error \xff",
+        ),
+        ("{}", "#!/bin/sh\n", "reports success and has written no library"),
+    ],
+    ids=["missing", "quote", "no program", "not UTF-8", "does nothing"],
+)
+def test_what_a_compiler_may_be_is_a_reason(reason, tmp_path, chosen, program, text):
+    compiler = tmp_path / "compiler"
+    if program is not None:
+        made_executable(compiler, program)
+    assert text in reason(PROBE, CXX=chosen.format(compiler))
 
 
 def made_executable(path: Path, text: str) -> Path:
@@ -136,18 +169,53 @@ def made_executable(path: Path, text: str) -> Path:
 
 
 @compiled
-def test_a_source_that_does_not_compile_or_load_is_a_reason(tmp_path):
-    source = tmp_path / "op" / "cpu.cpp"
-    source.parent.mkdir()
+def test_a_source_that_does_not_compile_or_load_is_a_reason(reason, source):
     source.write_text("int main( {")
-    assert "does not compile op/cpu.cpp" in reason(source, tmp_path / "cache")
+    assert "does not compile op/cpu.cpp" in reason(source)
     source.write_text('extern "C" void gone(); extern "C" void narrow() { gone(); }')
     # Never a crash at the first call: what is missing shows when the library is loaded.
-    assert "does not load" in reason(source, tmp_path / "cache")
+    assert "does not load" in reason(source)
+    source.write_text('extern "C" void other() {}')
+    assert "does not load" in reason(source)
 
 
 @compiled
-def test_where_no_folder_can_be_written_is_a_reason(tmp_path):
+def test_a_library_that_is_not_what_was_compiled_is_compiled_again(monkeypatch, reason, source, tmp_path):
+    assert reason(source) is None
+    (path,) = (tmp_path / "cache").glob("*.so")
+    whole = path.read_bytes()
+    for harm in (whole[:5000], whole[:-1] + b"?", b"", None):
+        if harm is None:
+            path.chmod(0o770)
+        else:
+            # In a new file: this process has mapped the old one.
+            path.unlink()
+            path.write_bytes(harm)
+            path.chmod(0o700)
+        assert reason(source) is None and path.stat().st_mode & 0o777 == 0o700 and len(path.read_bytes()) == len(whole)
+    me = os.getuid()
+    monkeypatch.setattr(native.cache, "folder", lambda: path.parent)
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+    reason_of_another = native.Library(source, {"narrow": "ppl"}).unusable()
+    assert f"{path} belongs to another user, whose code would be loaded" in reason_of_another
+
+
+@compiled
+@pytest.mark.parametrize("offset", [0, 8])
+def test_a_tensor_without_memory_is_an_error_and_no_crash(offset):
+    released = torch.zeros(16)
+    x, got = released[offset:], torch.empty(16)
+    released.untyped_storage().resize_(0)
+    for given in (x, [got, x], torch.empty(8, device="meta")):
+        with pytest.raises(traced.NoMemoryError, match=r"shape \[\d+\] whose memory is released"):
+            library.exponential(given, got, 8, 1)
+    library.exponential(x[:0], got, 0, 1)
+    with pytest.raises(traced.NoMemoryError):
+        traced.address(x)
+
+
+@compiled
+def test_where_no_folder_can_be_written_is_a_reason(reason, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
     # Temporary files lie in this folder: the one of this user's among them belongs to nobody else, but is a file.
@@ -156,42 +224,40 @@ def test_where_no_folder_can_be_written_is_a_reason(tmp_path):
 
 
 @compiled
-def test_a_folder_that_is_refused_gives_way_to_one_of_this_users_own(tmp_path):
+def test_a_folder_that_is_refused_gives_way_to_one_of_this_users_own(reason, source, tmp_path):
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    assert reason(PROBE, shared, TMPDIR=str(tmp_path)) == "None"
+    assert reason(source, shared, TMPDIR=str(tmp_path)) is None
     assert not list(shared.iterdir()) and list((tmp_path / f"mindspeed_lite-{os.getuid()}").glob("*.so"))
 
 
 @compiled
 @pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++")
 @pytest.mark.skipif(native._torch_has_llvm_openmp(), reason="this PyTorch has LLVM's OpenMP runtime")
-def test_clang_is_refused_where_pytorch_has_the_openmp_runtime_of_gcc(tmp_path):
-    assert "clang++ calls LLVM's OpenMP runtime, and this PyTorch has GCC's" in reason(PROBE, tmp_path, CXX="clang++")
+def test_clang_is_refused_where_pytorch_has_the_openmp_runtime_of_gcc(reason):
+    assert "clang++ calls LLVM's OpenMP runtime, and this PyTorch has GCC's" in reason(PROBE, CXX="clang++")
 
 
 @compiled
 @pytest.mark.parametrize("served", [False, True])
-def test_a_compiler_for_llvms_openmp_runtime_wants_a_pytorch_that_has_it(monkeypatch, tmp_path, served):
+def test_a_compiler_for_llvms_openmp_runtime_wants_a_pytorch_that_has_it(monkeypatch, reason, source, served):
     monkeypatch.setattr(native, "_calls_llvm_openmp", lambda compiler: True)
     monkeypatch.setattr(native, "_torch_has_llvm_openmp", lambda: served)
-    monkeypatch.setattr(native.cache, "folder", lambda: tmp_path)
-    unusable = native.Library(PROBE, FUNCTIONS).unusable()
+    unusable = reason(source)
     assert unusable is None if served else "install g++" in unusable
 
 
 @compiled
-def test_another_pytorch_has_kernels_of_its_own(monkeypatch, tmp_path):
-    monkeypatch.setattr(native.cache, "folder", lambda: tmp_path)
-    assert native.Library(PROBE, FUNCTIONS).unusable() is None
+def test_another_pytorch_has_kernels_of_its_own(monkeypatch, reason, source, tmp_path):
+    assert reason(source) is None
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    assert native.Library(PROBE, FUNCTIONS).unusable() is None
-    assert len(list(tmp_path.glob("*.so"))) == 2
+    assert reason(source) is None
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 2
 
 
 @compiled
-def test_many_processes_compile_once_and_all_load_it(tmp_path):
+def test_many_processes_compile_once_and_all_load_it(source, tmp_path):
     counter = tmp_path / "count"
     compiler = made_executable(
         tmp_path / "compiler", f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> {counter};; esac\nexec c++ "$@"\n'
@@ -200,7 +266,7 @@ def test_many_processes_compile_once_and_all_load_it(tmp_path):
         pytest.skip("the test's own compiler is a wrapper around c++")
     code = (
         "from pathlib import Path; from mindspeed_lite.ops import native; "
-        f"assert native.Library(Path({str(PROBE)!r}), {{'narrow': 'ppl'}}).unusable() is None"
+        f"assert native.Library(Path({str(source)!r}), {{'narrow': 'ppl'}}).unusable() is None"
     )
     environment = {**os.environ, "MINDSPEED_LITE_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]

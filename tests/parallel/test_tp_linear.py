@@ -168,12 +168,15 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
     folder = Path(tempfile.mkdtemp())
 
     class Later:
-        def __init__(self):
-            self.given = []
+        def __init__(self, *shape):
+            self.given, self.shape = [], shape
 
         def defer(self, dy):
             self.given.append(dy)
             return True
+
+        def deferred(self):
+            return torch.full(self.shape, 7.0)
 
         def __call__(self, dy, x):
             raise AssertionError("somebody else computes it")
@@ -189,7 +192,7 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
 
         dist.all_gather_into_tensor = counted
         x, weight, _, dy = column_problem(2, 4, torch.float32)
-        later = Later()
+        later = Later(OUTER, INNER)
         for gradient, frozen in ((AUTOGRAD_WGRAD, True), (later, False)):
             a, w = leaves(shares(x, rank, 2, 0), shares(weight, rank, 2, 0))
             y = column_linear(
@@ -198,13 +201,16 @@ def test_what_is_frozen_costs_nothing_and_what_is_left_to_others_is_whole():
             assert len(y.grad_fn.saved_tensors) == 2 and (y.grad_fn.saved_tensors[0] is None) == frozen
             gathers.clear()
             y.backward(shares(dy, rank, 2, 2))
-            assert gathers == [] and w.grad is None and a.grad is not None
+            assert gathers == [] and a.grad is not None
+            # What gradient reduction looks for.
+            assert w.grad is None if frozen else w.grad.eq(7).all()
         assert torch.equal(later.given[0], shares(dy, rank, 2, 2))
-        later = Later()
+        later = Later(OUTER, INNER // 2)
         a, w = leaves(shares(x, rank, 2, 2), shares(weight, rank, 2, 1)[:OUTER])
         row_linear(a, w, TPCommConfig(group, True, fixed_chunks(2), later)).backward(
             shares(dy[..., :OUTER], rank, 2, 0)
         )
+        assert w.grad.eq(7).all()
         assert torch.equal(later.given[0], dy[..., :OUTER]), "gathered, in the order of the rows"
 
     on_ranks(2, body)

@@ -113,6 +113,8 @@ def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
         off = passed()
         # What copies keep until the backward pass of their micro-batch is what `mindspeed-lite memory` foresees.
         like = [*layer.experts.local_experts[0].parameters()]
+        for each in like:
+            each.main_grad = torch.zeros_like(each)
         for accumulates in (False, True):
             plan = CopyPlan([0], like, dispatcher.ep_group, PendingGradients(), accumulates)
             copies = plan.make([None if rank else like])
@@ -127,6 +129,8 @@ def test_copies_are_made_where_they_pay_and_leave_no_trace(tmp_path):
             )  # fmt: skip
             (expected,) = [each.bytes for each in experts(training, 0, 0) if each.name.startswith("copies")]
             assert sum(storages.values()) == expected
+        for each in like:
+            del each.main_grad
         for number, break_even, copies in ((3, 0.0, 1), (3, 5.9, 1), (3, 6.0, 0), (3, None, None)):
             made.clear()
             settings = {"balanced_moe_hot_expert_num": number, "balanced_moe_break_even": break_even}

@@ -13,11 +13,21 @@ from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.parallel.context import zigzag
 from mindspeed_lite.parallel.context.layout import stream_rows
 from mindspeed_lite.patches.context_parallel_algo import FEATURE, thd_partition
-from tests.harness.attention_modules import HEADS, SIZE, module_of, pack_of
+from tests.harness.attention_modules import (
+    BATCH,
+    BESIDE_A_WINDOW,
+    HEADS,
+    SIZE,
+    changed_softmax,
+    document_mask,
+    module_of,
+    pack_of,
+)
+from tests.harness.attention_modules import SEQUENCE as ROWS
 from tests.harness.compare import error
 from tests.harness.processes import forked, on_ranks
 
-RANKS, ROWS, BATCH = 2, 24, 2
+RANKS = 2
 PACK, PADDED = (5, 1, 0, 8), (8, 4, 0, 12)
 # Of ROWS rows, and of no length that could be split.
 DOCUMENTS = (5, 1, 11, 7)
@@ -48,13 +58,6 @@ def draw(rows, batch=BATCH, groups=HEADS, size=SIZE, value=SIZE):
         shapes = [(rows, *shape[2:]) for shape in shapes]
     tensors = [torch.randn(shape, generator=generator) for shape in shapes]
     return tensors, torch.randn(*shapes[0][:-2], HEADS * value, generator=generator)
-
-
-def document_mask():
-    """[b, 1, s, s], True hides: causal, and a document begins at row 9 of the second sequence."""
-    hidden = torch.ones(ROWS, ROWS, dtype=torch.bool).triu(1).repeat(BATCH, 1, 1, 1)
-    hidden[1, :, 9:, :9] = True
-    return hidden
 
 
 def run(module, tensors, dout, mask, params=None):
@@ -100,6 +103,9 @@ def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
     documents = pack_of(*DOCUMENTS)
     exact["documents"] = run(module_of(), *draw(ROWS, batch=0), None, documents)
     mindspeed_lite.disable()
+    with changed_softmax(BESIDE_A_WINDOW["joined"]):
+        tensors, dout = draw(ROWS)
+        exact["a window and a mask"] = run(module_of(window_size=(5, 0)), tensors, dout, document_mask())
 
     def body(rank):
         start(rank, store_of(tmp_path))
@@ -117,6 +123,14 @@ def test_each_layer_computes_its_rows_of_the_whole(tmp_path):
             if len(got) > 4:
                 torch.distributed.all_reduce(got[4])
             compare(name, got, [t[own] if t.dim() > 1 else t for t in exact[name]])
+        with changed_softmax(BESIDE_A_WINDOW["joined"]):
+            with mindspeed_lite.enabled(context_parallel_size=RANKS) as report:
+                reasons = [each.reasons[0] for each in report.entries if each.feature == FEATURE.name]
+                assert "forward_torch_softmax` was replaced" in reasons[0]
+            with mindspeed_lite.enabled(context_parallel_size=RANKS, allow_unverified=True):
+                module, (tensors, dout) = module_of(context_parallel_size=RANKS, window_size=(5, 0)), draw(ROWS)
+                got = run(module, [t[own] for t in tensors], dout[own], document_mask()[:, :, own])
+        compare("a window and a mask", got, [t[own] for t in exact["a window and a mask"]])
         own = thd_partition(pack.cu_seqlens_q_padded, padded, RANKS, rank)
         for algorithm in ("megatron_cp_algo", "ulysses_cp_algo", "kvallgather_cp_algo"):
             with mindspeed_lite.enabled(

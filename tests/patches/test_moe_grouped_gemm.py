@@ -140,6 +140,26 @@ def test_what_it_cannot_do_is_left_to_the_loop():
     assert all((a is None and b is None) or torch.equal(a, b) for a, b in zip(on, off, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+@forked("megatron")
+def test_hooks_that_come_and_go_are_called(kind):
+    start()
+    experts, seen = experts_of(), []
+    expert = experts.local_experts[1]
+    with mindspeed_lite.enabled(moe_grouped_gemm=True):
+        run(experts)
+        for module in (expert, expert.linear_fc1, expert.linear_fc2):
+            handle = getattr(module, f"register_{kind}_hook")(lambda module, *_: seen.append(module))
+            run(experts)
+            assert seen == [module]
+            handle.remove()
+            seen.clear()
+        (said,) = mindspeed_lite.report().fallbacks
+        expert.linear_fc1.weight.requires_grad_(False)
+        run(experts)
+    assert "hook" in str(said) and expert.linear_fc1.weight.grad is None
+
+
 @pytest.mark.parametrize("model", ["glu", "bias"])
 @forked("megatron")
 def test_it_is_compared_with_one_layer_after_the_other(model):

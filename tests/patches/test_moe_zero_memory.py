@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import mindspeed_lite
 from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
@@ -52,6 +55,33 @@ def test_rows_and_activations_are_not_kept(level, number, counts):
     layers = range(LAYERS)
     expected = predicted("", layers, None) - predicted(level, layers, number)
     assert abs(saved - sum(counts) * MAP - expected) <= 0.01 * expected
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"moe_zero_memory": "level0"},
+        {"moe_zero_memory": "level1"},
+        {"recompute_activation_function": True},
+        {"recompute_norm": True},
+    ],
+    ids=["level0", "level1", "activation", "norm"],
+)
+@forked("megatron")
+def test_under_a_checkpoint_of_the_users_nothing_is_released(flags):
+    def checkpointed():
+        model = model_of(**EXPERTS)
+        for layer in model.layers:
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+        return model
+
+    fused = {"moe_grouped_gemm": True, "use_fused_swiglu": True}
+    with mindspeed_lite.enabled(**fused):
+        off = step(checkpointed())
+    with mindspeed_lite.enabled(**fused, **flags):
+        assert same(step(checkpointed()), off)
+        found = [each.reason for each in mindspeed_lite.report().fallbacks if each.feature in flags]
+    assert found == ["torch.utils.checkpoint computes the layer again as a whole: nothing is released in it"]
 
 
 @pytest.mark.parametrize(

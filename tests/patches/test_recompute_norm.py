@@ -1,4 +1,4 @@
-"""`--recompute-norm` in real Megatron: the same bits, and exactly the memory that arithmetic gives."""
+"""`--recompute-norm` in real Megatron: the same bits in bf16, and exactly the memory that arithmetic gives."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import mindspeed_lite
+from mindspeed_lite.patches import recompute_norm
+from tests.harness.compare import error
 from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, keeping, model_of, same, size_without, step
 from tests.harness.processes import forked
 
@@ -33,6 +35,24 @@ def test_two_norms_for_each_layer_are_not_kept(norm, number):
     assert off[0] - on[0] == (number or LAYERS) * (TWO + 2 * inside - instead)
     assert inside == 4 * SEQUENCE * BATCH if norm else inside > TWO
     assert same(on, off)
+
+
+@forked("megatron")
+def test_in_fp32_the_gradients_of_torchs_norm_add_up_in_another_order():
+    """Its input has two of them, beside the residual's; in bf16 they are one."""
+
+    def gradients():
+        model = model_of(bf16=False, params_dtype=torch.float32).float()
+        x = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2)).requires_grad_()
+        out = model(x, attention_mask=None)
+        out.square().sum().backward()
+        return [x.grad, *(each.grad for each in model.parameters())]
+
+    off = gradients()
+    with mindspeed_lite.enabled(**ON):
+        on = gradients()
+    assert recompute_norm.FEATURE.numerics == "ulp"
+    assert all(error(a, b) < 1e-6 for a, b in zip(on, off, strict=True))
 
 
 @forked("megatron")

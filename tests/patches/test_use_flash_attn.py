@@ -14,7 +14,19 @@ from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.patches import use_flash_attn as patch
-from tests.harness.attention_modules import BATCH, CASES, HEADS, SEQUENCE, SIZE, inputs_of, module_of, pack_of
+from tests.harness.attention_modules import (
+    BATCH,
+    BESIDE_A_WINDOW,
+    CASES,
+    HEADS,
+    SEQUENCE,
+    SIZE,
+    changed_softmax,
+    document_mask,
+    inputs_of,
+    module_of,
+    pack_of,
+)
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked
 
@@ -41,6 +53,34 @@ def test_on_is_at_least_as_near_to_the_truth_as_off(case, dtype):
     # whose errors of eps / 2 each add up as a random walk does.
     slack = torch.finfo(dtype).eps / 2 + math.sqrt(SEQUENCE) * torch.finfo(torch.float32).eps / 2
     assert_not_worse(on, off, exact, slack, ("output", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("change", BESIDE_A_WINDOW)
+@forked("megatron")
+def test_a_mask_beside_a_window_is_what_the_loaded_megatron_makes_of_it(change):
+    module, (qkv, dout) = module_of(window_size=(8, 0)), inputs_of()
+
+    def run():
+        return forward_backward(lambda *qkv: module(*qkv, document_mask()), qkv, dout)
+
+    before = run()
+    with changed_softmax(BESIDE_A_WINDOW[change]):
+        off = run()
+        assert not torch.allclose(off[0], before[0], atol=0.1)
+        for asked in ({"use_flash_attn": True}, {"auto": True}):
+            with mindspeed_lite.enabled(**asked):
+                entry = next(each for each in mindspeed_lite.report().entries if each.feature == FEATURE.name)
+                assert entry.status == ("off" if "auto" in asked else "skipped")
+                assert "FusedScaleMaskSoftmax.forward_torch_softmax` was replaced by" in entry.reasons[0]
+                assert "DotProductAttention.forward` relies on it (override)" in entry.reasons[0]
+                assert "--mindspeed-lite-allow-unverified" in entry.reasons[0]
+                assert all(torch.equal(a, b) for a, b in zip(run(), off, strict=True))
+        with mindspeed_lite.enabled(use_flash_attn=True, allow_unverified=True, verify=1):
+            on = run()
+            (found,) = mindspeed_lite.report().verifications
+    assert found.verdict == "ok" and found.shape.endswith("mask window(8,0)" if change == "joined" else "] mask")
+    for ours, theirs in zip(on, off, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 @forked("megatron")

@@ -240,7 +240,14 @@ def test_verification_compares_it_with_layer_and_loss():
     with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, verify=1):
         step(model)
         (found,) = mindspeed_lite.report().verifications
-    assert (found.operator, found.verdict, found.measured_from) == ("linear_cross_entropy", "ok", "float64")
+    assert (found.operator, found.verdict, found.measured_from) == ("linear_cross_entropy", "ok", "float32")
+    operator = patch.vocab_parallel_linear_cross_entropy
+    patch.vocab_parallel_linear_cross_entropy = lambda hidden, weight, target, group, **how: operator(
+        hidden, weight, target.roll(1), group, **how
+    )
+    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, verify=1):
+        step(model)
+        assert mindspeed_lite.report().verifications[0].verdict == "exceeds"
 
 
 def reasons(**host_args):

@@ -193,7 +193,8 @@ def test_verification_compares_with_megatrons_own_function():
             through(*MODELS[model])(*inputs)
         found = mindspeed_lite.report().verifications
     assert len(found) == len(MODELS), found
-    assert {(each.feature, each.measured_from, each.verdict) for each in found} == {(NAME, "float64", "ok")}
+    assert {(each.feature, each.verdict) for each in found} == {(NAME, "ok")}
+    assert {each.measured_from for each in found} == {"float32", "float64"}, "by the finest of the inputs"
 
 
 @forked("megatron")

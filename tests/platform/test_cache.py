@@ -32,22 +32,53 @@ def test_the_variable_names_it_and_it_is_this_users_alone(place: Path, caplog: p
     assert found() == place and place.stat().st_mode & 0o777 == 0o700 and not caplog.records
 
 
-def test_a_group_may_share_it(place: Path) -> None:
+def test_others_may_read_it(place: Path) -> None:
     place.mkdir()
-    place.chmod(0o770)
+    place.chmod(0o755)
     assert found() == place
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
-def test_a_folder_that_every_user_can_write_to_is_refused(
-    place: Path, caplog: pytest.LogCaptureFixture, mode: int
+@pytest.mark.parametrize(
+    ("mode", "who"),
+    [(0o777, "every user"), (0o1777, "every user"), (0o702, "every user"), (0o770, "its group"), (0o3775, "its group")],
+)
+def test_a_folder_that_others_can_write_to_is_refused(
+    place: Path, caplog: pytest.LogCaptureFixture, mode: int, who: str
 ) -> None:
     place.mkdir()
     place.chmod(mode)
     assert found() == own(place) and own(place).stat().st_mode & 0o777 == 0o700
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"{place}: every user can write to it" in record.getMessage() and "\n" not in record.getMessage()
+    assert f"{place}: {who} can write to it" in record.getMessage() and "\n" not in record.getMessage()
+
+
+@pytest.mark.parametrize("is_link", [False, True], ids=["folder", "link"])
+def test_a_folder_that_every_user_can_exchange_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_link: bool
+) -> None:
+    shared = tmp_path / "shared"
+    target = shared / "between" / "cache"
+    target.mkdir(parents=True)
+    place.symlink_to(target)
+    monkeypatch.setenv(cache.CACHE_VARIABLE, str(place if is_link else target))
+    for mode, expected in ((0o1777, place if is_link else target), (0o777, own(place))):
+        shared.chmod(mode)
+        assert found() == expected
+    assert f"every user can put another in its place (chmod +t or o-w {shared} makes it usable)" in caplog.text
+
+
+def test_without_a_folder_for_temporary_files_there_is_still_a_reason(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(cache.tempfile, "gettempdir", missing)
+    assert found() == place
+    place.chmod(0o777)
+    with pytest.raises(cache.NoCache, match=r"every user can write.*No usable temporary directory"):
+        found()
 
 
 def test_a_folder_of_another_user_is_refused(

@@ -279,6 +279,14 @@ def test_activating_again_is_no_change_and_another_device_is_an_error():
     assert platform.activate() is first, "it can be put in place again"
 
 
+@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "2.0"), ("LOCAL_WORLD_SIZE", "")])
+def test_a_launchers_variable_that_is_no_number_is_named(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(DeviceError, match=f"^{name}='{value}' is not a number: .*torchrun"):
+        platform.activate()
+    assert platform.current() is None
+
+
 @forked(MINDSPEED_LITE_DEVICE="tpu")
 def test_a_wrong_wish_fails_the_adaptor_line_and_changes_nothing():
     before = dict(vars(torch.cuda))

@@ -258,6 +258,36 @@ def test_streams_keep_program_order_and_events_measure_time():
         pass
 
 
+@pytest.mark.parametrize("carries", [False, True])
+@forked()
+def test_a_context_is_entered_again_and_within_itself_and_elsewhere(carries):
+    """Megatron keeps `torch.cuda.stream(...)` and enters it for every bucket of gradients."""
+    platform.activate()
+    cuda = torch.cuda
+    side, default = cuda.Stream(), cuda.current_stream()
+    side.carries = carries
+    elsewhere = []
+    contexts = (cuda.stream(side), cuda.StreamContext(side), side, cuda.stream(None), cuda.device(0))
+    for context in contexts:
+        inside = side if context in contexts[:3] else default
+        for _ in range(2):
+            with context:
+                assert cuda.current_stream() is inside
+                with context, cuda.stream(default):
+                    assert cuda.current_stream() is default
+                    with context:
+                        worker = threading.Thread(target=lambda: elsewhere.append(cuda.current_stream()))
+                        worker.start()
+                        worker.join()
+                        assert cuda.current_stream() is inside
+                assert cuda.current_stream() is inside
+            assert cuda.current_stream() is default and torch._C._len_torch_dispatch_stack() == 0
+        with pytest.raises(KeyError), context:
+            raise KeyError
+        assert cuda.current_stream() is default
+    assert elsewhere == [default] * 2 * len(contexts)
+
+
 @forked()
 def test_what_is_handed_out_is_what_is_kept():
     """Of small blocks and of large ones, from whichever thread; what was given back does not count."""

@@ -303,6 +303,13 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
     assert len(side.lane._items) == 1
     side.synchronize()
     assert torch.equal(out, given)
+    with torch.cuda.stream(side):
+        dist.all_to_all_single(out, given + 1)
+        # Megatron reduces the buckets of gradients so, between instances of the distributed optimizer.
+        with dist.distributed_c10d._coalescing_manager(None):
+            for each in (out, gathered):
+                dist.all_reduce(each, op=dist.ReduceOp.AVG, async_op=False)
+    assert not side.lane and torch.equal(out, given + 1) and torch.equal(gathered, torch.ones(4, 4))
 
 
 @forked()

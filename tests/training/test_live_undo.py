@@ -24,7 +24,6 @@ def faults(trainer: Trainer, layout: str, features: list[str], out: Path) -> dic
         entry="script",
         arm="device",
         nproc=ranks,
-        before="tests.harness.live_undo:before",
         timeout=600,
         argv=[script, str(out), layout, *features],
     ).check()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_lite import runtime
 from tests.harness import checkouts, matrix
 from tests.harness.script_trainings import LAYOUTS, MODEL, NO_DROPOUT, SCRIPT, lm_losses, train
 from tests.harness.training import Result, Trainer
@@ -90,10 +91,13 @@ def test_megatrons_own_defaults_train_with_fused_sums_and_softmax(
         argv = [SCRIPT, *model, "--train-iters", "4", *more]
         return lm_losses(trainer(release).run(entry="script", arm=arm, nproc=1, argv=argv).check())
 
-    off = losses("adaptor", *NO_DROPOUT)
-    on = losses("adaptor", *NO_DROPOUT, *flags, str(report))
+    # Weights from the default generator, which the warm-up draws from.
+    drawn_alike = (*NO_DROPOUT, "--use-cpu-initialization")
+    off = losses("adaptor", *drawn_alike)
+    on = losses("adaptor", *drawn_alike, *flags, str(report))
     status = {entry["feature"]: entry["status"] for entry in json.loads(report.read_text())["entries"]}
     assert status["bias_dropout_fusion"] == status["masked_softmax_fusion"] == "applied" and on != off
+    assert abs(on[0] - off[0]) <= 2.0**-11 * off[0]
     for a, b in zip(off, on, strict=True):
         assert abs(a - b) <= 2.0**-8 * abs(a)
     drawn = losses("adaptor", *flags, str(report))
@@ -111,6 +115,43 @@ def test_without_a_compiler_it_trains_as_with_functions_that_are_not_compiled(
     assert "--disable-jit-fuser set" in result.log()
     eager = trainer(release).run(entry="script", arm="adaptor", nproc=1, argv=argv).check()
     assert len(lm_losses(result)) == 4 and result.history() == eager.history()
+
+
+# Processes, flags, and the features among them that set arguments of Megatron's before it validates them.
+SETTING: dict[str, tuple[int, str, str]] = {
+    "recomputation": (
+        2, "--pipeline-model-parallel-size 2 --recompute-in-bubble --pipeline-schedule-max-live 1 --use-flash-attn",
+        "recompute_in_bubble use_flash_attn",
+    ),
+    # As many experts as ranks: by the sizes that it has set itself, --moe-tp-extend-ep would not apply.
+    "experts": (
+        2, "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 2 --moe-router-topk 2 --moe-tp-extend-ep "
+        "--moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion "
+        "--moe-shared-expert-intermediate-size 64 --moe-alltoall-overlap-comm --gradient-accumulation-fusion "
+        "--masked-softmax-fusion --use-fused-rotary-pos-emb --tp-comm-overlap --coc-parallel-num 2",
+        "gradient_accumulation_fusion masked_softmax_fusion moe_alltoall_overlap_comm moe_grouped_gemm "
+        "moe_permute_fusion moe_router_fusion moe_tp_extend_ep use_ascend_coc use_fused_rotary_pos_emb",
+    ),
+    "two micro-batches": (2, LAYOUTS["ep2"][1] + " --moe-fb-overlap --gradient-accumulation-fusion", "moe_fb_overlap"),
+    "V": (2, "--pipeline-model-parallel-size 2 --num-layers 4 --schedules-method dualpipev", "schedules_method"),
+    "context": (2, "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "context_parallel_algo"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", matrix.only(["recomputation", "experts"], [*SETTING]))
+def test_features_that_set_arguments_are_in_force(trainer: Callable[[str], Trainer], row: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    nproc, flags, features = SETTING[row]
+    given = [*NO_DROPOUT, *flags.split(), "--mindspeed-lite-strict", "--mindspeed-lite-report", str(report)]
+    losses = lm_losses(train(trainer("0.19.2"), "adaptor", nproc, given, 2).check())
+    assert len(losses) == 2 and all(0 < loss < 7 for loss in losses)
+    status = {entry["feature"]: entry["status"] for entry in json.loads(report.read_text())["entries"]}
+    assert {status[name] for name in features.split()} == {"applied"}
+
+
+def test_every_feature_that_sets_arguments_is_among_them() -> None:
+    found = {name for *_, features in SETTING.values() for name in features.split()}
+    assert found == {each.name for each in runtime.catalogue() if each.arguments is not None}
 
 
 def test_memory_in_the_log_is_the_process(trainer: Callable[[str], Trainer]) -> None:

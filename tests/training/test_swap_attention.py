@@ -48,5 +48,6 @@ def test_beside_every_other_feature(trainer: Callable[[str], Trainer], layout: s
 
 def test_beside_experts_and_outputs_that_are_given_up(trainer: Callable[[str], Trainer]) -> None:
     options = {**LAYOUTS["ep2"][1], "moe": {"moe_router_dtype": "fp32", **MOE_CONFIGURED}}
+    options |= {"wgrad_fusion": True, "overlap_grad_reduce": True}
     given_up = {"recompute_activation_function": True, "recompute_norm": True}
-    same_bits(trainer("0.19.2"), 2, options, MOE, given_up)
+    same_bits(trainer("0.19.2"), 2, options, {**MOE, "use_gradient_accumulation_fusion": True}, given_up)

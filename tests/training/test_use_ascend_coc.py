@@ -77,7 +77,7 @@ def test_delayed_weight_gradients(trainer: Callable[[str], Trainer]) -> None:
     options = {"tp": 2, "sp": True, "ep": 2, "etp": 1, "experts": 4, "steps": STEPS, "wgrad_fusion": True}
     flags = {"use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True, "strict": True}
     options["config"] = {"overlap_moe_expert_parallel_comm": True, "delay_wgrad_compute": True}
-    options["ddp_delay_wgrad_compute"] = True
+    options["ddp_delay_wgrad_compute"] = options["overlap_grad_reduce"] = True
     off = trainer("0.19.2").core("features", 2, options, flags=flags)
     on = trainer("0.19.2").core("features", 2, options, flags={**flags, **FLAGS}, before=COUNT)
     assert on.history() == off.history() and sent(on.log()) > 100 * STEPS

@@ -44,7 +44,8 @@ def _backend(operator: str, device: str) -> str:
 def _drift(feature: Any, host: found.Host | None) -> list[str]:
     """What of the feature's targets is not as it was verified, read from source."""
     from mindspeed_lite import runtime
-    from mindspeed_lite.engine import FingerprintError, Provide
+    from mindspeed_lite.engine import FingerprintError
+    from mindspeed_lite.engine.fingerprints import fingerprinted
     from mindspeed_lite.engine.source import fingerprint, reader_of
 
     if host is None:
@@ -52,15 +53,15 @@ def _drift(feature: Any, host: found.Host | None) -> list[str]:
     patches: list[Any]
     reasons: list[str]
     patches, reasons = feature.patches_for(host.version)
-    for patch in patches:
-        if isinstance(patch, Provide):
-            continue
+    known = runtime.fingerprints()
+    for patch, target in fingerprinted(patches):
         try:
-            live = fingerprint(reader_of(host.core.parent.parent), patch.target)
+            live = fingerprint(reader_of(host.core.parent.parent), target)
         except (FingerprintError, SyntaxError, OSError):
-            reasons.append(f"{patch.target} is not found")
+            if not known.may_lack(patch, target):
+                reasons.append(f"{target} is not found")
             continue
-        objection = runtime.fingerprints().compare(patch, live)[1]
+        objection = known.compare(patch, live, target)[1]
         if objection:
-            reasons.append(f"{patch.target} {objection}")
+            reasons.append(f"{target} {objection}")
     return reasons

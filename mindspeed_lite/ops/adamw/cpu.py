@@ -19,7 +19,7 @@ from mindspeed_lite.ops.adamw import moments, reference, torch_fused
 from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
-from mindspeed_lite.ops.traced import is_traced
+from mindspeed_lite.ops.traced import address, is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case
@@ -80,12 +80,12 @@ def adamw(
         work += size
         table.extend(
             (
-                param.data_ptr(),
-                grads[place].data_ptr(),
-                exp_avgs[place].data_ptr(),
-                exp_avg_sqs[place].data_ptr(),
-                written[place].data_ptr() if form != _ALONE and written is not None else 0,
-                *((0, 0) if blocks is None else (each.data_ptr() for each in blocks[place])),
+                address(param),
+                address(grads[place]),
+                address(exp_avgs[place]),
+                address(exp_avg_sqs[place]),
+                address(written[place]) if form != _ALONE and written is not None else 0,
+                *((0, 0) if blocks is None else map(address, blocks[place])),
                 size,
             )
         )

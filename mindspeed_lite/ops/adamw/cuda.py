@@ -16,6 +16,7 @@ from mindspeed_lite.ops.adamw import moments, torch_fused
 from mindspeed_lite.ops.adamw.pieces import Blocks
 from mindspeed_lite.ops.adamw.rule import Rule
 from mindspeed_lite.ops.dispatch import report_fallback
+from mindspeed_lite.ops.traced import address
 
 try:
     from mindspeed_lite.ops.adamw import kernel
@@ -102,12 +103,12 @@ def _addresses(
     """
     rows = []
     for place, tensors in enumerate(zip(*lists, strict=True)):
-        exponents = (0, 0) if blocks is None else (each.data_ptr() for each in blocks[place])
-        rows.append((*(each.data_ptr() for each in tensors), *exponents, tensors[0].numel()))
+        exponents = (0, 0) if blocks is None else map(address, blocks[place])
+        rows.append((*map(address, tensors), *exponents, tensors[0].numel()))
     key = (device, tuple(rows))
     found = _tables.get(key)
     if found is None:
-        aligned = all(address % _ALIGNMENT == 0 for row in rows for address in row[:5])
+        aligned = all(each % _ALIGNMENT == 0 for row in rows for each in row[:5])
         found = _keep(key, (torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True), aligned))
     return found  # type: ignore[no-any-return]
 

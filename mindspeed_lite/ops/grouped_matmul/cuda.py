@@ -22,7 +22,7 @@ import triton.language as tl
 
 from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference, torch_grouped
 from mindspeed_lite.ops.row_kernels import on, programs
-from mindspeed_lite.ops.traced import is_traced
+from mindspeed_lite.ops.traced import address, is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -251,8 +251,8 @@ def _precision() -> str:
 
 def _addresses(tensors: Tensors) -> tuple[torch.Tensor, bool]:
     """Where the (contiguous) tensors are, [E] on their device, and whether all begin at a multiple of 16 bytes."""
-    addresses = tuple([each.data_ptr() for each in tensors])
-    return _table(addresses, tensors[0].device), all(address % 16 == 0 for address in addresses)
+    addresses = tuple(map(address, tensors))
+    return _table(addresses, tensors[0].device), all(each % 16 == 0 for each in addresses)
 
 
 @functools.lru_cache(maxsize=1024)

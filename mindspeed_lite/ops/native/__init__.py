@@ -6,7 +6,8 @@ compiles in a second or two, where a PyTorch extension takes a minute, and asks 
 compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
 
 Compiled libraries lie in the cache's folder (`platform/cache.py`), under a name that stands for sources, compiler,
-flags, processor and PyTorch. Many processes may ask at once: one compiles, the others wait for it.
+flags, processor and PyTorch, and end in their own checksum: one that was cut short or altered is compiled again. Many
+processes may ask at once: one compiles, the others wait for it.
 
 OpenMP is that of PyTorch, which is loaded already: the library is linked without one of its own, so that both share
 one pool of threads. GCC's calls are served by GCC's runtime and by LLVM's; clang's by LLVM's only. What PyTorch's
@@ -24,6 +25,7 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -33,6 +35,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_lite.ops.traced import with_memory
 from mindspeed_lite.platform import cache, lanes, streams
 
 __all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
@@ -48,6 +51,7 @@ _TYPES: Mapping[str, Any] = {
 # No flag that changes what arithmetic means: sums are reordered where the source says so (`omp simd reduction`).
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 _TIMEOUT = 300.0
+_CHECKSUM = hashlib.sha256().digest_size
 # Elements of a pass over memory below which waking the threads costs more than they bring.
 _SERIAL = 1 << 15
 
@@ -102,24 +106,29 @@ class Library:
         return self.__dict__[name]
 
     def _load(self) -> str | None:
+        operator = self.source.parent.name
         try:
             path = _compiled(self.source, self.uses_torch, self.flags)
             # All symbols now: what PyTorch may no longer have is a reason here, not a crash at the first call.
             self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+            for name, letters in self.functions.items():
+                function = getattr(self._loaded, name)
+                function.argtypes = [_TYPES[letter] for letter in letters]
+                function.restype = _status if self.returns_status else None
+                setattr(self, name, functools.partial(_call, function))
         except _Unusable as error:
             return str(error)
-        except OSError as error:
-            return f"the compiled CPU kernel of {self.source.parent.name} does not load: {error}"
-        for name, letters in self.functions.items():
-            function = getattr(self._loaded, name)
-            function.argtypes = [_TYPES[letter] for letter in letters]
-            function.restype = _status if self.returns_status else None
-            setattr(self, name, functools.partial(_call, function))
+        except Exception as error:  # whatever a compiler, a file system or a loader does
+            return f"the compiled CPU kernel of {operator} does not load: {' '.join(str(error).split())}"
         return None
 
 
-# Not the device layer's, which finishes lanes.
-_address = torch._C.TensorBase.data_ptr
+def _address(tensor: torch.Tensor) -> int:
+    # Not by the device layer's `data_ptr`, which finishes lanes.
+    return with_memory(tensor, _data_ptr(tensor))
+
+
+_data_ptr = torch._C.TensorBase.data_ptr
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
@@ -198,11 +207,33 @@ def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path
     except cache.NoCache as error:
         raise _Unusable(f"no folder to keep compiled kernels in ({error})") from None
     path = folder / f"{source.parent.name}-{digest}.so"
-    if not path.exists():
+    if not _is_whole(path):
         with _alone(folder / f"{path.name}.lock"):
-            if not path.exists():
+            if not _is_whole(path):
                 _compile(compiler, source, flags, links, path)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether there is a library that ends in its own checksum and that no other user can have written.
+
+    A loader maps a file without reading it: one that was cut short ends the process.
+    """
+    try:
+        with open(path, "rb") as file:
+            found, text = os.fstat(file.fileno()), file.read()
+    except FileNotFoundError:
+        return False
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        raise _Unusable(
+            f"the compiled CPU kernel {path} belongs to another user, whose code would be loaded: delete it"
+        )
+    writable = os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return not writable and text[-_CHECKSUM:] == _checksum(text[:-_CHECKSUM])
+
+
+def _checksum(text: bytes) -> bytes:
+    return hashlib.sha256(text).digest()
 
 
 def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: list[str], path: Path) -> None:
@@ -219,14 +250,18 @@ def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: lis
             [*compiler, *flags, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
             [*compiler, "-shared", str(unlinked), *links, "-o", str(linked)],
         ):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT)
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise _Unusable(f"{shlex.join(compiler)} does not run: {error}") from None
+            done = _run(compiler, command)
             if done.returncode:
                 said = (done.stderr or done.stdout).strip().splitlines()
                 first = next((line for line in said if "error" in line), said[0] if said else "no message")
                 raise _Unusable(f"{shlex.join(compiler)} does not compile {source.parent.name}/{source.name}: {first}")
+        try:
+            text = linked.read_bytes()
+        except FileNotFoundError:
+            raise _Unusable(f"{shlex.join(compiler)} reports success and has written no library") from None
+        with open(linked, "ab") as file:
+            file.write(_checksum(text))
+        linked.chmod(0o700)
         os.replace(linked, path)
     took = time.monotonic() - start
     _log.info("%s: compiled for this CPU in %.1f s, kept in %s", source.parent.name, took, path.parent)
@@ -235,9 +270,12 @@ def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: lis
 @functools.cache
 def _compiler() -> list[str]:
     """The C++ compiler's command."""
-    chosen = os.environ.get("CXX")
+    chosen = os.environ.get("CXX", "").strip()
     if chosen:
-        command = shlex.split(chosen)
+        try:
+            command = shlex.split(chosen)
+        except ValueError as error:
+            raise _Unusable(f"no C++ compiler: the variable CXX is {chosen!r}: {error}") from None
         if shutil.which(command[0]) is None:
             raise _Unusable(f"no C++ compiler: the variable CXX names {command[0]}, which is not there")
         return command
@@ -256,10 +294,7 @@ def _torch() -> str:
 def _calls_llvm_openmp(compiler: tuple[str, ...]) -> bool:
     """Whether the compiler's OpenMP code calls LLVM's runtime, as clang's does; False if it compiles none at all."""
     source = 'extern "C" void call(int* x) {\n#pragma omp parallel\n++*x;\n}\n'
-    command = [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"]
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        return "__kmpc_" in subprocess.run(command, input=source, capture_output=True, text=True, timeout=60).stdout
-    return False
+    return "__kmpc_" in _run(compiler, [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"], source).stdout
 
 
 @functools.cache
@@ -275,11 +310,17 @@ def _torch_has_llvm_openmp() -> bool:
 
 @functools.cache
 def _version(compiler: tuple[str, ...]) -> str:
+    return _run(compiler, [*compiler, "--version"]).stdout
+
+
+def _run(compiler: Sequence[str], command: Sequence[str], given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run a command of the compiler's; its messages may be in any encoding."""
     try:
-        done = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT)
+        return subprocess.run(
+            command, input=given, capture_output=True, text=True, errors="backslashreplace", timeout=_TIMEOUT
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise _Unusable(f"{shlex.join(compiler)} does not run: {error}") from None
-    return done.stdout
 
 
 @functools.cache

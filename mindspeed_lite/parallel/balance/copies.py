@@ -87,7 +87,9 @@ class CopyPlan(NamedTuple):
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        gradients = torch.zeros_like(flat, dtype=self.gradient_dtype) if self.accumulates else None
+        # One grouped product adds to main gradients of the own experts and of copies, all in one dtype.
+        like: Any = self.like[0]
+        gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
             for tensor, main_grad in zip(tensors, self.parts(gradients), strict=True):
@@ -165,6 +167,7 @@ class _Copy(torch.autograd.Function):
         if flat is None:
             shape = len(plan.owners), sum(each.numel() for each in plan.like)
             flat = plan.like[0].new_zeros(shape, dtype=plan.gradient_dtype, requires_grad=False)
+        flat = flat.to(plan.gradient_dtype)
         for part, gradient in zip(plan.parts(flat), given, strict=True):
             if gradient is not None:
                 part.add_(gradient)

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.ops import attention as op
+from mindspeed_lite.ops.attention import band as bands
 from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.parallel.context import gathered_keys, ring, ulysses
-from mindspeed_lite.parallel.context.layout import Layout, gathered, packed_zigzag, zigzag
+from mindspeed_lite.parallel.context.layout import Layout, gathered, packed_zigzag, stream_rows, zigzag
 from mindspeed_lite.parallel.context.lengths import compare_lengths
 from mindspeed_lite.parallel.context.partial import Dropout, RankBlocks
 from mindspeed_lite.parallel.context.pieces import Band
@@ -135,6 +136,7 @@ def attend_masked(
     group: dist.ProcessGroup,
     mask: torch.Tensor,
     *,
+    window: Band | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
     sink: torch.Tensor | None = None,
@@ -143,12 +145,17 @@ def attend_masked(
 
     mask: bool, True hides the key, [b or 1, n or 1, s or 1, keys of the whole sequence], its queries in the order of
         this rank's rows and its keys in that of the sequence.
+    window: hides keys besides.
 
     Raises:
         ValueError: the mask does not fit.
     """
     compare_lengths(q, k, group)
     keys, values = gathered_keys.gather_keys(k, v, layout, group)
+    if window is not None:
+        length = keys.shape[0]
+        rows = torch.tensor(stream_rows(layout, group.rank()), device=mask.device)
+        mask = mask | bands.hidden(length, length, window, mask.device).index_select(0, rows)
     spec = op.prepare(q, keys, values, mask=mask, scale=scale, dropout_p=dropout_p, sink=sink)
     return op.attend(q, keys, values, spec)[0]
 

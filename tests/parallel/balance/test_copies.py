@@ -125,6 +125,27 @@ def test_a_wrong_copy_is_noticed(tmp_path, mutation):
 
 
 @forked("features")
+def test_products_add_to_copies_in_the_dtype_of_main_gradients(tmp_path):
+    """As above with main gradients in bf16: the sum of the ranks' is in fp32."""
+
+    def body(rank):
+        group = joined(rank, 4, tmp_path)
+        weight = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
+        weight.main_grad = torch.zeros(2, 2, dtype=torch.bfloat16)
+        pending = copies.PendingGradients()
+        made = copies.CopyPlan([1], [weight], group, pending, True).make([[weight] if rank == 1 else None])
+        made.wait()
+        (copy,) = made.of(0)
+        assert copy.main_grad.dtype == torch.bfloat16
+        copy.main_grad.add_(1.0 if rank == 1 else 2.0**-9)
+        (copy * 0.0).sum().backward()
+        pending.finish()
+        assert torch.equal(weight.main_grad, torch.full((2, 2), 1 + 2.0**-7 if rank == 1 else 0.0).bfloat16())
+
+    on_ranks(4, body)
+
+
+@forked("features")
 @pytest.mark.parametrize("is_closed", [False, True])
 def test_gradients_come_back_in_fp32_and_are_rounded_once(tmp_path, is_closed):
     """bf16 copies whose gradients are 1, 2^-9, 2^-9 and 2^-9: a sum in bf16 would stay 1."""
