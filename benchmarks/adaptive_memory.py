@@ -55,14 +55,11 @@ NAMES = ("dense-medium", "long", "moe-small")
 TRIAL = "trial"
 HEAD = f"""# Memory by choice
 
-`python -m benchmarks.adaptive_memory --page docs/benchmarks/adaptive-memory.md` writes this page, and with
-`--configuration NAME` one part of it. Activations are what autograd saves at the peak of a step, on the rank that takes
-most. A time is the median of the timed steps. *Foreseen* is by what the record says that computing again takes. Plans
-of one training took turns by steps, and so did Megatron's own recomputation and what is chosen within its memory, which
-ran in processes of their own. Other plans are the first or the last layers as a whole, all layers alike, the cheapest
-bytes first, and plans that were drawn, without those that equal the chosen one. Each of them was timed once; the
-{FINALISTS} fastest of each budget are in the tables, timed as often as the chosen ones. Intervals are of 95 %, paired
-by turns."""
+`python -m benchmarks.adaptive_memory --page docs/benchmarks/adaptive-memory.md` writes this page, with
+`--configuration NAME` one part. Activations are what autograd saves at the peak of a step on the fullest rank; a
+time is the median of steps that alternate, with paired 95 % intervals. *Foreseen*: by the recorded times. Other
+plans: whole first or last layers, all layers alike, the cheapest bytes first, and random ones; the {FINALISTS}
+fastest of each budget are shown."""
 # By so much a budget may be exceeded, and a time be above the best.
 TOLERANCE = 0.03
 

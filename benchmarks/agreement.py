@@ -3,13 +3,11 @@
     python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--layouts single experts ...]
                                    [--features reuse_fp32_param quant_states=bf16 ...] [--page FILE [--add]]
 
-Every feature alone, on one process and under tensor and sequence parallelism, and all of them together on every layout,
-in a training loop on Megatron-core: a model of two layers reads the English help texts of Python's standard library, a
-byte being a token. Two trainings that round differently drift apart, and how fast is a property of the model; the
-rounding baseline is off on one process from weights that are moved by one rounding each, up or down at random, three
-times; a layout that is beyond it gets one of its own. A feature holds if its losses stay within the largest distance of
-any of these from off's up to the same step. An exchange of experts' tokens is held against the same training, with the
-same operators, without it: "bitwise" where the loss and the gradient norm of each step have the same bits.
+Two layers on Megatron-core are trained on the English help texts of Python's standard library, a byte being a token. A
+feature holds if its losses stay, up to each step, within the largest distance from off of trainings whose weights were
+moved by one rounding each (*baseline*: three on one process, three of the layout where that is beyond them). *Worst
+share*: of that distance. *bitwise*: an exchange of experts' tokens gives the same bits of losses and gradient norms as
+the same training without it.
 """
 
 from __future__ import annotations

@@ -251,13 +251,11 @@ def _predicted_on_hosts(row: dict[str, Any], arm: str, size: float, within: floa
 
 
 _LEGEND = """\
-*block*: seconds of the products of one block, of which a pass has as many as ranks; a message has the keys and values \
-of a rank, or the sum of their gradients. *off*: each step's messages are waited for before it computes. *predicted*: \
-by `mindspeed_lite/parallel/context/simulation.py`, two lanes that carry the same steps, from the block's time and the \
-link's rate alone. *waits*: of the slowest rank, in which it did not compute, for messages and for a core that the \
-other rank shares with the machine. *hidden of what can be*: the waits that overlap takes away, by those that it takes \
-away in the lanes. Sockets copy on the cores that compute, which no lane predicts. In the backward pass the last sum \
-goes home when nothing is left to compute, and is never hidden."""
+*block*: time of the products of one block; a message has the keys and values of a rank, or the sum of their \
+gradients. *predicted*: by `mindspeed_lite/parallel/context/simulation.py` from the block's time and the link's \
+rate. *waits*: of the slowest rank, for messages and for a core. *hidden of what can be*: the waits that overlap \
+removes, over those that it removes in the prediction. Sockets copy on the cores that compute, and the last sum of a \
+backward pass is never hidden."""
 
 
 def _page(
@@ -265,7 +263,7 @@ def _page(
 ) -> str:
     kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
     lines = [
-        "# Context parallelism behind computation",
+        "# Context parallelism overlapped with computation",
         "",
         f"`{command}`",
         "",
@@ -305,12 +303,10 @@ def _page(
         "",
         "## A double ring on two hosts",
         "",
-        f"4 processes, two to a host, a message of {WITHIN:g} blocks within a host. Two cores do not hold four "
-        f"processes that compute: a block sleeps, {1e3 * options.block:.0f} ms forward and "
-        f"{2.5e3 * options.block:.0f} ms backward, and what is measured is the order of the messages, not "
-        "attention. Messages are real, and as long as "
-        "above. Links between hosts are one for each host, which its ranks share (network namespaces), or one for each "
-        "rank (in the clock alone), as where every device has a network card of its own.",
+        f"4 processes, two to a host, a message of {WITHIN:g} blocks within a host. A block sleeps, "
+        f"{1e3 * options.block:.0f} ms forward and {2.5e3 * options.block:.0f} ms backward: what is measured is the "
+        "order of the messages. Links between hosts are one for each host (network namespaces) or one for each rank "
+        "(in the clock alone).",
         "",
         "| links | pass | message between hosts | single | double, window 2 | single / double | predicted |",
         "|---|---|---|---|---|---|---|",

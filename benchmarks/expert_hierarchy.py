@@ -189,7 +189,7 @@ def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None
         f"{options.hosts} hosts of {options.ranks_per_host} processes; {kind}. {options.tokens} tokens of "
         f"{options.hidden} a process in bf16, {options.experts} experts, {options.topk} a token, all equally likely. "
         f"Pairs of a pass without `{NAME}` and with it, A B A B, {options.repeats}; medians, the ratio with its 95 % "
-        "interval. A pass is Megatron's dispatcher, forward and backward, with experts that only weigh rows.",
+        "interval. A pass is the dispatcher forward and backward, with experts that only weigh rows.",
         "",
         "| between hosts | within | off | on | off / on |",
         "|---|---|---|---|---|",

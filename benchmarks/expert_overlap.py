@@ -1,4 +1,4 @@
-"""Experts' exchange behind computation: `python -m benchmarks.expert_overlap`.
+"""Experts' exchange overlapped with computation: `python -m benchmarks.expert_overlap`.
 
     python -m benchmarks.expert_overlap [--features moe_fb_overlap moe_alltoall_overlap_comm] [--sequence 256]
                                         [--hidden 512] [--layers 2] [--micro-batches 8] [--repeats 4]
@@ -225,19 +225,16 @@ def _where(rows: list[dict[str, Any]]) -> list[str]:
 
 
 _LEGEND = """\
-*exchange*: seconds that the bytes of a step take on the link, by those of the computation that may stand beside a \
-message, or of all. *at best*: off / on of the order of messages and products in which the feature runs a step, on two \
-lanes, one that computes and one that sends, and what such a step hides of the exchange \
-(`benchmarks/expert_order.py`); what a step computes is measured without the feature on the fast link, and divided \
-among products by their size. *waits*: of the slowest rank, for messages of experts, counts of tokens with them. \
-*hidden*: the waits that the feature takes away, by those that it hides at best. *exposed*: the waits with the \
-feature, by the step."""
+*exchange*: time of a step's bytes on the link, over the computation that may overlap with a message, or over all. *at \
+best*: off / on, and the share of the exchange that is hidden, by the feature's order of messages and products \
+(`benchmarks/expert_order.py`). *waits*: of the slowest rank, for messages of experts. *hidden*: the waits that the \
+feature removes, over those that it removes at best. *exposed*: the waits with the feature, over the step."""
 
 
 def _page(options: argparse.Namespace, rows: list[dict[str, Any]], reason: str | None, command: str) -> str:
     kind = "network namespaces" if reason is None else f"links in the clock alone ({reason})"
     lines = [
-        "# Experts' exchange behind computation",
+        "# Experts' exchange overlapped with computation",
         "",
         f"`{command}`",
         "",

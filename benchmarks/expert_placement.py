@@ -138,8 +138,7 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], command: str)
         page.machine(),
         "",
         f"{skewed_experts.model(options)}. Pairs of a step without `enable_expert_placement` and with it, A B A B, "
-        f"{options.repeats}; medians, the ratio with its 95 % interval. Before each step with it, experts have changed "
-        "places after the step that showed the load.",
+        f"{options.repeats}; medians, the ratio with its 95 % interval. Experts have moved before each step with it.",
         "",
         "| skew | an exchange of a slot pays from | imbalance off, predicted | counted | on, predicted | counted "
         "| an exchange sends | takes | pays after | off | on | off / on |",
@@ -160,12 +159,10 @@ def _page(options: argparse.Namespace, rows: list[dict[str, Any]], command: str)
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*imbalance*: tokens of the fullest rank over the mean, all layers and micro-batches; predicted by "
-        f"`mindspeed-lite balance` from two recorded steps. {skewed_experts.SKEW} *an exchange of a slot pays from*: "
-        "tokens of a step that it must take off the fullest rank, by the message's time and the products' that the "
-        f"feature measured, if experts then stay {options.interval} steps. *sends*: one of {RANKS} ranks, all layers. "
-        "*pays after*: the time of the exchange over what it saves in a step. Each timed step ends with a choice of "
-        "places, which a training makes at intervals only.",
+        "*imbalance*: tokens of the fullest rank over the mean; predicted by `mindspeed-lite balance` from two "
+        f"recorded steps. {skewed_experts.SKEW} *pays from*: tokens of a step that a slot's exchange must take off "
+        f"the fullest rank, if experts then stay {options.interval} steps. *sends*: one of {RANKS} ranks. *pays "
+        "after*: the exchange's time over what it saves in a step. Each timed step ends with a choice of places.",
         "",
     ]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""Communication behind computation on links of chosen speed: `python -m benchmarks.overlap`.
+"""Communication overlapped with computation on links of chosen speed: `python -m benchmarks.overlap`.
 
     python -m benchmarks.overlap [--ranks 2] [--rows 1024] [--hidden 1024] [--ffn 2816] [--repeats 12]
                                  [--shares 0.25 0.5 1.0] [--page docs/benchmarks/overlap.md]
@@ -250,7 +250,7 @@ def _page(
     if kind != "namespaces":
         where = f"links that exist in the clock alone ({reason})"
     lines = [
-        "# Communication behind computation",
+        "# Communication overlapped with computation",
         "",
         f"`{command}`",
         "",
@@ -279,12 +279,12 @@ def _page(
         lines.append("| " + " | ".join(cells) + " |")
     lines += [
         "",
-        "*products*, *messages*: each alone, of the slowest rank. *predicted*: off / on by a model of two lanes that "
-        "takes these times and the chunks that were chosen. *hidden of what can be*: messages less waits, by messages "
-        "less the waits that the model finds unavoidable with these chunks; above 100 % where messages went faster "
-        "than they did alone. Waits hold what ranks differ by, too: the first line shows how much that is.",
+        "*products*, *messages*: each alone, of the slowest rank. *predicted*: off / on from these times and the "
+        "chosen chunks. *hidden of what can be*: messages less waits, over messages less the predicted waits; "
+        "above 100 % where messages went faster than alone. Waits include the ranks' differences, which the first "
+        "line shows.",
         "",
-        "Slices that were chosen:",
+        "Chunks that were chosen:",
         "",
     ]
     for each in results:

@@ -280,11 +280,11 @@ def _page(options: argparse.Namespace, rows: Sequence[dict[str, Any]], command: 
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        "*message*: from the end of a sender's step to the begin of the receiver's, which has waited; *between steps*: "
-        "of rank 0, where nothing is waited for; means. *idle*: share of both ranks' time without a step: simulated "
-        "with each step as long as it was in one training step, the same with messages and the time between steps "
-        "(*all its times*, which *off by* is of), with steps of median length instead, and recorded. *peak bytes*: of "
-        "ranks 0 and 1, what autograd has saved; simulated from what the first micro-batch of each chunk keeps.",
+        "*message*: from the end of the sender's step to the begin of the receiver's; *between steps*: of rank 0; "
+        "means. *idle*: share of both ranks' time without a step, simulated with each step's own time, with "
+        "messages and the time between steps too (*all its times*, which *off by* is of), with median times, and "
+        "recorded. *peak bytes*: what autograd saves on ranks 0 and 1, simulated from the first micro-batch of "
+        "each chunk.",
         "",
         "![The schedule, simulated and executed](pipeline.png)",
         "",

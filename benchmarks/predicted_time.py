@@ -261,10 +261,8 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
         f"{calibration['device']}, {cores} cores,",
         f"torch {calibration['versions']['torch']}, calibrated {calibration['date']} "
         f"in {calibration['seconds']:.0f} s, and {beside.get('seconds', 0.0):.0f} s of short trainings.",
-        "A rank has one thread. Measured is a step of a real training over gloo: the lower quartile of the steps",
-        "of all rounds. Predicted is what [`mindspeed-lite plan`](../plan.md) says by one calibration, the first,",
-        "which takes the lower quartile of operators and steps too. A round calibrates, then runs all trainings, some",
-        "at a time, which take turns of two steps. Where every rank has a core, it keeps it.",
+        "*Measured*: the lower quartile of the steps of all rounds of a training over gloo, a rank having one thread.",
+        "*Predicted*: by [`mindspeed-lite plan`](../plan.md) with the first calibration.",
         "",
         *(f"- {each}" for each in verdict(pairs, cores)),
         "",
@@ -286,9 +284,8 @@ def page_of(pairs: Sequence[Pair], calibration: dict[str, Any], picture: str, fa
     if any(each.processes > cores for each in pairs):
         lines += [
             "",
-            f"Trainings of more processes than the {cores} cores share them. The prediction takes the cores as",
-            "always busy with the work of all ranks. It does not count that a rank waits for a message whose sender",
-            "has no core at that moment. The targets of the product are for trainings whose ranks have a core each.",
+            f"Trainings of more processes than the {cores} cores share them: the prediction does not count waits for a",
+            "sender that has no core at that moment.",
         ]
     if failed:
         lines += ["", *(f"- {each}" for each in failed)]
