@@ -1,4 +1,4 @@
-"""rms_norm on CPU: a compiled kernel for bf16 and fp32, the reference where there is none.
+"""rms_norm on CPU: a compiled kernel for bf16 and fp32, blocks of rows where there is none.
 
 The kernel (`cpu.cpp`) brings a row from memory once forward and once backward. It takes rows at any regular distance,
 so that heads cut out of one projection (QK-norm) are not copied. Results do not depend on which thread is faster: each
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.dispatch import report_fallback
-from mindspeed_lite.ops.rms_norm import reference
+from mindspeed_lite.ops.rms_norm import blocks, reference
 from mindspeed_lite.ops.rows import as_rows
 from mindspeed_lite.ops.traced import is_traced
 
@@ -43,13 +43,15 @@ def supported(case: Case) -> list[str]:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:
-    pair = _PAIRS.get((x.dtype, weight.dtype))
-    if pair is None or is_traced(x) or x.numel() == 0:
+    if is_traced(x) or x.numel() == 0:
         return reference.rms_norm(x, weight, eps, zero_centered)
+    pair = _PAIRS.get((x.dtype, weight.dtype))
+    if pair is None:
+        return blocks.rms_norm(x, weight, eps, zero_centered)
     reason = _lib.unusable()
     if reason is not None:
-        report_fallback("rms_norm", "cpu", (reason,))
-        return reference.rms_norm(x, weight, eps, zero_centered)
+        report_fallback("rms_norm", "cpu", (reason,), "blocks of rows, by PyTorch")
+        return blocks.rms_norm(x, weight, eps, zero_centered)
     y: torch.Tensor = _RMSNorm.apply(x, weight, eps, zero_centered, pair)  # type: ignore[no-untyped-call]
     return y
 
