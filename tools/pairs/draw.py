@@ -21,6 +21,7 @@ from tools.pairs.rows import (
     LATENT,
     LAYOUTS,
     NEEDS_EXPERTS,
+    ONLY,
     OPTIONS,
     SPLITS,
     TOKENS,
@@ -98,7 +99,11 @@ class Drawn:
             options = ["fp32"] if self.chance.random() < 0.3 else []
             for _ in range(self.chance.choice((0, 1, 1, 2, 2, 3))):
                 names = [layout, *map(name_of, options)]
-                left = [each for each in OPTIONS if name_of(each) not in names and each != "by_name"]
+                left = [
+                    each
+                    for each in OPTIONS
+                    if name_of(each) not in names and each != "by_name" and layout in ONLY.get(each, LAYOUTS)
+                ]
                 options.append(max(left, key=lambda each: self._weight(names, name_of(each))))
             if layout == "pp2" and self.chance.random() < 0.3:
                 options.append("by_name")

@@ -63,6 +63,8 @@ OPTIONS: dict[str, str] = {
     "by_name": "--num-layers 4",
 }
 NEEDS_EXPERTS = {"capacity", "expert_bias", "allgather", "shared_expert", "router_fp32", "combined"}
+# In which layouts Megatron trains an option.
+ONLY = {"combined": {"ep2", "tp2_sp_ep2"}, "overlap=instances": {"dp2", "dp2_distributed_optimizer"}}
 # Of each at most one: what Megatron refuses, or what says the same.
 EXCLUSIVE = (
     {"fp16", "fp32", "gradients16"},
