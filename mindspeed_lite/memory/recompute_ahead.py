@@ -139,8 +139,13 @@ class RecomputedUnits:
             self._now = now
 
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
-        """Call `checkpoint(function, *arguments, *inputs)` as the unit that runs now wants it."""
-        if self._is_stored:
+        """Call `checkpoint(function, *arguments, *inputs)` as the unit that runs now wants it.
+
+        A checkpoint gives an output without a gradient where no input needs one, though weights of the function may.
+        Where the model would not recompute by itself, the function then runs plainly.
+        """
+        needed = any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
+        if self._is_stored or (self._now is not None and self._stores_others and not needed):
             return function(*inputs)
         if self._now is not None:
             function = AheadFunction(function, self._snapshot, self._paused)

@@ -164,3 +164,15 @@ def test_a_step_begins_without_what_an_earlier_one_has_left():
     units.begin(frozenset())
     with pytest.raises(KeyError):
         units.recompute(0, 0)
+
+
+def test_a_weight_behind_an_input_without_gradient_is_trained():
+    """As off, which recomputes nothing: the first layer of a model whose embedding is frozen."""
+    layer, units = Layer(), RecomputedUnits(snapshot, True)
+    units.begin(frozenset({(0, 0)}))
+    inputs = (torch.ones(2, 6), None, torch.full((1,), 2.0))
+    forward = units.recording(lambda microbatch, x: units.checkpoint(reentrant, layer, (), inputs)[0], 0)
+    out = forward(0, None)
+    units.recompute(0, 0)
+    out.sum().backward()
+    assert layer.linear.weight.grad is not None and layer.calls == [True]
