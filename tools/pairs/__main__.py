@@ -72,7 +72,7 @@ class Search:
 
 def _is_same(one: Verdict, other: Verdict) -> bool:
     """Whether two rows fail alike: numbers differ, and the same error is raised."""
-    texts = [re.sub(r"[\d.]+", "#", each.text.partition(" [")[0]) for each in (one, other)]
+    texts = [re.sub(r" [\[(].*|\d[\d.]*", "", each.text) for each in (one, other)]
     return one.kind == other.kind and (one.kind == "differs" or texts[0] == texts[1])
 
 
