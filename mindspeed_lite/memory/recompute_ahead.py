@@ -144,8 +144,9 @@ class RecomputedUnits:
         A checkpoint gives an output without a gradient where no input needs one, though weights of the function may.
         Where the model would not recompute by itself, the function then runs plainly.
         """
-        needed = any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs)
-        if self._is_stored or (self._now is not None and self._stores_others and not needed):
+        tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
+        loses_gradients = bool(tensors) and not any(each.requires_grad for each in tensors)
+        if self._is_stored or (self._now is not None and self._stores_others and loses_gradients):
             return function(*inputs)
         if self._now is not None:
             function = AheadFunction(function, self._snapshot, self._paused)
