@@ -87,19 +87,21 @@ def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[
     return run
 
 
-def _check_exchanged(state: _State) -> None:
-    if state.left:
+def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
+    """Raise OptionError where the experts computed, or are about to, without the products that exchange tokens."""
+    state: _State | None = session.find(NAME)
+    if state is not None and state.left:
+        why = "; ".join(reasons) or "its reason was logged"
         raise OptionError(
-            "moe_alltoall_mc2: the experts did not compute with --moe-grouped-gemm, whose reason was logged, so that "
-            "no token was exchanged: leave --moe-alltoall-mc2 out."
+            f"{NAME}: the experts do not compute with --moe-grouped-gemm ({why}), so that no token is exchanged: leave "
+            "--moe-alltoall-mc2 out."
         )
 
 
 def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state(session)
-        _check_exchanged(state)
-        with state.dispatcher_call():
+        check_exchanged(session)
+        with _state(session).dispatcher_call():
             return wrapped(self, *args, **kwargs)
 
     return combine_preprocess

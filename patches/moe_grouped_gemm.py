@@ -77,6 +77,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             session.mark(first, _REASONS, reasons)
         reasons = [*reasons, *_cannot_now(self.local_experts)]
         if reasons:
+            moe_alltoall_mc2.check_exchanged(session, reasons)
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
         together = FunctionModule(

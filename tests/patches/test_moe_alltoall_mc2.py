@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from types import SimpleNamespace
 
 import pytest
 
@@ -61,11 +62,12 @@ def test_auto_leaves_it_off(wheel):
     assert "never been timed" in left_off
 
 
-def test_experts_that_exchanged_nothing_end_in_one_line():
+@pytest.mark.parametrize(("given", "said"), [((), "its reason was logged"), (("a frozen weight",), "a frozen weight")])
+def test_experts_that_exchange_nothing_end_in_one_line(given, said):
     state = moe_alltoall_mc2._State()
-    moe_alltoall_mc2._check_exchanged(state)
+    session = SimpleNamespace(find=lambda name: state)
+    moe_alltoall_mc2.check_exchanged(session, given)
     state.left = 2
-    with pytest.raises(
-        OptionError, match=r"^moe_alltoall_mc2: .* no token was exchanged: leave --moe-alltoall-mc2 out\.$"
-    ):
-        moe_alltoall_mc2._check_exchanged(state)
+    text = rf"^moe_alltoall_mc2: .* \({said}\), so that no token is exchanged: leave --moe-alltoall-mc2 out\.$"
+    with pytest.raises(OptionError, match=text):
+        moe_alltoall_mc2.check_exchanged(session, given)
