@@ -335,3 +335,30 @@ def test_importing_the_package_is_free_of_effects(tmp_path):
     )
     ran = python(code, tmp_path)
     assert ran.returncode == 0 and ran.stdout == "" == ran.stderr, ran.stderr
+
+
+# Syntax nodes of a room at most. A change that raises one says why in its commit; one that shrinks a room lowers it.
+BUDGETS = {
+    "mindspeed_lite/bench": 55_700,
+    "mindspeed_lite/cli": 31_900,
+    "mindspeed_lite/engine": 22_900,
+    "mindspeed_lite/memory": 15_300,
+    "mindspeed_lite/migration": 8_400,
+    "mindspeed_lite/ops": 107_500,
+    "mindspeed_lite/optim": 4_100,
+    "mindspeed_lite/parallel": 37_400,
+    "mindspeed_lite/pipeline": 18_500,
+    "mindspeed_lite/planner": 36_400,
+    "mindspeed_lite/platform": 18_900,
+    "mindspeed_lite/tuning": 2_700,
+    "patches": 74_400,
+    "benchmarks": 52_700,
+    "tools": 17_700,
+}
+
+
+@pytest.mark.parametrize("room", BUDGETS)
+def test_a_room_stays_within_its_budget(room):
+    nodes = sum(sum(1 for _ in ast.walk(ast.parse(path.read_text()))) for path in files(room))
+    assert nodes <= BUDGETS[room], f"{room} has {nodes} syntax nodes: shrink it, or raise the budget and say why"
+    assert nodes >= 0.97 * BUDGETS[room], f"{room} has {nodes} syntax nodes: lower its budget"
