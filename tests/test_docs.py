@@ -278,3 +278,9 @@ def test_the_operator_on_the_page_is_the_one_in_the_repository() -> None:
     for file, block in quoted:
         assert missing(text(file), block) == [], file
     assert missing("a\nb\nc\n", "a\n# ...\nc\n") == [] and missing("c\na\n", "a\n# ...\nc\n") == ["c\n"]
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "features").glob("*.md")), ids=lambda page: page.stem)
+def test_a_features_page_says_each_thing_once(page: Path) -> None:
+    text = re.sub(r"<!-- (\w+): begin -->.*<!-- \1: end -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(text.split()) <= 250

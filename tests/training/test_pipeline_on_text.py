@@ -12,7 +12,7 @@ from tests.harness import matrix
 from tests.harness.core_trainings import fault, losses
 from tests.harness.training import Trainer
 
-TEXT = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FUSED = {"use_gradient_accumulation_fusion": True, "strict": True}
 # Flags, and options beside the layout's.

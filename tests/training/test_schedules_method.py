@@ -18,7 +18,7 @@ from tests.harness.training import Trainer
 
 FUSION = {"use_gradient_accumulation_fusion": True, "strict": True}
 V = {**FUSION, "schedules_method": "dualpipev"}
-TEXT = Path(__file__).resolve().parents[2] / "docs" / "architecture.md"
+TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 BASE = {"layers": 4, "micro_batches": 5, "by_name": True, "wgrad_fusion": True}
 SYNC = {"distributed_optimizer": True, "overlap_grad_reduce": True, "sync_functions": True}
 # Processes and options of the pipeline, and those of what it is compared with.
@@ -99,7 +99,8 @@ def test_the_two_passes_of_a_pair_run_through_megatrons_combined_plan(
 @pytest.mark.parametrize("layout", ["two ranks", "four ranks"])
 def test_twenty_steps_on_real_text(trainer: Callable[[str], Trainer], layout: str) -> None:
     nproc, options, processes, reference = LAYOUTS[layout]
-    more = {"steps": 20, "text": str(TEXT), "lr": 1e-3}
+    # In 16 bits one step in twenty rounds another way, and the gradient norm follows it.
+    more = {"steps": 20, "text": str(TEXT), "lr": 1e-3, "fp32": True}
     one = trainer("0.19.2").core("features", processes, {**BASE, **reference, **more}, flags=FUSION)
     v = trainer("0.19.2").core("features", nproc, {**BASE, **options, **more}, flags=V)
     assert losses(one)[-1] < losses(one)[0] - 0.3
