@@ -45,7 +45,7 @@ def _devices() -> Iterator[None]:
 def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
     """Why features do not stand together in a training with these arguments of Megatron's; [] if they do."""
     flags = {**{dest: arguments[dest] for dest in DESTS if dest in arguments}, **flags_of(row.features)}
-    explicit = {word[2:].replace("-", "_") for word in row.arguments if word.startswith("--")}
+    explicit = {word[2:].replace("-", "_") for word in row.base.arguments if word.startswith("--")}
     try:
         settings = Settings.of(DESTS.values(), flags)
         features = [each for each in runtime.catalogue() if each.is_enabled(settings)]
