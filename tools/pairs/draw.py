@@ -16,8 +16,10 @@ from mindspeed_lite.engine import Context, EngineError, Settings
 from mindspeed_lite.platform.megatron import HOST
 from tests.harness import live_undo
 from tools.pairs.rows import (
+    DELAYS,
     DESTS,
     EXCLUSIVE,
+    FUSES,
     LATENT,
     LAYOUTS,
     NEEDS_EXPERTS,
@@ -153,7 +155,8 @@ class Drawn:
         """What a feature requires and what of it has neither been chosen nor is turned on by its own flags."""
         settings = Settings.of(DESTS.values(), flags_of([*chosen, token]))
         features = runtime.catalogue()
-        needed = (each.feature for each in features[TOKENS[token]].requires)
+        needed = [each.feature for each in features[TOKENS[token]].requires]
+        needed += [FUSES] * token.startswith(DELAYS)
         missing = [each for each in needed if not features[each].is_enabled(settings)]
         return [self.chance.choice([each for each in TOKENS if TOKENS[each] == name]) for name in missing]
 
