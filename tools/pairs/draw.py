@@ -16,8 +16,10 @@ from mindspeed_lite.engine import Context, EngineError, Settings
 from mindspeed_lite.platform.megatron import HOST
 from tests.harness import live_undo
 from tools.pairs.rows import (
+    DELAYS,
     DESTS,
     EXCLUSIVE,
+    FUSES,
     LATENT,
     LAYOUTS,
     NEEDS_EXPERTS,
@@ -45,7 +47,7 @@ def _devices() -> Iterator[None]:
 def why_not(row: Row, arguments: dict[str, Any], release: str) -> list[str]:
     """Why features do not stand together in a training with these arguments of Megatron's; [] if they do."""
     flags = {**{dest: arguments[dest] for dest in DESTS if dest in arguments}, **flags_of(row.features)}
-    explicit = {word[2:].replace("-", "_") for word in row.arguments if word.startswith("--")}
+    explicit = {word[2:].replace("-", "_") for word in row.base.arguments if word.startswith("--")}
     try:
         settings = Settings.of(DESTS.values(), flags)
         features = [each for each in runtime.catalogue() if each.is_enabled(settings)]
@@ -153,7 +155,8 @@ class Drawn:
         """What a feature requires and what of it has neither been chosen nor is turned on by its own flags."""
         settings = Settings.of(DESTS.values(), flags_of([*chosen, token]))
         features = runtime.catalogue()
-        needed = (each.feature for each in features[TOKENS[token]].requires)
+        needed = [each.feature for each in features[TOKENS[token]].requires]
+        needed += [FUSES] * token.startswith(DELAYS)
         missing = [each for each in needed if not features[each].is_enabled(settings)]
         return [self.chance.choice([each for each in TOKENS if TOKENS[each] == name]) for name in missing]
 

@@ -122,6 +122,9 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "virtual_optimizer": {"": {"virtual_optimizer": ["all"]}},
 }
+# What delays weight gradients, which the fused product alone does.
+DELAYS = ("delay_wgrad_compute", "moe_fb_overlap", "pipeline_schedule=zb-", "schedules_method=detach")
+FUSES = "gradient_accumulation_fusion"
 # Its data are documents of a file: tests/training/test_balance_sequence_lengths.py trains it.
 _ELSEWHERE = {"balance_sequence_lengths"}
 # Without it Megatron's own attention takes no part of a sequence, and on its local implementation no latent attention.
