@@ -248,7 +248,8 @@ def _solve(
         integrality=numpy.array([1] * count + [0] * (size - count)),
         bounds=Bounds(numpy.zeros(size), numpy.array([1.0] * count + [numpy.inf] * (size - count))),
         constraints=[
-            LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits)),
+            # A stage whose weights are all frozen may have no moment at which anything counts.
+            *([LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits))] if rows else []),
             LinearConstraint(numpy.array(one), 1.0, 1.0),
         ],
         options={"mip_rel_gap": GAP, "time_limit": LIMIT_SECONDS},

@@ -158,6 +158,12 @@ def test_a_table_says_what_runs_again() -> None:
     assert "of pipeline stage 1" in text and "activation" in text and "the budget is 0.00 MiB" in text
 
 
+@pytest.mark.parametrize("moments", [{}, {Instant(0, (1,), is_forward=True): 7}], ids=["none", "forward alone"])
+def test_a_stage_without_moments_that_count_runs_nothing_again(moments: dict[Instant, int]) -> None:
+    keep, again = Way(frozenset(), 9, 0, 0, 0, 0.0), Way(frozenset({"x"}), 1, 0, 0, 0, 0.5)
+    assert choice.choose([[keep, again]], moments, 100).ways == (keep,)
+
+
 def test_a_stage_without_layers() -> None:
     assert choice.choose([], {Instant(NONE, ()): 7}, 8).peak == 7
     with pytest.raises(BudgetError):
