@@ -285,7 +285,9 @@ class _FeaturePlanner:
     def outcome(self, feature: Feature, refuse: bool) -> Outcome:
         """Whether the feature applies; with `refuse` a target that does not exist is an error."""
         reasons = self.conditions(feature)
-        reasons += [self.without[feature.name]] if feature.name in self.without else []
+        given = self.without.get(feature.name)
+        # The condition may have said so again.
+        reasons += [given] if given is not None and given not in reasons else []
         doubts: list[str] = []
         unresolved: list[TargetError] = []
         steps: list[PlannedPatch] = []

@@ -190,7 +190,7 @@ class Module:
     """A device's module over the CPU, right in everything."""
 
     Event, Stream = streams.Event, streams.Stream
-    current_stream, stream = staticmethod(streams.current_stream), staticmethod(streams.stream)
+    current_stream, stream = staticmethod(streams.current_stream), streams.StreamContext
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state, set_rng_state = staticmethod(torch.get_rng_state), staticmethod(torch.set_rng_state)
     held = (0, 64 << 20, 0)

@@ -71,6 +71,6 @@ def test_liger_computes_the_same(name: str, text: str, interpreted: None) -> Non
     function = case.contenders[1].load()
     if isinstance(function, operators.OwnLayout):
         with torch.no_grad():
-            run._step(function, inputs, None, run.FORWARD)()
-        assert all(each is not None for each in run._step(function, inputs, None, run.BOTH)())
+            run.one_call(function, inputs, None, backward=False)()
+        assert all(each is not None for each in run.one_call(function, inputs, None, backward=True)())
     assert all(torch.equal(each, kept) for each, kept in zip(inputs, before, strict=True))
