@@ -113,7 +113,11 @@ class Campaign:
         text = output.dumps(found)
         for folder in {self.scratch, self.out}:
             output.write_file(folder / f"{self.name}.json", text)
-        output.write_file(self.out / f"{self.name}.md", page.render(output.finite(found), f"{self.name}.json"))
+        try:
+            text = page.render(output.finite(found), f"{self.name}.json")
+        except Exception as error:  # the JSON has every figure, and what is not measured yet is worth more than a page
+            text = f"# {self.name}\n\nThe page could not be rendered: {type(error).__name__}: {error}. See the JSON.\n"
+        output.write_file(self.out / f"{self.name}.md", text)
 
     def _to_do(self, record: Record, names: Sequence[str] | Mapping[str, Any]) -> list[str]:
         """A failed unit is measured again when the code has changed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -185,16 +186,25 @@ class Comparison(NamedTuple):
         return f"{statistics.geometric_mean(self.ratios):.2f}x ({', '.join(f'{each:.2f}' for each in self.ratios)})"
 
 
+def _apart(off: float | None, on: float | None) -> float:
+    """The relative difference of two losses; infinite where one of them is missing or not finite."""
+    if off is None or on is None or not (math.isfinite(off) and math.isfinite(on)):
+        return math.inf
+    return abs(on - off) / abs(off) if off else abs(on)
+
+
 def compare(off: Sequence[Json], on: Sequence[Json]) -> Comparison:
     """Runs of `on` against those of `off`, each with its partner in the same turn."""
-    losses = zip(off[0]["losses"], on[0]["losses"], strict=False)
+    # In JSON a loss that is not finite is text, and a step without one has none.
+    pairs = zip(off[0]["losses"], on[0]["losses"], strict=False)
+    losses = [(wording.number(a), wording.number(b)) for a, b in pairs]
     return Comparison(
         statistics.mean(run["step_seconds"] for run in off),
         statistics.mean(run["step_seconds"] for run in on),
         max(run["peak_memory_bytes"] for run in off),
         max(run["peak_memory_bytes"] for run in on),
         [a["step_seconds"] / b["step_seconds"] for a, b in zip(off, on, strict=False)],
-        max((abs(b - a) / abs(a) for a, b in losses), default=0.0),
+        max((_apart(a, b) for a, b in losses), default=math.nan),
     )
 
 
@@ -206,7 +216,8 @@ def _training(part: Json, reached: Json | None) -> list[str]:
     for arm in (each for each in (OFF, LIGER, ON) if each in runs):
         found = compare(runs[OFF], runs[arm])
         first = runs[arm][0]
-        share = first["flops_per_step"] / found.seconds_on / reached["flops_per_second"] if reached else None
+        flops = first["flops_per_step"]
+        share = flops / found.seconds_on / reached["flops_per_second"] if reached and flops else None
         steps = ", ".join(wording.seconds(run["step_seconds"]) for run in runs[arm])
         others = ("", "") if arm == OFF else (found.speed, f"{found.loss_apart:.1e}")
         rows.append(

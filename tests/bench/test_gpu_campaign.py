@@ -294,3 +294,16 @@ def test_readme_takes_the_trainings_of_a_campaign(tmp_path, monkeypatch, campaig
     ]  # fmt: skip
     text = (one.out / "h100.md").read_text()
     assert "| liger | 300.0 ms | 1.33x (1.33) |" in text and "| on | 200.0 ms, 200.0 ms | 2.05x (2.00, 2.10) |" in text
+
+
+def test_losses_that_are_missing_or_not_finite_are_apart_and_a_page_that_fails_ends_nothing(campaign, monkeypatch):
+    run = {"step_seconds": 1.0, "peak_memory_bytes": 1, "losses": [4.0, 2.0]}
+    assert page.compare([run], [run]).loss_apart == 0.0
+    assert page.compare([run], [{**run, "losses": [4.0, 1.0]}]).loss_apart == 0.5
+    for wrong in ("nan", "inf", None):
+        assert page.compare([run], [{**run, "losses": [4.0, wrong]}]).loss_apart == float("inf")
+    monkeypatch.setattr(page, "render", lambda found, data: 1 / 0)
+    one = campaign()
+    one.write()
+    assert "could not be rendered: ZeroDivisionError" in (one.out / "h100.md").read_text()
+    assert json.loads((one.out / "h100.json").read_text())["kind"] == "campaign"

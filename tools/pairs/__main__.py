@@ -39,7 +39,7 @@ class Search:
             self.try_row(self.drawn.row())
 
     def try_row(self, row: Row) -> None:
-        """Judge a row; what fails is told once, as small as it fails."""
+        """Judge a row; print a failure once, for the smallest row that fails alike."""
         before, verdict = time.monotonic(), self.bench.judge(row)
         self.rows += 1
         if self.verbose:
