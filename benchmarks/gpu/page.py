@@ -197,7 +197,7 @@ def compare(off: Sequence[Json], on: Sequence[Json]) -> Comparison:
     """Runs of `on` against those of `off`, each with its partner in the same turn."""
     # In JSON a loss that is not finite is text, and a step without one has none.
     pairs = zip(off[0]["losses"], on[0]["losses"], strict=False)
-    losses = [(wording.number(a), wording.number(b)) for a, b in pairs]
+    losses = [[None if each is None else float(each) for each in pair] for pair in pairs]
     return Comparison(
         statistics.mean(run["step_seconds"] for run in off),
         statistics.mean(run["step_seconds"] for run in on),
