@@ -1,21 +1,19 @@
-"""Losses with features on beside those with them off, over 100 steps on real text: `python -m benchmarks.agreement`.
+"""Compares losses with features on and off on real text: `python -m benchmarks.agreement`.
 
     python -m benchmarks.agreement [--steps 100] [--releases 0.17.1 0.19.2] [--layouts single experts ...]
-                                   [--features reuse_fp32_param quant_states=bf16 ...] [--page FILE [--add]]
+                                   [--features reuse_fp32_param quant_states=bf16 ...]
 
-Two layers on Megatron-core are trained on the English help texts of Python's standard library, a byte being a token. A
-feature holds if its losses stay, up to each step, within the largest distance from off of trainings whose weights were
-moved by one rounding each (*baseline*: three on one process, three of the layout where that is beyond them). *Worst
-share*: of that distance. *bitwise*: an exchange of experts' tokens gives the same bits of losses and gradient norms as
-the same training without it.
+Trains two layers on the help texts of Python's standard library, one token per byte, in bf16 on CPU. A feature holds if
+its losses stay within the rounding baseline: the largest distance from off, up to each step, of three trainings whose
+initial weights were moved by one rounding each. Results go to docs/benchmarks/agreement.json, the page is made of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
-import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from tests.harness.checkouts import ROOT
 from tests.harness.core_trainings import MOE, MOE_CONFIGURED
 from tests.harness.training import Trainer
 
+RESULTS = ROOT / "docs" / "benchmarks" / "agreement.json"
 ALLOWED = 1.0
 NUDGES = (1, 2, 3)
 
@@ -157,31 +156,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--features", nargs="+", default=[], metavar="FEATURE[=VALUE]", help="these alone, in each layout"
     )
-    parser.add_argument("--page", default=str(ROOT / "docs" / "benchmarks" / "agreement.md"), metavar="FILE")
-    parser.add_argument("--add", action="store_true", help="keep the rows that FILE has and that are not measured now")
     options = parser.parse_args(arguments)
-    page, failed = Path(options.page), False
-    rows = {row[:3]: row for row in _read(page, options.steps)} if options.add else {}
+    rows = {_key(row): row for row in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    failed = False
     for release in options.releases:
         for row in _measure(release, options.steps, _chosen(options.layouts), options.features):
+            row = {"release": release, "steps": options.steps, **row}
             print(_line(row), flush=True)
             failed = failed or row["share"] > ALLOWED
-            rows[row["release"], row["layout"], row["features"]] = _cells(row)
-            page.write_text(_page(page.stem, [*rows.values()], options.steps, options.features))
-    print(f"wrote {page}")
+            rows[_key(row)] = row
+            RESULTS.write_text("[\n" + ",\n".join(f" {json.dumps(each)}" for each in rows.values()) + "\n]\n")
+            RESULTS.with_suffix(".md").write_text(page_of([*rows.values()]))
     return int(failed)
 
 
-def _read(page: Path, steps: int) -> list[tuple[str, ...]]:
-    """The cells of a page's rows."""
-    if not page.exists():
-        return []
-    text = page.read_text()
-    if f"--steps {steps} " not in text:
-        raise SystemExit(f"{page} is of another number of steps than {steps}: give that, or leave --add out")
-    return [
-        tuple(cell.strip() for cell in line.strip("|").split("|")) for line in text.splitlines() if line[2:3].isdigit()
-    ]
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("release", "layout", "features", "steps"))
 
 
 def _chosen(names: Sequence[str]) -> dict[str, tuple[int, dict[str, Any]]]:
@@ -205,7 +195,7 @@ def _measure(
             options = {"steps": steps, "lr": 1e-3, "text": text, **options}
             if layout in EXCHANGE_LAYOUTS:
                 for row in _exchanged(trainer, nproc, options, features):
-                    yield {"release": release, "layout": layout, **row}
+                    yield {"layout": layout, **row}
                 continue
             if "experts" in options:
                 # Choices of experts flip where two are nearly as good: at the rate of the others, two trainings are
@@ -214,7 +204,7 @@ def _measure(
                 options["moe"] = {"moe_router_dtype": "fp32", **options.get("moe", {})}
             if layout in CONTEXT_LAYOUTS:
                 for row in _split(trainer, nproc, options):
-                    yield {"release": release, "layout": layout, **row}
+                    yield {"layout": layout, **row}
                 continue
             off = _losses(trainer.core("device", nproc, options, timeout=900))
             own = layout in ("single", "experts")
@@ -227,8 +217,7 @@ def _measure(
                 on = _losses(trainer.core("features", nproc, given, flags={**flags, "strict": True}, timeout=900))
                 if not own and _compared(off, on, marks)["share"] > ALLOWED:
                     own, marks = True, _rounding_baseline(trainer, nproc, options, off)
-                row = {"release": release, "layout": layout, "features": name, **_compared(off, on, marks)}
-                yield row
+                yield {"layout": layout, "features": name, **_compared(off, on, marks)}
         trainer.close()
 
 
@@ -321,11 +310,11 @@ def _compared(off: list[float], on: list[float], marks: list[float] | None) -> d
     """
     ends = {"first": off[0], "last": off[-1], "on": on[-1]}
     if marks is None:
-        return {**ends, "apart": None, "baseline": None, "share": 0.0}
+        return {**ends, "distance": None, "baseline": None, "share": 0.0}
     distances = [abs(a - b) / a for a, b in zip(off, on, strict=True)]
     # In the first steps both are the noise of one rounding.
     share = max(each / max(*marks[: index + 1], 2.0**-12) for index, each in enumerate(distances))
-    return {**ends, "apart": max(distances), "baseline": max(marks), "share": share}
+    return {**ends, "distance": max(distances), "baseline": max(marks), "share": share}
 
 
 def _losses(result: Any) -> list[float]:
@@ -341,51 +330,49 @@ def _text(folder: Path) -> str:
     return str(path)
 
 
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"{row['release']}  {row['layout']:22}  {row['features']:34}  {row['first']:.4f} -> {row['last']:.4f}  "
-        + ("bitwise" if row["apart"] is None else f"apart {row['apart']:.1e}  baseline {row['baseline']:.1e}  ")
-        + ("" if row["apart"] is None else f"{row['share']:.2f} of it")
-    )
+def _line(row: Mapping[str, Any]) -> str:
+    found = "bitwise" if row["distance"] is None else f"distance {row['distance']:.1e}, {row['share']:.2f} of baseline"
+    ends = f"{row['first']:.4f} -> {row['last']:.4f}"
+    return f"{row['release']}  {row['layout']:22}  {row['features']:34}  {ends}  {found}"
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    losses = f"{row['first']:.3f}, {row['last']:.3f}, {row['on']:.3f}"
-    if row["apart"] is None:
-        return (row["release"], row["layout"], row["features"], losses, "bitwise", "", "0.00")
-    # Rounded up: what is just beyond the baseline must not read as if it were within.
-    numbers = f"{row['apart']:.1e}", f"{row['baseline']:.1e}", f"{math.ceil(100 * row['share']) / 100:.2f}"
-    return (row["release"], row["layout"], row["features"], losses, *numbers)
-
-
-def _page(name: str, rows: list[tuple[str, ...]], steps: int, features: Sequence[str]) -> str:
-    """The newest release first, layouts in the order above."""
+def page_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """One row for each feature and length of training: the worst of its layouts and releases."""
     order = [*EVERY_LAYOUT]
-    rows = sorted(rows, key=lambda row: (-checkouts.ALL.index(row[0]), order.index(row[1])))
-    held = sum(float(row[-1]) <= ALLOWED for row in rows)
-    found: dict[tuple[str, ...], list[str]] = {}
-    for release in dict.fromkeys(row[0] for row in rows):
-        found.setdefault(tuple(dict.fromkeys(row[1] for row in rows if row[0] == release)), []).append(release)
-    commands = [_command(steps, releases, layouts, features) for layouts, releases in found.items()]
+    groups: dict[tuple[bool, str, int], list[Mapping[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: order.index(row["layout"])):
+        is_exchange = row["layout"] in EXCHANGE_LAYOUTS
+        groups.setdefault((is_exchange, row["features"], row["steps"]), []).append(row)
+    held = sum(row["share"] <= ALLOWED for row in rows)
     lines = [
-        f"# Losses on against off{name.removeprefix('agreement').replace('-', ': ', 1)}",
+        "# Losses on against off",
         "",
         " ".join((__doc__ or "").split("\n\n")[2].split()),
         "",
-        f"{' and '.join(f'`{each}`' for each in commands)}, on CPU in bf16. {held} of {len(rows)} hold.",
+        f"`python -m benchmarks.agreement`, with `--steps`, `--releases`, `--layouts` and `--features`: {held} of "
+        f"{len(rows)} trainings hold. Of each feature the worst one is shown: its largest distance, the baseline's, "
+        "and the largest share up to a step.",
         "",
-        "| Megatron | Layout | Features | Loss: first, last, with it | Largest distance | Baseline | Worst share |",
-        "| --- | --- | --- | --- | ---: | ---: | ---: |",
-        *(f"| {' | '.join(row)} |" for row in rows),
+        "| Feature | Steps | Layouts | Megatron | Distance | Baseline | Share |",
+        "| --- | ---: | --- | --- | ---: | ---: | --- |",
     ]
+    for (_, feature, steps), found in groups.items():
+        worst = max(found, key=lambda row: row["share"])
+        # Rounded up: what is beyond the baseline must not read as if it were within.
+        share = f"{math.ceil(100 * worst['share']) / 100:.2f} ({worst['layout']}, {worst['release']})"
+        cells = [
+            feature,
+            str(steps),
+            ", ".join(dict.fromkeys(row["layout"].removeprefix("exchange ") for row in found)),
+            ", ".join(sorted({row["release"] for row in found})),
+            *(
+                ("bitwise", "", "")
+                if worst["distance"] is None
+                else (f"{worst['distance']:.1e}", f"{worst['baseline']:.1e}", share)
+            ),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
-
-
-def _command(steps: int, releases: Sequence[str], layouts: Sequence[str], features: Sequence[str]) -> str:
-    command = f"python -m benchmarks.agreement --steps {steps} --releases {' '.join(releases)}"
-    if len(layouts) < len(LAYOUTS) + len(EXPERT_LAYOUTS):
-        command += f" --layouts {shlex.join(layouts)}"
-    return command + (f" --features {shlex.join(features)}" if features else "")
 
 
 if __name__ == "__main__":
