@@ -1,12 +1,11 @@
-"""Step time and memory of `--adaptive-memory` beside other plans: `python -m benchmarks.adaptive_memory`.
+"""Step time and memory of `--adaptive-memory`: `python -m benchmarks.adaptive_memory`.
 
-    python -m benchmarks.adaptive_memory [--configuration NAME ...] [--rounds 8] [--others 20] [--page FILE]
+    python -m benchmarks.adaptive_memory [--configuration NAME ...] [--rounds 8] [--page FILE]
 
-Trains dense-medium, long and moe-small with every feature of theirs on, at a vocabulary of 4,096 and one micro-batch on
-each rank. Megatron's `--recompute-granularity` full and selective, and `--adaptive-memory` within what each of them
-takes, train in processes of their own, in turns by steps. Then one training runs what is chosen within shares of what
-everything takes, the least possible, and other plans within the same budgets, in turns by steps. Nothing else may run
-meanwhile. A page gets the parts of the named configurations; its other parts stay.
+Trains dense-medium, long and moe-small with all their features, a vocabulary of 4,096 and one micro-batch per rank.
+Megatron's `--recompute-granularity` full and selective, and `--adaptive-memory` within the memory of each, train in
+separate processes, in turns by steps. Then one training runs the plans chosen for shares of the full activation memory,
+in turns by steps. A page gets the parts of the named configurations; its other parts stay.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
-from benchmarks.memory_plans import CHOSEN, FINALISTS, OTHER, WORKER, Plan
+from benchmarks.memory_plans import WORKER, Plan
 from mindspeed_lite.bench.calibration.run import processor
-from mindspeed_lite.bench.statistics import Ratio, paired_ratio
+from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.child_process import child_process, terminate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,13 +52,11 @@ BATCH = "--global-batch-size"
 NAMES = ("dense-medium", "long", "moe-small")
 # Whether the benchmark runs, with a model that takes seconds.
 TRIAL = "trial"
-HEAD = f"""# Memory by choice
+HEAD = """# Memory by choice
 
 `python -m benchmarks.adaptive_memory --page docs/benchmarks/adaptive-memory.md` writes this page, with
-`--configuration NAME` one part. Activations are what autograd saves at the peak of a step on the fullest rank; a
-time is the median of steps that alternate, with paired 95 % intervals. *Foreseen*: by the recorded times. Other
-plans: whole first or last layers, all layers alike, the cheapest bytes first, and random ones; the {FINALISTS}
-fastest of each budget are shown."""
+`--configuration NAME` one part. *Activations*: what autograd saves at the peak of a step on the fullest rank. Times are
+medians of steps that alternate, with paired 95 % intervals. *Predicted*: from the recorded times."""
 # By so much a budget may be exceeded, and a time be above the best.
 TOLERANCE = 0.03
 
@@ -70,19 +67,18 @@ def main(given: Sequence[str] | None = None) -> int:
     told = f"{', '.join(NAMES)}, {TRIAL}"
     parser.add_argument("--configuration", nargs="+", choices=[*NAMES, TRIAL], default=NAMES, metavar="NAME", help=told)
     parser.add_argument("--rounds", type=int, default=8, metavar="N", help="timed steps of each plan (%(default)s)")
-    parser.add_argument("--others", type=int, default=20, metavar="N", help="other plans of a budget (%(default)s)")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="budgets (%(default)s)")
     parser.add_argument("--page", metavar="FILE", help="the page whose parts are written")
     options = parser.parse_args(given)
-    if options.rounds < 1 or options.others < 0 or not all(0 < each <= 1 for each in options.shares):
-        parser.error("want --rounds of at least 1, --others of at least 0, --shares above 0 and up to 1")
+    if options.rounds < 1 or not all(0 < each <= 1 for each in options.shares):
+        parser.error("want --rounds of at least 1, --shares above 0 and up to 1")
     for name in options.configuration:
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="adaptive-memory-") as cache:
-            found = _trained(name, options.rounds, options.others, options.shares, cache)
+            found = _trained(name, options.rounds, options.shares, cache)
         part = [
-            f"{_configuration(name).about}. `--configuration {name} --rounds {options.rounds} "
-            f"--others {options.others}` on {processor()}, {len(os.sched_getaffinity(0))} cores, "
+            f"{_configuration(name).about}. `--configuration {name} --rounds {options.rounds}` "
+            f"on {processor()}, {len(os.sched_getaffinity(0))} cores, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}, {time.monotonic() - began:.0f} s.",
             "",
             *found,
@@ -108,8 +104,8 @@ def page_of(before: Mapping[str, str], name: str, part: Sequence[str]) -> str:
     return "\n\n".join([HEAD, *(f"## {each}\n\n{now[each]}" for each in places)]) + "\n"
 
 
-def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache: str) -> list[str]:
-    lines = ["| in processes of its own | activations | steps |", "| --- | ---: | ---: |"]
+def _trained(name: str, rounds: int, shares: Sequence[float], cache: str) -> list[str]:
+    lines = ["| separate processes | activations | steps |", "| --- | ---: | ---: |"]
     said: list[str] = []
     losses: dict[str, list[str]] = {}
     for about, flags in MEGATRON.items():
@@ -129,7 +125,7 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
         lines += alone(megatron, chosen)
         said.append(f"- {beside(megatron, chosen)} Losses: {_in_common(*traces)}.")
         losses[about] = traces[0]
-    asked = {"planned": True, "shares": list(shares), "others": others, "rounds": rounds}
+    asked = {"planned": True, "shares": list(shares), "rounds": rounds}
     (found,) = _run(name, [("--adaptive-memory --memory-budget 1024", asked)], cache)
     told = f"all chosen plans have run after {found['chosen_steps']} steps."
     return [
@@ -139,7 +135,7 @@ def _trained(name: str, rounds: int, others: int, shares: Sequence[float], cache
         "",
         *table([_plan(each) for each in found["plans"]]),
         *(
-            f"- Losses beside `--recompute-granularity {about}`: {_in_common(each, found['losses'])}; {told}"
+            f"- Losses against `--recompute-granularity {about}`: {_in_common(each, found['losses'])}; {told}"
             for about, each in losses.items()
         ),
     ]
@@ -236,58 +232,22 @@ def _held(used: float) -> str:
 
 
 def table(plans: Sequence[Plan]) -> list[str]:
-    """Lines of a table and what it says: plans of one training, the first of which keeps everything."""
+    """Plans of one training, the first of which keeps everything."""
     everything = plans[0]
-    lines = [
-        "| plan | budget | activations | saved | step | over everything kept | foreseen | over the best other |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    said = []
+    lines = ["| budget | activations | saved | step | over everything kept | predicted |"]
+    lines.append("| --- | ---: | ---: | ---: | ---: | ---: |")
     for each in plans:
-        about = f"{each.name}, chosen" if each.kind == CHOSEN else each.name
+        about = f"{each.name} ({_mib(each.budget)})" if each.budget else each.name
         if not each.peak:
-            if each.kind == CHOSEN:
-                lines.append(f"| {about} | {_mib(each.budget)} | cannot be met | | | | | |")
+            lines.append(f"| {about} | cannot be met | | | | |")
             continue
-        rivals = _rivals(each, plans)
-        saved, longer = 1 - each.peak / everything.peak, _median(each) / _median(everything)
-        over = f"{_over_best(each, rivals).ratio:.3f}" if rivals and each.kind == CHOSEN else ""
+        missed = " (MISSED)" if each.budget and each.peak > each.budget * (1 + TOLERANCE) else ""
+        longer = _median(each) / _median(everything)
         lines.append(
-            f"| {about} | {_mib(each.budget)} | {_mib(each.peak)} | {saved:.1%} | {_median(each):.3f} s "
-            f"| {longer:.3f} | {1 + each.longer / _median(everything):.3f} | {over} |"
+            f"| {about} | {_mib(each.peak)}{missed} | {1 - each.peak / everything.peak:.1%} | {_median(each):.3f} s "
+            f"| {longer:.3f} | {1 + each.longer / _median(everything):.3f} |"
         )
-        if each.kind == CHOSEN:
-            said.append(f"- {_verdict(each, plans, rivals)} {saved:.1%} less memory takes {longer:.3f} of the time.")
-    return [*lines, "", *said]
-
-
-def _verdict(plan: Plan, plans: Sequence[Plan], rivals: Sequence[Plan]) -> str:
-    """Whether a chosen plan keeps to its budget and is as fast as the best of the others."""
-    if not plan.budget:
-        return f"{plan.name}:"
-    held = _held(plan.peak / plan.budget)
-    if not rivals:
-        return f"{plan.name}: the budget is {held}, nothing to compare with."
-    found = _over_best(plan, rivals)
-    once = [each for each in plans if each.kind == OTHER and each.budget == plan.budget and not each.peak]
-    missed = "" if found.ratio <= 1 + TOLERANCE else " (MISSED)"
-    return (
-        f"{plan.name}: the budget is {held}, {found.words(3)} of the time of the best of "
-        f"{len(rivals) + len(once)} other plans{missed}."
-    )
-
-
-def _over_best(plan: Plan, rivals: Sequence[Plan]) -> Ratio:
-    """The time of a plan over that of the fastest other one, by turns."""
-    found = paired_ratio(plan.seconds, min(rivals, key=_median).seconds)
-    assert found is not None
-    return found
-
-
-def _rivals(plan: Plan, plans: Sequence[Plan]) -> list[Plan]:
-    """Other plans that were measured within the budget of a chosen one."""
-    within = plan.budget * (1 + TOLERANCE)
-    return [each for each in plans if each.kind == OTHER and 0 < each.peak <= within]
+    return [*lines, ""]
 
 
 def _mib(size: int) -> str:

@@ -1,48 +1,40 @@
-"""Trains one model under many plans of what layers keep, in turns within a process, for `benchmarks.adaptive_memory`.
+"""Trains one model under chosen plans of what layers keep, in turns within a process, for `benchmarks.adaptive_memory`.
 
-Plans take turns by steps: `--adaptive-memory` changes what runs again between steps, so all of them have the same
-weights, memory and load. The chosen ones are counted in one step and timed in others. Other plans are timed once; the
-fastest of a budget are timed as often as the chosen ones, and then counted. Two trainings of processes of their own
-take turns by steps too: the other one waits meanwhile.
+Plans take turns by steps: `--adaptive-memory` changes what is recomputed between steps, so all of them have the same
+weights, memory and load. Two trainings in separate processes take turns by steps too.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import runpy
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.memory.layer_records import LAYER, Instant
 from mindspeed_lite.memory.layer_ways import Way
-from mindspeed_lite.memory.recompute_choice import BudgetError, choose, leanest, peak
+from mindspeed_lite.memory.recompute_choice import BudgetError, choose, leanest
 
 ROOT = Path(__file__).resolve().parent.parent
 WORKER = "MINDSPEED_LITE_BENCHMARK_PLANS"
-CHOSEN, OTHER = "chosen", "other"
 MAX_CHECKS = 3
-# Of the other plans of a budget, so many are timed more than once.
-FINALISTS = 3
 
 
 @dataclass
 class Plan:
-    """A plan, what it took and what came of it; `budget` is 0 where there is none.
+    """A plan and its measurements; `budget` is 0 where there is none.
 
     Attributes:
-        longer: seconds that the record foresees beyond keeping everything, for each micro-batch.
-        peak: bytes that were counted; 0 for a plan that was timed once alone, which its record puts within the budget.
+        longer: predicted seconds per micro-batch beyond keeping everything.
+        peak: measured bytes of saved activations; 0 for a budget that cannot be met.
     """
 
     name: str
     budget: int = 0
-    kind: str = ""
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
     ways: tuple[Way, ...] = ()
@@ -83,71 +75,6 @@ class Turn:
 
 
 Turns = Generator[tuple[Plan, bool], int, None]
-
-
-def others(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, count: int
-) -> list[tuple[str, tuple[Way, ...]]]:
-    """Plans within the budget that were not solved for: four by hand as far as there are any, the others drawn."""
-    nothing = [min(each, key=lambda way: way.seconds) for each in options]
-    whole = [next((way for way in each if LAYER in way.again), each[0]) for each in options]
-    found: list[tuple[str, tuple[Way, ...]]] = []
-    for place in ("first", "last"):
-        for number in range(len(options) + 1):
-            kept = len(options) - number
-            ways = (*whole[:number], *nothing[number:]) if place == "first" else (*nothing[:kept], *whole[kept:])
-            if peak(ways, moments) <= budget:
-                found.append((f"{place} {number} layers as a whole", ways))
-                break
-    alike: list[tuple[float, tuple[Way, ...]]] = []
-    for again in {way.again for way in options[0]}:
-        several = [[way for way in each if way.again == again] for each in options]
-        ways = tuple(each[0] for each in several if each)
-        if len(ways) == len(options) and peak(ways, moments) <= budget:
-            alike.append((sum(way.seconds for way in ways), ways))
-    if alike:
-        found.append(("all layers alike", min(alike, key=lambda each: each[0])[1]))
-    if (cheapest := _cheapest(options, tuple(nothing), moments, budget)) is not None:
-        found.append(("the cheapest bytes first", cheapest))
-    draw = random.Random(budget)
-    for number in range(1000):
-        if len(found) >= count:
-            break
-        drawn = _drawn(options, moments, budget, draw)
-        if drawn is not None:
-            found.append((f"drawn {number + 1}", drawn))
-    return found[:count]
-
-
-def _cheapest(
-    options: Sequence[Sequence[Way]], ways: tuple[Way, ...], moments: Mapping[Instant, int], budget: int
-) -> tuple[Way, ...] | None:
-    """Step by step the way of a layer that takes the fewest seconds for each byte less, as one would by hand."""
-    while peak(ways, moments) > budget:
-        steps = [
-            ((way.seconds - ways[layer].seconds) / (ways[layer].kept - way.kept), layer, number)
-            for layer, each in enumerate(options)
-            for number, way in enumerate(each)
-            if way.kept < ways[layer].kept
-        ]
-        if not steps:
-            return None
-        _, layer, number = min(steps)
-        ways = (*ways[:layer], options[layer][number], *ways[layer + 1 :])
-    return ways
-
-
-def _drawn(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, draw: random.Random
-) -> tuple[Way, ...] | None:
-    """Drawn ways, with leaner ones in drawn layers until they are within the budget."""
-    ways = [draw.choice(each) for each in options]
-    for _ in range(20 * len(options)):
-        if peak(ways, moments) <= budget:
-            return tuple(ways)
-        layer = draw.randrange(len(options))
-        ways[layer] = draw.choice([way for way in options[layer] if way.kept <= ways[layer].kept])
-    return None
 
 
 def work(asked: Mapping[str, Any]) -> int:
@@ -244,7 +171,7 @@ class _Steps:
         everything.peak = yield everything, True
         budgets = {f"{share:.0%}": int(share * everything.peak) for share in self._asked["shares"]}
         for name, budget in budgets.items():
-            plan, within = Plan(name, budget, CHOSEN), budget
+            plan, within = Plan(name, budget), budget
             for _ in range(MAX_CHECKS):
                 try:
                     plan.take(choose(options, told.moments, within).ways)
@@ -255,32 +182,15 @@ class _Steps:
                     break
                 within -= plan.peak - budget
             self.plans.append(plan)
-        least = Plan("the least possible", kind=CHOSEN)
+        least = Plan("the least possible")
         least.take(leanest(options, told.moments).ways)
         least.peak = yield least, True
         self.plans.append(least)
         self.chosen_steps = len(self.losses)
-        finalists = [plan for plan in self.plans if plan.ways]
-        for chosen in [each for each in self.plans if each.budget]:
-            tried = []
-            for about, ways in others(options, told.moments, chosen.budget, self._asked["others"]):
-                if ways == chosen.ways:
-                    continue
-                plan = Plan(f"{chosen.name}: {about}", chosen.budget, OTHER)
-                plan.take(ways)
-                tried.append(plan)
-                yield plan, False
-            self.plans += sorted(tried, key=lambda plan: plan.seconds[0])
-            best = sorted(tried, key=lambda plan: plan.seconds[0])[:FINALISTS]
-            for plan in best:
-                plan.seconds.clear()
-            finalists += best
+        met = [plan for plan in self.plans if plan.ways]
         for number in range(self._asked["rounds"]):
-            for plan in finalists if number % 2 == 0 else reversed(finalists):
+            for plan in met if number % 2 == 0 else reversed(met):
                 yield plan, False
-        for plan in finalists:
-            if plan.kind == OTHER:
-                plan.peak = yield plan, True
 
     def around(self, wrapped: Callable[..., Any], session: Any) -> Callable[..., Any]:
         import torch.distributed as dist

@@ -1,64 +1,25 @@
-"""Plans that a chosen one is compared with are within its budget, and what a table says of them is so."""
+"""The benchmark of chosen memory plans: turns, tables and the page."""
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from benchmarks import adaptive_memory, memory_plans
-from benchmarks.memory_plans import CHOSEN, OTHER, Plan
-from mindspeed_lite.memory.layer_records import LAYER, NONE, Instant
-from mindspeed_lite.memory.layer_ways import Way
-from mindspeed_lite.memory.recompute_choice import peak
+from benchmarks.memory_plans import Plan
 from tests.harness import matrix
 
-NOTHING = Way(frozenset(), 100, 0, 0, 0, 0.0)
-PART = Way(frozenset({"attention"}), 60, 0, 40, 40, 1.0)
-WHOLE = Way(frozenset({LAYER}), 10, 0, 90, 90, 3.0)
 
-
-@pytest.mark.parametrize("budget", [250, 300, 350, 400])
-def test_other_plans_are_within_the_budget(budget: int) -> None:
-    options = [[NOTHING, PART, WHOLE]] * 4
-    moments = {Instant(NONE, (1, 1, 1, 1)): 0, Instant(3, (1, 1, 1, 1)): 0}
-    found = memory_plans.others(options, moments, budget, 8)
-    names = [name for name, _ in found]
-    assert 4 <= len(found) <= 8 and all(peak(ways, moments) <= budget for _, ways in found)
-    assert names[0].startswith("first") and names[1].startswith("last") and len({*names}) == len(found)
-    assert "the cheapest bytes first" in names
-    assert found == memory_plans.others(options, moments, budget, 8)
-
-
-def test_the_cheapest_bytes_go_first() -> None:
-    moments = {Instant(NONE, (1, 1)): 0}
-    ways = memory_plans._cheapest([[NOTHING, PART, WHOLE]] * 2, (NOTHING, NOTHING), moments, 130)
-    assert ways == (PART, PART) or sorted(way.kept for way in ways or ()) == [60, 60]
-    assert memory_plans._cheapest([[NOTHING]], (NOTHING,), {Instant(NONE, (1,)): 0}, 50) is None
-
-
-def test_a_table_compares_with_what_is_within_the_budget_alone() -> None:
-    draw = random.Random(1)
-    everything = Plan("everything kept", seconds=[1.0] * 3, peak=1000)
-    chosen = Plan("50%", 500, CHOSEN, [1.1, 1.2, 1.15], 510, longer=0.1)
-    others = [Plan(f"50%: {n}", 500, OTHER, [1.4 + draw.random()] * 3, 480) for n in range(3)]
-    # One of another budget is within this one too.
-    others.append(Plan("30%: lean", 300, OTHER, [1.3] * 3, 290))
-    too_large = Plan("50%: large", 500, OTHER, [1.01] * 3, 600)
-    # Those that were timed once count among the others, and have no line.
-    others.append(Plan("50%: timed once", 500, OTHER, [1.9]))
-    impossible = Plan("10%", 100, CHOSEN)
-    text = "\n".join(adaptive_memory.table([everything, chosen, impossible, *others, too_large]))
-    # The best of the others is the lean one, and what takes more than the budget is not compared with.
-    assert "- 50%: the budget is kept to (102.0%), 0.884 (0.793 to 0.985) of the time of the best of 5 other" in text
-    assert "plans. 49.0% less memory takes 1.150 of the time" in text and "timed once" not in text
-    assert "| 10%, chosen | 0.0 MiB | cannot be met" in text and "| 1.150 | 1.100 | 0.884 |" in text
-    chosen.peak, chosen.seconds = 600, [2.0] * 3
-    text = "\n".join(adaptive_memory.table([everything, chosen, *others]))
-    assert "NOT kept to" in text and "(MISSED)" in text
+def test_a_table_marks_budgets_that_are_missed_or_cannot_be_met() -> None:
+    everything = Plan("everything kept", seconds=[1.0] * 3, peak=1000 << 20)
+    chosen = Plan("50%", 500 << 20, [1.1, 1.2, 1.15], 510 << 20, longer=0.1)
+    impossible = Plan("10%", 100 << 20)
+    text = "\n".join(adaptive_memory.table([everything, chosen, impossible]))
+    assert "| 50% (500.0 MiB) | 510.0 MiB | 49.0% | 1.150 s | 1.150 | 1.100 |" in text
+    assert "| 10% (100.0 MiB) | cannot be met |" in text
+    chosen.peak = 600 << 20
+    assert "600.0 MiB (MISSED)" in "\n".join(adaptive_memory.table([everything, chosen]))
 
 
 def test_what_is_chosen_within_megatrons_memory_is_judged_by_turns() -> None:
@@ -107,11 +68,11 @@ def test_losses_that_differ_in_any_process_are_told() -> None:
 @matrix.whole
 def test_a_small_model_trains_under_every_plan(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    flags = "--configuration trial --rounds 2 --others 2 --shares 0.5 --page"
+    flags = "--configuration trial --rounds 2 --shares 0.5 --page"
     assert adaptive_memory.main([*flags.split(), str(page)]) == 0
     text = page.read_text()
     assert text.count("have the same bits") == 4 and "DIFFERS" not in text and "NOT kept" not in text
-    assert "| 50%, chosen |" in text and "| the least possible, chosen |" in text
+    assert "| 50% (" in text and "| the least possible |" in text
 
 
 def test_a_page_renews_one_part() -> None:
