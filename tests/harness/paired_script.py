@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import re
 import runpy
 import sys
 import zlib
@@ -24,7 +25,7 @@ from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder
 from tests.harness import core_loop, simulated
 from tests.harness.script_trainings import SCRIPT
 
-# Whether a parameter of that name is frozen.
+# Whether a parameter of that name is frozen; layers have their number in the whole model.
 FROZEN: dict[str, Callable[[str], bool]] = {
     "embedding": lambda name: name.startswith("embedding."),
     "first_layer": lambda name: name.startswith(("embedding.", "decoder.layers.0.")),
@@ -54,11 +55,17 @@ class Adapter(torch.nn.Module):
         return output + linear(linear(x, self.down), self.up), bias
 
 
+def _global_name(model: Any, name: str) -> str:
+    """A module's or parameter's name with its layer's number in the whole model: alike wherever the layer is placed."""
+    within = re.match(r"(decoder\.layers\.)(\d+)(.*)", name)
+    return f"{within[1]}{model.decoder.layers[int(within[2])].layer_number - 1}{within[3]}" if within else name
+
+
 def _add_adapters(model: Any, kinds: tuple[str, ...]) -> None:
     for name, layer in list(model.named_modules()):
         owner, _, own = name.rpartition(".")
         if own in kinds and ".experts." not in name and getattr(layer, "weight", None) is not None:
-            setattr(model.get_submodule(owner), own, Adapter(layer, name))
+            setattr(model.get_submodule(owner), own, Adapter(layer, _global_name(model, name)))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith((".down", ".up")))
 
@@ -71,7 +78,7 @@ def _prepare(model: Any, row: dict[str, Any]) -> Any:
         _add_adapters(model, LORA[row["lora"]])
     if row.get("frozen"):
         for name, parameter in model.named_parameters():
-            if FROZEN[row["frozen"]](name):
+            if FROZEN[row["frozen"]](_global_name(model, name)):
                 parameter.requires_grad_(False)
     return model
 
