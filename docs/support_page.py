@@ -40,32 +40,56 @@ def _summary(operator: str) -> str:
     return (importlib.import_module(OPERATORS[operator]).__doc__ or "").partition("\n")[0]
 
 
-def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any], notes: dict[str, int]) -> str:
-    """What the table of releases says of one feature; reasons are numbered in `notes`."""
+def _mark(feature: Feature, release: str, verified: bool, ran: Mapping[str, Any]) -> tuple[str, str]:
+    """What is known of a feature in a release, of trained, read, not read, fails and no; and the reason if any."""
     from tests.harness import on_and_off
 
     row = ran.get(release, {}).get(feature.name, {})
     lacking = "; ".join(feature.patches_for(release)[1])
     layout = row.get("layout")
     idle = layout is not None and layout != on_and_off.layout_of(feature)
-    note = lacking or row.get("reason") or row.get("fault") or ""
-    if not note and idle:
-        note = f"trained in the layout `{layout}` alone, where it has nothing to do"
-    number = f" ({notes.setdefault(note, len(notes) + 1)})" if note else ""
     if lacking:
-        return f"no{number}"
+        return "no", lacking
     if row.get("fault"):
-        return f"fails{number}"
+        return "fails", row["fault"]
     if layout is not None and not idle:
-        return "trained"
-    return f"{'read' if verified or not feature.patches else 'not read'}{number}"
+        return "trained", ""
+    reason = row.get("reason") or (
+        f"trained in the layout `{layout}` alone, where it has nothing to do" if idle else ""
+    )
+    return ("read" if verified or not feature.patches else "not read"), reason
 
 
-def _when(rows: Mapping[str, Any]) -> tuple[str, str]:
-    """The days and commits that rows were made on."""
-    found = [row for row in rows.values() if "date" in row]
-    days, commits = (sorted({row[name] for row in found}) for name in ("date", "commit"))
-    return " to ".join(dict.fromkeys((days[0], days[-1]))), ", ".join(commits)
+def _span(found: Sequence[str], releases: Sequence[str]) -> str:
+    """Some of the releases in few words."""
+    first, last = releases.index(found[0]), releases.index(found[-1])
+    if list(found) != list(releases[first : last + 1]) or len(found) == 1:
+        return ", ".join(found)
+    if len(found) == len(releases):
+        return "all"
+    return f"{found[0]} and later" if last == len(releases) - 1 else f"{found[0]} to {found[-1]}"
+
+
+def _standing(feature: Feature, releases: Sequence[str], known: Any, ran: Mapping[str, Any]) -> list[str]:
+    """A row: the feature, where it was trained, and for other releases what is known and why."""
+    from mindspeed_lite.cli.features import verified_releases
+
+    verified = verified_releases(feature, known)
+    marks: dict[tuple[str, str], list[str]] = {}
+    for release in releases:
+        marks.setdefault(_mark(feature, release, release in verified, ran), []).append(release)
+    trained = marks.pop(("trained", ""), [])
+    others = [
+        f"{mark} on {_span(found, releases)}" + (f": {reason}" if reason else "")
+        for (mark, reason), found in marks.items()
+    ]
+    return [page_link(feature, ""), _span(trained, releases) if trained else "", "; ".join(others)]
+
+
+def _when(rows: Mapping[str, Any]) -> str:
+    """The days that rows were made on."""
+    days = sorted({row["date"] for row in rows.values() if "date" in row})
+    return " to ".join(dict.fromkeys((days[0], days[-1])))
 
 
 def _scripts(ran: Mapping[str, Any]) -> list[str]:
@@ -75,9 +99,7 @@ def _scripts(ran: Mapping[str, Any]) -> list[str]:
     def cell(row: Mapping[str, Any]) -> str:
         return row.get("fault") or f"{row['drift']:.1e} ({row['on']})" if row else "not run"
 
-    rows = [
-        (f"`{tag}`", *(cell(rows.get(layout, {})) for layout in layouts), _when(rows)[0]) for tag, rows in ran.items()
-    ]
+    rows = [(f"`{tag}`", *(cell(rows.get(layout, {})) for layout in layouts), _when(rows)) for tag, rows in ran.items()]
     return table(("Tag", *(f"`{layout}`" for layout in layouts), "Trained on"), rows)
 
 
@@ -113,19 +135,13 @@ def support() -> str:
     from packaging.version import Version
 
     from mindspeed_lite import runtime
-    from mindspeed_lite.cli.features import verified_releases
     from mindspeed_lite.ops.dispatch import OPERATORS, REFERENCE, operator
 
     known = runtime.fingerprints()
     ran = json.loads((DOCS / "matrix.json").read_text(encoding="utf-8"))
     releases = sorted(known.entries, key=Version)
-    notes: dict[str, int] = {}
     backends = {name: (REFERENCE, *operator(name).backends) for name in OPERATORS}
-    features = []
-    for feature in runtime.catalogue():
-        verified = verified_releases(feature, known)
-        marks = [_mark(feature, release, release in verified, ran["releases"], notes) for release in releases]
-        features.append((page_link(feature, ""), *marks))
+    features = [_standing(feature, releases, known, ran["releases"]) for feature in runtime.catalogue()]
     uses = {name: [page_link(each, "") for each in runtime.catalogue() if name in each.operators] for name in OPERATORS}
     operators = [(f"`{name}`", _summary(name), ", ".join(backends[name]), ", ".join(uses[name])) for name in OPERATORS]
     standing = dict.fromkeys(backend for each in backends.values() for backend in each)
@@ -137,28 +153,21 @@ def support() -> str:
         "",
         "## Features by release of Megatron-core",
         "",
-        *table(("Feature", *releases), features),
+        f"Of {', '.join(releases)}; `.dev0` is the newest commit of Megatron-LM's main branch on that date.",
         "",
-        "*trained*: trained on this release with the feature and without it, on CPU; losses agree within its class, to",
-        "the bit where that is bitwise. *read*: what the feature swaps has been read in this release and its",
-        "fingerprint is known; it was not trained, or not where it has something to do. Another patch release of the",
-        "same series counts as both if its source is the same. *no*: the release lacks what the feature stands on, and",
-        "it is left off with that reason. What happens otherwise:",
+        *table(("Feature", "Trained on", "Other releases"), features),
+        "",
+        "*trained*: off and on, on CPU; losses agree within the feature's class. *read*: the fingerprint of what it",
+        "swaps is known, and it was not trained there. *no*: the release lacks what the feature needs. Patch releases",
+        "with the same source count alike. Other releases:",
         "[writing a patch](writing-a-patch.md#versions-and-fingerprints).",
         "",
-        *(f"{number}. {note}" for note, number in notes.items()),
-        "",
-        *table(("Release", "Trained on", "Commits"), [(name, *_when(rows)) for name, rows in ran["releases"].items()]),
-        "",
-        "With the torch and Python that development is pinned to. A release named `.dev0` is the newest commit of",
-        "Megatron-LM's main branch on that date.",
+        *table(("Release", "Trained on"), [(name, _when(rows)) for name, rows in ran["releases"].items()]),
         "",
         "## Megatron's own script by tag",
         "",
-        "`pretrain_gpt.py` of a checkout of each tag, with the import line alone and with `--mindspeed-lite-auto`: two",
-        "layers of size 64 in bf16, three steps, on CPU (`python -m tools.matrix_scripts`). Cells: the largest",
-        "relative distance of two losses of one step, and how many features were on. Every feature that auto leaves",
-        "off has a reason.",
+        "`pretrain_gpt.py` of each tag with the import line alone and with `--mindspeed-lite-auto`, three steps on CPU",
+        "(`python -m tools.matrix_scripts`): the largest relative distance of two losses, and how many features were on.",
         "",
         *_scripts(ran.get("scripts", {})),
         "",
