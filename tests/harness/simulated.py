@@ -271,9 +271,9 @@ def drawn(seed: int) -> Any:
 
 def drawn_placements() -> None:
     """Let experts change places at random at every placement, and say that they moved."""
-    from mindspeed_lite.parallel.balance import placed_experts, placement
+    from mindspeed_lite.parallel.balance import placement, placer
 
-    own, said = placed_experts.exchange, []
+    own, said = placer.exchange, []
 
     def exchange(*args: Any) -> int:
         sent = own(*args)
@@ -282,7 +282,7 @@ def drawn_placements() -> None:
             print("experts changed places", flush=True)
         return sent
 
-    placement.chosen, placed_experts.exchange = drawn(1), exchange
+    placement.chosen, placer.exchange = drawn(1), exchange
 
 
 def killed_between_exchanges() -> None:
