@@ -125,7 +125,7 @@ def step(optimizer: Any, mains: list[torch.Tensor], number: int) -> None:
     for main in mains:
         main.grad = torch.randn(main.shape, generator=generator)
     if optimizer.split_params is None:
-        optimizer.next_step = replace(optimizer.next_step, cast_targets=optimizer.weights)
+        optimizer.step_data = replace(optimizer.step_data, cast_targets=optimizer.weights)
     optimizer.step()
 
 
@@ -346,7 +346,7 @@ def test_a_step_of_torch_and_parameters_without_gradients() -> None:
         for main in mains:
             main.grad = torch.ones_like(main)
         mains[0].grad = mains[3].grad = None
-        optimizer.next_step = replace(optimizer.next_step, cast_targets=optimizer.weights)
+        optimizer.step_data = replace(optimizer.step_data, cast_targets=optimizer.weights)
         optimizer.step()
         found.append(numbers(optimizer, mains))
         for group in optimizer.param_groups:
