@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_lite.memory.layer_records import LAYER, Instant
-from mindspeed_lite.memory.layer_ways import Way
+from mindspeed_lite.memory.memory_options import LayerOption
 from mindspeed_lite.memory.recompute_choice import BudgetError, choose, leanest, peak
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,10 +45,10 @@ class Plan:
     kind: str = ""
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
-    ways: tuple[Way, ...] = ()
+    ways: tuple[LayerOption, ...] = ()
     longer: float = 0.0
 
-    def take(self, ways: tuple[Way, ...]) -> None:
+    def take(self, ways: tuple[LayerOption, ...]) -> None:
         """Run like this."""
         self.ways, self.longer = ways, sum(way.seconds for way in ways)
 
@@ -86,12 +86,12 @@ Turns = Generator[tuple[Plan, bool], int, None]
 
 
 def others(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, count: int
-) -> list[tuple[str, tuple[Way, ...]]]:
+    options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], budget: int, count: int
+) -> list[tuple[str, tuple[LayerOption, ...]]]:
     """Plans within the budget that were not solved for: four by hand as far as there are any, the others drawn."""
     nothing = [min(each, key=lambda way: way.seconds) for each in options]
     whole = [next((way for way in each if LAYER in way.again), each[0]) for each in options]
-    found: list[tuple[str, tuple[Way, ...]]] = []
+    found: list[tuple[str, tuple[LayerOption, ...]]] = []
     for place in ("first", "last"):
         for number in range(len(options) + 1):
             kept = len(options) - number
@@ -99,7 +99,7 @@ def others(
             if peak(ways, moments) <= budget:
                 found.append((f"{place} {number} layers as a whole", ways))
                 break
-    alike: list[tuple[float, tuple[Way, ...]]] = []
+    alike: list[tuple[float, tuple[LayerOption, ...]]] = []
     for again in {way.again for way in options[0]}:
         several = [[way for way in each if way.again == again] for each in options]
         ways = tuple(each[0] for each in several if each)
@@ -120,8 +120,8 @@ def others(
 
 
 def _cheapest(
-    options: Sequence[Sequence[Way]], ways: tuple[Way, ...], moments: Mapping[Instant, int], budget: int
-) -> tuple[Way, ...] | None:
+    options: Sequence[Sequence[LayerOption]], ways: tuple[LayerOption, ...], moments: Mapping[Instant, int], budget: int
+) -> tuple[LayerOption, ...] | None:
     """Step by step the way of a layer that takes the fewest seconds for each byte less, as one would by hand."""
     while peak(ways, moments) > budget:
         steps = [
@@ -138,8 +138,8 @@ def _cheapest(
 
 
 def _drawn(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], budget: int, draw: random.Random
-) -> tuple[Way, ...] | None:
+    options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], budget: int, draw: random.Random
+) -> tuple[LayerOption, ...] | None:
     """Drawn ways, with leaner ones in drawn layers until they are within the budget."""
     ways = [draw.choice(each) for each in options]
     for _ in range(20 * len(options)):
@@ -247,7 +247,7 @@ class _Steps:
             plan, within = Plan(name, budget, CHOSEN), budget
             for _ in range(MAX_CHECKS):
                 try:
-                    plan.take(choose(options, told.moments, within).ways)
+                    plan.take(choose(options, told.moments, within).options)
                 except BudgetError:
                     break
                 plan.peak = yield plan, True
@@ -256,7 +256,7 @@ class _Steps:
                 within -= plan.peak - budget
             self.plans.append(plan)
         least = Plan("the least possible", kind=CHOSEN)
-        least.take(leanest(options, told.moments).ways)
+        least.take(leanest(options, told.moments).options)
         least.peak = yield least, True
         self.plans.append(least)
         self.chosen_steps = len(self.losses)

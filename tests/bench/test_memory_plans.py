@@ -12,13 +12,13 @@ import pytest
 from benchmarks import adaptive_memory, memory_plans
 from benchmarks.memory_plans import CHOSEN, OTHER, Plan
 from mindspeed_lite.memory.layer_records import LAYER, NONE, Instant
-from mindspeed_lite.memory.layer_ways import Way
+from mindspeed_lite.memory.memory_options import LayerOption
 from mindspeed_lite.memory.recompute_choice import peak
 from tests.harness import matrix
 
-NOTHING = Way(frozenset(), 100, 0, 0, 0, 0.0)
-PART = Way(frozenset({"attention"}), 60, 0, 40, 40, 1.0)
-WHOLE = Way(frozenset({LAYER}), 10, 0, 90, 90, 3.0)
+NOTHING = LayerOption(frozenset(), 100, 0, 0, 0, 0.0)
+PART = LayerOption(frozenset({"attention"}), 60, 0, 40, 40, 1.0)
+WHOLE = LayerOption(frozenset({LAYER}), 10, 0, 90, 90, 3.0)
 
 
 @pytest.mark.parametrize("budget", [250, 300, 350, 400])

@@ -31,11 +31,12 @@ def swap_optimizer(bandwidth: float = 1e9) -> None:
 
 def swap_attention(bandwidth: float = 2e9) -> None:
     """Let `--swap-attention` stand on CPU, over lanes with so many bytes a second, for storages of any size."""
+    from mindspeed_lite.memory import offload
     from mindspeed_lite.patches import swap_attention as patch
 
     patch._why_not_here = lambda device: []
     patch._copy_engine_of = lambda device: _Said(bandwidth)
-    patch.Offload.__init__.__defaults__ = (None, None, 1)
+    offload.SMALLEST = 1
 
 
 def late_messages(delay: float = 0.01) -> None:

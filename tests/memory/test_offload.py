@@ -17,8 +17,12 @@ from tests.harness.lanes import Lanes
 from tests.harness.patience import once_of
 
 WIDTH, ROWS, LAYERS = 64, 96, 5
-# A layer's activations here, 24 KiB each, move from this size on.
-SMALLEST = 1024
+
+
+@pytest.fixture(autouse=True)
+def small_storages_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's activations here are 24 KiB each."""
+    monkeypatch.setattr("mindspeed_lite.memory.offload.SMALLEST", 1024)
 
 
 class Layer(torch.nn.Module):
@@ -81,7 +85,7 @@ def train(offload: Offload | None, order: str = "FBFB", **kwargs: Any) -> list[t
 
 
 def offload(lanes: Lanes, **kwargs: Any) -> Offload:
-    return Offload(lanes, "cpu", smallest=SMALLEST, **kwargs)
+    return Offload(lanes, "cpu", **kwargs)
 
 
 def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
