@@ -159,7 +159,7 @@ def test_a_stage_on_the_same_rank_takes_no_message() -> None:
 
 
 def test_only_neighbours_exchange_tensors() -> None:
-    order = [forward(0, 0), backward(0, 0)]
-    schedule = steps.build("own", 1, ((0,), (2,), (1,), (3,)), [order] * 4)
+    order = forward(0, 0), backward(0, 0)
+    schedule = Schedule("own", 1, ((0,), (2,), (1,), (3,)), (order,) * 4)
     with pytest.raises(ValueError, match="only neighbours in the ring"):
         compile_program(schedule, 0)
