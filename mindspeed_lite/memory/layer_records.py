@@ -1,4 +1,4 @@
-"""Records what autograd saves in each layer for its backward pass: sizes, lifetimes, and seconds to recompute it.
+"""Records what autograd saves in each layer, and the seconds to recompute it.
 
 While recording, every layer is recomputed, so that any training that fits with full recomputation can be recorded. What
 the recomputation saves is what the layer would keep; a storage belongs to the parts of the layer that saved it.

@@ -1,4 +1,4 @@
-"""The ways to run a layer, each part kept, recomputed or offloaded to the host, with their bytes and seconds."""
+"""The ways to run a layer: each part kept, recomputed or offloaded, in bytes and seconds."""
 
 from __future__ import annotations
 

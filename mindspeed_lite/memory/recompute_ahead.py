@@ -136,7 +136,7 @@ class RecomputedUnits:
             self._now = now
 
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
-        """Call `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself if its unit is stored.
+        """Call `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
 
         A checkpoint loses the gradients of weights if no input needs a gradient; with `stores_others` the function then
         runs without one.

@@ -1,4 +1,4 @@
-"""Prints what was chosen to be kept, recomputed and offloaded, by runs of equal layers of a pipeline stage."""
+"""Prints what was chosen for a pipeline stage, by runs of equal layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def table(
 
 
 def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
-    """How the choice differs from an earlier one, named `what`: (parts recomputed, parts offloaded) of each layer."""
+    """How the choice differs from an earlier one, named `what`; before: the parts of each layer."""
     pairs = [(old, (option.again, option.swapped)) for old, option in zip(before, choice.options, strict=True)]
     found = []
     for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):

@@ -1,4 +1,4 @@
-"""Frees the storage of a tensor that autograd holds, and fills it again before the backward pass reads it."""
+"""Frees the storage of a saved tensor and fills it again before its backward pass."""
 
 from __future__ import annotations
 

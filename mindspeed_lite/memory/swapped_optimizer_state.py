@@ -41,7 +41,7 @@ class _Place:
 
 
 class SwappedOptimizerState:
-    """A `StatePlacement` of moments, and of fp32 copies of a model's weights, in host memory between steps.
+    """A `StatePlacement` of moments and fp32 main parameters in host memory between steps.
 
     Args:
         times: groups of a step, over all optimizers that share this.

@@ -24,7 +24,7 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class StatePlacement(Protocol):
-    """Where optimizer state, and maybe parameters, are stored: `HostMappedMoments` or `SwappedOptimizerState`."""
+    """Where optimizer state is stored: `HostMappedMoments` or `SwappedOptimizerState`."""
 
     #: Whether the device can always read the tensors; if not, only in a step and inside `materialized`.
     device_addressable: bool
@@ -123,7 +123,7 @@ class _Fused(torch.optim.Optimizer):
 
     @contextlib.contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, parameters (all by default) and their moments are fp32 and may be read, written and replaced."""
+        """Inside, parameters (all by default) and their moments are fp32 and may be changed."""
         some = None if parameters is None else list(parameters)
         with contextlib.ExitStack() as stack:
             if self.placement is not None:

@@ -1,4 +1,4 @@
-"""GEMM and collective in one CANN operator (MC2) on Ascend NPUs: all-gather + matmul, matmul + reduce-scatter.
+"""GEMM and collective in one CANN operator (MC2) on Ascend NPUs.
 
 Source: documentation of torch_npu.npu_all_gather_base_mm and npu_mm_reduce_scatter_base (op-plugin 7.3).
 """
@@ -18,7 +18,7 @@ SUMMED = range(256, 65535)
 
 
 def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
-    """Reasons why the operators cannot multiply x [M, K] by w [K, N] over so many ranks; the same on all of them."""
+    """Reasons why the operators cannot multiply x [M, K] by w [K, N]; the same on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
         reasons.append(f"{x.dtype} times {w.dtype}: MC2 takes float16 or bfloat16")

@@ -113,7 +113,7 @@ def parts(rows: int, chunks: int) -> Iterator[slice]:
 
 
 class FusedGemmCollective(ABC):
-    """`tp_linear.OverlappedGemm` by fused operators; unsupported calls run unchunked, and `say` gets the reason.
+    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, and `say` gets the reason.
 
     The operators chunk by themselves: `chunks` is ignored. `why_not` must be the same on all ranks of a group.
     """

@@ -1,4 +1,4 @@
-"""GEMM and collective in one PyTorch operator over CUDA symmetric memory (asynchronous tensor parallelism).
+"""GEMM and collective in one PyTorch operator over CUDA symmetric memory.
 
 A rank copies rows over NVLink on a stream of its own while it multiplies others, without NCCL. A scattered result is
 summed over ranks in one pass and rounded once.

@@ -26,7 +26,7 @@ class ChunkPolicy(Protocol):
     """Chooses the number of chunks of a layer's pass."""
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """For x [M, K] times w [K, N]; `run(n)` runs the pass with n chunks, without side effects, to be timed."""
+        """For x [M, K] times w [K, N]; `run(n)` is the pass with n chunks, to be timed."""
         ...
 
 

@@ -37,7 +37,7 @@ class ScheduleError(ValueError):
 
 
 def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
-    """Return a schedule that is complete, in order, free of deadlock and within memory, or raise ScheduleError.
+    """Return the schedule, or raise ScheduleError with its first problem.
 
     max_live: chunk activations that a rank may hold at once.
     """

@@ -107,7 +107,7 @@ class Held:
 
 
 def held(schedule: Schedule, rank: int) -> list[Held]:
-    """What a rank holds during each of its entries: from the begin of the step that keeps to the end that frees."""
+    """What a rank holds during each of its entries."""
     activations, inputs, queued = ([0] * schedule.num_chunks for _ in range(3))
     found: list[Held] = []
     for entry in schedule.ranks[rank]:

@@ -1,4 +1,4 @@
-"""Derives what one rank executes from a schedule: its steps, and the calls that carry messages between them.
+"""Derives one rank's program from a schedule: its steps, and the calls that carry messages.
 
 A call may block until its peer's call (rendezvous), and a communicator may run operations in the order of issue. To
 exclude deadlocks all ranks issue their messages in one global order, in which the senders' steps end in a simulation.
@@ -109,7 +109,7 @@ def _global_order(schedule: Schedule) -> list[Message]:
 def _places(
     works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
 ) -> list[int]:
-    """The step before which each message of `order` is issued, ascending; never between the steps of a pair."""
+    """The step before which each message of `order` is issued; never between the steps of a pair."""
     own: dict[Message, int] = {}
     for index, work in enumerate(works):
         if work.takes is not None:

@@ -94,7 +94,7 @@ def _with_recomputes(schedule: Schedule, name: str, is_recomputed: Callable[[int
 def _in_gaps(
     schedule: Schedule, marked: Sequence[Collection[Unit]], bound: int, costs: Costs
 ) -> tuple[tuple[Entry, ...], ...]:
-    """The entries of all ranks, each recomputation in the latest gap that fits it, else before its backward."""
+    """The entries of all ranks, with each recomputation in the latest gap that fits it."""
     simulation = simulate(schedule, costs)
     ranks = []
     for rank, units in enumerate(marked):

@@ -28,7 +28,7 @@ _METHODS = {
 
 
 class Passes(Protocol):
-    """The computations of a rank: each method returns a function for one model chunk, with the arguments shown.
+    """The computations of a rank: each method returns a function for one model chunk.
 
     Tensors are whatever `Transport` carries, or None.
 

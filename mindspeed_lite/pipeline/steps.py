@@ -54,7 +54,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class OverlappedPair:
-    """A forward and a backward of different micro-batches that run at the same time, overlapping their messages.
+    """A forward and a backward of different micro-batches that overlap with each other's messages.
 
     It begins when both inputs are there, and sends the activation first.
     """
@@ -145,7 +145,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The entries of every rank in order, and the placement of stages 0 to ranks * chunks - 1; see `check.problems`."""
+    """The entries of every rank in order, and the placement of stages; see `check.problems`."""
 
     name: str
     microbatches: int

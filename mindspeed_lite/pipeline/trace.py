@@ -35,7 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """The records of a file, or of the first `*.jsonl` of each pipeline rank in a folder. Raises JsonFileError."""
+    """Read a file, or the first `*.jsonl` of each pipeline rank in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -173,7 +173,7 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
 
 
 def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
-    """(rank, step) that sends -> when its receiver was ready: the begin of the step before the one that takes it."""
+    """(rank, step) that sends -> when its receiver was ready."""
     found: dict[tuple[int, Step], float] = {}
     for rank in range(schedule.num_ranks):
         for before, step in pairwise([None, *schedule.steps(rank)]):

@@ -45,7 +45,7 @@ class WgradQueue:
 
 
 class WgradBatches:
-    """The deferred weight gradients of several layers, in a batch for each backward pass, the oldest first."""
+    """The deferred weight gradients of several layers, in a batch for each backward pass."""
 
     def __init__(self, queues: Sequence[WgradQueue]) -> None:
         self._queues = tuple(queues)

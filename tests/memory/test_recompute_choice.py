@@ -51,7 +51,7 @@ def random_ways(draw: random.Random) -> list[LayerOption]:
     return [keep, *again]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_it_is_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     options = [random_ways(draw) for _ in range(4)]
@@ -163,13 +163,6 @@ def test_ranks_of_a_stage_choose_for_the_fullest() -> None:
     assert choice.merged(told).rates is None and choice.merged(told).transfers() is None
 
 
-def test_a_table_says_what_runs_again() -> None:
-    options = [memory_options.layer_options(record(), PARTS)] * 3
-    moments = {Instant(NONE, (1, 1, 1)): 4}
-    text = table(choice.choose(options, moments, 420), 457, 420, 1, 2)
-    assert "of pipeline stage 1" in text and "activation" in text and "the budget is 0.00 MiB" in text
-
-
 @pytest.mark.parametrize("moments", [{}, {Instant(0, (1,), is_forward=True): 7}], ids=["none", "forward alone"])
 def test_a_stage_without_moments_that_count_runs_nothing_again(moments: dict[Instant, int]) -> None:
     keep, again = LayerOption(frozenset(), 9, 0, 0, 0, 0.0), LayerOption(frozenset({"x"}), 1, 0, 0, 0, 0.5)
@@ -203,7 +196,7 @@ def moving_ways(draw: random.Random) -> list[LayerOption]:
     ]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_with_copies_it_is_the_best_of_all(seed: int) -> None:
     draw = random.Random(seed)
     options = [*(moving_ways(draw) for _ in range(3)), random_ways(draw)]

@@ -1,4 +1,4 @@
-"""Copies of experts on every rank for one micro-batch: parameters go out, gradients come back to the owner.
+"""Copies of hot experts on every rank for one micro-batch; gradients return to the owner.
 
     copies = CopyPlan(owners, like, group, pending).make(own)
     copies.wait()                  the parameters have arrived
@@ -71,7 +71,7 @@ class Slots(NamedTuple):
 def gather_counts(
     routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
 ) -> tuple[list[list[int]], bool]:
-    """Tokens of each expert by source rank, [ranks][experts], and whether any rank refuses; the same on all ranks.
+    """([ranks][experts] tokens by source rank, whether any rank refuses), the same on all ranks.
 
     Args:
         routing_map: [T, experts] bool, this rank's tokens.
@@ -109,7 +109,7 @@ class PendingGradients:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the messages and add the sums. No collective: each rank calls it when it needs the gradients."""
+        """Wait for the messages and add the sums. No collective."""
         works, sums, self._works, self._sums = self._works, self._sums, [], []
         for work in works:
             work.wait()
@@ -140,7 +140,7 @@ class CopyPlan(NamedTuple):
         return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """Begin to send copies; own: the parameters of each copied expert where this rank is its owner, else None."""
+        """Begin to send copies; own: the parameters of each copied expert that this rank owns, else None."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
         # A rank without one of the experts takes part in the backward pass too.

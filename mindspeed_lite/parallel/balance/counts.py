@@ -1,4 +1,4 @@
-"""Counts tokens of experts on the device while training: for the record of expert load, and as a moving average."""
+"""Counts tokens of experts on the device while training, by step and as a moving average."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class LoadCounter:
         return len(self._steps) == len(self._tokens)
 
     def add(self, row: int, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch of layer `row`; routing_map: bool [tokens, experts], this rank's tokens. No sync."""
+        """Count a micro-batch of layer `row`; routing_map: bool [tokens, experts]. No sync."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
@@ -111,7 +111,7 @@ class LoadCounter:
 
 
 class LoadAverage:
-    """Exponential average of one layer's tokens by expert and step, counted on this rank; experts: over all ranks."""
+    """Exponential average of one layer's tokens by expert, counted on this rank."""
 
     def __init__(self, experts: int, device: torch.device) -> None:
         self._counts = torch.zeros(experts, dtype=torch.int64, device=device)
@@ -133,7 +133,7 @@ class LoadAverage:
 
 
 def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -> list[list[float]]:
-    """[layers][experts], tokens in a step over all ranks of the group, the same on all of them. A collective."""
+    """[layers][experts], tokens in a step over all ranks of the group. A collective."""
     parts = torch.stack([each.parts() for each in averages])
     dist.all_reduce(parts, group=group)
     found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()

@@ -1,4 +1,4 @@
-"""What ordering micro-batches by attention cost gains: documents read or drawn, packed, and assigned to ranks.
+"""What ordering micro-batches by attention cost gains, for documents read or drawn.
 
 Standard library alone.
 """

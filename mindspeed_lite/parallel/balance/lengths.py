@@ -14,12 +14,12 @@ KEPT_STEPS = 4
 
 
 def attention_pairs(lengths: Iterable[int]) -> int:
-    """Pairs of a query and a key of causal attention within documents of these lengths: n (n + 1) / 2 each."""
+    """Query-key pairs of causal attention within documents: n (n + 1) / 2 each."""
     return sum(each * (each + 1) // 2 for each in lengths)
 
 
 def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
-    """[units], the unit at each place, where place p belongs to rank p mod ranks; each rank gets as many units.
+    """[units], the unit at each place; place p belongs to rank p mod ranks.
 
     Args:
         waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units at
@@ -48,7 +48,7 @@ def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -
 
 
 def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[int]:
-    """[units], the rank of each: the most expensive first on the least loaded rank with room, then exchanges of pairs.
+    """[units], the rank of each: greedy by falling cost, then exchanges of pairs.
 
     Source: longest processing time first (Graham, 1969), with a fixed number of units per rank.
     """

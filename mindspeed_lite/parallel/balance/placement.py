@@ -64,7 +64,7 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchange an expert of the fullest rank with another rank's in its slot, while the larger of the two sums falls.
+    """Exchange experts of the fullest rank with others' in the same slot, while the larger sum falls.
 
     Each exchange is the one after which the larger of the two is least, so few experts move.
     """
@@ -177,7 +177,7 @@ class SentTokens:
 
 
 def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
-    """[ranks], tokens that each rank computes; those of a copied expert stay on the rank that they come from."""
+    """[ranks], tokens that each rank computes; those of a copied expert stay on their source."""
     found = rank_loads(sent.totals, placement, sent.ranks)
     for expert in copied:
         found[placement[expert]] -= sent.totals[expert]

@@ -27,7 +27,7 @@ StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 
 @torch.no_grad()
 def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
-    """Send an expert's tensors to one rank and receive another's in place; returns the bytes sent. A collective.
+    """Exchange an expert's tensors in place; returns the bytes sent. A collective.
 
     tensors: of this rank's expert in the slot; in number, shapes and dtypes the same on every rank of `group`.
     """
@@ -103,7 +103,7 @@ class PlacedExperts:
         return after, now, then
 
     def move(self, after: list[int], state_of: StateOfSlot) -> int:
-        """Exchange experts until the placement is `after`; returns the bytes that this rank sent. A collective."""
+        """Exchange experts until the placement is `after`; returns the bytes sent. A collective."""
         sent = 0
         for each in placements.slot_moves(after, self.placement, self.ranks):
             with state_of(each.slot) as tensors:
@@ -164,7 +164,7 @@ class Placer(abc.ABC):
         """Log a "fallback", a "decision", or a "move"."""
 
     def end_step(self) -> None:
-        """Place experts if it is time, between an optimizer's step and the next forward pass. A collective then."""
+        """Place experts if it is time, between two steps. A collective then."""
         self._step += 1
         for each in self.layers.values():
             each.average.end_step()

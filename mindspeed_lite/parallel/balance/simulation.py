@@ -1,4 +1,4 @@
-"""What balancing experts would have gained in recorded steps: none, copies of hot experts, placement, and both.
+"""What copies of hot experts, placement, and both would have gained in recorded steps.
 
 Each policy sees an exponential average of the loads before the step it is judged on. Standard library alone.
 """
@@ -87,7 +87,7 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """All four policies over the steps of a record; ranks: of the expert-parallel group, whatever the record's.
+    """All four policies over the steps of a record; ranks: of the expert-parallel group.
 
     Raises:
         ValueError: the ranks do not divide the experts.

@@ -1,4 +1,4 @@
-"""Attention over a sequence that is split over the ranks of a group: ring, Ulysses, both, or gathered keys.
+"""Attention over a sequence that is split over ranks: ring, Ulysses, both, or gathered keys.
 
 layout          the rows of each rank, and the products that a mask by position leaves
 blocks          one rank's queries against one rank's keys after another, summed in fp32
@@ -77,7 +77,7 @@ def attend(
     dropout_p: float = 0.0,
     sink: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of the whole sequence, for this rank's rows of it; differentiable in q, k, v and the sink.
+    """Softmax attention of the whole sequence for this rank's rows; differentiable in q, k, v and sink.
 
     q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with the s rows of this rank in `layout`, or of a pack [t, n, d],
     [t, g, d] and [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows of a pack are 0.
@@ -187,7 +187,7 @@ def _attend_alone(
 
 
 def _compare_lengths(q: torch.Tensor, k: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Check that all ranks have equal lengths and batches: on CPU every time, on a device in a group's first call.
+    """Check that ranks have equal lengths: on CPU always, on a device in a group's first call.
 
     Raises:
         UnequalLengthsError: on every rank, with what each rank has.

@@ -1,4 +1,4 @@
-"""Attention of one rank's queries over the keys of one rank after another: partial softmaxes, merged in fp32.
+"""Attention of one rank's queries over one rank's keys after another, merged in fp32.
 
 Outputs and gradients are summed in fp32 (float64 for float64) and rounded once. Each row's results are weighted by
 their log-sum-exp; a row that has seen no key has the lse -inf and takes no part, and NaN stays NaN.
@@ -20,7 +20,7 @@ from mindspeed_lite.parallel.context.layout import Band, Layout, Piece, pieces
 
 
 class Dropout(NamedTuple):
-    """p: probability; seed: drawn once a call; first_head, heads: this rank's first head, and heads of all ranks."""
+    """Probability, seed of the call, this rank's first head, and the heads of all ranks."""
 
     p: float
     seed: torch.Tensor
@@ -190,7 +190,7 @@ def attend(
     blocks: RankBlocks,
     exchange: KeyExchange,
 ) -> torch.Tensor:
-    """Attention of this rank's rows q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv] -> [s, b, n, dv]; sink: [n]."""
+    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv] of this rank's rows."""
     out: torch.Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
     return out
 

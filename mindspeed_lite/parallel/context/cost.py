@@ -1,4 +1,4 @@
-"""Chooses the algorithm that exposes the least communication, from bytes and floating point operations.
+"""Chooses the algorithm that exposes the least communication, from bytes and operations.
 
 A ring overlaps a block's keys and values with the products of the block before; all-to-alls and gathers overlap with
 nothing. Time is measured in bytes that the link sends meanwhile.
@@ -18,7 +18,7 @@ _SUM_BYTES = 4
 
 
 class AttentionWork(NamedTuple):
-    """One attention: rows of a rank, batch, heads, key heads, head sizes, bytes of an element, ranks, causal order."""
+    """The sizes of one attention; rows: of a rank; groups: key heads; itemsize: bytes."""
 
     rows: int
     batch: int

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each context-parallel rank holds, and which products a mask by position leaves.
+"""The rows of each context-parallel rank, and the products that a mask by position leaves.
 
 The stream is the whole sequence, or the sequences of a pack in order. Megatron and Transformer Engine split it in a
 zigzag: each sequence is cut into 2P chunks, and rank r holds the chunks r and 2P - 1 - r. Under a causal mask all ranks

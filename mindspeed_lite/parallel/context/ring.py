@@ -1,4 +1,4 @@
-"""Ring attention: keys and values travel from rank to rank during products, and their gradients travel home."""
+"""Ring attention: keys and values travel from rank to rank during products."""
 
 from __future__ import annotations
 

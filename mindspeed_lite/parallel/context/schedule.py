@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 
 
 class Move(NamedTuple):
-    """One message of a rank: the keys and values of `owner`, or the sum of their gradients, to or from `peer`.
+    """One message: the keys and values of `owner`, or the sum of their gradients.
 
     lane: 0 for hops that the next block waits for; 1 for those that have longer, and for sums.
     """
@@ -92,7 +92,7 @@ def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again
 
 
 def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
-    """By step: the owners of a rank's blocks (sign -1), or the ranks that compute with an owner's block (sign 1)."""
+    """By step: the owners of a rank's blocks (sign -1), or the readers of an owner's block (sign 1)."""
     windows = ranks // window
     outer, inner = divmod(rank, window)
     return [
@@ -103,7 +103,7 @@ def _ring_order(ranks: int, window: int, rank: int, sign: int) -> list[int]:
 
 
 def _moves(ranks: int, window: int, needed: Needed) -> tuple[_Moves, _Moves, set[tuple[int, int]]]:
-    """(hops of keys and values, hops of sums, (reader, owner) where a reader adds to a sum that it receives).
+    """(hops of keys and values, hops of sums, (reader, owner) that adds to a received sum).
 
     A sum leaves after the block of the step before; step `ranks` is the end of the pass.
     """

@@ -1,4 +1,4 @@
-"""Ulysses: all-to-alls from rows of a rank with all heads to rows of all ranks with some heads, and back.
+"""Ulysses: all-to-alls from some rows with all heads to all rows with some heads, and back.
 
 Each rank gets whole groups of query heads with their key heads. With fewer key heads than ranks, several ranks get the
 same key head, and its gradients are summed. Received rows are put in the order of the sequence.
@@ -169,7 +169,7 @@ def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
 def _all_to_all(
     outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
 ) -> list[list[torch.Tensor]]:
-    """Send a flat message to every rank; returns, for each tensor, what every rank sent, in shapes[rank][tensor]."""
+    """Send each rank a flat message; returns the received tensors, of shapes[rank][tensor]."""
     sizes = [[math.prod(shape) for shape in its] for its in shapes]
     received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]

@@ -29,7 +29,7 @@ LEAST_BYTES, MOST_BYTES = 2 << 20, 100 << 20
 
 
 class ExpertCounts(NamedTuple):
-    """Rows sent to each expert of the group, and received from each rank for each local expert; rank by rank."""
+    """Rows sent to each expert of the group, and received by rank and local expert."""
 
     sent: list[int]
     received: list[int]
@@ -57,7 +57,7 @@ class RowsOfRank(NamedTuple):
 
 
 def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
-    """Reasons why the operators cannot exchange rows x [T, K] and multiply them by experts' weights [K, width].
+    """Reasons why the operators cannot take rows x [T, K] and experts' weights [K, width].
 
     experts: of this rank. The same on all ranks of the group.
     """

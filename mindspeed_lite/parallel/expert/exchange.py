@@ -1,4 +1,4 @@
-"""Asynchronous collectives for experts' tokens that overlap with the operators between issue and wait, in both passes.
+"""Asynchronous collectives that overlap with the operators between issue and wait, in both passes.
 
     out = issue(x, ...)         forward: starts the message         backward: waits for the gradient
     shared_expert(...)                   overlaps                             overlaps
@@ -128,7 +128,7 @@ class Messages:
             self._works.pop(0)[0].wait()
 
     def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
-        """Run `job` before the wait for the next message; False if none will come, unless the caller is certain."""
+        """Run `job` before the wait for the next message; returns False if none will come."""
         if self.takes_jobs or is_certain:
             self._jobs.append(job)
         return self.takes_jobs or is_certain

@@ -1,4 +1,4 @@
-"""Hierarchical exchange of experts' tokens: one copy of a token to each node, and one to each rank inside the node.
+"""Hierarchical exchange of experts' tokens: one copy to each node, then one to each rank inside it.
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 

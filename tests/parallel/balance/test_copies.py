@@ -61,11 +61,6 @@ def _dropped(monkeypatch):
     monkeypatch.setattr(copies.PendingGradients, "put", lambda self, works, sums: [work.wait() for work in works])
 
 
-def _doubled(monkeypatch):
-    own = copies.PendingGradients.put
-    monkeypatch.setattr(copies.PendingGradients, "put", lambda self, works, sums: own(self, works, [*sums, *sums]))
-
-
 def _other_owner(monkeypatch):
     own = copies.CopyPlan.reduce
     monkeypatch.setattr(
@@ -87,13 +82,6 @@ def _other_parameter(monkeypatch):
     monkeypatch.setattr(copies.PendingGradients, "put", put)
 
 
-def _other_sender(monkeypatch):
-    own = copies.CopyPlan.send
-    monkeypatch.setattr(
-        copies.CopyPlan, "send", lambda self, flat: own(self._replace(owners=[(o + 1) % 4 for o in self.owners]), flat)
-    )
-
-
 def _owner_sends_away(monkeypatch):
     """Tokens of the owner go to its slot as well."""
     own = Slots.open
@@ -105,7 +93,7 @@ def _owner_sends_away(monkeypatch):
     monkeypatch.setattr(Slots, "open", is_open)
 
 
-MUTATIONS = (_dropped, _doubled, _other_owner, _other_parameter, _other_sender, _owner_sends_away)
+MUTATIONS = (_dropped, _other_owner, _other_parameter, _owner_sends_away)
 
 
 @forked("features")

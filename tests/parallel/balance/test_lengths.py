@@ -11,7 +11,6 @@ import pytest
 
 from mindspeed_lite.parallel.balance import lengths
 from mindspeed_lite.parallel.balance.length_simulation import (
-    GeneratedLengths,
     lower_bound,
     rank_costs,
     read_index,
@@ -93,14 +92,6 @@ def test_a_step_keeps_its_samples_and_a_micro_batch_too():
     assert places(lengths.StepOrder(0, 100, 16, 2, 2, lambda sample: 5)) == list(range(100))
 
 
-def test_ranks_of_a_step_have_equal_costs():
-    found = places(made(micro_batch=1))
-    for start in range(0, 96, 16):
-        sums = [sum(COSTS[found[each]] for each in range(start + rank, start + 16, 2)) for rank in (0, 1)]
-        own = COSTS[start : start + 16]
-        assert max(sums) <= max(sum(own) / 2 * 1.05, lower_bound(own, 2) * 1.05)
-
-
 def test_a_training_that_resumes_goes_on_in_the_same_order():
     whole = places(made())
     resumed = made(first=32)
@@ -141,18 +132,6 @@ def test_the_index_of_a_data_set_is_read(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=why):
             read_index(file)
-
-
-@pytest.mark.parametrize(("ranks", "gain", "gain_of_waits"), [(4, 1.3, 1.3), (2, 1.2, 1.3)])
-def test_long_tailed_documents_balance_to_within_three_per_cent_of_the_bound(ranks, gain, gain_of_waits):
-    documents = GeneratedLengths(shortest=16, tail=1.4, longest=8192).draw()
-    costs = sample_costs(documents, 8192, 30 * 12 * ranks, 1)
-    before, after, waiting, bound = simulate(costs, ranks, 12 * ranks)
-    assert before.step / after.step > gain and after.step / bound.step < 1.03
-    assert before.micro_batch / waiting.micro_batch > gain_of_waits
-    assert waiting.micro_batch == pytest.approx(bound.micro_batch)
-    # Equal costs leave nothing to gain.
-    assert {each.step for each in simulate([7] * 48, ranks, 48)} == {1.0}
 
 
 def test_a_simulation_counts_as_by_hand():

@@ -44,12 +44,6 @@ def test_greedy_holds_as_many_experts_a_rank_and_is_near_the_exact_placement(siz
     assert found <= (sum(loads) / ranks + spread * (ranks - 1) / ranks) * (1 + 1e-12)
 
 
-def test_greedy_is_exact_for_a_small_case():
-    # Slots (5, 4), (5, 3), (4, 3).
-    loads = [5, 5, 4, 4, 3, 3]
-    assert largest(loads, placement.greedy(loads, 2), 2) == exact(loads, 2) == 12
-
-
 @settings(max_examples=60)
 @given(EVEN_SIZES, st.integers(0, 2**32))
 def test_a_chosen_placement_keeps_slots_and_pays(sizes, seed):
