@@ -1,11 +1,10 @@
 """Overlaps GEMMs with the collectives that feed them or that they feed, in chunks of rows.
 
-A gather is sent in all chunks first; the rank's own rows are multiplied first, the others as they arrive. A product is
-computed in the order in which its chunks are reduced. No sum changes its order, so bits change only where a library
-chooses its kernel by the number of rows, or a collective its order of ranks by the size of a message.
+A gather multiplies the rank's own rows first, the others as they arrive; a product is computed in the order in which
+its chunks are reduced. No sum changes its order: bits change only where a library chooses its kernel by the number of
+rows, or a collective its order of ranks by the size of a message.
 
-Matrices are 2-D. Over a group of p ranks with m rows each, rows r m to (r + 1) m of the p m belong to rank r. `chunks`
-is the number of messages; 1 is one product and one collective in sequence. It need not divide the rows.
+Matrices are 2-D; of p m rows over p ranks, r m to (r + 1) m belong to rank r. `chunks` is the number of messages.
 
 Source: MindSpeed's CoC for the order of chunks; the rank's own rows first as in Flux (arXiv 2406.06858) and PyTorch's
 asynchronous tensor parallelism.

@@ -5,8 +5,8 @@
     ...                            products with copies.of(0), copies.of(1), ...
     pending.finish()               after the backward pass: the owners' main gradients are complete
 
-Each expert is one broadcast, and in the backward pass one fp32 reduction to its owner, where the sum is added to the
-parameters' main gradients, or returned to autograd if they have none. A copy is a tensor of the graph, no parameter.
+An expert is one broadcast, and in the backward pass one fp32 reduction to the main gradients of its owner, or to
+autograd if there are none. A copy is a tensor of the graph, no parameter.
 """
 
 from __future__ import annotations
@@ -22,13 +22,10 @@ Parameters = Sequence[torch.Tensor]
 
 
 class Slots(NamedTuple):
-    """Routing over places: on each rank its `local` experts, then a slot for each copied expert.
+    """Routing over places: on each rank its `local` experts in order, then a slot for each copied expert.
 
-    A token of a copied expert goes to the slot of its own rank, or on the owner to the expert itself. Every rank has
-    the same number of places and nothing sent to a slot leaves its rank, so the exchange of tokens needs no change.
-
-    local: experts of a rank; neighbouring experts are on a rank, in order.
-    copied: experts that have a slot on every rank.
+    A token of a copied expert goes to its own rank's slot, or on the owner to the expert itself. The exchange of tokens
+    is unchanged: every rank has the same number of places.
     """
 
     ranks: int
@@ -58,11 +55,7 @@ class Slots(NamedTuple):
         return found
 
     def route(self, routing_map: torch.Tensor, probs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Route this rank's tokens over places.
-
-        routing_map: [T, experts] bool; probs: [T, experts], differentiable. Returns both as [T, places]; a closed place
-        has no token, and its probabilities are those of its expert.
-        """
+        """routing_map and probs [T, experts] -> both as [T, places]; closed places have no token."""
         index = torch.tensor(self.experts(), device=probs.device)
         is_open = torch.tensor(self.open(rank), device=probs.device)
         return routing_map.index_select(1, index) & is_open, probs.index_select(1, index)
@@ -77,7 +70,7 @@ def gather_counts(
         routing_map: [T, experts] bool, this rank's tokens.
         ranks: of the expert-parallel group.
         group: all ranks that share experts; ranks with shards of the same experts are neighbours.
-        refuses: this rank can make no copies.
+        refuses: whether this rank does.
     """
     counts = routing_map.sum(0, dtype=torch.int64)
     sent = torch.cat([counts, counts.new_full((1,), int(refuses))])
@@ -96,14 +89,14 @@ class PendingGradients:
         self._is_closed = False
 
     def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Keep messages in flight; sums: (main gradient, what is added to it afterwards)."""
+        """Keep messages in flight; sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
         if self._is_closed:
             self.finish()
 
     def close(self) -> None:
-        """Wait at once from here on: the caller calls `finish` no more, while a backward pass may still run."""
+        """Wait at once from here on; a backward pass may still run."""
         self._is_closed = True
         self.finish()
 
@@ -118,12 +111,11 @@ class PendingGradients:
 
 
 class CopyPlan(NamedTuple):
-    """Which experts are copied, and how.
+    """Which experts are copied, and how; the same on all ranks of `group`, which get the copies.
 
     owners: the rank in `group` of each copied expert.
-    like: the parameters of any expert of this rank, all of one dtype: shapes and dtypes of all experts'.
-    group: ranks that get copies. All of them make the same plan at the same place among their collectives.
-    accumulates: products add weight gradients to `main_grad` of the copies instead of giving them to autograd.
+    like: the parameters of any expert, all of one dtype.
+    accumulates: products add weight gradients to `main_grad` of the copies.
     before_sending: called in the backward pass before the copies' gradients are read.
     """
 
@@ -143,11 +135,11 @@ class CopyPlan(NamedTuple):
         """Begin to send copies; own: the parameters of each copied expert that this rank owns, else None."""
         like: Any = self.like[0]
         flat = like.new_empty(self.shape, requires_grad=False)
-        # A rank without one of the experts takes part in the backward pass too.
+        # Ranks that own none take part in the backward pass too.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        # One grouped product adds to main gradients of the rank's experts and of copies, all in one dtype.
+        # In the dtype of main gradients: one grouped product adds to both.
         gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:

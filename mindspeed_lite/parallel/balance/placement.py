@@ -1,8 +1,7 @@
 """Assigns experts to ranks for equal load, and chooses hot experts that every rank gets a copy of.
 
-A placement is the rank of each expert. An expert keeps its local slot: slot j of one rank changes places with slot j of
-another, so parameters, gradients and optimizer states keep their layout on all ranks and a move is an exchange of equal
-pieces. Loads are tokens by expert. Standard library alone.
+A placement is the rank of each expert. An expert keeps its local slot, so that a move is an exchange of equal pieces.
+Loads are tokens by expert. Standard library alone.
 """
 
 from __future__ import annotations
@@ -47,11 +46,7 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot the heaviest expert on the least loaded rank, then exchanges of pairs while they help.
-
-    Slots of unequal experts come first. The fullest rank has at most (ranks - 1) / ranks of the widest slot's
-    difference above the mean.
-    """
+    """Slot by slot the heaviest expert on the least loaded rank, then `improved`."""
     sums = [0.0] * ranks
     placement = [0] * len(loads)
     slots = _slots(len(loads), ranks)
@@ -188,10 +183,7 @@ def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collec
 def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
     """The experts to copy, at most `number`: repeatedly the heaviest expert of the fullest rank.
 
-    As many of these as lower the largest load most, each by more than its price. A copy may lower nothing before the
-    next one, where two ranks are equally full.
-
-    price: tokens that a copy must take off the fullest rank.
+    Of these, as many as lower the largest load most, each by more than `price`.
     """
     loads = rank_loads(sent.totals, placement, sent.ranks)
     if max(loads) - sum(loads) / sent.ranks <= price:

@@ -51,17 +51,12 @@ def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.Proces
 
 
 class PlacedExperts:
-    """The experts of one layer: where they are, their average load, and their moves.
-
-    Args:
-        experts: of the layer, over all ranks.
-        group: the ranks that they are divided among.
-        device: of routing maps.
+    """The experts of one layer over the ranks of `group`.
 
     Attributes:
         placement: [experts], the rank of each.
-        home: the placement that checkpoints and names mean.
-        wanted: the placement to return to from home; None if there is none.
+        home: the placement of checkpoints and parameter names.
+        wanted: the placement to return to from home, or None.
     """
 
     def __init__(self, experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -120,15 +115,14 @@ class PlacementGroup(NamedTuple):
 
 
 class Placer(abc.ABC):
-    """Places of the experts of every layer; a subclass gives access to the model and its optimizers.
+    """Places the experts of every layer; a subclass gives access to the model and its optimizers.
 
     Args:
         interval: steps between two placements.
-        break_even: tokens of a step that the fullest rank must lose for each slot in which experts move; None to
-            measure it.
+        break_even: tokens of a step that the fullest rank must lose for each moved slot; None to measure it.
 
     Attributes:
-        layers: by layer, in the order of the first forward pass, which is the same on all ranks.
+        layers: by layer, in the order of the first forward pass.
         prices: measured break-even by the sizes of an expert's parameters.
     """
 
@@ -149,7 +143,7 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Why a layer's experts may not move, the same on every rank; "" if they may."""
+        """Why a layer's experts may not move, the same on every rank, or ""."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:

@@ -1,8 +1,7 @@
 """The record of expert load: JSON lines that training appends to a file.
 
-Each training writes a header, then a line for each step. A training that resumes from an earlier checkpoint appends
-the same steps again; the later line counts. A line that a killed run left unfinished is skipped if it is the last or a
-header follows. Standard library alone.
+A header, then a line for each step. A resumed training appends steps again; the later line counts. An unfinished line
+is skipped if it is the last or a header follows. Standard library alone.
 """
 
 from __future__ import annotations

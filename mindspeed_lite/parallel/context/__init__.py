@@ -41,11 +41,10 @@ class UnequalLengthsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Algorithm:
-    """How the ranks of a layout share one attention; at least one of the three groups is given.
+    """How ranks share one attention: `ulysses`, `ring` or `gathered`, or `ulysses` with another.
 
-    ulysses: adjacent ranks, which share heads. Alone: all ranks.
-    ring: ranks that share the sequence; with `ulysses` those of the same place in their Ulysses groups.
-    gathered: as `ring`, but keys and values are gathered.
+    ulysses: adjacent ranks, which share heads.
+    ring, gathered: ranks that share the sequence; with `ulysses` those of the same place in their Ulysses groups.
     gather_keys: Ulysses gathers all key heads instead of sending each rank its own.
     """
 
@@ -82,15 +81,14 @@ def attend(
     q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv] with the s rows of this rank in `layout`, or of a pack [t, n, d],
     [t, g, d] and [t, g, dv]. Returns [s, b, n, dv] or [t, n, dv] in q's dtype; padding rows of a pack are 0.
 
-    band: (left, right), the keys before and after its own position that a query sees; -1 is no limit, (-1, 0) causal.
+    band: see `layout.Band`; (-1, 0) is causal.
     scale: 1 / sqrt(d) by default.
-    dropout_p: drawn by position in the sequence from a seed of the device's default generator. With the same seed on
-        all ranks, every algorithm and number of ranks drops the same.
+    dropout_p: drawn by position from the device's default generator; with equal seeds on all ranks, every algorithm
+        drops the same.
     sink: [n], one logit per head that takes weight and gives no value.
 
     Raises:
-        ValueError: the rows are not those of the layout, its ranks not those of the algorithm, or heads are fewer than
-            the ranks of Ulysses.
+        ValueError: rows or ranks do not match the layout, or heads are fewer than the ranks of Ulysses.
         UnequalLengthsError: the ranks have sequences of different lengths.
     """
     if algorithm.ranks != layout.ranks:

@@ -1,8 +1,7 @@
 """The rows of each context-parallel rank, and the products that a mask by position leaves.
 
-The stream is the whole sequence, or the sequences of a pack in order. Megatron and Transformer Engine split it in a
-zigzag: each sequence is cut into 2P chunks, and rank r holds the chunks r and 2P - 1 - r. Under a causal mask all ranks
-then have the same work.
+The stream is the whole sequence, or the sequences of a pack in order. In Megatron's zigzag each sequence is cut into 2P
+chunks, and rank r holds the chunks r and 2P - 1 - r: under a causal mask all ranks have the same work.
 """
 
 from __future__ import annotations
@@ -170,9 +169,8 @@ class _Product(NamedTuple):
 def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
     """The products that a mask by position leaves of one rank's queries and another's keys.
 
-    Between two ranks of a zigzag a causal mask leaves half of the products, unmasked: all queries and the first half
-    of an earlier rank's keys, or the second half of the queries and all keys of a later rank. Empty if no query sees a
-    key.
+    Between two ranks of a zigzag a causal mask leaves one unmasked half: all queries with the first half of an earlier
+    rank's keys, or the second half of the queries with all keys of a later rank.
     """
     slots: dict[tuple[int, Band], list[_Product]] = {}
     for document in documents:

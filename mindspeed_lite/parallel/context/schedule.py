@@ -1,12 +1,10 @@
 """Ring attention as a list of steps for each rank: which messages start, which block is computed.
 
-In each step a rank computes one block: its queries against one owner's keys and values, which travel while the block
-before is computed. In the backward pass they travel again, followed by the sum of the owner's gradients: each rank adds
-its block's and passes the sum on, the last one sends it home. An owner's own block is added at home.
+A block is one rank's queries against one owner's keys and values, which travel while the block before is computed. In
+the backward pass the sum of an owner's gradients follows: each rank adds its block's, and the last one sends it home.
 
-A double ring splits the ranks into windows of `window` adjacent ones. The inner ring turns within a window. The hop to
-the next window starts when a turn begins and is needed when it ends, so a slow link between hosts has the time of
-`window` blocks.
+A double ring has windows of `window` adjacent ranks. The inner ring turns within a window; the hop to the next window
+overlaps with a whole turn, which suits slow links between hosts.
 """
 
 from __future__ import annotations
@@ -32,12 +30,11 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class RingStep:
-    """One step of a rank.
+    """One step of a rank: messages that start, then the block of `owner`.
 
-    moves: messages that start before the block is computed, in the order in which both sides post them.
-    owner: the rank whose keys and values the block needs; an earlier step has received them.
-    computes: whether a query of this rank sees one of these keys.
-    receives_sum: whether the block's gradients are added to a sum that comes from another rank.
+    moves: in the order in which both sides post them.
+    computes: whether a query of this rank sees one of the owner's keys.
+    receives_sum: whether the block's gradients are added to a received sum.
     """
 
     moves: tuple[Move, ...]
@@ -68,8 +65,7 @@ def programs(ranks: int, window: int = 1, needed: Needed | None = None, kv_again
 
     Args:
         window: ranks of an inner ring; divides `ranks`.
-        needed: blocks that are computed, all by default; others are neither computed nor, if no later rank needs them,
-            sent.
+        needed: blocks that are computed, all by default; keys that no later rank needs are not sent.
         kv_again: whether keys and values travel in the backward pass too; not if the forward pass has kept them.
 
     Raises:

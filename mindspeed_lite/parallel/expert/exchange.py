@@ -4,8 +4,7 @@
     shared_expert(...)                   overlaps                             overlaps
     messages.wait()                      waits for it                         (the gradient was sent when it was ready)
 
-Autograd runs ready nodes in the reverse order of the forward pass, so the operators between the two calls run between
-send and wait of the gradient too.
+Autograd runs ready nodes in reverse order, so the same operators run between send and wait of the gradient.
 """
 
 from __future__ import annotations
@@ -88,9 +87,8 @@ class Messages:
     def begin(self, is_dispatch: bool = True) -> None:
         """Group the messages issued from here on: the backward pass sends all of them before it waits for one.
 
-        is_dispatch: they bring tokens to experts; else they return the results of the last dispatch, whose gradients
-            travel first. With `expect_jobs`, everything that overlapped with either message in the forward pass
-            overlaps with these in the backward pass, and jobs with the dispatch's.
+        is_dispatch: they bring tokens to experts; else they return results, and their gradients travel first. With
+            `expect_jobs` these overlap with all other operators, and the dispatch's gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False

@@ -2,10 +2,9 @@
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
-Peers between nodes are the ranks of the same place on each node. Results return by the same path: a rank sums its
-experts' rows of a token and a node its ranks' rows, both in fp32; then one row per token and node crosses the network,
-and the source sums over nodes. `spread` and `collect` are each other's gradient. Probabilities travel by (token,
-expert) pair, without copies.
+Peers between nodes are the ranks of the same place. Results return by the same path, summed in fp32 on each rank and
+node, so that one row per token and node crosses the network. `spread` and `collect` are each other's gradient.
+Probabilities travel by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -34,9 +33,7 @@ _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.Process
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """The number of a group's ranks on each node.
-
-    ranks: global ranks in the order of the group; node n holds `node_size` ranks from n * node_size on.
+    """The number of a group's ranks on each node; ranks: global ranks in the order of the group.
 
     Raises:
         ValueError: all ranks are on one node, or not equally many and adjacent on each.
@@ -84,9 +81,9 @@ class Splits(NamedTuple):
 
 
 class TwoLevels(NamedTuple):
-    """What one rank sends and receives on both levels: rows of tokens, and (token, expert) pairs.
+    """What one rank sends and receives: rows, and (token, expert) pairs, between and within nodes.
 
-    sources: (rank of the group, rows) in the order in which rows arrive on the inner level.
+    sources: (rank of the group, rows) in the order in which rows arrive.
     """
 
     rows_between: Splits
@@ -99,8 +96,7 @@ class TwoLevels(NamedTuple):
 def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
     """What rank `rank` of a group sends and receives.
 
-    table: on CPU, for each rank of the group: rows for each rank, pairs for each rank, rows for each node.
-    ranks: of a node; rank r is on node r // ranks, at place r % ranks.
+    table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
     """
     count = len(table)
     node, place = divmod(rank, ranks)
@@ -161,7 +157,7 @@ class RowCopies:
         return x.index_select(0, self.index)
 
     def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """[copies, H] -> [rows, H], summed in fp32; [copies] -> [rows] with at most one copy each."""
+        """[copies, H] -> [rows, H], summed in fp32; [copies] -> [rows] if each has at most one copy."""
         if y.dim() == 1:
             return y.new_zeros(self.rows).index_copy_(0, self.index.long(), y)
         return ops.unpermute(y, self._row_ids, (self.rows, y.shape[1]))
@@ -197,10 +193,7 @@ class Route(NamedTuple):
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """Compute the paths of this rank's tokens; a collective of three small messages.
-
-    routing_map: [T, E] bool; T may differ between ranks and be 0. A rank has E / ranks experts, in order.
-    """
+    """The paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
@@ -235,7 +228,7 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
 
 
 def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[T, E] with `capacity` tokens per expert: its own, then the first others, whose probability is 0."""
+    """Add tokens of probability 0 to routing_map [T, E] so that each expert has `capacity`."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
@@ -288,10 +281,10 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Rows to experts, differentiable: a row's gradient is the sum over its copies. Saves only indices."""
+    """Rows to experts, differentiable. Saves only indices."""
     return linear_map(x, way.spread, way.collect)
 
 
 def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Results to tokens, differentiable: a copy's gradient is that of its row. Saves only indices."""
+    """Results to tokens, differentiable. Saves only indices."""
     return linear_map(y, way.collect, way.spread)
