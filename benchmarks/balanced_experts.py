@@ -27,7 +27,7 @@ from benchmarks.skewed_experts import ARMS, Race
 def _predicted(options: argparse.Namespace, skew: float, break_even: float) -> dict[str, float]:
     """Imbalance of each arm by the weights of the router, and how many copies are made."""
     from mindspeed_lite.parallel.balance import placement
-    from mindspeed_lite.parallel.balance.replicas import SentTokens, hot_experts, rank_loads
+    from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts, loads_with_copies
     from tests.harness.skewed_router import weights_of
 
     weights = weights_of(skew, options.experts)
@@ -36,7 +36,8 @@ def _predicted(options: argparse.Namespace, skew: float, break_even: float) -> d
     placed = placement.contiguous(options.experts, RANKS)
     copied = hot_experts(sent, placed, options.copies, break_even)
     mean = tokens / RANKS
-    found = {arm: max(rank_loads(sent, placed, each)) / mean for arm, each in zip(ARMS, ((), copied), strict=True)}
+    loads = [loads_with_copies(sent, placed, each) for each in ((), copied)]
+    found = {arm: max(each) / mean for arm, each in zip(ARMS, loads, strict=True)}
     return {**found, "copies": len(copied)}
 
 

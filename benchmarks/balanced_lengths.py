@@ -34,8 +34,8 @@ from benchmarks.ranks import Rates, on_ranks
 from mindspeed_lite.bench.network import Delays
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.ops.attention import packed
-from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, sample_costs, simulate
-from mindspeed_lite.parallel.balance.lengths import attention_pairs, lower_bound
+from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, lower_bound, sample_costs, simulate
+from mindspeed_lite.parallel.balance.lengths import attention_pairs
 from tests.harness import document_data
 
 RANKS = 2

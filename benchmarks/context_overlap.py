@@ -26,16 +26,15 @@ import torch.fx.experimental.symbolic_shapes  # what a first backward pass impor
 
 from benchmarks import page
 from benchmarks.ranks import Rates, on_ranks
+from benchmarks.ring_timing import RingTiming, simulate
 from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import ring
-from mindspeed_lite.parallel.context.messages import Mail
-from mindspeed_lite.parallel.context.partial import RankBlocks
-from mindspeed_lite.parallel.context.pieces import CAUSAL
-from mindspeed_lite.parallel.context.ring import Ring
+from mindspeed_lite.parallel.context.blocks import RankBlocks
+from mindspeed_lite.parallel.context.layout import CAUSAL
+from mindspeed_lite.parallel.context.ring import Ring, RingP2P
 from mindspeed_lite.parallel.context.schedule import Move, programs
-from mindspeed_lite.parallel.context.simulation import RingTiming, simulate
 
 PASSES = ("forward", "backward")
 # Times of messages between hosts and within one, in blocks of the forward pass.
@@ -50,34 +49,34 @@ class _Done:
         return True
 
 
-class WatchedMail(Mail):
-    """Mail that knows how long it was waited for, and waits at once where `at_once` is set."""
+class WatchedP2P(RingP2P):
+    """Messages that record how long was waited for them; `at_once`: waits for each where it starts."""
 
     at_once = False
     waited = 0.0
 
     def post(self, moves: Sequence[Move], held: Any) -> None:
         super().post(moves, held)
-        if not WatchedMail.at_once:
+        if not WatchedP2P.at_once:
             return
         start = time.perf_counter()
         for _, work in (*self._going, *self._coming.values()):
             work.wait()
         self._going = [(tensor, _Done()) for tensor, _ in self._going]
         self._coming = {key: (tensor, _Done()) for key, (tensor, _) in self._coming.items()}
-        WatchedMail.waited += time.perf_counter() - start
+        WatchedP2P.waited += time.perf_counter() - start
 
     def take(self, what: str, owner: int) -> torch.Tensor:
         start = time.perf_counter()
         try:
             return super().take(what, owner)
         finally:
-            WatchedMail.waited += time.perf_counter() - start
+            WatchedP2P.waited += time.perf_counter() - start
 
     def finish(self) -> None:
         start = time.perf_counter()
         super().finish()
-        WatchedMail.waited += time.perf_counter() - start
+        WatchedP2P.waited += time.perf_counter() - start
 
 
 class Problem:
@@ -95,18 +94,18 @@ class Problem:
 
     def run(self, algorithm: context.Algorithm, at_once: bool, passes: Sequence[str] = PASSES) -> dict[str, Any]:
         """{pass: (seconds, of which waited)}"""
-        WatchedMail.at_once = at_once
+        WatchedP2P.at_once = at_once
         found = {}
         for leaf in self.leaves:
             leaf.grad = None
         for name in passes:
             dist.barrier(self.group)
-            WatchedMail.waited, start = 0.0, time.perf_counter()
+            WatchedP2P.waited, start = 0.0, time.perf_counter()
             if name == "forward":
                 out = context.attend(self.q, self.k, self.v, self.layout, algorithm, band=CAUSAL)
             else:
                 torch.autograd.backward(out, self.dout)
-            found[name] = time.perf_counter() - start, WatchedMail.waited
+            found[name] = time.perf_counter() - start, WatchedP2P.waited
         return found
 
 
@@ -154,7 +153,7 @@ def _race(problem: Problem, arms: dict[str, Arm], passes: Sequence[str], repeats
 
 def _two_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """Ring with overlap and without, on links of several speeds."""
-    ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
+    ring.RingP2P = WatchedP2P  # type: ignore[attr-defined, misc]
     group = dist.group.WORLD
     assert group is not None
     problem = Problem(options, group)
@@ -178,7 +177,7 @@ def _two_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
 
 def _four_ranks(options: argparse.Namespace, rates: Rates) -> dict[str, Any]:
     """Single against double ring, on two hosts."""
-    ring.Mail = WatchedMail  # type: ignore[attr-defined, misc]
+    ring.RingP2P = WatchedP2P  # type: ignore[attr-defined, misc]
     group = dist.group.WORLD
     assert group is not None
     block = {"forward": options.block, "backward": 2.5 * options.block}
@@ -252,7 +251,7 @@ def _predicted_on_hosts(row: dict[str, Any], arm: str, size: float, within: floa
 
 _LEGEND = """\
 *block*: time of the products of one block; a message has the keys and values of a rank, or the sum of their \
-gradients. *predicted*: by `mindspeed_lite/parallel/context/simulation.py` from the block's time and the link's \
+gradients. *predicted*: by `benchmarks/ring_timing.py` from the block's time and the link's \
 rate. *waits*: of the slowest rank, for messages and for a core. *hidden of what can be*: the waits that overlap \
 removes, over those that it removes in the prediction. Sockets copy on the cores that compute, and the last sum of a \
 backward pass is never hidden."""

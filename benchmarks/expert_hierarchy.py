@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import math
 import os
 import statistics
 import sys
@@ -110,9 +111,13 @@ def _race(exchange: _Exchange, timeline: Timeline, repeats: int, hosts: int) -> 
     }
 
 
-def _measure(options: argparse.Namespace, timeline: Timeline, rates: Rates) -> dict[str, Any]:
-    from mindspeed_lite.parallel.expert.traffic import pairs_to, rows_to
+def _pairs_and_rows(routing_map: torch.Tensor, hosts: int) -> tuple[list[int], list[int]]:
+    """(token, expert) pairs, and tokens, for each host's experts; routing_map: [T, E] bool."""
+    by_host = routing_map.reshape(len(routing_map), hosts, -1)
+    return by_host.sum((0, 2)).tolist(), by_host.any(-1).sum(0).tolist()
 
+
+def _measure(options: argparse.Namespace, timeline: Timeline, rates: Rates) -> dict[str, Any]:
     os.environ["LOCAL_WORLD_SIZE"] = str(options.ranks_per_host)
     rows: list[dict[str, Any]] = []
     with mindspeed_lite.enabled(moe_permute_fusion=True):
@@ -120,8 +125,8 @@ def _measure(options: argparse.Namespace, timeline: Timeline, rates: Rates) -> d
         host = dist.get_rank() // options.ranks_per_host
         leaving = torch.tensor(
             [
-                sum(count for node, count in enumerate(counts(exchange.routing_map, options.hosts)) if node != host)
-                for counts in (pairs_to, rows_to)
+                sum(count for node, count in enumerate(counts) if node != host)
+                for counts in _pairs_and_rows(exchange.routing_map, options.hosts)
             ]
         )
         dist.all_reduce(leaving)
@@ -174,10 +179,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _page(options: argparse.Namespace, found: dict[str, Any], reason: str | None, command: str) -> str:
-    from mindspeed_lite.parallel.expert.traffic import expected_copies
-
     kind = "network namespaces, a host's ranks share its link" if reason is None else f"links in the clock ({reason})"
-    copies = expected_copies(options.experts, options.topk, options.hosts)
+    # The mean number of hosts that hold one of a token's experts.
+    elsewhere = options.experts - options.experts // options.hosts
+    copies = options.hosts * (1 - math.comb(elsewhere, options.topk) / math.comb(options.experts, options.topk))
     sent, predicted = found["rows"][0]["bytes"], found["predicted"]
     lines = [
         "# Experts' exchange on two levels",

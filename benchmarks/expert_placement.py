@@ -33,7 +33,7 @@ import mindspeed_lite
 from benchmarks import page, skewed_experts
 from benchmarks.expert_model import RANKS
 from benchmarks.skewed_experts import ARMS, Race
-from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
+from mindspeed_lite.parallel.balance.placer import PlacedExperts
 
 _POLICIES = {"off": "none", "on": "placement"}
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.memory.layer_ways import Way
+from mindspeed_lite.memory.memory_options import LayerOption
 from mindspeed_lite.memory.recompute_choice import BudgetError, choose, leanest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,10 +37,10 @@ class Plan:
     budget: int = 0
     seconds: list[float] = field(default_factory=list)
     peak: int = 0
-    ways: tuple[Way, ...] = ()
+    ways: tuple[LayerOption, ...] = ()
     longer: float = 0.0
 
-    def take(self, ways: tuple[Way, ...]) -> None:
+    def take(self, ways: tuple[LayerOption, ...]) -> None:
         """Run like this."""
         self.ways, self.longer = ways, sum(way.seconds for way in ways)
 
@@ -174,7 +174,7 @@ class _Steps:
             plan, within = Plan(name, budget), budget
             for _ in range(MAX_CHECKS):
                 try:
-                    plan.take(choose(options, told.moments, within).ways)
+                    plan.take(choose(options, told.moments, within).options)
                 except BudgetError:
                     break
                 plan.peak = yield plan, True
@@ -183,7 +183,7 @@ class _Steps:
                 within -= plan.peak - budget
             self.plans.append(plan)
         least = Plan("the least possible")
-        least.take(leanest(options, told.moments).ways)
+        least.take(leanest(options, told.moments).options)
         least.peak = yield least, True
         self.plans.append(least)
         self.chosen_steps = len(self.losses)

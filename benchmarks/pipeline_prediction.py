@@ -177,7 +177,7 @@ def _trained(options: argparse.Namespace, order: str, folder: Path) -> tuple[Any
 def _predicted_bytes(schedule: Schedule, rank: int, changes: dict[tuple[str, int], int]) -> float:
     """The peak of a rank from what one micro-batch of each chunk keeps."""
     stages, row = schedule.num_stages, schedule.placement[rank]
-    activations, inputs, waiting = ([0.0] * stages for _ in range(3))
+    activations, inputs = [0.0] * stages, [0.0] * stages
     recomputed = {(step.chunk) for step in schedule.steps(rank) if step.kind is Kind.RECOMPUTE}
     first = {step.chunk: step.microbatch for step in reversed([*schedule.steps(rank)]) if step.kind is Kind.FORWARD}
     for chunk, stage in enumerate(row):
@@ -187,8 +187,7 @@ def _predicted_bytes(schedule: Schedule, rank: int, changes: dict[tuple[str, int
             activations[stage] = kept + changes["R", chunk]
         elif chunk in recomputed:
             inputs[stage] = kept - changes["R", chunk]
-        waiting[stage] = max(0.0, kept + changes.get(("BI", chunk), -kept))
-    unit = replace(costs.uniform(stages), activation_bytes=activations, input_bytes=inputs, weight_grad_bytes=waiting)
+    unit = replace(costs.uniform(stages), activation_bytes=activations, input_bytes=inputs)
     return costs.peak_bytes(schedule, rank, unit)
 
 

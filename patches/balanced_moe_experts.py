@@ -25,9 +25,8 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
 from mindspeed_lite.parallel.balance import payoff, placement
-from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients
-from mindspeed_lite.parallel.balance.replicas import SentTokens, hot_experts
-from mindspeed_lite.parallel.balance.slots import Slots, gather_counts
+from mindspeed_lite.parallel.balance.copies import CopyPlan, ExpertCopies, PendingGradients, Slots, gather_counts
+from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import expert_messages, moe

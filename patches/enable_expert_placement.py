@@ -24,8 +24,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
-from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
-from mindspeed_lite.parallel.balance.placer import Deciders, Placer, StateOf
+from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
@@ -82,14 +81,14 @@ class _Placements(Placer):
                 "update, or call disable() between two steps"
             )
 
-    def deciders(self) -> Deciders | None:
+    def placement_group(self) -> PlacementGroup | None:
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
             self.say("fallback", "the groups of ranks are not those of megatron.core.parallel_state")
             return None
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return Deciders(group, parallel_state.get_expert_data_parallel_world_size())
+        return PlacementGroup(group, parallel_state.get_expert_data_parallel_world_size())
 
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
         return getattr(layer.experts, "local_experts", ())

@@ -21,7 +21,7 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 from mindspeed_lite.parallel.balance import record
-from mindspeed_lite.parallel.balance.counter import ExpertPlace, LoadCounter
+from mindspeed_lite.parallel.balance.counts import ExpertPlace, LoadCounter
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe

@@ -27,7 +27,7 @@ import torch
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.ops.l2norm import l2norm
-from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepInput, adopt, release
+from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepData, adopt, release
 
 from ._shared.conflicts import fsdp_reasons
 from ._shared.held_before import held_before
@@ -75,7 +75,7 @@ def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..
     def prepare_grads(self: Any) -> Any:
         if is_ours(self.optimizer):
             # Of a step that was skipped after its clipping.
-            self.optimizer.next_step = StepInput()
+            self.optimizer.step_data = StepData()
         return wrapped(self)
 
     return prepare_grads
@@ -91,12 +91,12 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         coefficient = max_norm / (total_norm + 1.0e-6)
         if coefficient < 1.0:
             scales: dict[Any, dict[torch.Tensor, float]] = {
-                owner: dict(owner.next_step.grad_scales) for _, owner in owners
+                owner: dict(owner.step_data.grad_scales) for _, owner in owners
             }
             for parameter, owner in owners:
                 scales[owner][parameter] = coefficient
             for owner, its in scales.items():
-                owner.next_step = replace(owner.next_step, grad_scales=its)
+                owner.step_data = replace(owner.step_data, grad_scales=its)
         return None
 
     return clip_grad_by_total_norm_fp32
@@ -123,11 +123,11 @@ def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         inner = self.optimizer
         if not is_ours(inner):
             return wrapped(self)
-        inner.next_step, inner.cast_done = replace(inner.next_step, cast_targets=cast_targets(self)), False
+        inner.step_data = replace(inner.step_data, cast_targets=cast_targets(self), casts_done=False)
         try:
             return wrapped(self)
         finally:
-            inner.next_step, inner.cast_done = replace(inner.next_step, cast_targets={}), False
+            inner.step_data = replace(inner.step_data, cast_targets={}, casts_done=False)
 
     return step_with_ready_grads
 
@@ -158,7 +158,7 @@ def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
 
 def _copy(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def _copy_main_params_to_model_params(self: Any) -> Any:
-        if is_ours(self.optimizer) and self.optimizer.cast_done:
+        if is_ours(self.optimizer) and self.optimizer.step_data.casts_done:
             return None
         return wrapped(self)
 

@@ -1,8 +1,4 @@
-"""Copies between a device and pinned host buffers beside compute, one stream in each direction.
-
-Nothing here blocks the host: every order is one of streams, kept by events. `StreamCopyEngine` serves CUDA and NPU;
-any object with the methods of `CopyEngine` can take its place.
-"""
+"""Asynchronous copies between a device and pinned host buffers, ordered with compute by events."""
 
 from __future__ import annotations
 
@@ -14,12 +10,12 @@ import torch
 
 from mindspeed_lite.platform.side_stream import DeviceStream, Event
 
-# A buffer may be larger than asked for by this factor, so that sizes which differ a little share buffers.
+# A buffer may be larger than requested by this factor, so that similar sizes share buffers.
 _SLACK = 1.25
 
 
 class Buffer:
-    """Bytes of host memory that a copy goes into, and the last copy that touched them."""
+    """Host memory, and the last copy from or to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -27,31 +23,27 @@ class Buffer:
 
 
 class CopyEngine(Protocol):
-    """Copies in both directions; each begins when the compute that was issued before it is done."""
+    """Copies in both directions, each ordered after the compute that was issued before it."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 tensor of the host, which copies run from and to fastest. Raises MemoryError or RuntimeError."""
+        """A uint8 tensor in pinned host memory. Raises MemoryError or RuntimeError."""
         ...
 
     def d2h(self, source: torch.Tensor, buffer: Buffer) -> Event:
-        """Copy the bytes of a contiguous uint8 tensor of the device into the buffer's first ones."""
+        """Copy a contiguous uint8 tensor of the device to the start of the buffer."""
         ...
 
     def h2d(self, buffer: Buffer, target: torch.Tensor) -> Event:
-        """Copy the buffer's first bytes into a contiguous uint8 tensor of the device."""
+        """Copy the start of the buffer to a contiguous uint8 tensor of the device."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Let the compute that is issued after this begin when the copy of the event is done."""
+        """Order the compute that is issued from now on after the copy."""
         ...
 
 
 class StreamCopyEngine:
-    """A copy engine of two streams of a CUDA device or NPU, one for each direction.
-
-    Args:
-        device: "cuda" or "npu", with an index or without.
-    """
+    """A copy engine with one stream of a CUDA device or NPU for each direction."""
 
     def __init__(self, device: torch.device) -> None:
         self._d2h, self._h2d = DeviceStream(device), DeviceStream(device)
@@ -70,18 +62,12 @@ class StreamCopyEngine:
 
 
 def _copy(stream: DeviceStream, source: torch.Tensor, target: torch.Tensor, buffer: Buffer) -> Event:
-    # What is read has been computed by then, and memory that is written is not in use by earlier compute any more.
     buffer.last = stream.run(lambda: target.copy_(source, non_blocking=True), after=buffer.last)
     return buffer.last
 
 
 class PinnedBufferPool:
-    """Pinned buffers of a copy engine, used again because pinned memory is slow to allocate.
-
-    Args:
-        engine: allocates the buffers.
-        budget: bytes of all buffers together, in use or not; None for no limit.
-    """
+    """Reuses pinned buffers, which are slow to allocate; budget: bytes of all buffers, None for no limit."""
 
     def __init__(self, engine: CopyEngine, budget: int | None = None) -> None:
         self._engine = engine
@@ -90,10 +76,10 @@ class PinnedBufferPool:
         self.nbytes = 0
 
     def acquire(self, nbytes: int) -> Buffer:
-        """A buffer of at least so many bytes.
+        """A buffer of at least `nbytes`.
 
         Raises:
-            MemoryError: the budget or the host has no room; buffers that are in use stay as they are.
+            MemoryError: the budget or the host has no room.
         """
         fitting = [each for each in self._free if nbytes <= each.tensor.numel() <= max(nbytes * _SLACK, nbytes + 4096)]
         if fitting:
@@ -109,11 +95,11 @@ class PinnedBufferPool:
         return buffer
 
     def release(self, buffer: Buffer) -> None:
-        """Give a buffer back. A copy of it may still run: the next one waits for it."""
+        """Return a buffer; its next copy waits for the last one."""
         self._free.append(buffer)
 
     def _make_room(self, nbytes: int) -> None:
-        """Free unused buffers if the budget has no room beside them, the largest first."""
+        """Free unused buffers, the largest first, until the budget has room."""
         if self._budget is None:
             return
         self._free.sort(key=lambda each: each.tensor.numel())
@@ -123,14 +109,14 @@ class PinnedBufferPool:
             raise MemoryError(f"{nbytes:,} bytes more than the budget of {self._budget:,} bytes of host memory allows")
 
 
-# Of copies in each direction that are timed, the first of which takes buffers for the first time.
+# Timed copies in each direction, the first of which allocates.
 _TIMED_COPIES = 3
 
 
 def bandwidths(
     engine: CopyEngine, device: torch.device, nbytes: int, synchronize: Callable[[], None]
 ) -> tuple[float, float]:
-    """Bytes a second to the host and back, of the fastest of a few copies of `nbytes` with nothing beside them.
+    """Bytes a second to the host and back: the fastest of a few copies of `nbytes`.
 
     Raises:
         MemoryError, RuntimeError: the host or the device has no room.
@@ -150,5 +136,5 @@ def bandwidths(
 
 
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All bytes of a storage, as a tensor."""
+    """A storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload, no-any-return]

@@ -1,8 +1,7 @@
-"""Allocates host memory that a device addresses by itself: kernels read and write it as their own.
+"""Allocates host memory that kernels of a device read and write directly.
 
-CPU     a file, mapped: pages that are not in use can leave memory. The file has no name any more once it is mapped, so
-        nothing stays behind, whatever ends the process; its blocks are reserved, so it cannot run into a full disk.
-CUDA    pinned memory, as a tensor of the device: one address for both (unified virtual addressing).
+CPU     a mapped file with reserved blocks, unlinked at once: unused pages can leave memory, and nothing is left behind.
+CUDA    pinned memory as a tensor of the device (unified virtual addressing).
 NPU     `torch_npu.empty_with_swapped_memory`.
 """
 
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-# Where files are made, if not in the system's folder for temporary ones.
+# The folder of files, by default the system's for temporary ones.
 FOLDER_VARIABLE = "MINDSPEED_LITE_SWAP"
 
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -26,7 +25,7 @@ _DONTNEED = 4  # of <sys/mman.h>
 
 
 def why_not(device: str) -> list[str]:
-    """Reasons why there is no such memory here; empty if there is."""
+    """Reasons why there is no such memory here."""
     if device == "cpu":
         folder = _folder()
         if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
@@ -41,10 +40,10 @@ def why_not(device: str) -> list[str]:
 
 
 def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of the device whose memory is the host's; contiguous, its numbers anything.
+    """An uninitialized contiguous tensor of the device in host memory.
 
     Raises:
-        MemoryError: there is no room, or it cannot be had in this form; nothing was taken.
+        MemoryError: it cannot be allocated.
     """
     try:
         if device.type == "cpu":
@@ -58,14 +57,11 @@ def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def release(tensors: Iterable[torch.Tensor]) -> None:
-    """Let what these tensors hold leave memory until it is read again; nothing is lost. On CPU alone it means anything.
-
-    They are whole tensors of `empty`.
-    """
+    """Let the pages of tensors from `empty` leave memory until they are read again; CPU only."""
     for tensor in tensors:
         if tensor.device.type == "cpu":
             storage = tensor.untyped_storage()
-            # Of a shared mapping: the pages are the file's, and come back from there.
+            # Pages of a shared mapping come back from the file.
             _madvise(storage.data_ptr(), storage.nbytes())
 
 
@@ -83,7 +79,7 @@ def _file(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Pinned:
-    """Pinned memory that says of itself that it is the device's."""
+    """Pinned memory that presents itself as device memory."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host
@@ -108,7 +104,7 @@ def _folder() -> str:
 
 
 def _kind_of(folder: Path) -> str:
-    """The kind of the file system that a folder is on; empty if the system does not say."""
+    """The file system type of a folder; empty if unknown."""
     try:
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:
@@ -123,5 +119,4 @@ def _madvise(address: int, size: int) -> None:
     first = -(-address // page) * page
     length = (address + size - first) // page * page
     if length > 0:
-        # Advice: where it is not taken, the pages stay where they are.
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), _DONTNEED)

@@ -1,4 +1,4 @@
-"""Stores Adam's moments in host memory that the device addresses: the step reads and writes them there."""
+"""Stores Adam's moments in host memory that the device addresses."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mindspeed_lite.memory import host
 
 _NAMES = ("exp_avg", "exp_avg_sq")
-# Smaller tensors are not worth a mapping of their own, whose last page is partly empty.
+# Bytes; smaller tensors are not worth a mapping.
 _SMALLEST = 1 << 16
-# Bytes of moments that one launch goes over, and that are in memory at a time.
+# Bytes of moments of one launch, and in memory at a time.
 _PORTION = 1 << 28
 
 
 class HostMappedMoments:
-    """Keeps the moments of parameters in host memory, in the order in which they come, up to a budget.
+    """A `StatePlacement` of moments in host memory, first come first served.
 
     Args:
-        budget: bytes, of all optimizers that share this; None for as many as there are.
-        on_refusal: called once with the reason when there is no more host memory, though the budget has room.
+        budget: bytes, of all optimizers that share this; None for no limit.
+        on_refusal: called once with the reason when there is no more host memory within the budget.
     """
 
-    #: Of a `StatePlacement`: the numbers are read where they are.
     device_addressable = True
 
     def __init__(self, budget: int | None, on_refusal: Callable[[str], None] | None = None) -> None:
         self._budget = budget
         self._on_refusal = on_refusal
-        # Parameter -> its state, and the tensors there that are in host memory.
+        # Parameter -> (its state, its tensors in host memory).
         self._held: Any = WeakTensorKeyDictionary()
         self._refused = False
 
@@ -42,12 +41,12 @@ class HostMappedMoments:
         return sum(tensor.nbytes for _, tensors in self._held.values() for tensor in tensors)
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Move the moments of the parameter to host memory, unless they are there, small or beyond the budget."""
+        """Move the moments of the parameter to host memory, unless they are small or beyond the budget."""
         _, held = self._held.get(parameter, (None, ()))
         found = tuple(state[name] for name in _NAMES)
         if held and all(each is place for each, place in zip(found, held, strict=True)):
             return
-        # Others have come in their place, from a checkpoint for example.
+        # A checkpoint may have replaced them.
         self._held.pop(parameter, None)
         size = sum(each.nbytes for each in found)
         if size < 2 * _SMALLEST or self._refused or (self._budget is not None and self.nbytes + size > self._budget):
@@ -55,7 +54,7 @@ class HostMappedMoments:
         try:
             places = tuple(host.empty(each.shape, each.dtype, each.device) for each in found)
         except MemoryError as error:
-            # What has been taken stays; the rest is where it would be without.
+            # Earlier moments stay on the host; the rest stays on the device.
             self._refused = True
             if self._on_refusal is not None:
                 self._on_refusal(str(error))
@@ -66,7 +65,7 @@ class HostMappedMoments:
         self._held[parameter] = (state, places)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """The parameters in parts of so many bytes; what has been updated may leave memory until the next step."""
+        """Yield the parameters in parts; pages of updated ones may leave memory until the next step."""
         start, part = 0, []
         for place, parameter in enumerate(parameters):
             part += self._held.get(parameter, (None, ()))[1]
@@ -78,11 +77,10 @@ class HostMappedMoments:
     def materialized(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> AbstractContextManager[None]:
-        """Nothing is to be done."""
         return nullcontext()
 
     def restore(self) -> None:
-        """Bring all moments back into the device's own memory."""
+        """Bring all moments back to the device's own memory, for good."""
         for state, places in self._held.values():
             for name, place in zip(_NAMES, places, strict=True):
                 if state.get(name) is place:

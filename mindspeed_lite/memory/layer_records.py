@@ -1,8 +1,7 @@
-"""Records what autograd saves in each layer for its backward pass: sizes, lifetimes, and what computing it again costs.
+"""Records what autograd saves in each layer, and the seconds to recompute it.
 
-While it records, every layer runs without a graph and again for its backward pass, so a training that fits at all can
-be recorded. What a layer would keep is what is saved in that second run. A storage belongs to the parts of the layer
-that saved it.
+While recording, every layer is recomputed, so that any training that fits with full recomputation can be recorded. What
+the recomputation saves is what the layer would keep; a storage belongs to the parts of the layer that saved it.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .saved_tensors import Tracker
 
-# The parts of a layer, in the order in which they run, and the layer as a whole.
+# The parts of a layer, in order, and the whole layer.
 INPUT_NORM, ATTENTION, MLP_NORM, ACTIVATION, MLP = "input_norm", "attention", "mlp_norm", "activation", "mlp"
-# Of an MLP with experts: those of this rank, whose activation is ACTIVATION, and the shared ones.
+# In an MLP with experts: local experts, whose activation is ACTIVATION, and shared ones.
 EXPERTS, SHARED, SHARED_ACTIVATION = "experts", "shared_experts", "shared_activation"
 LAYER = "layer"
-# Part -> the parts inside of it, at any depth.
+# Part -> all parts inside of it.
 INSIDE = {MLP: {EXPERTS, ACTIVATION, SHARED, SHARED_ACTIVATION}, EXPERTS: {ACTIVATION}, SHARED: {SHARED_ACTIVATION}}
-# What is timed besides: the backward pass of a layer, without what runs again in it.
+# Also timed: the backward pass of a layer, without recomputation.
 BACKWARD = "backward"
 NONE = -1
 
@@ -35,12 +34,10 @@ NONE = -1
 class SavedStorage:
     """A storage that a layer saves.
 
-    Attributes:
-        parts: those of the layer that saved it; "" for the layer itself. None for an input that only a part which
-            runs again would keep.
-        enters: the norm, activation or experts that it is an input of, or "".
-        leaves: the norm or activation that it is the output of, or "".
-        is_shared: other layers or micro-batches save it too, and it is there whatever becomes of this layer: a mask.
+    parts: those that saved it; "" for the layer itself. Empty for an input that only a recomputed part would keep.
+    enters: the norm, activation or experts that it is an input of, or "".
+    leaves: the norm or activation that it is the output of, or "".
+    is_shared: other layers or micro-batches save it too, such as a mask: it exists whatever this layer does.
     """
 
     bytes: int
@@ -52,11 +49,10 @@ class SavedStorage:
 
 @dataclass
 class LayerRecord:
-    """What one layer saves in one micro-batch, and the seconds that its parts take in a forward pass.
+    """What one layer saves in one micro-batch, and the forward seconds of its parts.
 
-    Attributes:
-        follower: the layer behind it in the same pass through a chunk; NONE for the last one.
-        is_first: whether it is the first one, whose input the caller holds.
+    follower: the next layer in the same pass through a chunk; NONE for the last one.
+    is_first: the caller holds its input.
     """
 
     storages: list[SavedStorage] = field(default_factory=list)
@@ -69,13 +65,13 @@ class LayerRecord:
         return sum(each.bytes for each in self.storages if each.parts and not each.is_shared)
 
     def cost(self, part: str) -> float:
-        """Seconds of a part in one micro-batch, the median; 0 where it did not run."""
+        """Median seconds of a part in one micro-batch; 0 if it did not run."""
         found = self.seconds.get(part)
         return statistics.median(found) if found else 0.0
 
 
 class Instant(NamedTuple):
-    """The layer whose backward or forward pass runs, NONE for neither, and how many micro-batches each is kept for."""
+    """The layer that runs, NONE for none, and for each layer the number of micro-batches that are kept."""
 
     layer: int
     counts: tuple[int, ...]
@@ -83,11 +79,7 @@ class Instant(NamedTuple):
 
 
 class LayerRecorder(Tracker):
-    """Records `count` layers within its `with` block.
-
-    Attributes:
-        layers: by their number.
-    """
+    """Records `count` layers, by number, within its `with` block."""
 
     def __init__(self, count: int, is_excluded: Callable[[int], bool], synchronize: Callable[[], None]) -> None:
         super().__init__(is_excluded)
@@ -95,28 +87,28 @@ class LayerRecorder(Tracker):
         self._outside: dict[Instant, int] = {}
         self._synchronize = synchronize
         self._kept = [0] * count
-        #: The layer that ran last in the pass through a chunk that runs, and the one whose second run ended last.
+        #: The last layer in the running pass through a chunk, and the layer that was recomputed last, with the time.
         self._before: int | None = None
         self._ended: tuple[int, float] = (NONE, 0.0)
-        #: Key -> what second runs saved of a storage that is alive, and bytes of those that several saved.
+        #: Key -> what recomputations saved of a living storage; and bytes of those that several saved.
         self._saved_by: dict[int, tuple[StorageWeakRef, list[SavedStorage]]] = {}
         self._shared: dict[int, int] = {}
         self._most_shared = 0
-        #: Whether a layer runs, and the number of that which runs again.
+        #: Whether a layer runs, and the layer that is recomputed.
         self._is_inside, self._again = False, -1
-        #: Keys of storages that layers saved; what is alive and not among them is outside.
+        #: Keys of storages that layers saved; other living ones are outside.
         self._of_layers: set[int] = set()
         self._saved: dict[int, SavedStorage] = {}
         self._ends: dict[int, tuple[str, str]] = {}
         self._given: set[int] = set()
         self._parts: list[tuple[str, float]] = []
         self._sums: dict[str, float] = {}
-        #: Tensors that are looked at, so that no other takes their keys meanwhile.
+        #: Keeps marked tensors alive, so that their keys stay unique.
         self._held: list[torch.Tensor] = []
 
     @property
     def moments(self) -> dict[Instant, int]:
-        """The most bytes that were saved outside of layers or by several of them, by moment."""
+        """Moment -> the most bytes saved outside of layers or by several of them."""
         return {moment: size + self._most_shared for moment, size in self._outside.items()}
 
     @contextlib.contextmanager
@@ -130,7 +122,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def forward(self, layer: int) -> Iterator[None]:
-        """Around a layer's first run, which saves its input alone."""
+        """Around a layer's forward pass, which saves only its input."""
         self._kept[layer] += 1
         self._look(layer, is_forward=True)
         if self._before is not None:
@@ -146,7 +138,7 @@ class LayerRecorder(Tracker):
 
     @contextlib.contextmanager
     def again(self, layer: int, hidden: torch.Tensor, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around its second run, on `hidden`; `given` is what it gets besides, which is not its own."""
+        """Around its recomputation on `hidden`; `given`: other inputs, which the layer does not own."""
         self._time_backward(layer)
         self._look(layer)
         self._kept[layer] -= 1
@@ -183,19 +175,19 @@ class LayerRecorder(Tracker):
         for key, saved in self._saved.items():
             saved.enters, saved.leaves = self._ends.get(key, ("", ""))
         found = LayerRecord(list(self._saved.values()), record.seconds, record.follower, record.is_first)
-        # The largest of several micro-batches: a router does not spread tokens alike.
+        # The largest of several micro-batches: a router spreads tokens unevenly.
         if found.bytes >= record.bytes:
             self.layers[layer] = found
 
     def enter(self, part: str, *entered: torch.Tensor | None) -> None:
-        """A part of the layer that runs again begins, on tensors that are looked for."""
+        """A part of the recomputed layer begins, on these tensors."""
         if self._again >= 0:
             for each in entered:
                 self._mark(part, each, is_input=True)
             self._parts.append((part, self._now()))
 
     def leave(self, part: str, left: torch.Tensor | None = None) -> None:
-        """It ends, with an output that is looked for."""
+        """It ends, with this output."""
         if self._again >= 0 and self._parts and self._parts[-1][0] == part:
             _, began = self._parts.pop()
             self._sums[part] = self._sums.get(part, 0.0) + self._now() - began
@@ -227,7 +219,7 @@ class LayerRecorder(Tracker):
         if not self._is_inside:
             self._look(NONE)
             if self._before is not None and self._before != NONE:
-                # A norm behind the layers, while what the last but one moves is still there.
+                # A norm after the layers, while the last but one is still being copied.
                 self._look(self._before, is_forward=True)
         elif key not in self._given:
             self._of_layers.add(key)
@@ -238,7 +230,7 @@ class LayerRecorder(Tracker):
         return packed
 
     def _meet(self, key: int, storage: torch.UntypedStorage, saved: SavedStorage) -> None:
-        """Notice what another second run saved and is still alive."""
+        """Mark a storage as shared if another recomputation saved it and it is alive."""
         _, several = self._saved_by.setdefault(key, (StorageWeakRef(storage), []))  # type: ignore[no-untyped-call]
         if all(each is not saved for each in several):
             several.append(saved)

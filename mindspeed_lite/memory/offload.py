@@ -1,19 +1,17 @@
 """Offloads activations to host memory until their backward pass, while layers compute.
 
-A pass is one forward pass through the layers of a chunk of a model; every layer of it is a group of what autograd
-saved there. What happens when:
+In a forward pass through the layers of a model chunk, what autograd saves in one layer is a group:
 
-forward of layer i begins    the group of i-1 is complete and begins to leave, the group of i-2 has left: its device
-                             memory is free. So no more than three layers are on the device.
-forward of the last ends     all that left is freed. The last layer stays: its backward pass comes next.
-backward of layer i begins   the group of i-1 begins to come back. Each group knows the one before it in its own pass,
-                             so the order in which microbatches and chunks run does not matter.
-backward of layer i wants    a tensor: its copy has come, or compute waits for that copy alone.
+forward of layer i begins    the copy of group i-1 to the host starts, and the copied group i-2 is freed: at most three
+                             groups are on the device.
+forward of the last ends     all copied groups are freed. The last layer stays: its backward pass comes next.
+backward of layer i begins   the copy of group i-1 back starts. Each group knows the one before it in its own pass, so
+                             micro-batches and chunks may run in any order.
+backward of layer i needs    a tensor: compute waits for its copy alone.
 
-A storage leaves once, however many views of it were saved. Autograd holds the records; when it lets go of the last
-one the buffer serves again. A storage that is emptied to be recomputed later stays what it
-is, empty, and is not moved. One that other code references stays too, since its leaving gives nothing; it is known
-again in the next pass, a table or mask by its storage and an activation by its place in the layer.
+A storage is copied once, however many views were saved. Autograd holds the records, and the last one releases the
+buffer. Not copied are storages that were emptied for recomputation, and storages that other code references: freeing
+these gains nothing. They are recognized in the next pass, by storage (masks) or by place in the layer (activations).
 """
 
 from __future__ import annotations
@@ -32,12 +30,12 @@ from mindspeed_lite.platform.side_stream import Event
 from .copy_engine import Buffer, CopyEngine, PinnedBufferPool, as_bytes
 from .saved_tensors import Tracker
 
-# Smaller storages cost more than they give.
+# Bytes; smaller storages stay on the device.
 SMALLEST = 1 << 20
 
 
 class _Record:
-    """One storage that autograd saved, wherever it is now."""
+    """One storage that autograd saved, on the device or on the host."""
 
     def __init__(self, storage: torch.UntypedStorage, place: Hashable, pool: PinnedBufferPool) -> None:
         self.storage: torch.UntypedStorage | None = storage
@@ -45,19 +43,19 @@ class _Record:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.buffer: Buffer | None = None
-        #: Of the copy that is on its way in, until it has been waited for.
+        #: Of a copy to the device that was not waited for.
         self.pending_h2d: Event | None = None
         self._pool = pool
         self._counted: tuple[Tracker, int] | None = None
 
     def keep(self) -> None:
-        """It stays on the device; a copy that was begun is worth nothing."""
+        """Stay on the device, without the buffer of a copy."""
         if self.buffer is not None:
             self._pool.release(self.buffer)
             self.buffer = None
 
     def count(self, counter: Tracker | None) -> None:
-        """Let its storage count as saved on the device."""
+        """Count its storage as saved on the device."""
         if counter is not None and self.storage is not None and self._counted is None:
             self._counted = counter, counter.hold(self.storage, (self.nbytes,), "uint8")
 
@@ -74,7 +72,7 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor as a view of a record; autograd holds this in the tensor's place."""
+    """A tensor as a view of a record; autograd holds this instead of the tensor."""
 
     record: _Record
     dtype: torch.dtype
@@ -85,7 +83,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Counted:
-    """A tensor that stays, as a counter holds it."""
+    """A tensor that stays on the device, counted."""
 
     counter: Tracker
     packed: Any
@@ -97,7 +95,7 @@ class _Group:
     def __init__(self, layer: Hashable, before: _Group | None) -> None:
         self.layer = layer
         self.before = before
-        # Autograd alone keeps records alive: what it has let go of need not move.
+        # Only autograd keeps records alive: what it has freed need not move.
         self.records: list[weakref.ref[_Record]] = []
         self.sent: Event | None = None
         #: How many tensors that could move.
@@ -108,26 +106,24 @@ class _Group:
 
 
 class _Pass:
-    """One forward pass through the layers of a chunk, while it runs."""
+    """A running forward pass through the layers of a chunk."""
 
     def __init__(self) -> None:
         self.last: _Group | None = None
-        #: Address -> record of a storage on the device that has not been freed here; alive, so addresses are its own.
+        #: Address -> record of a living storage on the device.
         self.there: weakref.WeakValueDictionary[int, _Record] = weakref.WeakValueDictionary()
 
 
 class Offload:
-    """Takes what autograd saves within chosen modules to host memory.
+    """Offloads what autograd saves within chosen modules.
 
     Args:
-        engine: copies between the device and the host.
-        device: the kind of device ("cuda", "npu") whose memory is meant.
-        budget: bytes of host memory; None for as many as it takes.
-        on_refusal: called once with the reason when the host has no more room; what has no room stays on the device.
-        smallest: bytes of a storage from which on it moves.
+        device: the kind of device ("cuda", "npu").
+        budget: bytes of host memory; None for no limit.
+        on_refusal: called once with the reason when the host has no more room; the rest stays on the device.
 
     Attributes:
-        counter: counts what autograd saved on the device, of chosen modules too; None for nothing.
+        counter: counts what autograd saves on the device, also in chosen modules; None to count nothing.
     """
 
     def __init__(
@@ -136,25 +132,23 @@ class Offload:
         device: str,
         budget: int | None = None,
         on_refusal: Callable[[str], None] | None = None,
-        smallest: int = SMALLEST,
     ) -> None:
         self._engine = engine
         self._device = device
         self._pool = PinnedBufferPool(engine, budget)
         self._on_refusal = on_refusal
-        self.smallest = smallest
         self.counter: Tracker | None = None
         self._pass: _Pass | None = None
         self._group: _Group | None = None
-        #: Addresses of storages that never move: the layer's parameters, and tables and masks that all layers share.
+        #: Addresses of storages that never move: the layer's parameters, and masks that all layers share.
         self._own: frozenset[int] = frozenset()
         self._shared: dict[int, StorageWeakRef] = {}
-        #: Layer, number of the tensor there and its storage's size: other code references it in every pass.
+        #: (layer, number of the tensor, storage size) of activations that other code references in every pass.
         self._held: set[Hashable] = set()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that have been taken."""
+        """Bytes of host memory in use."""
         return self._pool.nbytes
 
     @contextlib.contextmanager
@@ -171,9 +165,9 @@ class Offload:
 
     @contextlib.contextmanager
     def layer(self, layer: Hashable, parameters: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], None]]:
-        """Around the forward pass of `layer`, whatever names it; what it gives is to be called with its output.
+        """Around the forward pass of `layer`; yields a function to be called with the layer's output.
 
-        Outside of a pass, where a layer is computed again for its backward pass for example, nothing moves.
+        Nothing moves outside of a pass, such as in a recomputation.
         """
         current = self._pass
         if current is None or self._group is not None or not torch.is_grad_enabled():
@@ -191,7 +185,7 @@ class Offload:
             self._group = None
 
     def saving(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a module of the layer whose saved tensors are to move."""
+        """Around a module of the layer whose saved tensors are offloaded."""
         if self._group is None:
             return contextlib.nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -212,13 +206,13 @@ class Offload:
             return tensor
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
-        if storage.nbytes() < self.smallest or address in self._own:
+        if storage.nbytes() < SMALLEST or address in self._own:
             return tensor
         self._group.saved += 1
         if address in self._shared and not self._shared[address].expired():  # type: ignore[no-untyped-call]
             return tensor
         record = self._pass.there.get(address)
-        # One that has been emptied does not stand there any more, and its address is another's.
+        # The address of an emptied storage may belong to another one.
         if record is None or record.storage is None or record.storage.data_ptr() != address:
             place = (self._group.layer, self._group.saved, storage.nbytes())
             if place in self._held:
@@ -245,7 +239,7 @@ class Offload:
 
     def _send(self, group: _Group) -> None:
         for record in group.alive():
-            # Emptied, to be filled again by its recomputation.
+            # Emptied for recomputation.
             if record.storage is None or record.storage.nbytes() != record.nbytes:
                 continue
             try:
@@ -258,10 +252,10 @@ class Offload:
             group.sent = self._engine.d2h(as_bytes(record.storage), record.buffer)
 
     def _free(self, group: _Group | None) -> None:
-        """Let go of the device memory of a group that was sent."""
+        """Free the device memory of a group that was copied."""
         if group is None or group.sent is None:
             return
-        # A lane is in order. What is freed may be written by compute at once, so compute waits.
+        # Copies are in order. Compute may write to freed memory at once, so it waits.
         self._engine.wait(group.sent)
         group.sent = None
         for record in group.alive():
@@ -277,7 +271,7 @@ class Offload:
         # A counter keeps what it counts alive.
         record.uncount()
         record.storage = None
-        # Autograd aside, who else would it stay for?
+        # Alive only if other code references it.
         held = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
         if held is not None:
             record.storage = held
@@ -302,7 +296,7 @@ class Offload:
         def fetch(gradient: torch.Tensor) -> None:
             before, group.before = group.before, None
             if before is not None:
-                # The last one saved is wanted first.
+                # The last one saved is needed first.
                 for record in reversed(before.alive()):
                     if record.storage is None:
                         self._fetch(record)

@@ -1,10 +1,8 @@
-"""Runs the recomputation of checkpointed functions before their backward pass, when the caller has time for it.
+"""Recomputes checkpointed functions ahead of their backward pass.
 
-A checkpoint runs a function without a graph, and once more with one when its gradient has arrived. The second run needs
-the inputs alone. Here it may come earlier: `recompute` runs what a unit of work, such as one micro-batch of a model
-chunk, has checkpointed, and the checkpoint's own second run is given that graph. The checkpoint stays the host's.
-
-The same function runs on the same inputs with the same random numbers, so results keep their bits.
+A checkpoint recomputes its function when the gradient arrives, although that needs only the inputs. `recompute` runs
+what one micro-batch of a model chunk has checkpointed at any time before; the checkpoint's own recomputation then gets
+that graph. Inputs and random numbers are the same, so results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ import torch
 
 Function = Callable[..., Any]
 Unit = tuple[int, int]
-# Takes the state of random numbers now; the function that it returns restores it within a `with` block.
+# Saves the random number generators' state; the returned function restores it within a `with` block.
 Snapshot = Callable[[], Callable[[], AbstractContextManager[object]]]
 
 
 class AheadFunction:
-    """A function for a checkpoint: called by its forward, then, unless `recompute` came before, by its backward."""
+    """A function given to a checkpoint, which calls it in forward and, to recompute, in backward."""
 
     def __init__(self, function: Function, snapshot: Snapshot, paused: Callable[[], AbstractContextManager[object]]):
         self._function, self._snapshot, self._paused = function, snapshot, paused
@@ -33,19 +31,19 @@ class AheadFunction:
     def __call__(self, *inputs: Any) -> Any:
         if self._restored is None:
             self._inputs, self._restored = inputs, self._snapshot()
-            # What a checkpoint within this one does is its own matter.
+            # Nested checkpoints are not recorded.
             with self._paused():
                 return self._function(*inputs)
         if self._outputs is None:
             return self._function(*inputs)
         is_single = isinstance(self._outputs, torch.Tensor)
-        # Without an input to train the outputs have a graph all the same: that of the weights.
+        # Weights give the outputs a graph even if no input needs a gradient.
         anchor = torch.empty(0, requires_grad=True)
         found = _Reattached.apply(self, anchor, *inputs)  # type: ignore[no-untyped-call]
         return found[0] if is_single else found
 
     def recompute(self) -> None:
-        """Run the function on its inputs with a graph."""
+        """Run the function again, with a graph."""
         assert self._restored is not None, "it has not run yet"
         self._inputs = tuple(
             each.detach().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
@@ -55,14 +53,14 @@ class AheadFunction:
             self._outputs = self._function(*self._inputs)
 
     def _take(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Return inputs and outputs, and forget them."""
+        """Return and drop inputs and outputs."""
         outputs = (self._outputs,) if isinstance(self._outputs, torch.Tensor) else tuple(self._outputs)
         inputs, self._inputs, self._outputs = self._inputs, (), None
         return inputs, outputs
 
 
 class _Reattached(torch.autograd.Function):
-    """The outputs of a recomputation, as a function of the inputs that the checkpoint has made for its own."""
+    """Attaches the outputs of a recomputation to the inputs of the checkpoint's own recomputation."""
 
     @staticmethod
     def forward(ctx: Any, ahead: AheadFunction, anchor: torch.Tensor, *inputs: Any) -> Any:
@@ -93,9 +91,8 @@ class _Reattached(torch.autograd.Function):
 
 
 class RecomputedUnits:
-    """What the checkpoints of each unit are to recompute, in the order of their forward passes.
+    """The checkpoints of each unit (chunk, micro-batch), in the order of their forward passes.
 
-    snapshot: how random numbers are kept.
     stores_others: units that are not recomputed ahead checkpoint nothing; else they recompute in their backward pass.
     """
 
@@ -107,12 +104,12 @@ class RecomputedUnits:
         self._is_stored = False
 
     def begin(self, units: frozenset[Unit]) -> None:
-        """Begin a training step in which `units` are recomputed ahead."""
+        """Start a training step in which `units` are recomputed ahead."""
         self._units = units
         self._recorded.clear()
 
     def recording(self, forward: Callable[[int, Any], Any], chunk: int) -> Callable[[int, Any], Any]:
-        """Return a chunk's forward pass (micro-batch, input) that records what it checkpoints."""
+        """Wrap a chunk's forward pass (micro-batch, input) to record what it checkpoints."""
 
         def recorded(microbatch: int, received: Any) -> Any:
             if (chunk, microbatch) in self._units:
@@ -139,10 +136,10 @@ class RecomputedUnits:
             self._now = now
 
     def checkpoint(self, checkpoint: Function, function: Function, arguments: Sequence[Any], inputs: Any) -> Any:
-        """Call `checkpoint(function, *arguments, *inputs)` as the unit that runs now wants it.
+        """Call `checkpoint(function, *arguments, *inputs)`, recorded, or the function itself.
 
-        A checkpoint gives an output without a gradient where no input needs one, though weights of the function may.
-        Where the model would not recompute by itself, the function then runs plainly.
+        A checkpoint loses the gradients of weights if no input needs a gradient; with `stores_others` the function then
+        runs without one.
         """
         tensors = [each for each in inputs if isinstance(each, torch.Tensor)]
         loses_gradients = bool(tensors) and not any(each.requires_grad for each in tensors)
@@ -154,6 +151,6 @@ class RecomputedUnits:
         return checkpoint(function, *arguments, *inputs)
 
     def recompute(self, chunk: int, microbatch: int) -> None:
-        """Recompute what a unit has checkpointed; its forward has ended."""
+        """Recompute what a unit has checkpointed, after its forward."""
         for each in self._recorded.pop((chunk, microbatch)):
             each.recompute()

@@ -1,8 +1,7 @@
-"""Chooses what each layer keeps, computes again and moves to the host: the least time within a budget, exactly.
+"""Chooses what each layer keeps, recomputes and offloads: the least time within a memory budget.
 
-A layer's ways to run come from its record. How much memory they take together is a sum at every moment that was
-recorded, and a copy costs what it takes longer than the compute it hides behind, so the choice is an integer program:
-HiGHS, through `scipy.optimize.milp`, proves its optimum or how far from it the answer is at most.
+Memory is a sum over layers at every recorded moment, and a copy costs what it takes longer than the compute it overlaps
+with: an integer program, which HiGHS (`scipy.optimize.milp`) solves to optimality or to a proven gap.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .layer_records import NONE, Instant, LayerRecord
-from .layer_ways import Transfers, Way, transfers, ways
+from .memory_options import LayerOption, Transfers, layer_options, transfers
 
-# An answer this near to the optimum is taken, and the search ends after so long in any case.
+# Relative gap at which the search ends, and its time limit.
 GAP = 1e-3
 LIMIT_SECONDS = 20.0
-# Of choices that take the same time, the one that moves less: a second of hidden copies weighs so many seconds.
+# Seconds that a second of overlapped copies weighs: of equally fast choices, the one that moves less.
 HIDDEN_WEIGHT = 1e-3
 
 
 class BudgetError(ValueError):
-    """No choice is within the budget; `least` is what the leanest takes."""
+    """No choice is within the budget; `least`: bytes of the leanest."""
 
     def __init__(self, least: int, budget: int, stage: int = 0) -> None:
         super().__init__(
@@ -34,21 +33,20 @@ class BudgetError(ValueError):
 
 
 def gib(size: float) -> str:
-    """Bytes in a unit that says something."""
+    """Bytes as GiB, or MiB if small."""
     return f"{size / (1 << 30):.3f} GiB" if size >= (1 << 30) / 100 else f"{size / (1 << 20):.2f} MiB"
 
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """What was chosen.
+    """The chosen option of each layer.
 
-    Attributes:
-        ways: for each layer. exposed: seconds for each micro-batch that compute waits for its copies.
-        peak: bytes at the fullest moment. seconds: longer for each micro-batch.
-        gap: by how much less, as a share, another choice might take; 0 is proven to be the best, infinity: not known.
+    peak: bytes at the fullest moment. seconds: additional time of a micro-batch.
+    gap: relative distance to the optimum at most; 0 is proven optimal, infinity is unknown.
+    exposed: seconds of a micro-batch for each layer that compute waits for its copies.
     """
 
-    ways: tuple[Way, ...]
+    options: tuple[LayerOption, ...]
     peak: int
     seconds: float
     gap: float
@@ -57,12 +55,10 @@ class LayerChoice:
 
 @dataclass
 class StageRecord:
-    """What was recorded of layers, by a rank or as the most of several ranks that run the same ones.
+    """Records of layers from one rank, or the maximum over the ranks of a stage.
 
-    Attributes:
-        can: for each layer the parts that may be computed again. swappable: those that may be moved to the host.
-        rates: bytes a second to the host and back; None where nothing moves.
-        smallest: bytes from which on a storage moves.
+    can: for each layer the parts that may be recomputed. swappable: those that may be offloaded.
+    rates: bytes a second to the host and back; None if nothing moves.
     """
 
     can: list[frozenset[str]]
@@ -70,27 +66,23 @@ class StageRecord:
     moments: dict[Instant, int]
     swappable: list[frozenset[str]] = field(default_factory=list)
     rates: tuple[float, float] | None = None
-    smallest: int = 0
 
-    def options(self) -> list[list[Way]]:
-        """The ways to run each layer."""
+    def options(self) -> list[list[LayerOption]]:
+        """The options of each layer."""
         swappable = self.swappable if self.rates else [frozenset[str]()] * len(self.can)
-        return [
-            ways(record, can, movable, self.smallest)
-            for record, can, movable in zip(self.layers, self.can, swappable, strict=True)
-        ]
+        return [layer_options(*each) for each in zip(self.layers, self.can, swappable, strict=True)]
 
     def everything(self) -> int:
-        """The peak where everything is kept."""
-        return peak([ways(each, frozenset())[0] for each in self.layers], self.moments)
+        """The peak if everything is kept."""
+        return peak([layer_options(each, frozenset())[0] for each in self.layers], self.moments)
 
     def transfers(self) -> Transfers | None:
-        """How copies run beside the layers."""
+        """How copies overlap with the layers."""
         return transfers(self.layers, *self.rates) if self.rates else None
 
 
 def merged(several: Sequence[StageRecord]) -> StageRecord:
-    """Parts, records and moments of the ranks that run the same layers: of each the one that takes most."""
+    """The maximum over ranks that run the same layers; parts that all of them may recompute or offload."""
     can = [frozenset.intersection(*each) for each in zip(*(one.can for one in several), strict=True)]
     swappable = [frozenset.intersection(*each) for each in zip(*(one.swappable for one in several), strict=True)]
     records = []
@@ -105,16 +97,16 @@ def merged(several: Sequence[StageRecord]) -> StageRecord:
             moments[moment] = max(outside, moments.get(moment, 0))
     rates = [one.rates for one in several if one.rates]
     slowest = (min(out for out, _ in rates), min(back for _, back in rates)) if len(rates) == len(several) else None
-    return StageRecord(can, records, moments, swappable, slowest, max(one.smallest for one in several))
+    return StageRecord(can, records, moments, swappable, slowest)
 
 
-def peak(chosen: Sequence[Way], moments: Mapping[Instant, int], transfers: Transfers | None = None) -> int:
-    """Bytes at the fullest of the moments."""
+def peak(chosen: Sequence[LayerOption], moments: Mapping[Instant, int], transfers: Transfers | None = None) -> int:
+    """Bytes at the fullest moment."""
     found = 0
     for moment, outside in moments.items():
-        kept = sum(count * way.kept for count, way in zip(moment.counts, chosen, strict=True))
+        kept = sum(count * option.kept for count, option in zip(moment.counts, chosen, strict=True))
         here = max(
-            sum(_there(way, layer, moment, half, transfers) for layer, way in enumerate(chosen))
+            sum(_there(option, layer, moment, half, transfers) for layer, option in enumerate(chosen))
             for half in ("late", "early")
         )
         found = max(found, outside + kept + here)
@@ -122,19 +114,19 @@ def peak(chosen: Sequence[Way], moments: Mapping[Instant, int], transfers: Trans
 
 
 def choose(
-    options: Sequence[Sequence[Way]],
+    options: Sequence[Sequence[LayerOption]],
     moments: Mapping[Instant, int],
     budget: int,
     transfers: Transfers | None = None,
 ) -> LayerChoice:
-    """The ways that take least time within the budget.
+    """The fastest options within the budget.
 
     Raises:
         BudgetError: there are none.
     """
     found = _solve(options, moments, budget, transfers)
     if found is None:
-        # There is none, or the search has ended before it found one.
+        # None exists, or the search ended before it found one.
         found = leanest(options, moments, transfers)
         if found.peak > budget:
             raise BudgetError(found.peak, budget)
@@ -142,40 +134,40 @@ def choose(
 
 
 def leanest(
-    options: Sequence[Sequence[Way]], moments: Mapping[Instant, int], transfers: Transfers | None = None
+    options: Sequence[Sequence[LayerOption]], moments: Mapping[Instant, int], transfers: Transfers | None = None
 ) -> LayerChoice:
-    """The ways that take least memory; where the search for them ended without any, those with the least of a layer."""
+    """The options with the least peak; the leanest of each layer if the search finds none in time."""
     found = _solve(options, moments, None, transfers)
-    chosen = found.ways if found else tuple(
-        min(each, key=lambda way: way.kept + max(way.back_late, way.back_early)) for each in options
+    chosen = found.options if found else tuple(
+        min(each, key=lambda option: option.kept + max(option.back_late, option.back_early)) for each in options
     )  # fmt: skip
     return _choice(chosen, moments, transfers, math.inf)
 
 
 def _choice(
-    chosen: tuple[Way, ...], moments: Mapping[Instant, int], transfers: Transfers | None, gap: float
+    chosen: tuple[LayerOption, ...], moments: Mapping[Instant, int], transfers: Transfers | None, gap: float
 ) -> LayerChoice:
     exposed = transfers.exposed(chosen) if transfers else (0.0,) * len(chosen)
-    seconds = sum(way.seconds for way in chosen) + sum(exposed)
+    seconds = sum(option.seconds for option in chosen) + sum(exposed)
     return LayerChoice(chosen, peak(chosen, moments, transfers), seconds, gap, exposed)
 
 
-def _there(way: Way, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
-    """Bytes of a layer that are there at a moment beside what it keeps: what is back, and what is about to move."""
+def _there(option: LayerOption, layer: int, moment: Instant, half: str, transfers: Transfers | None) -> int:
+    """Bytes of a layer at a moment besides what it keeps: recomputed, or not yet moved."""
     if moment.layer == NONE:
         return 0
     found = 0
     if layer == moment.layer:
-        found += way.moved
+        found += option.moved
         if not moment.is_forward:
-            found += way.back_late if half == "late" else way.back_early - way.kept_late
+            found += option.back_late if half == "late" else option.back_early - option.kept_late
     if transfers is not None and transfers.followers[layer] == moment.layer:
-        found += way.moved
+        found += option.moved
     return found
 
 
 def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
-    """The moments at which no choice takes less than at another one of the same layer and pass."""
+    """The moments that no other of the same layer and pass dominates for every choice."""
     found: dict[Instant, int] = {}
     for moment, outside in sorted(moments.items(), key=lambda each: (sum(each[0].counts), each[1]), reverse=True):
         if not any(
@@ -189,75 +181,67 @@ def _binding(moments: Mapping[Instant, int]) -> dict[Instant, int]:
 
 
 def _solve(
-    options: Sequence[Sequence[Way]],
+    options: Sequence[Sequence[LayerOption]],
     moments: Mapping[Instant, int],
     budget: int | None,
     transfers: Transfers | None,
 ) -> LayerChoice | None:
-    """Within a budget the least time; without one the least peak."""
+    """The least time within a budget, or the least peak without one."""
     if not options:
         full = peak((), moments)
         return LayerChoice((), full, 0.0, 0.0) if budget is None or full <= budget else None
     import numpy
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    places = [(layer, way) for layer, each in enumerate(options) for way in each]
-    count = len(places)
-    # Behind the places: seconds that compute waits for each layer's copies to the host and back, and the peak.
-    moving = sorted({layer for layer, way in places if way.moved}) if transfers else []
+    places = [(layer, option) for layer, each in enumerate(options) for option in each]
+    count, layers = len(places), numpy.array([layer for layer, _ in places])
+    seconds, moved = (numpy.array([getattr(option, name) for _, option in places]) for name in ("seconds", "moved"))
+    # Variables: places, then seconds that compute waits for each layer's copies out and back, then the peak.
+    moving = sorted({layer for layer, option in places if option.moved}) if transfers else []
     size = count + 2 * len(moving) + 1
-    slow = max((way.seconds for _, way in places), default=0.0) or 1.0
-    unit = float(max(1, *(way.kept + way.back_late for _, way in places)))
-    rows: list[list[float]] = []
+    slow = seconds.max() or 1.0
+    unit = float(max(1, *(option.kept + option.back_late for _, option in places)))
+    rows: list[Any] = []
     limits: list[float] = []
 
-    def limit(row: Sequence[float], at_most: float, other: int, weight: float) -> None:
-        rows.append([*row, *[0.0] * (size - count)])
-        rows[-1][other] = weight
+    def limit(row: Any, at_most: float, variable: int, weight: float) -> None:
+        rows.append(numpy.zeros(size))
+        rows[-1][:count], rows[-1][variable] = row, weight
         limits.append(at_most)
 
     for moment, outside in _binding(moments).items():
-        # Without copies a forward pass never has more than is there at its end.
+        # Without copies a forward pass has the most at its end.
         if moment.is_forward and not moving:
             continue
         for half in ("late", "early") if moment.layer != NONE and not moment.is_forward else ("late",):
-            row = [moment.counts[at] * way.kept + _there(way, at, moment, half, transfers) for at, way in places]
-            limit(
-                [each / unit for each in row],
-                ((budget or 0) - outside) / unit,
-                size - 1,
-                0.0 if budget is not None else -1.0,
-            )
+            held = [moment.counts[at] * each.kept + _there(each, at, moment, half, transfers) for at, each in places]
+            weight = 0.0 if budget is not None else -1.0
+            limit(numpy.array(held) / unit, ((budget or 0) - outside) / unit, size - 1, weight)
     for turn, layer in enumerate(moving):
         assert transfers is not None
-        behind, waits = transfers.followers[layer], count + 2 * turn
-        out = [way.moved / transfers.out / slow if at == layer else 0.0 for at, way in places]
-        limit(out, transfers.forward[behind] / slow, waits, -1.0)
-        back = [
-            way.moved / transfers.back / slow if at == layer else -way.seconds / slow if at == behind else 0.0
-            for at, way in places
-        ]
-        limit(back, transfers.backward[behind] / slow, waits + 1, -1.0)
-    one = [[float(layer == at) for layer, _ in places] + [0.0] * (size - count) for at in range(len(options))]
-    goal = [0.0] * (size - 1) + [1.0]
-    if budget is not None:
+        follower, waits, mine = transfers.followers[layer], count + 2 * turn, layers == layer
+        limit(mine * moved / transfers.out / slow, transfers.forward[follower] / slow, waits, -1.0)
+        back = (mine * moved / transfers.back - (layers == follower) * seconds) / slow
+        limit(back, transfers.backward[follower] / slow, waits + 1, -1.0)
+    one = numpy.zeros((len(options), size))
+    one[layers, numpy.arange(count)] = 1.0
+    goal = numpy.zeros(size)
+    if budget is None:
+        goal[-1] = 1.0
+    else:
         hidden = HIDDEN_WEIGHT * (1 / transfers.out + 1 / transfers.back) if transfers else 0.0
-        goal = [(way.seconds + way.moved * hidden) / slow for _, way in places] + [1.0] * (2 * len(moving)) + [0.0]
+        goal[:count], goal[count:-1] = (seconds + moved * hidden) / slow, 1.0
+    is_place = numpy.arange(size) < count
+    # A stage with all weights frozen may have no such moment.
+    within = [LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits))] if rows else []
     solved: Any = milp(
-        numpy.array(goal),
-        integrality=numpy.array([1] * count + [0] * (size - count)),
-        bounds=Bounds(numpy.zeros(size), numpy.array([1.0] * count + [numpy.inf] * (size - count))),
-        constraints=[
-            # A stage whose weights are all frozen may have no moment at which anything counts.
-            *([LinearConstraint(numpy.array(rows), -numpy.inf, numpy.array(limits))] if rows else []),
-            LinearConstraint(numpy.array(one), 1.0, 1.0),
-        ],
+        goal,
+        integrality=is_place.astype(int),
+        bounds=Bounds(numpy.zeros(size), numpy.where(is_place, 1.0, numpy.inf)),
+        constraints=[*within, LinearConstraint(one, 1.0, 1.0)],
         options={"mip_rel_gap": GAP, "time_limit": LIMIT_SECONDS},
     )
     if solved.x is None:
         return None
-    chosen = tuple(
-        max(((solved.x[at], way) for at, (layer, way) in enumerate(places) if layer == number), key=lambda e: e[0])[1]
-        for number in range(len(options))
-    )
+    chosen = tuple(places[int(numpy.argmax(solved.x[:count] * row[:count]))][1] for row in one)
     return _choice(chosen, moments, transfers, float(getattr(solved, "mip_gap", 0.0) or 0.0))

@@ -1,4 +1,4 @@
-"""Tells what was chosen to be kept, computed again and moved: a table by pipeline stage and kind of layer."""
+"""Prints what was chosen for a pipeline stage, by runs of equal layers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from .layer_ways import Way
+from .memory_options import LayerOption
 from .recompute_choice import LayerChoice, gib
 
 
@@ -21,9 +21,8 @@ def table(
 ) -> str:
     """The choice of one pipeline stage, several lines.
 
-    Args:
-        everything: the peak where nothing is computed again or moved.
-        rates: bytes a second to the host and back; None where nothing moves, and why_kept says why.
+    everything: the peak if everything is kept.
+    rates: bytes a second to the host and back; None if nothing moves, for the reason `why_kept`.
     """
     where = f" of pipeline stage {stage}" if stages > 1 else ""
     share = ""
@@ -33,9 +32,9 @@ def table(
         f"activations{where}: {gib(choice.peak)} at the peak{share}; the budget is {gib(budget)}",
         f"{'layers':>9}  {'kept each':>11}  {'moved each':>11}  {'longer each':>11}  computed again; moved to the host",
     ]
-    for first, last, way, seconds in runs(choice):
-        longer = f"{seconds * 1e3:>8.2f} ms  {_named(way.again, way.swapped)}"
-        lines.append(f"{_numbers(first, last):>9}  {gib(way.kept):>11}  {gib(way.moved):>11}  {longer}")
+    for first, last, option, seconds in _runs(choice):
+        longer = f"{seconds * 1e3:>8.2f} ms  {_named(option.again, option.swapped)}"
+        lines.append(f"{_numbers(first, last):>9}  {gib(option.kept):>11}  {gib(option.moved):>11}  {longer}")
     if rates:
         out, back = (rate / 1e9 for rate in rates)
         shown = sum(choice.exposed) * 1e3
@@ -50,8 +49,8 @@ def table(
 
 
 def changes(before: Sequence[tuple[frozenset[str], frozenset[str]]], choice: LayerChoice, what: str, stage: int) -> str:
-    """What layers do otherwise than before, which is `what`: of each the parts computed again, and those moved."""
-    pairs = [(old, (way.again, way.swapped)) for old, way in zip(before, choice.ways, strict=True)]
+    """How the choice differs from an earlier one, named `what`; before: the parts of each layer."""
+    pairs = [(old, (option.again, option.swapped)) for old, option in zip(before, choice.options, strict=True)]
     found = []
     for (old, new), group in itertools.groupby(enumerate(pairs), key=lambda each: each[1]):
         numbers = [number for number, _ in group]
@@ -70,12 +69,12 @@ def _named(again: frozenset[str], swapped: frozenset[str]) -> str:
     return (", ".join(sorted(again)) or "nothing") + (f"; {', '.join(sorted(swapped))}" if swapped else "")
 
 
-def runs(choice: LayerChoice) -> list[tuple[int, int, Way, float]]:
-    """Neighbours that run alike: the first, the last, how, and how many seconds longer one takes on average."""
+def _runs(choice: LayerChoice) -> list[tuple[int, int, LayerOption, float]]:
+    """Runs of layers with one option: first, last, the option, and mean additional seconds of a layer."""
     found = []
-    longer = [way.seconds + exposed for way, exposed in zip(choice.ways, choice.exposed, strict=True)]
+    longer = [option.seconds + exposed for option, exposed in zip(choice.options, choice.exposed, strict=True)]
     for _, group in itertools.groupby(
-        enumerate(choice.ways), key=lambda each: (each[1].again, each[1].swapped, each[1].kept)
+        enumerate(choice.options), key=lambda each: (each[1].again, each[1].swapped, each[1].kept)
     ):
         members = list(group)
         first, last = members[0][0], members[-1][0]

@@ -1,8 +1,4 @@
-"""Gives up the memory of a tensor that autograd holds, and fills it again before the backward pass reads it.
-
-The graph stays what it is: what was saved looks into a storage that is empty for a while. So the values may come from
-anywhere, and nothing of how they are computed again is recorded.
-"""
+"""Frees the storage of a saved tensor and fills it again before its backward pass."""
 
 from __future__ import annotations
 
@@ -10,15 +6,15 @@ import torch
 
 
 class ReleasedTensor:
-    """`tensor`, whose storage is empty from here on until `fill`; so is every other view of that storage."""
+    """A tensor whose storage, shared by all views, is empty until `fill`."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # With a version of its own: what was saved does not count as changed when it is filled.
+        # `.data` has its own version counter: filling does not count as a change of a saved tensor.
         self._values = tensor.data
         self._bytes = tensor.untyped_storage().nbytes()
         tensor.untyped_storage().resize_(0)
 
     def fill(self, values: torch.Tensor) -> None:
-        """Take its memory back and copy `values`, of its shape and dtype, into it."""
+        """Allocate the storage again and copy `values` into it."""
         self._values.untyped_storage().resize_(self._bytes)
         self._values.copy_(values)

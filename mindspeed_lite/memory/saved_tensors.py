@@ -1,8 +1,7 @@
 """Counts the bytes that autograd saves for the backward pass while a model trains.
 
-A storage counts once however many saved tensors look into it, for as long as one of them is alive, and with the size
-it has at that moment: a storage that was released (`resize_(0)`) counts as nothing. What is looked at is the moment at
-which a backward pass begins to read: before it, nothing that the forward pass keeps has been released.
+A storage counts once for all its saved tensors while one of them is alive, with its current size: 0 if it was released
+(`resize_(0)`). The peak is evaluated when a backward pass begins to read.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ _Hooks = torch.autograd.graph.saved_tensors_hooks
 class SavedTensorStats:
     """What one place in the code has saved at the peak.
 
-    Attributes:
-        where: the function that saved it, innermost first, torch's own aside.
-        shape: of the first tensor that was saved of a storage.
+    where: the calling functions, innermost first, without torch's own.
+    shape: of the first tensor that was saved of a storage.
     """
 
     where: tuple[str, ...]
@@ -47,9 +45,8 @@ class _Storage:
 class Tracker:
     """Counts saved storages within its `with` block.
 
-    Attributes:
-        is_excluded: whether a storage, by its address, is something else: a parameter, a gradient buffer.
-        peak: the largest number of bytes so far.
+    is_excluded: whether the storage at an address is not counted, such as a parameter or gradient buffer.
+    peak: bytes.
     """
 
     is_excluded: Callable[[int], bool]
@@ -71,11 +68,11 @@ class Tracker:
         self.update_peak()
 
     def bytes(self) -> int:
-        """What is kept now."""
+        """Bytes saved now."""
         return sum(each.storage.nbytes() for each in self._live.values())
 
     def update_peak(self) -> None:
-        """Compare what is kept now with the peak."""
+        """Compare the bytes saved now with the peak."""
         self._has_grown = False
         now = self.bytes()
         if now > self.peak:
@@ -83,7 +80,7 @@ class Tracker:
             self.at_peak = _by_place(self._live.values())
 
     def pack(self, tensor: torch.Tensor) -> _Reference | torch.Tensor:
-        """Count a tensor that is saved from here on; what is given is to be held in its place."""
+        """Count a saved tensor; returns what autograd holds instead."""
         if tensor.layout != torch.strided or isinstance(tensor, torch._subclasses.FakeTensor):
             return tensor
         storage = tensor.untyped_storage()
@@ -94,8 +91,8 @@ class Tracker:
         return _Reference(self, key, tensor)
 
     def hold(self, storage: torch.UntypedStorage, shape: tuple[int, ...], dtype: str) -> int:
-        """Count a storage until `release` is called with the number that is returned."""
-        # The address of the storage itself: that of its memory changes when it is released.
+        """Count a storage until `release` of the returned key."""
+        # The address of the storage object: that of its memory changes when it is released.
         key: int = storage._cdata
         known = self._live.get(key)
         if known is None:
@@ -105,13 +102,13 @@ class Tracker:
         return key
 
     def unpack(self, packed: _Reference | torch.Tensor) -> torch.Tensor:
-        """The tensor, for a backward pass that reads it."""
+        """The tensor, for the backward pass."""
         if self._has_grown:
             self.update_peak()
         return packed.tensor if isinstance(packed, _Reference) else packed
 
     def release(self, key: int) -> None:
-        """One that counted a storage holds it no more."""
+        """Drop one reference to a storage."""
         if self._has_grown:
             self.update_peak()
         known = self._live[key]
@@ -121,7 +118,7 @@ class Tracker:
 
 
 class _Reference:
-    """What autograd holds in the place of a saved tensor; its end is that of the tensor."""
+    """Held by autograd instead of a saved tensor, with the same lifetime."""
 
     __slots__ = ("key", "tensor", "tracker")
 
@@ -133,7 +130,7 @@ class _Reference:
 
 
 def _place(depth: int = 4) -> tuple[str, ...]:
-    """The functions that are running, torch's own aside."""
+    """The calling functions, without torch's own."""
     found: list[str] = []
     frame = sys._getframe(3)
     while frame is not None and len(found) < depth:

@@ -1,8 +1,8 @@
 """Stores optimizer state in host memory and brings it to the device for the step, in groups.
 
-While a group is updated, the next one comes in and the one before goes out: three groups are on the device at a time.
-Between steps the tensors are the objects they were, with shape and dtype, but hold no numbers: what reads them finds
-NaN, and what writes them fails. `materialized` gives them their numbers for a while.
+While a group is updated, the next one is copied in and the one before out: three groups are on the device at a time.
+Between steps the tensors are placeholders with shape and dtype: reads return NaN, writes raise. Use `materialized` to
+access values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from mindspeed_lite.platform.side_stream import Event
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _PARAMETER = "param"
-# Bytes; a copy of less is not worth its start.
+# Bytes; smaller tensors stay on the device.
 _SMALLEST = 1 << 16
 
 
 class _Place:
     """Host memory of one tensor.
 
-    tensor: of the optimizer's state; None for the parameter itself, which would keep itself alive here.
-    away: whether its numbers are in the buffer alone.
-    coming: of a copy to the device that compute has not been told to wait for.
+    tensor: of the optimizer's state; None for the parameter itself, which would keep itself alive.
+    on_host: whether only the buffer has its values.
+    pending_h2d: a copy to the device that compute does not wait for yet.
     """
 
     def __init__(self, tensor: torch.Tensor | None, buffer: Buffer, nbytes: int) -> None:
@@ -41,16 +41,13 @@ class _Place:
 
 
 class SwappedOptimizerState:
-    """Keeps moments, and parameters that are copies of a model's weights, in host memory between steps.
+    """A `StatePlacement` of moments and fp32 main parameters in host memory between steps.
 
     Args:
-        engine: between that memory and the device of all parameters.
-        times: groups that one step has, at least 1; of all optimizers that share this. A group ends with the parameter
-            that brings it to its share of the bytes.
+        times: groups of a step, over all optimizers that share this.
         on_refusal: called once with the reason when there is no more host memory.
     """
 
-    #: Of a `StatePlacement`: the values are read inside `materialized` alone.
     device_addressable = False
 
     def __init__(self, engine: CopyEngine, times: int, on_refusal: Callable[[str], None] | None = None) -> None:
@@ -58,10 +55,10 @@ class SwappedOptimizerState:
         self._times = times
         self._on_refusal = on_refusal
         self._pool = PinnedBufferPool(engine)
-        # Parameter -> name -> place; and the parameters that leave themselves.
+        # Parameter -> name -> place; and the parameters that are offloaded themselves.
         self._held: Any = WeakTensorKeyDictionary()
         self._own: Any = WeakTensorKeyDictionary()
-        # Memory of the device whose copy is under way.
+        # Device memory whose copy is in flight.
         self._leaving: deque[tuple[Event, torch.Tensor]] = deque()
         self._leaving_bytes = 0
         self._placeholders: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -71,11 +68,11 @@ class SwappedOptimizerState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of numbers that have a place in host memory."""
+        """Bytes of tensors with a place in host memory."""
         return sum(place.nbytes for places in self._held.values() for place in places.values())
 
     def register(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let these parameters leave the device as their moments do: no other code reads or writes their memory."""
+        """Offload these parameters too; no other code may read or write their memory."""
         for parameter in parameters:
             if parameter.is_contiguous():
                 self._own[parameter] = True
@@ -83,7 +80,7 @@ class SwappedOptimizerState:
         self._settle()
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Offload what the parameter has, unless it is small or host memory is full; not inside `materialized`."""
+        """Offload the parameter's state, unless it is small or host memory is full; not inside `materialized`."""
         if self._depth:
             return
         places = self._held.setdefault(parameter, {})
@@ -98,7 +95,7 @@ class SwappedOptimizerState:
                 if buffer is None:
                     continue
                 if name != _PARAMETER:
-                    # An object of our own: this one may be that of a checkpoint, which others read.
+                    # A new object: this one may belong to a checkpoint that others read.
                     tensor = state[name] = tensor.detach()
                 place = places[name] = _Place(None if name == _PARAMETER else tensor, buffer, tensor.nbytes)
             if not place.on_host:
@@ -106,20 +103,20 @@ class SwappedOptimizerState:
                 self._settle(place.nbytes)
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """The parameters in groups, one after the other, with their numbers on the device."""
+        """Yield the parameters in groups, with their values on the device."""
         groups = self._groups(parameters)
         on_host = [self._on_host(parameters[group]) for group in groups]
         self._settle()
         for pairs in on_host[:1]:
             self._fetch(pairs)
         for group, pairs, following in zip(groups, on_host, [*on_host[1:], []], strict=False):
-            # Before compute waits for this group: what is issued after that would start after it.
+            # Before compute waits for this group, so that the copy does not start after that.
             self._fetch(following)
             self._ready(parameters[group])
             yield group
             for tensor, place in pairs:
                 self._offload(tensor, place)
-            # The group before has had the time of this one's update to leave.
+            # The copy of the group before had the time of this update.
             self._settle(sum(place.nbytes for _, place in pairs))
         self._settle()
 
@@ -127,7 +124,7 @@ class SwappedOptimizerState:
     def materialized(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> Iterator[None]:
-        """Inside, what the parameters have is on the device and may be read, written and replaced."""
+        """Inside, the parameters' state is on the device and may be read, written and replaced."""
         some = list(parameters)
         self._depth += 1
         try:
@@ -141,7 +138,7 @@ class SwappedOptimizerState:
         finally:
             self._asked += some
             self._depth -= 1
-            # One inside another leaves them to that.
+            # The outermost context offloads for all.
             if not self._depth:
                 asked, self._asked = self._asked, []
                 for parameter in asked:
@@ -184,7 +181,7 @@ class SwappedOptimizerState:
             place.on_host = False
 
     def _ready(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Let compute wait for what of theirs is on its way."""
+        """Let compute wait for their copies."""
         for parameter in parameters:
             for place in self._held.get(parameter, {}).values():
                 if place.pending_h2d is not None:
@@ -195,22 +192,19 @@ class SwappedOptimizerState:
         memory = tensor.data
         self._leaving.append((self._engine.d2h(_bytes_of(memory), place.buffer), memory))
         self._leaving_bytes += place.nbytes
-        # Not a storage of size 0: what reads that crashes, and others may have the same storage.
+        # Not a storage of size 0: reading that crashes, and the storage may be shared.
         tensor.data = self._placeholder(tensor).expand(tensor.shape)
         place.on_host, place.pending_h2d = True, None
 
     def _settle(self, keep: int = 0) -> None:
-        """Give memory free whose copies are older than those of the last `keep` bytes.
-
-        The next owner of the memory gets it in the order of compute: compute waits for the copy first.
-        """
+        """Free the oldest device memory until `keep` bytes are in flight; compute waits for its copies."""
         while self._leaving_bytes > keep:
             mark, memory = self._leaving.popleft()
             self._engine.wait(mark)
             self._leaving_bytes -= memory.nbytes
 
     def _forget(self, places: dict[str, _Place], state: Mapping[str, Any]) -> None:
-        """Drop places of moments that have been replaced, by a checkpoint for example."""
+        """Drop places of moments that a checkpoint has replaced."""
         for name in _MOMENTS:
             if name in places and state.get(name) is not places[name].tensor:
                 self._pool.release(places.pop(name).buffer)
@@ -221,7 +215,7 @@ class SwappedOptimizerState:
         try:
             return self._pool.acquire(tensor.nbytes)
         except MemoryError as error:
-            # What has been taken stays; the rest is where it would be without.
+            # Earlier tensors stay on the host; the rest stays on the device.
             self._refused = True
             if self._on_refusal is not None:
                 self._on_refusal(str(error))

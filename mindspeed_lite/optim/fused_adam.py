@@ -1,15 +1,7 @@
 """Gives torch's Adam and AdamW the fused step of `adamw`: same groups, same state, same checkpoints.
 
-`adopt` turns an optimizer that exists into one of these. `next_step` is what the code around a step hands it, so that
-it need not be a pass of its own over all parameters; the step uses it up. `cast_done` says afterwards whether all of
-its `cast_targets` have been written.
-
-Three say in what form the values are stored and where, and stay. Inside `materialized()` all are fp32 on the device;
-`fp32_copy` returns copies:
-
-split_params          which parameters are stored as bf16 weight and low half
-quantized_moments     which moments have fewer bits than fp32
-placement             where moments are stored, and maybe parameters
+`adopt` converts an existing optimizer. Three attributes choose another storage: `split_params`, `quantized_moments` and
+`placement`. Inside `materialized()` all values are fp32 on the device; `fp32_copy` returns copies.
 """
 
 from __future__ import annotations
@@ -19,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,93 +24,106 @@ _UNSUPPORTED = ("amsgrad", "maximize", "capturable", "differentiable", "fused")
 
 
 class StatePlacement(Protocol):
-    """Where optimizer state, and maybe parameters, are stored: `HostMappedMoments` or `SwappedOptimizerState`."""
+    """Where optimizer state is stored: `HostMappedMoments` or `SwappedOptimizerState`."""
 
-    #: Whether the device can read the tensors at all times; if not, only in a step and inside `materialized`.
+    #: Whether the device can always read the tensors; if not, only in a step and inside `materialized`.
     device_addressable: bool
 
     def place(self, parameter: torch.Tensor, state: dict[str, Any]) -> None:
-        """Before a step: store the moments of the parameter in their place, unless they are there."""
+        """Move the moments of the parameter to their place, before a step."""
         ...
 
     def update_groups(self, parameters: Sequence[torch.Tensor]) -> Iterator[slice]:
-        """The parameters in parts, one after the other; each has been updated when the next is asked for."""
+        """Yield the parameters in parts; each has been updated when the next is requested."""
         ...
 
     def materialized(
         self, parameters: Iterable[torch.Tensor], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> contextlib.AbstractContextManager[None]:
-        """Inside, parameters and what their state has may be read, written and replaced; not from a step."""
+        """Inside, parameters and their state may be read, written and replaced; not from a step."""
         ...
 
     def restore(self) -> None:
-        """Bring all back."""
+        """Bring everything back to the device for good."""
         ...
 
 
 @dataclass(frozen=True)
-class StepInput:
-    """What one step takes beside gradients and state.
+class StepData:
+    """Input of the next step, replaced by that step's outcome.
 
-    Attributes:
-        grad_scales: parameter -> factor of its gradient, such as a clip coefficient.
-        cast_targets: parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter.
+    grad_scales: parameter -> factor of its gradient, such as a clip coefficient.
+    cast_targets: parameter -> tensor that gets the new values, such as the bf16 weight of an fp32 main parameter.
+    casts_done: outcome: the last step has written the model's weights.
     """
 
     grad_scales: Mapping[torch.Tensor, float] = field(default_factory=lambda: _NOTHING)
     cast_targets: Mapping[torch.Tensor, torch.Tensor] = field(default_factory=lambda: _NOTHING)
+    casts_done: bool = False
+
+
+class _Row(NamedTuple):
+    """The tensors of one parameter's update.
+
+    first, low_or_cast: the parameter and its cast target, or its high and low halves.
+    """
+
+    first: torch.Tensor
+    grad: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    low_or_cast: torch.Tensor | None
+    blocks: tuple[torch.Tensor, torch.Tensor] | None
+    parameter: torch.Tensor
 
 
 class _Fused(torch.optim.Optimizer):
-    """The step; everything else is the class of torch that stands behind this one."""
+    """The fused step, on top of a class of torch."""
 
-    # Of the class, since a pickled optimizer and an adopted one come without a call of __init__.
-    next_step: StepInput = StepInput()
-    cast_done: bool = False
+    # Class attributes: a pickled or adopted optimizer comes without a call of __init__.
+    step_data: StepData = StepData()
     split_params: SplitFP32Params | None = None
     quantized_moments: QuantizedMoments | None = None
     placement: StatePlacement | None = None
     decoupled: bool
-    #: Called with the reasons when a step is torch's own.
+    #: Called with the reasons if a step is torch's own.
     on_fallback: Callable[[list[str]], None] | None = None
-    #: Called with this optimizer, the group and the arguments of `adamw` before it is.
+    #: Called with this optimizer, the group and the arguments of `adamw` before each call.
     before_update: Callable[..., None] | None = None
 
     @torch.optim.Optimizer.profile_hook_step
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step, or torch's own where `reasons` has any."""
+        """Perform one step, or torch's own if there are `reasons`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given, self.next_step = self.next_step, StepInput()
-        scales, cast_targets = given.grad_scales, given.cast_targets
-        self.cast_done = False
+        data, self.step_data = self.step_data, StepData()
         reasons = self.reasons()
         if reasons:
             if self.on_fallback is not None:
                 self.on_fallback(reasons)
-            scale_gradients(scales)
+            scale_gradients(data.grad_scales)
             with self.materialized():
                 # Without the profiler's hooks, which are around this call already.
                 inspect.unwrap(super().step.__func__)(self)  # type: ignore[attr-defined]
             return loss
-        in_halves = {} if self.split_params is None else self.split_params.halves()
-        updated = self._update(scales, cast_targets, in_halves)
-        left = cast_targets.keys() - updated - in_halves.keys()
+        halves = {} if self.split_params is None else self.split_params.halves()
+        left = data.cast_targets.keys() - self._update(data, halves) - halves.keys()
         if left:
             with self.materialized(left):
                 for parameter in left:
-                    cast_targets[parameter].copy_(parameter.view_as(cast_targets[parameter]))
-        self.cast_done = bool(cast_targets or in_halves)
+                    target = data.cast_targets[parameter]
+                    target.copy_(parameter.view_as(target))
+        self.step_data = StepData(casts_done=bool(data.cast_targets or halves))
         return loss
 
     step.hooked = True  # type: ignore[attr-defined]  # by the decorator; torch asks when the class is instantiated
 
     @contextlib.contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, parameters (all, if not given) and their moments are fp32 and may be read, written and replaced."""
+        """Inside, parameters (all by default) and their moments are fp32 and may be changed."""
         some = None if parameters is None else list(parameters)
         with contextlib.ExitStack() as stack:
             if self.placement is not None:
@@ -131,20 +136,17 @@ class _Fused(torch.optim.Optimizer):
             yield
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies by name (`param`, `exp_avg`, `exp_avg_sq`) of what has no such form; empty if all has.
-
-        Where the numbers are not on the device, these are copies of all, in host memory.
-        """
+        """fp32 copies (`param`, `exp_avg`, `exp_avg_sq`) of what is stored in another form."""
         if self.placement is None or self.placement.device_addressable:
-            return self._present(parameter)
+            return self._converted(parameter)
         with self.placement.materialized([parameter], self._state_of):
             state = self.state.get(parameter, {})
             found = {"param": parameter, **{name: state[name] for name in ("exp_avg", "exp_avg_sq") if name in state}}
-            found |= self._present(parameter)
+            found |= self._converted(parameter)
             return {name: each.detach().to("cpu", copy=True) for name, each in found.items()}
 
-    def _present(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`fp32_copy`, of numbers that are on the device."""
+    def _converted(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """fp32 copies of the tensors that are split or quantized."""
         found = {} if self.quantized_moments is None else self.quantized_moments.fp32_copy(parameter)
         if self.split_params is not None:
             found |= self.split_params.joined(parameter, found.get("exp_avg_sq"))
@@ -155,16 +157,13 @@ class _Fused(torch.optim.Optimizer):
         return found
 
     def restore(self) -> None:
-        """Make all plain, in the device's own memory, for good."""
-        if self.placement is not None:
-            self.placement.restore()
-        if self.quantized_moments is not None:
-            self.quantized_moments.restore()
-        if self.split_params is not None:
-            self.split_params.restore()
+        """Store all values as fp32 on the device, for good."""
+        for form in (self.placement, self.quantized_moments, self.split_params):
+            if form is not None:
+                form.restore()
 
     def reasons(self) -> list[str]:
-        """Why the next step must be torch's own; empty if it need not."""
+        """Why the next step must be torch's own."""
         found = []
         for group in self.param_groups:
             found += [f"{name} is set" for name in _UNSUPPORTED if group.get(name)]
@@ -181,84 +180,68 @@ class _Fused(torch.optim.Optimizer):
         return list(dict.fromkeys(found))
 
     def _update(
-        self,
-        scales: Mapping[torch.Tensor, float],
-        cast_targets: Mapping[torch.Tensor, torch.Tensor],
-        in_halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]],
+        self, data: StepData, halves: Mapping[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]
     ) -> set[torch.Tensor]:
-        """Update every parameter that has a gradient, with as few calls as there are different rules."""
+        """Update all parameters with a gradient, one call for each rule; returns them."""
         updated: set[torch.Tensor] = set()
         seen_steps: set[int] = set()
         for group in self.param_groups:
-            batches: dict[Any, tuple[list[Any], ...]] = {}
+            # (device and dtypes, step, scale) -> the parameters of one call.
+            batches: dict[Any, list[_Row]] = {}
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None:
                     continue
                 updated.add(parameter)
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.tensor(0.0, dtype=torch.float32)
-                    if self.quantized_moments is not None:
-                        self.quantized_moments.zeros(parameter)
-                    else:
-                        layout = torch.contiguous_format if parameter in in_halves else torch.preserve_format
-                        state["exp_avg"] = torch.zeros_like(parameter, memory_format=layout)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=layout)
-                step = state["step"]
-                if id(step) in seen_steps:
+                state = self._initialized(parameter, parameter in halves)
+                if id(state["step"]) in seen_steps:
                     # A loader may give one tensor to all; a step would then count once for each of them.
-                    step = state["step"] = step - 1
-                seen_steps.add(id(step))
-                step += 1
-                exponents = None if self.quantized_moments is None else self.quantized_moments.blocks(parameter)
+                    state["step"] = state["step"] - 1
+                seen_steps.add(id(state["step"]))
+                state["step"] += 1
+                blocks = None if self.quantized_moments is None else self.quantized_moments.blocks(parameter)
                 if self.placement is not None:
                     self.placement.place(parameter, state)
-                # The last is a copy to write, or a low half.
-                first, last = in_halves.get(parameter, (parameter, cast_targets.get(parameter)))
-                key = (
-                    parameter.device,
-                    grad.dtype,
-                    None if last is None else last.dtype,
-                    state["exp_avg"].dtype,
-                    float(step),
-                    scales.get(parameter),
-                )
-                batch = batches.setdefault(key, ([], [], [], [], [], [], []))
-                row = (first, grad, state["exp_avg"], state["exp_avg_sq"], last, exponents, parameter)
-                for each, tensor in zip(batch, row, strict=True):
-                    each.append(tensor)
-            for (_, _, last_dtype, moment_dtype, count, scale), (*lists, lasts, pairs, own) in batches.items():
-                arguments = {
-                    "lr": group["lr"],
-                    "betas": group["betas"],
-                    "eps": group["eps"],
-                    "weight_decay": group["weight_decay"],
-                    "step": count,
-                    "grad_scale": scale,
-                    "decoupled": self.decoupled,
-                }
-                lows = lasts if last_dtype == torch.int16 else None
-                outs = None if last_dtype is None or lows is not None else lasts
-                blocks = pairs if moment_dtype == torch.uint8 else None
-                for part in [slice(None)] if self.placement is None else self.placement.update_groups(own):
+                first, last = halves.get(parameter, (parameter, data.cast_targets.get(parameter)))
+                row = _Row(first, grad, state["exp_avg"], state["exp_avg_sq"], last, blocks, parameter)
+                dtypes = grad.dtype, None if last is None else last.dtype, row.exp_avg.dtype
+                key = parameter.device, dtypes, float(state["step"]), data.grad_scales.get(parameter)
+                batches.setdefault(key, []).append(row)
+            for (_, (_, last_dtype, moment_dtype), step, scale), rows in batches.items():
+                *lists, lasts, pairs, parameters = (list(each) for each in zip(*rows, strict=True))
+                rule = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+                rule |= {"step": step, "grad_scale": scale, "decoupled": self.decoupled}
+                more: dict[str, list[Any]] = {}
+                if last_dtype is not None:
+                    more["lows" if last_dtype == torch.int16 else "outs"] = lasts
+                if moment_dtype == torch.uint8:
+                    more["blocks"] = pairs
+                for part in [slice(None)] if self.placement is None else self.placement.update_groups(parameters):
                     if self.before_update is not None:
-                        self.before_update(self, group, *self._fp32_lists(own[part]), **arguments)
-                    adamw(
-                        *(each[part] for each in lists),
-                        **arguments,
-                        outs=None if outs is None else outs[part],
-                        lows=None if lows is None else lows[part],
-                        blocks=None if blocks is None else blocks[part],
-                    )
+                        self.before_update(self, group, *self._fp32_lists(parameters[part]), **rule)
+                    rest: Any = {**rule, **{name: each[part] for name, each in more.items()}}
+                    adamw(*(each[part] for each in lists), **rest)
         return updated
 
+    def _initialized(self, parameter: torch.Tensor, is_split: bool) -> dict[str, Any]:
+        """The state of a parameter, with new moments at its first step."""
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0, dtype=torch.float32)
+            if self.quantized_moments is not None:
+                self.quantized_moments.zeros(parameter)
+            else:
+                layout = torch.contiguous_format if is_split else torch.preserve_format
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=layout)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=layout)
+        return state
+
     def _fp32_lists(self, parameters: list[torch.Tensor]) -> tuple[list[torch.Tensor], ...]:
-        """The four lists of `adamw` in fp32, as copies where they stand in other forms."""
+        """The four lists of `adamw` in fp32, as copies of what is stored otherwise."""
         lists: tuple[list[torch.Tensor], ...] = ([], [], [], [])
         for parameter in parameters:
             assert parameter.grad is not None
-            found = {"param": parameter, **self.state[parameter], **self._present(parameter)}
+            found = {"param": parameter, **self.state[parameter], **self._converted(parameter)}
             row = (found["param"], parameter.grad, found["exp_avg"], found["exp_avg_sq"].abs())
             for each, tensor in zip(lists, row, strict=True):
                 each.append(tensor)
@@ -288,12 +271,12 @@ def adopt(optimizer: torch.optim.Optimizer) -> FusedAdamW | FusedAdam | None:
 
 
 def release(optimizer: torch.optim.Optimizer | None) -> None:
-    """Give an adopted optimizer torch's step back; its numbers are made plain first."""
+    """Give an adopted optimizer torch's step back, after restoring its state."""
     if not isinstance(optimizer, (FusedAdam, FusedAdamW)):
         return
     optimizer.restore()
     # Of a step that was prepared and did not come.
-    scale_gradients(optimizer.next_step.grad_scales)
+    scale_gradients(optimizer.step_data.grad_scales)
     for name in _Fused.__annotations__:
         vars(optimizer).pop(name, None)
     optimizer.__class__ = torch.optim.AdamW if isinstance(optimizer, FusedAdamW) else torch.optim.Adam  # type: ignore[assignment]
@@ -302,7 +285,7 @@ def release(optimizer: torch.optim.Optimizer | None) -> None:
 
 
 def scale_gradients(scales: Mapping[torch.Tensor, float]) -> None:
-    """Multiply gradients in place, as the step would have done on the way."""
+    """Multiply gradients in place."""
     by_factor: dict[float, list[torch.Tensor]] = {}
     for parameter, factor in scales.items():
         if parameter.grad is not None:

@@ -1,8 +1,4 @@
-"""Stores the moments of an optimizer in fewer bits than fp32, as codes in its state.
-
-The state keeps its keys and shapes. What reads `exp_avg` or `exp_avg_sq` of a parameter finds bf16 values or bytes;
-`materialized()` makes them fp32 for a while, `fp32_copy` returns copies.
-"""
+"""Stores the moments of an optimizer as bf16 or fp8 codes in its state, with the same keys and shapes."""
 
 from __future__ import annotations
 
@@ -19,15 +15,13 @@ _NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class QuantizedMoments:
-    """The moments of an optimizer's parameters, in the dtype that each is to have.
+    """The moments `exp_avg` and `exp_avg_sq` in an optimizer's state, quantized.
 
-    Args:
-        optimizer: whose state has, for each parameter, `exp_avg` and `exp_avg_sq`, once there are any.
-        dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (left as it is).
+    dtype: parameter -> torch.bfloat16, torch.uint8 (fp8 codes) or torch.float32 (unchanged).
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, dtype: Callable[[torch.Tensor], torch.dtype]) -> None:
-        # Not its state, which is another dictionary after a checkpoint has been loaded.
+        # Not its state, which is another dictionary after loading a checkpoint.
         self._optimizer = weakref.ref(optimizer)
         self._dtype = dtype
         self._blocks: dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -40,7 +34,7 @@ class QuantizedMoments:
         return {} if optimizer is None else optimizer.state
 
     def zeros(self, parameter: torch.Tensor) -> None:
-        """Give the parameter new moments."""
+        """Initialize the moments of a parameter."""
         dtype = self._dtype(parameter)
         for name in _NAMES:
             self._state[parameter][name] = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
@@ -48,12 +42,12 @@ class QuantizedMoments:
             self._blocks[parameter] = _exponents(parameter)
 
     def blocks(self, parameter: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The exponents of both moments, if these are fp8 codes; narrows first what has come in as fp32."""
+        """Quantize what is fp32; returns the exponents of both moments if these are fp8 codes."""
         self._narrow([parameter])
         return self._blocks.get(parameter)
 
     def fp32_copy(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-        """fp32 copies of both moments, the second with its sign; empty if they are fp32 as they stand."""
+        """fp32 copies of both moments, the second with its sign; empty if they are stored as fp32."""
         found = self._state.get(parameter, {})
         if any(name not in found for name in _NAMES) or found["exp_avg"].dtype == torch.float32:
             return {}
@@ -62,7 +56,7 @@ class QuantizedMoments:
 
     @contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, the moments (of all parameters, if not given) are fp32 and may be read, written and replaced."""
+        """Inside, the moments (of all parameters by default) are fp32 and may be read, written and replaced."""
         some = None if parameters is None else list(parameters)
         self._asked.append(some)
         self._depth += 1
@@ -71,15 +65,15 @@ class QuantizedMoments:
             yield
         finally:
             self._depth -= 1
-            # One inside another leaves them to that.
+            # The outermost context quantizes for all.
             if not self._depth:
                 asked, self._asked = self._asked, []
-                # Those that came in meanwhile as well.
+                # Includes parameters that were added meanwhile.
                 everything = any(each is None for each in asked)
                 self._narrow(list(self._state) if everything else [each for some in asked for each in some or ()])
 
     def restore(self) -> None:
-        """Give all moments their numbers for good."""
+        """Store all moments as fp32 for good."""
         self._widen(list(self._state))
         self._dtype = lambda parameter: torch.float32
 
@@ -91,7 +85,7 @@ class QuantizedMoments:
                 self._blocks.pop(parameter, None)
 
     def _narrow(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Round to nearest what is fp32 and is not to be; what was widened before becomes what it was."""
+        """Quantize fp32 moments, rounding to nearest; values that were dequantized return to their codes."""
         for parameter in parameters:
             found, dtype = self._state.get(parameter, {}), self._dtype(parameter)
             if dtype == torch.float32 or any(name not in found for name in _NAMES):

@@ -1,7 +1,7 @@
 """Stores fp32 main parameters as the bf16 weights of the model and an int16 low half each.
 
-The parameters stay the objects they were, in the optimizer's groups and as keys of its state, with shape and dtype,
-but are placeholders: reads return NaN, writes raise. Use `materialized()` to access values.
+The parameters stay in the optimizer's groups, with shape and dtype, but are placeholders: reads return NaN, writes
+raise. Use `materialized()` to access values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ Highs = Callable[[], Mapping[torch.Tensor, torch.Tensor]]
 
 
 class SplitFP32Params:
-    """fp32 main parameters stored as bf16 weight and int16 low half.
+    """The split parameters of an optimizer.
 
-    Args:
-        optimizer: whose state has, for each parameter, an `exp_avg_sq`, once there is one.
-        highs: parameter -> the bf16 tensor that is its high half, of any shape, contiguous; asked for when needed,
-            since the owner of the weights may move them.
+    highs: returns parameter -> its contiguous bf16 high half, of any shape; called whenever needed, since the owner of
+        the weights may move them.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, highs: Highs) -> None:
-        # Not its state, which is another dictionary after a checkpoint has been loaded.
+        # Not its state, which is another dictionary after loading a checkpoint.
         self._optimizer = weakref.ref(optimizer)
         self._highs = highs
         self._lows: dict[torch.Tensor, torch.Tensor] = {}
@@ -37,14 +35,14 @@ class SplitFP32Params:
             self._give_up(parameter, high, low)
 
     def halves(self) -> dict[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        """Parameter -> (high, low) for all that are not whole at the moment."""
+        """Parameter -> (high, low) for all that are split now."""
         highs = self._highs()
         return {parameter: (highs[parameter], low) for parameter, low in self._lows.items()}
 
     def joined(self, parameter: torch.Tensor, squares: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Copies of what has no plain form while a parameter stands in halves; empty if it does not.
+        """fp32 copies of a split parameter and its second moment; empty if it is not split.
 
-        squares: the second moment with its sign, where the state has it in another form.
+        squares: the second moment with its sign, if the state stores it otherwise.
         """
         low = self._lows.get(parameter)
         if low is None:
@@ -55,7 +53,7 @@ class SplitFP32Params:
 
     @contextmanager
     def materialized(self, parameters: Iterable[torch.Tensor] | None = None) -> Iterator[None]:
-        """Inside, the parameters (all, if not given) are fp32 and may be read and written; after it in halves again."""
+        """Inside, the parameters (all by default) are fp32 and may be read and written."""
         lows: dict[torch.Tensor, torch.Tensor] = {}
         try:
             for parameter in list(self._lows if parameters is None else parameters):
@@ -68,12 +66,12 @@ class SplitFP32Params:
                 self._give_up(parameter, highs[parameter], low)
 
     def restore(self) -> None:
-        """Give all parameters their numbers for good."""
+        """Store all parameters as fp32 for good."""
         for parameter in list(self._lows):
             self._restore(parameter)
 
     def _restore(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Make the parameter fp32; returns the low half, now free."""
+        """Make the parameter fp32; returns its low half."""
         plain, squares = self.joined(parameter), self._squares(parameter)
         if squares is not None:
             squares.abs_()

@@ -1,8 +1,7 @@
-"""Computes the cross-entropy of a vocabulary that is split over a group, rank by rank in order.
+"""Cross-entropy over a vocabulary that is sharded over a group.
 
-Each rank looks at its own shard; three values per row travel, in one all-gather, and
-every rank merges the same values in the same order. So the losses are equal on all ranks to the last bit. Nothing
-travels in the backward pass but what the linear layer before it sends.
+One all-gather of three values per row; all ranks merge them in the same order, so that losses are bitwise equal. The
+backward pass communicates nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from mindspeed_lite.ops.linear_cross_entropy import Accumulate, linear_cross_ent
 def vocab_parallel_cross_entropy(
     logits: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """`mindspeed_lite.ops.cross_entropy.cross_entropy`, where a rank of `group` has logits [..., V / size].
+    """`ops.cross_entropy` of a shard of logits [..., V / size].
 
-    target: [...], the same on every rank; `group` is None where a rank has the whole vocabulary.
+    target: [...], the same on every rank. group: None for the whole vocabulary.
     """
     start, size, gather = _place(logits.shape[-1], group)
     return cross_entropy(logits, target, start, size, gather)
@@ -34,17 +33,16 @@ def vocab_parallel_linear_cross_entropy(
     group: dist.ProcessGroup | None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
-    """`mindspeed_lite.ops.linear_cross_entropy.linear_cross_entropy`, where a rank has weight [V / size, H].
+    """`ops.linear_cross_entropy` of a shard of the weight [V / size, H].
 
-    hidden: [..., H], the same on every rank. Its gradient is that of this rank's shard of the vocabulary: to sum it
-    over the ranks is left to the caller, who gave each of them the hidden states.
+    hidden: [..., H], the same on every rank. Its gradient is this shard's part: the caller sums it over the ranks.
     """
     start, size, gather = _place(weight.shape[0], group)
     return linear_cross_entropy(hidden, weight, target, start, size, gather, accumulate)
 
 
 def _place(width: int, group: dist.ProcessGroup | None) -> tuple[int, int, Gather | None]:
-    """Where a shard of this width begins, the size of the whole, and how to get the statistics of all shards."""
+    """(first word of a shard of this width, vocabulary size, gather of the statistics of all shards)."""
     if group is None or group.size() == 1:
         return 0, width, None
     return group.rank() * width, group.size() * width, functools.partial(_gather, group=group)

@@ -1,4 +1,4 @@
-"""Makes process groups of some ranks of another one, while the other ranks of the world do something else."""
+"""Creates process groups of some ranks of a group, without the other ranks of the world."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from torch.distributed import distributed_c10d
 
 
 def new_groups(group: dist.ProcessGroup, *rank_lists: Sequence[int]) -> list[dist.ProcessGroup]:
-    """A new group for each list, which this rank is in. A collective of `group`, whose ranks give as many lists.
+    """A new group for each list of global ranks that includes this rank; a collective of `group`.
 
-    torch would name such a group by its ranks and by how many groups the process has. That number repeats when groups
-    have ended, and differs between ranks that are in different groups: then ranks wait for each other, or meet the
-    addresses of a group that was. Here the ranks agree on a name that no other group has.
-
-    Args:
-        rank_lists: global ranks.
+    torch names such a group by its ranks and the process's number of groups. That number repeats after groups are
+    destroyed and differs between ranks in different groups: ranks then hang, or find the addresses of an old group.
+    Here the ranks agree on a unique name.
     """
-    told: list[Any] = [uuid.uuid4().hex]
-    dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group)
+    name: list[Any] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, dist.get_global_rank(group, 0), group)
     made = []
     for number, ranks in enumerate(rank_lists):
-        with _named(f"{told[0]}/{number}/{'_'.join(map(str, ranks))}"):
+        with _named(f"{name[0]}/{number}/{'_'.join(map(str, ranks))}"):
             made.append(dist.new_group(list(ranks), use_local_synchronization=True))
     return made
 
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
-    """The next group that some ranks make by themselves has this name: torch has no argument for it."""
+    """Give the next group this name: torch has no argument for it."""
     torch_: Any = distributed_c10d
     own = torch_._process_group_name
     torch_._process_group_name = lambda ranks, use_hashed_name: name if use_hashed_name else own(ranks, False)
@@ -40,6 +37,3 @@ def _named(name: str) -> Iterator[None]:
         yield
     finally:
         torch_._process_group_name = own
-
-
-__all__ = ["new_groups"]

@@ -1,7 +1,4 @@
-"""Fuses GEMM and collective in one CANN operator: all-gather + matmul, matmul + reduce-scatter (MC2).
-
-As `overlapped_gemm`, on Ascend NPUs over HCCL. A call falls back for sizes and dtypes
-alone, which are the same on every rank.
+"""GEMM and collective in one CANN operator (MC2) on Ascend NPUs.
 
 Source: documentation of torch_npu.npu_all_gather_base_mm and npu_mm_reduce_scatter_base (op-plugin 7.3).
 """
@@ -13,15 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .fused_gemm_collective import FusedGemmCollective
+from .overlapped_gemm import FusedGemmCollective
 
-# What the operators take: ranks of a group (Atlas A2: up to 8, A3: up to 32), and the dimension that is summed over.
+# Supported ranks of a group (Atlas A2: up to 8, A3: up to 32), and sizes of the reduced dimension.
 RANKS = (2, 4, 8, 16, 32)
 SUMMED = range(256, 65535)
 
 
 def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
-    """Every reason why the fused operators cannot multiply x [M, K] by w [K, N] over so many ranks."""
+    """Reasons why the operators cannot multiply x [M, K] by w [K, N]; the same on all ranks."""
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16) or w.dtype != x.dtype:
         reasons.append(f"{x.dtype} times {w.dtype}: MC2 takes float16 or bfloat16")
@@ -33,7 +30,7 @@ def why_not(x: torch.Tensor, w: torch.Tensor, ranks: int) -> list[str]:
 
 
 class MC2(FusedGemmCollective):
-    """The two operators of CANN."""
+    """`OverlappedGemm` by CANN's two operators."""
 
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
         return why_not(x, w, group.size())
@@ -57,6 +54,6 @@ class MC2(FusedGemmCollective):
 
 
 def communicator(group: Any, device: torch.device) -> str:
-    """HCCL's name for the group's communicator, by which CANN finds it."""
+    """HCCL's name of the group's communicator."""
     backend = group._get_backend(device)
     return str(backend.get_hccl_comm_name(dist.get_rank()))

@@ -1,15 +1,10 @@
 """Overlaps GEMMs with the collectives that feed them or that they feed, in chunks of rows.
 
-A product needs all of a gathered matrix only in the end, and a reduction can send the first rows of a product while
-the last ones are computed. So rows travel in several messages: a gather is sent whole before anything is computed,
-the rank's own rows, which it has, are multiplied first, and the others as they come; a product is computed in the
-order in which its chunks are reduced. No row's sum is formed in another order than in one product and one
-collective, so the bits change only where a library chooses its kernel by the number of rows, or a collective sums
-ranks in an order that depends on the size of the message.
+A gather multiplies the rank's own rows first, the others as they arrive; a product is computed in the order in which
+its chunks are reduced. No sum changes its order: bits change only where a library chooses its kernel by the number of
+rows, or a collective its order of ranks by the size of a message.
 
-Matrices are 2-D. What is split over a group of p ranks has m rows on each, of p m together, those of rank r from
-r m on. `chunks` is the number of messages, at most the number of rows; 1 is one product and one collective, the one
-after the other. Slices need not divide the rows.
+Matrices are 2-D; of p m rows over p ranks, r m to (r + 1) m belong to rank r. `chunks` is the number of messages.
 
 Source: MindSpeed's CoC for the order of chunks; the rank's own rows first as in Flux (arXiv 2406.06858) and PyTorch's
 asynchronous tensor parallelism.
@@ -18,6 +13,7 @@ asynchronous tensor parallelism.
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
@@ -25,13 +21,13 @@ import torch.distributed as dist
 
 
 class Pending:
-    """A result whose last messages are still in flight."""
+    """A result with messages in flight."""
 
     def __init__(self, result: torch.Tensor, wait: list[Callable[[], object]], kept: list[torch.Tensor]) -> None:
         self._result, self._wait, self._kept = result, wait, kept
 
     def wait(self) -> torch.Tensor:
-        """The result, once it is there for whatever this stream computes next. Raises what the collective raises."""
+        """Return the result, ready for this stream. Raises what the collective raises."""
         for wait in self._wait:
             wait()
         self._wait, self._kept = [], []
@@ -39,7 +35,7 @@ class Pending:
 
 
 def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """All rows [p m, K] of x [m, K], in one message."""
+    """x [m, K] of every rank -> [p m, K], in one message."""
     x = x.contiguous()
     whole = x.new_empty(group.size() * x.shape[0], x.shape[1])
     handle = dist.all_gather_into_tensor(whole, x, group=group, async_op=True)
@@ -49,7 +45,7 @@ def gather(x: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 def gather_matmul(
     x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """y [p m, N] = X w, X [p m, K] being the rows x [m, K] of every rank, and X if it is to be kept; w: [K, N]."""
+    """(X w [p m, N], X if `keep`), where X [p m, K] gathers x [m, K] of every rank; w: [K, N]."""
     size, rank, rows = group.size(), group.rank(), x.shape[0]
     if chunks < 2 or rows < 2:
         whole = gather(x, group).wait()
@@ -77,7 +73,7 @@ def gather_matmul(
 
 
 def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
-    """y [m, N], this rank's rows of the sum over ranks of x w; x: [p m, K], w: [K, N], any strides."""
+    """This rank's rows [m, N] of the sum over ranks of x w; x: [p m, K], w: [K, N], any strides."""
     size = group.size()
     rows = x.shape[0] // size
     y = x.new_empty(rows, w.shape[1])
@@ -87,7 +83,7 @@ def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, c
         if part == slice(0, rows):
             product = x @ w
         else:
-            # The rows of this chunk on every rank: each rank receives a piece of its own that needs no shuffling.
+            # The chunk's rows of every rank, so that each receives contiguous rows.
             product = x.new_empty(size, part.stop - part.start, w.shape[1])
             for rank in range(size):
                 torch.mm(blocks[rank, part], w, out=product[rank])
@@ -99,7 +95,7 @@ def matmul_scatter(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, c
 
 
 def matmul_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
-    """y [M, N], the sum over ranks of x w; x: [M, K], w: [K, N], any strides."""
+    """The sum over ranks of x w, [M, N]; x: [M, K], w: [K, N], any strides."""
     y = x.new_empty(x.shape[0], w.shape[1])
     waits = []
     for part in parts(x.shape[0], chunks):
@@ -109,7 +105,50 @@ def matmul_reduce(x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, ch
 
 
 def parts(rows: int, chunks: int) -> Iterator[slice]:
-    """`rows` in at most `chunks` runs whose lengths differ by one at most; none is empty unless there are no rows."""
+    """Split `rows` into at most `chunks` runs whose lengths differ by at most one."""
     count = max(1, min(chunks, rows))
     bounds = [rows * each // count for each in range(count + 1)]
     return (slice(start, stop) for start, stop in itertools.pairwise(bounds))
+
+
+class FusedGemmCollective(ABC):
+    """`OverlappedGemm` by fused operators; unsupported calls run unchunked, and `say` gets the reason.
+
+    The operators chunk by themselves: `chunks` is ignored. `why_not` must be the same on all ranks of a group.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+
+    @abstractmethod
+    def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
+        """Reasons why the operators cannot multiply x [M, K] by w [K, N] over this group."""
+
+    @abstractmethod
+    def _gather(
+        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(product of all rows, these rows if `keep`) for a contiguous x."""
+
+    @abstractmethod
+    def _scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """This rank's rows of the product's sum over ranks, for a contiguous x."""
+
+    def gather_matmul(
+        self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if not self._can(x, w, group):
+            return gather_matmul(x, w, group, 1, keep)
+        y, whole = self._gather(x.contiguous(), w, group, keep)
+        return y, whole if keep else None
+
+    def matmul_scatter(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int) -> Pending:
+        if not self._can(x, w, group):
+            return matmul_scatter(x, w, group, 1)
+        return Pending(self._scatter(x.contiguous(), w, group), [], [])
+
+    def _can(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> bool:
+        reasons = self.why_not(x, w, group)
+        if reasons:
+            self._say("; ".join(reasons))
+        return not reasons

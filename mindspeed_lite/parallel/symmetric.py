@@ -1,10 +1,7 @@
-"""Fuses GEMM and collective in one PyTorch operator: asynchronous tensor parallelism over symmetric memory.
+"""GEMM and collective in one PyTorch operator over CUDA symmetric memory.
 
-As `overlapped_gemm`, on CUDA devices that reach each other's memory: a rank copies its neighbours' rows, or hands over
-theirs, by NVLink on a stream of its own while it multiplies others, without NCCL and without its kernels' share of the
-processors. What keeps a call from the operators is determined by all ranks of a group together, once.
-
-A scattered result is summed over ranks in one pass and rounded once, where a ring rounds after every rank.
+A rank copies rows over NVLink on a stream of its own while it multiplies others, without NCCL. A scattered result is
+summed over ranks in one pass and rounded once.
 
 Source: torch.ops.symm_mem (torch.distributed._symmetric_memory); arXiv 2406.06858 (Flux) for the decomposition.
 """
@@ -20,13 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .fused_gemm_collective import FusedGemmCollective
+from .overlapped_gemm import FusedGemmCollective
 
+# Group -> why it has no symmetric memory, or None.
 _found: weakref.WeakKeyDictionary[Any, str | None] = weakref.WeakKeyDictionary()
 
 
 class Symmetric(FusedGemmCollective):
-    """The two operators of PyTorch."""
+    """`OverlappedGemm` by PyTorch's two operators; all ranks of a group determine once whether they work."""
 
     def why_not(self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup) -> list[str]:
         if x.dtype != w.dtype:
@@ -50,21 +48,18 @@ class Symmetric(FusedGemmCollective):
 
 
 def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the group's devices have no symmetric memory, or None, and then the operators find the group by its name.
-
-    Collective: every rank of the group calls it, and all get the same answer.
-    """
+    """Set up symmetric memory; returns why there is none, the same on all ranks. A collective."""
     own = _missing() or _alone(device)
-    told: list[Any] = [None] * group.size()
-    dist.all_gather_object(told, (own, socket.gethostname(), device.index), group=group)
-    for reason, _, _ in told:
+    shared: list[Any] = [None] * group.size()
+    dist.all_gather_object(shared, (own, socket.gethostname(), device.index), group=group)
+    for reason, _, _ in shared:
         if reason is not None:
             return str(reason)
-    hosts = sorted({host for _, host, _ in told})
+    hosts = sorted({host for _, host, _ in shared})
     if len(hosts) > 1:
         return f"the group's ranks are on {len(hosts)} hosts, and symmetric memory is that of one"
     peers: list[Any] = [None] * group.size()
-    dist.all_gather_object(peers, [_reaches(device, index) for _, _, index in told], group=group)
+    dist.all_gather_object(peers, [_reaches(device, index) for _, _, index in shared], group=group)
     if not all(map(all, peers)):
         return "the group's devices do not reach each other's memory"
     _register(group)
@@ -73,7 +68,7 @@ def prepare(group: dist.ProcessGroup, device: torch.device) -> str | None:
 
 @functools.cache
 def _missing() -> str | None:
-    """What this PyTorch lacks."""
+    """What this PyTorch version lacks."""
     try:
         import torch.distributed._symmetric_memory
     except ImportError as error:
@@ -86,25 +81,25 @@ def _missing() -> str | None:
 
 
 def _alone(device: torch.device) -> str | None:
-    """Why a device has no symmetric memory with any other."""
+    """Why a device shares no memory with any other."""
     if device.type != "cuda":
         return f"symmetric memory is that of CUDA devices, and this is {device.type}"
     return None
 
 
 def _reaches(device: torch.device, other: int | None) -> bool:
-    # A device that this process does not see may be reached all the same; the operators' own set-up says so then.
+    # A device that this process does not see may be reachable; the operators' own set-up checks it.
     if other is None or other == device.index or other >= torch.cuda.device_count():
         return True
     return torch.cuda.can_device_access_peer(device, other)
 
 
 def _register(group: dist.ProcessGroup) -> None:
-    """Make the group known by name to releases that do not find it themselves."""
+    """Register the group by name with PyTorch versions that need it."""
     from torch.distributed import _symmetric_memory
 
     enable = getattr(_symmetric_memory, "enable_symm_mem_for_group", None)
-    # Newer ones say that this is no longer needed.
+    # Newer versions have deprecated it.
     if enable is not None and not hasattr(enable, "__deprecated__"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,12 +1,12 @@
-"""Linear layers of a tensor-parallel group that overlap communication with their own GEMMs.
+"""Tensor-parallel linear layers that overlap communication with their own GEMMs.
 
-    column parallel: y = X w^T, w having this rank's outputs. With sequence parallelism X is gathered before the product
-        and its gradient reduced and scattered after; without, X is on every rank and its gradient is summed.
-    row parallel: y = sum over ranks of x w^T, w having this rank's inputs. With sequence parallelism y is scattered
-        and its gradient gathered; without, y is on every rank and nothing travels in the backward pass.
+    column parallel: y = X w^T, with this rank's outputs in w. With sequence parallelism X is gathered before the
+        product and its gradient is reduce-scattered; without, X is on every rank and its gradient is all-reduced.
+    row parallel: y = sum over ranks of x w^T, with this rank's inputs in w. With sequence parallelism y is scattered
+        and its gradient gathered; without, the backward pass communicates nothing.
 
-In the backward pass the gradient of the weight, for which nothing waits, is computed while that of the input is in
-flight. Nothing but x and the weight is saved: what was gathered is gathered again.
+The weight gradient is computed while the input gradient is in flight. Only x and the weight are saved; the backward
+pass gathers again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .overlapped_gemm import Pending
 
 
 class ChunkPolicy(Protocol):
-    """Chooses into how many chunks a pass of a layer cuts its communication."""
+    """Chooses the number of chunks of a layer's pass."""
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """For x [M, K] times w [K, N]; `run(n)` is the pass with n chunks, without side effects, to be timed."""
+        """For x [M, K] times w [K, N]; `run(n)` is the pass with n chunks, to be timed."""
         ...
 
 
@@ -34,15 +34,15 @@ class WgradHandler(Protocol):
     """Computes or defers the weight gradient dy^T x."""
 
     def defer(self, dy: torch.Tensor) -> bool:
-        """Defers wgrad: hands dy, in the layer's own shape, to the queue and returns True, or returns False."""
+        """Queue dy, in the layer's own shape, and return True, or return False."""
         ...
 
     def deferred(self) -> torch.Tensor | None:
-        """Returns what autograd gets as the gradient of a weight whose own is deferred."""
+        """The gradient that autograd gets for a deferred one."""
         ...
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        """From dy [M, N] and x [M, K]; returns what autograd gets as the weight's gradient."""
+        """Compute from dy [M, N] and x [M, K]; returns the gradient that autograd gets."""
         ...
 
 
@@ -63,7 +63,7 @@ AUTOGRAD_WGRAD = AutogradWgrad()
 
 
 class OverlappedGemm(Protocol):
-    """GEMMs overlapped with their collectives; see the functions of the module `overlapped_gemm`."""
+    """The interface of the module `overlapped_gemm`."""
 
     def gather_matmul(
         self, x: torch.Tensor, w: torch.Tensor, group: dist.ProcessGroup, chunks: int, keep: bool = False
@@ -74,7 +74,7 @@ class OverlappedGemm(Protocol):
 
 @dataclass(frozen=True)
 class TPCommConfig:
-    """Communication settings of one linear-layer call: group, sequence parallelism, chunking."""
+    """Communication settings of one linear-layer call."""
 
     group: dist.ProcessGroup
     sequence_parallel: bool
@@ -84,7 +84,7 @@ class TPCommConfig:
 
 
 def fixed_chunks(number: int) -> ChunkPolicy:
-    """A policy of always `number` chunks."""
+    """A policy that always chooses `number`."""
     return lambda phase, x, w, run: number
 
 
@@ -102,7 +102,7 @@ class _Column(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, comm: TPCommConfig) -> Any:
         ctx.comm, ctx.shape = comm, x.shape
-        # As Megatron's linear layers: beside a frozen weight a bias is not trained either.
+        # As in Megatron's linear layers, a frozen weight freezes the bias too.
         ctx.trains_bias = bias is not None and weight.requires_grad
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
         rows, w = _rows(x), weight.t()
@@ -183,5 +183,5 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shaped(rows: torch.Tensor, shape: Any) -> torch.Tensor:
-    """`rows` in another shape, its only reference: not as a view, whose storage Megatron would not let go of."""
+    """`rows` in another shape; not as a view, whose storage Megatron could not release."""
     return torch.ops.aten._unsafe_view(rows, shape)  # type: ignore[no-any-return]

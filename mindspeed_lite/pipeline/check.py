@@ -1,7 +1,7 @@
-"""Checks a schedule before it may run, whether we have generated it or a user has written it.
+"""Validates schedules, generated ones and a user's.
 
-A user's order is a function of (rank, shape) that yields steps. Its attribute `placement`, a function of the number of
-ranks, says where the stages are if not interleaved. Its attribute `chunks` says how many model chunks a rank has.
+A user's order is a function of (rank, shape) that yields steps, with optional attributes `placement`, a function of the
+number of ranks, and `chunks`, the model chunks of a rank.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from .orders import OrderError, PipelineShape
 from .simulate import DeadlockError, simulate
 from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Placement, Schedule, Step, steps_of
 
-# In this order the steps of one micro-batch and chunk stand on a rank.
+# The order of the steps of one micro-batch and chunk on a rank.
 _IN_ORDER = ((Kind.FORWARD,), (Kind.RECOMPUTE,), BACKWARDS, (Kind.WEIGHT_GRAD,))
 
 
-# Seconds that a user's order may take, to be imported and for all ranks.
+# Time limit in seconds for the import of a user's order, and for all its ranks.
 PATIENCE = 20.0
 T = TypeVar("T")
 
 
 class ScheduleError(ValueError):
-    """A schedule cannot run; one line with the first thing that is wrong."""
+    """A schedule cannot run: the first problem, in one line."""
 
 
 def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
-    """Return the schedule if it is complete, in order, free of deadlock and within memory, else raise ScheduleError.
+    """Return the schedule, or raise ScheduleError with its first problem.
 
-    max_live: chunk activations that a rank may hold at once; None for any number.
+    max_live: chunk activations that a rank may hold at once.
     """
     for problem in problems(schedule, max_live):
         raise ScheduleError(f"{schedule.name}: {problem}")
@@ -47,7 +47,7 @@ def check(schedule: Schedule, max_live: int | None = None) -> Schedule:
 
 
 def problems(schedule: Schedule, max_live: int | None = None) -> Iterator[str]:
-    """Yield what is wrong with a schedule, one line each; what is found first may be the cause of the rest."""
+    """The problems of a schedule, one line each; the first may be the cause of the others."""
     found = [*_problems_of_placement(schedule.placement)]
     if not found and len(schedule.ranks) != schedule.num_ranks:
         found = [f"it has entries for {len(schedule.ranks)} ranks, and its placement {schedule.num_ranks}"]
@@ -112,7 +112,7 @@ def _problems_of_rank(schedule: Schedule, rank: int) -> Iterator[str]:
 
 
 def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, microbatch: int) -> Iterator[str]:
-    """What is wrong with the steps of one chunk and micro-batch."""
+    """The problems of one chunk and micro-batch."""
     found = {kind: places[step] for kind in Kind if (step := Step(kind, chunk, microbatch)) in places}
     unit = f"chunk {chunk}, micro-batch {microbatch}"
     if Kind.FORWARD not in found:
@@ -132,10 +132,7 @@ def _problems_of_unit(schedule: Schedule, places: dict[Step, int], chunk: int, m
 
 
 def load(name: str, shape: PipelineShape) -> Schedule:
-    """Return the checked schedule of a user's order, `module:function` or `FILE.py:function`.
-
-    Raises ScheduleError if it cannot be imported, does not yield steps, does not end, or fails a check.
-    """
+    """Load and check a user's order, `module:function` or `FILE.py:function`. Raises ScheduleError."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ScheduleError(f"{name}: an order of your own is module:function or FILE.py:function")
@@ -162,7 +159,7 @@ def _schedule(name: str, function: Any, shape: PipelineShape) -> Schedule:
 
 
 def _result(subject: str, function: Callable[..., T], *arguments: Any) -> T:
-    """What a user's code gives, which may also exit or never end."""
+    """The result of a user's code, which may also exit or never end."""
     found: list[T] = []
     failed: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""Describes what the steps of a pipeline take: seconds and bytes of each stage, and of a message."""
+"""Seconds and bytes of the steps and messages of a pipeline."""
 
 from __future__ import annotations
 
@@ -10,21 +10,18 @@ from .steps import BACKWARDS, Entry, Kind, OverlappedPair, Schedule, Step, steps
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds and bytes; each sequence has a value for every stage of the model, and an empty one stands for zeros.
+    """Seconds and bytes; each sequence has a value for every stage, an empty one means zeros.
 
-    Attributes:
-        forward, input_grad, weight_grad: seconds of these steps. A full backward takes the sum of the last two.
-        recompute: seconds of a recomputation; empty: those of the forward.
-        message: seconds of a message between two ranks.
-        one_queue: whether the messages of both directions between two ranks go one after the other.
-        between: seconds after a step of this kind in which a rank does not compute: the executor, a call that sends.
-        pair: seconds of an overlapped pair, as a factor of the sum of its two steps.
-        recomputes: whether a backward without a recomputation of its own recomputes its chunk first, as with
-            Megatron's full recomputation.
-        activation_bytes: what a forward, or a recomputation, keeps for the backward.
-        input_bytes: what a forward keeps that a recomputation follows.
-        backward_bytes: what a backward takes while it runs, on top of what its forward has kept.
-        weight_grad_bytes: what an input gradient leaves for its weight gradients; empty: all that the forward kept.
+    forward, input_grad, weight_grad: seconds. A full backward takes the sum of the last two.
+    recompute: seconds; empty: those of the forward.
+    message: seconds of a message between two ranks.
+    one_queue: messages of both directions between two ranks run in sequence.
+    between: seconds of overhead after a step of a kind.
+    pair: factor of an overlapped pair's seconds over the sum of its steps.
+    recomputes: a backward without a RECOMPUTE step recomputes its chunk first, as with Megatron's full recomputation.
+    activation_bytes: kept by a forward or a recomputation until the weight gradients.
+    input_bytes: kept by a forward whose chunk is recomputed.
+    backward_bytes: additional bytes of a running backward.
     """
 
     forward: Sequence[float]
@@ -39,15 +36,14 @@ class Costs:
     activation_bytes: Sequence[float] = ()
     input_bytes: Sequence[float] = ()
     backward_bytes: Sequence[float] = ()
-    weight_grad_bytes: Sequence[float] = ()
 
     def seconds(self, schedule: Schedule, rank: int, entry: Entry) -> float:
-        """Return how long a rank computes an entry."""
+        """Seconds that a rank computes an entry."""
         total = sum(self._seconds_of_step(schedule, rank, step) for step in steps_of(entry))
         return total * self.pair if isinstance(entry, OverlappedPair) else total
 
     def seconds_after(self, entry: Entry) -> float:
-        """Return how long a rank that has run an entry does not compute, whatever it waits for."""
+        """Seconds of overhead after an entry."""
         return self.between.get(steps_of(entry)[-1].kind, 0.0)
 
     def _seconds_of_step(self, schedule: Schedule, rank: int, step: Step) -> float:
@@ -72,19 +68,18 @@ def uniform(
     message: float = 0.0,
     pair: float = 1.0,
 ) -> Costs:
-    """Return the costs of stages that are all alike."""
+    """The costs of equal stages."""
     return Costs([forward] * stages, [input_grad] * stages, [weight_grad] * stages, message=message, pair=pair)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank holds while it runs an entry; a count for each of its chunks.
+    """Micro-batches that a rank holds while it runs an entry, by chunk.
 
-    Attributes:
-        activations: micro-batches whose activations are held: from forward, or recomputation, to backward.
-        inputs: those of which only the chunk's input is held.
-        queued: those whose backward has run, and whose weight gradients have not.
-        running: the chunk whose backward runs, None where none does.
+    activations: from forward, or recomputation, to backward.
+    inputs: only the chunk's input is held.
+    queued: from the input gradient to the weight gradients.
+    running: the chunk whose backward runs.
     """
 
     activations: tuple[int, ...]
@@ -94,17 +89,16 @@ class Held:
 
     @property
     def live(self) -> int:
-        """Chunk activations held, those that weight gradients wait for included."""
+        """Chunk activations held, with those of queued weight gradients."""
         return sum(self.activations) + sum(self.queued)
 
     def bytes(self, costs: Costs, stages: Sequence[int]) -> float:
-        """Return the bytes of this, for a rank that holds these stages."""
-        waiting = costs.weight_grad_bytes or costs.activation_bytes
+        """Bytes, for a rank with these stages."""
         found = 0.0
         for sizes, counts in (
             (costs.activation_bytes, self.activations),
             (costs.input_bytes, self.inputs),
-            (waiting, self.queued),
+            (costs.activation_bytes, self.queued),
         ):
             found += sum(sizes[stage] * number for stage, number in zip(stages, counts, strict=True)) if sizes else 0.0
         if self.running is not None and costs.backward_bytes:
@@ -113,10 +107,7 @@ class Held:
 
 
 def held(schedule: Schedule, rank: int) -> list[Held]:
-    """Return what a rank holds while it runs each of its entries; the order alone decides it.
-
-    What a step keeps counts from its beginning, and what it frees to its end.
-    """
+    """What a rank holds during each of its entries."""
     activations, inputs, queued = ([0] * schedule.num_chunks for _ in range(3))
     found: list[Held] = []
     for entry in schedule.ranks[rank]:
@@ -142,12 +133,12 @@ def held(schedule: Schedule, rank: int) -> list[Held]:
 
 
 def peak_live(schedule: Schedule, rank: int) -> int:
-    """Return the most chunk activations that a rank holds at once."""
+    """The most chunk activations that a rank holds at once."""
     return max((each.live for each in held(schedule, rank)), default=0)
 
 
 def peak_bytes(schedule: Schedule, rank: int, costs: Costs) -> float:
-    """Return the most bytes of activations that a rank holds at once."""
+    """The most bytes of activations that a rank holds at once."""
     return max((each.bytes(costs, schedule.placement[rank]) for each in held(schedule, rank)), default=0.0)
 
 
@@ -157,9 +148,9 @@ def from_measured(
     message: float = 0.0,
     between: Mapping[Kind, float] | None = None,
 ) -> Costs:
-    """Return the costs of measured seconds of a step, by kind and stage, as `trace.median_seconds` gives them.
+    """Costs from measured seconds by kind and stage (`trace.median_seconds`).
 
-    A backward that was measured as a whole is taken for half input gradient and half weight gradients.
+    A full backward counts as half input gradient and half weight gradients.
     """
 
     def of(kind: Kind, stage: int) -> float:

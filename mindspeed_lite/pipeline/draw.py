@@ -1,4 +1,4 @@
-"""Draws pipeline schedules, ranks as rows and time to the right: as text for a terminal, and as PNG."""
+"""Draws pipeline schedules as text and as PNG: ranks as rows, time to the right."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .trace import ExecutedStep
 
 
 class _Look(NamedTuple):
-    """How a kind of step is shown: a letter, a word, the 256-colour background of a terminal, a picture's colour."""
+    """A kind of step: letter, word, 256-colour background of a terminal, colour of a picture."""
 
     letter: str
     word: str
@@ -35,10 +35,7 @@ _IDLE = "."
 
 
 def text(simulation: Simulation, columns: int, color: bool = False) -> list[str]:
-    """Return a line for each rank, of at most `columns` characters, and a legend.
-
-    A step shows its kind, chunk and micro-batch as far as they fit. Columns shorter than a step are letters alone.
-    """
+    """A line of at most `columns` characters for each rank, and a legend; short steps are only letters."""
     head, schedule = f"rank {len(simulation.ranks) - 1} ", simulation.schedule
     width, has_chunks = columns - len(head), schedule.num_chunks > 1
     middles = [(column + 0.5) * simulation.makespan / width for column in range(width)]
@@ -74,7 +71,7 @@ def _cell(entry: Entry | None, size: int, color: bool, has_chunks: bool) -> str:
 
 
 class _Bar(NamedTuple):
-    """A step in a picture; `part` of `parts` of the row's height: the steps of a pair share the row."""
+    """A step in a picture: part `part` of `parts` of the row's height."""
 
     rank: int
     step: Step
@@ -90,10 +87,11 @@ def png(
     unit: str = "",
     executed: Sequence[ExecutedStep] = (),
 ) -> None:
-    """Write schedules below each other, with one axis of time.
+    """Write schedules by title, and recorded steps, one below the other with one time axis in `unit`.
 
-    simulations: title -> what is drawn. unit: of time. executed: what a run recorded, drawn last.
-    Raises ImportError if matplotlib is not there, OSError if the file cannot be written.
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -115,7 +113,7 @@ def png(
     axes = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=[2.0 + each for each in rows])[:, 0]
     for (title, bars), number, each in zip(drawn.items(), rows, axes, strict=True):
         longest = max(bar.begin + bar.seconds for bar in bars)
-        # One object for all bars of a row and colour: a large schedule has tens of thousands.
+        # One object for all bars of a row and colour.
         spans: dict[tuple[str, float, float, float], list[tuple[float, float]]] = {}
         for bar in bars:
             height = 0.84 / bar.parts

@@ -1,8 +1,6 @@
-"""Generates published pipeline orders: the entries of one rank, for any number of ranks and micro-batches.
+"""Published pipeline orders: functions of (rank, shape) that yield the entries of a rank.
 
-An order is a function of (rank, shape) that yields entries, as a user's own is. `build(name, shape)` makes the schedule
-of one by its name in `ORDERS`. Orders that follow from costs are in `zero_bubble`, and those that add recomputation to
-another order in `recompute_plan`.
+`build(name, shape)` makes the schedule of one of `ORDERS`.
 
 Sources: 1F1B and interleaved as in Megatron-LM (Narayanan et al. 2021, arXiv 2104.04473); ZB-H1 from "Zero Bubble
 Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241); DualPipeV as DeepSeek published it.
@@ -21,15 +19,14 @@ from .steps import Entry, OverlappedPair, Placement, Schedule, Step, backward, f
 
 
 class OrderError(ValueError):
-    """An order does not exist for this shape; one line."""
+    """An order does not exist for this shape."""
 
 
 @dataclass(frozen=True)
 class PipelineShape:
-    """How much work is ordered.
+    """Pipeline ranks, micro-batches of a training step, and model chunks of a rank.
 
-    ranks: pipeline ranks. microbatches: of a training step. chunks: model chunks of a rank.
-    group: micro-batches that a chunk runs in a row, Megatron's microbatch_group_size_per_vp_stage; 0 stands for ranks.
+    group: micro-batches that a chunk runs in a row, Megatron's microbatch_group_size_per_vp_stage; 0 means ranks.
     """
 
     ranks: int
@@ -46,7 +43,7 @@ Order = Callable[[int, PipelineShape], Iterator[Entry]]
 
 
 def table(shape: PipelineShape) -> list[tuple[int, int]]:
-    """Return (chunk, micro-batch) in the order of forwards: each chunk in turn runs a group of micro-batches."""
+    """(chunk, micro-batch) in the order of forwards: each chunk in turn runs a group of micro-batches."""
     total, size = shape.microbatches, shape.group_size
     return [
         (chunk, microbatch)
@@ -57,21 +54,21 @@ def table(shape: PipelineShape) -> list[tuple[int, int]]:
 
 
 def one_forward_one_backward(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield 1F1B: as many forwards ahead as there are ranks behind, then a backward after each forward."""
+    """1F1B: as many forwards ahead as ranks follow, then a backward after each forward."""
     forwards, backwards = _passes(shape)
     return _alternate(forwards, backwards, shape.ranks - rank - 1)
 
 
 def interleaved(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield interleaved 1F1B: model chunks in turns, two more forwards ahead for each rank behind."""
+    """Interleaved 1F1B: model chunks in turns, two more forwards ahead for each rank that follows."""
     forwards, backwards = _passes(shape)
     return _alternate(forwards, backwards, _interleaved_warmup(rank, shape))
 
 
 def interleaved_overlap(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield interleaved 1F1B in overlapped pairs, one more forward ahead: Megatron's order for overlapped experts.
+    """Interleaved 1F1B in overlapped pairs: Megatron's order for overlapped experts.
 
-    With the additional forward, the two steps of a pair never belong to the same micro-batch and chunk.
+    One more forward ahead, so that the steps of a pair never belong to the same micro-batch and chunk.
     """
     forwards, backwards = _passes(shape)
     ahead = 0 if shape.ranks == 1 else _interleaved_warmup(rank, shape)
@@ -79,9 +76,9 @@ def interleaved_overlap(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def zb_h1(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield ZB-H1: 1F1B whose weight gradients lag by as many micro-batches as there are ranks before this one.
+    """ZB-H1: 1F1B whose weight gradients lag by as many micro-batches as ranks precede this one.
 
-    Every rank then keeps as much as the first rank of 1F1B. The weight gradients left over fill the end of the step.
+    Every rank then keeps as much as the first rank of 1F1B.
     """
     total = shape.microbatches
     ahead = min(shape.ranks - rank - 1, total)
@@ -146,12 +143,12 @@ def dualpipev(rank: int, shape: PipelineShape, dw_detach: bool = False, is_whole
 
 
 def forward_only(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield the forwards alone, in Megatron's order: an evaluation."""
+    """Only the forwards, in Megatron's order: an evaluation."""
     yield from _passes(shape)[0]
 
 
 def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
-    """Yield the forwards alone on the V placement: the two chunks alternate once the first output has come back."""
+    """Only the forwards on the V placement: the chunks alternate once the first output has come back."""
     total, ahead = shape.microbatches, min(shape.ranks - rank, shape.microbatches)
     for microbatch in range(ahead):
         yield forward(0, microbatch)
@@ -162,7 +159,7 @@ def forward_only_v(rank: int, shape: PipelineShape) -> Iterator[Entry]:
 
 
 def _passes(shape: PipelineShape) -> tuple[list[Step], list[Step]]:
-    """The forwards and the backwards of a rank in their order; backwards begin with the last chunk."""
+    """The forwards and the backwards of a rank in order; backwards begin with the last chunk."""
     order = table(shape)
     forwards = [forward(chunk, microbatch) for chunk, microbatch in order]
     return forwards, [backward(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in order]
@@ -182,12 +179,8 @@ def _alternate(
     yield from backwards[len(forwards) - ahead :]
 
 
-def _any_shape(shape: PipelineShape) -> str | None:
-    return None
-
-
 def _why_not_interleaved(shape: PipelineShape) -> str | None:
-    """As Megatron refuses it: with less than a rank's worth of micro-batches in a row, ranks wait for each other."""
+    """Megatron's conditions: with fewer micro-batches in a row than ranks, ranks would deadlock."""
     size, rest = shape.group or shape.ranks, shape.microbatches % (shape.group or shape.ranks)
     if shape.ranks == 1:
         return None if shape.chunks == 1 else "one rank has nothing to interleave: use one chunk"
@@ -212,16 +205,13 @@ def _why_not_dualpipev(shape: PipelineShape) -> str | None:
 
 @dataclass(frozen=True)
 class NamedOrder:
-    """A published order.
-
-    chunks: how many model chunks a rank has; 0 stands for as many as the shape says, at least 2.
-    """
+    """A published order; chunks: model chunks of a rank, 0 for those of the shape."""
 
     summary: str
     order: Order
     chunks: int = 1
     placement: Callable[[int], Placement] | None = None
-    why_not: Callable[[PipelineShape], str | None] = _any_shape
+    why_not: Callable[[PipelineShape], str | None] = lambda shape: None
 
 
 _V = steps.v_placement
@@ -247,7 +237,7 @@ TRAINING_ORDERS = tuple(name for name in ORDERS if not name.startswith("forward-
 
 
 def build(name: str, shape: PipelineShape) -> Schedule:
-    """Return the schedule of a published order; OrderError if it has none for this shape."""
+    """The schedule of a published order. Raises OrderError if it has none for this shape."""
     if name not in ORDERS:
         raise OrderError(f"there is no order {name!r}: choose one of {', '.join(ORDERS)}")
     named = ORDERS[name]
@@ -258,15 +248,11 @@ def build(name: str, shape: PipelineShape) -> Schedule:
     reason = named.why_not(shape)
     if reason is not None:
         raise OrderError(f"{name}: {reason}")
-    placement = named.placement(shape.ranks) if named.placement else _default_placement(shape)
-    return from_function(name, named.order, shape, placement)
+    return from_function(name, named.order, shape, named.placement(shape.ranks) if named.placement else None)
 
 
 def from_function(name: str, order: Order, shape: PipelineShape, placement: Placement | None = None) -> Schedule:
-    """Return the schedule that an order yields, on the interleaved placement unless another is given; not checked."""
-    ranks = (order(rank, shape) for rank in range(shape.ranks))
-    return steps.build(name, shape.microbatches, placement or _default_placement(shape), ranks)
-
-
-def _default_placement(shape: PipelineShape) -> Placement:
-    return steps.interleaved_placement(shape.ranks, shape.chunks)
+    """The schedule that an order yields, unchecked; placement: interleaved by default."""
+    placement = placement or steps.interleaved_placement(shape.ranks, shape.chunks)
+    ranks = tuple(tuple(order(rank, shape)) for rank in range(shape.ranks))
+    return Schedule(name, shape.microbatches, placement, ranks)

@@ -1,13 +1,12 @@
-"""Derives what one rank executes from a schedule: its steps, and the calls that carry messages between them.
+"""Derives one rank's program from a schedule: its steps, and the calls that carry messages.
 
-A call may block until the rank at the other end makes its own (a rendezvous), and a communicator may run its operations
-in the order of issue. Either can end in ranks that wait for each other. So all ranks issue their messages in one global
-order: that in which the senders' steps end when the schedule is simulated. Then the first unfinished message of that
-order can always proceed. What its sender computes before needs earlier messages only, and the receiver issues nothing
-before it that comes later in the order.
+A call may block until its peer's call (rendezvous), and a communicator may run operations in the order of issue. To
+exclude deadlocks all ranks issue their messages in one global order, in which the senders' steps end in a simulation.
+The first unfinished message can then always proceed: its sender needs only earlier messages, and its receiver issues
+nothing later before it.
 
-A send follows the step that makes it. A receive stands right before the step that needs it, `lookahead` steps earlier,
-or before a later message of the global order, whatever comes first.
+A send follows its step. A receive is issued before the step that needs it, `lookahead` steps earlier, or before a later
+message of the global order, whichever is first.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from .costs import uniform
 from .simulate import simulate
 from .steps import Entry, Kind, Message, OverlappedPair, Schedule, Step, input_message, output_message, steps_of
 
-# What one call may carry: messages of all neighbours, only those that go one way round the ring, or a single one.
+# What one call may carry: messages of all neighbours, those in one direction of the ring, or a single one.
 Joining = Literal["all", "one way", "none"]
 
 
 class Transfer(NamedTuple):
-    """The messages of one call: at most one to and one from each neighbour in the ring of ranks."""
+    """The messages of one call."""
 
     to_next: Message | None = None
     to_prev: Message | None = None
@@ -35,7 +34,7 @@ class Transfer(NamedTuple):
 
 
 class BoundStep(NamedTuple):
-    """A step, the tensor it takes and the one it gives; a message to the rank itself is handed over there."""
+    """A step with its input and output, which may be messages to the rank itself."""
 
     step: Step
     takes: Message | None
@@ -48,7 +47,7 @@ class RankProgram:
 
     works: its steps in order.
     transfers: `transfers[i]` are the calls before step i; the last entry holds those after the last step.
-    paired: places of the forwards that one call runs together with the backward behind them.
+    paired: places of forwards that run in one call with the backward after them.
     """
 
     works: tuple[BoundStep, ...]
@@ -63,15 +62,14 @@ class RankProgram:
 def compile_program(
     schedule: Schedule, rank: int, lookahead: int = 0, joining: Joining = "all", pairs: bool = False
 ) -> RankProgram:
-    """Return the program of a rank.
+    """The program of a rank.
 
-    lookahead: how many steps before its own a receive is issued, where the global order allows it.
-    joining: what one call may carry. Where a call waits for something else, such as lengths, before it sends, messages
-        that depend on each other may not share one: "none".
-    pairs: one call runs the two steps of an overlapped pair; else they run one after the other.
+    lookahead: steps by which receives are issued early, where the global order allows it.
+    joining: what one call may carry; "none" if a call exchanges something else first, such as lengths.
+    pairs: run the two steps of an overlapped pair in one call.
 
     Raises:
-        ValueError: ranks wait for each other, or a message goes to a rank that is no neighbour in the ring.
+        ValueError: a deadlock, or a message to a rank that is no neighbour in the ring.
     """
     works = tuple(
         BoundStep(step, input_message(schedule, rank, step), output_message(schedule, rank, step))
@@ -87,7 +85,7 @@ def compile_program(
 
 
 def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
-    """Yield the places of forwards that stand in a pair; a backward in two parts runs apart."""
+    """The places of forwards in pairs with a full backward."""
     place = 0
     for entry in entries:
         if isinstance(entry, OverlappedPair) and entry.backward.kind is Kind.BACKWARD:
@@ -96,7 +94,7 @@ def _pairs(entries: Sequence[Entry]) -> Iterator[int]:
 
 
 def _global_order(schedule: Schedule) -> list[Message]:
-    """All messages between ranks, by the time at which the steps that make them end."""
+    """All messages between ranks, by the end of the step that makes them."""
     found: list[tuple[float, int, Message]] = []
     for rank, entries in enumerate(simulate(schedule, uniform(schedule.num_stages)).ranks):
         for timed in entries:
@@ -104,17 +102,14 @@ def _global_order(schedule: Schedule) -> list[Message]:
                 message = output_message(schedule, rank, step)
                 if message is not None and not message.is_local:
                     found.append((timed.end, rank, message))
-    # A sort keeps the order of what ends at the same time: the two steps of a pair.
+    # A stable sort: the two steps of a pair end at the same time.
     return [message for _, _, message in sorted(found, key=lambda each: each[:2])]
 
 
 def _places(
     works: Sequence[BoundStep], order: Sequence[Message], rank: int, lookahead: int, paired: frozenset[int]
 ) -> list[int]:
-    """The step before which each message of `order` is issued; never earlier than the message before it.
-
-    Nothing is issued between the two steps of a pair.
-    """
+    """The step before which each message of `order` is issued; never between the steps of a pair."""
     own: dict[Message, int] = {}
     for index, work in enumerate(works):
         if work.takes is not None:
@@ -133,7 +128,7 @@ def _places(
 
 
 def _join(messages: Sequence[Message], rank: int, ranks: int, joining: Joining) -> Iterator[Transfer]:
-    """Yield as few calls as keep the order: a call takes the next message if its slot is free."""
+    """As few calls as keep the order: a call takes the next message if its slot is free."""
     call: dict[str, Message] = {}
     for message in messages:
         slot = _slot(message, rank, ranks)
@@ -152,7 +147,7 @@ _SAME_WAY = {slot: way for way in (_ONWARD, _BACKWARD) for slot in way}
 
 def _slot(message: Message, rank: int, ranks: int) -> str:
     ahead, behind = (rank + 1) % ranks, (rank - 1) % ranks
-    # Two ranks are each other's next and previous one: all sends take one slot, and all receives the other.
+    # With two ranks all sends take one slot, and all receives the other.
     if message.source == rank and message.target in (ahead, behind):
         return "to_next" if message.target == ahead else "to_prev"
     if message.target == rank and message.source in (ahead, behind):

@@ -1,7 +1,6 @@
-"""Adds recomputation to an order as steps of their own, so that it runs while a rank waits (MindSpeed's ripipe).
+"""Adds recomputation to an order as separate steps (MindSpeed's ripipe).
 
-A recomputation needs its forward's input alone, not the gradient from the next stage. As a step before the backward it
-runs beside that message, or in a bubble.
+A recomputation needs only its forward's input, so it overlaps with the gradient's message or fills a bubble.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ Unit = tuple[int, int]
 
 
 def in_advance(schedule: Schedule) -> Schedule:
-    """Return the schedule with a recomputation before each backward: `--recompute-in-advance`.
+    """The schedule with a recomputation before each backward: `--recompute-in-advance`.
 
-    For a model whose activations are all recomputed. The last stage is left out: its gradient is on the rank, so its
-    backward recomputes what it needs, layer by layer.
+    For full recomputation. Not on the last stage, whose gradient needs no message.
     """
     last = schedule.num_stages - 1
 
@@ -32,10 +30,10 @@ def in_advance(schedule: Schedule) -> Schedule:
 
 
 def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | None = None) -> Schedule:
-    """Return the schedule with as few recomputations as keep every rank within a bound: `--recompute-in-bubble`.
+    """The schedule with as few recomputations as keep every rank within a bound: `--recompute-in-bubble`.
 
-    max_live: chunk activations that a rank holds at most; by default ranks times chunks.
-    costs: where given, a recomputation runs earlier than directly before its backward if that ends the step sooner.
+    max_live: chunk activations that a rank holds at most; ranks times chunks by default.
+    costs: if given, recomputations run earlier if that ends the step sooner.
     """
     bound = schedule.num_ranks * schedule.num_chunks if max_live is None else max_live
     if schedule.has_weight_grads:
@@ -54,9 +52,9 @@ def in_bubble(schedule: Schedule, max_live: int | None = None, costs: Costs | No
 
 
 def to_recompute(schedule: Schedule, rank: int, max_live: int) -> list[Unit]:
-    """Return the (chunk, micro-batch) that a rank recomputes so that it never holds more than `max_live`.
+    """The (chunk, micro-batch) that a rank recomputes to never hold more than `max_live`.
 
-    Where a forward would exceed the bound, the unit whose backward is furthest away is recomputed: that is the fewest.
+    If a forward exceeds the bound, the unit with the latest backward is recomputed, which gives the fewest.
     """
     steps = list(schedule.steps(rank))
     ends = {(step.chunk, step.microbatch): place for place, step in enumerate(steps) if step.kind in BACKWARDS}
@@ -67,7 +65,7 @@ def to_recompute(schedule: Schedule, rank: int, max_live: int) -> list[Unit]:
         if step.kind is Kind.FORWARD:
             stored.add(unit)
         elif step.kind in BACKWARDS and unit not in stored:
-            # Recomputed: it is held again while its backward runs.
+            # A recomputed unit is held again while its backward runs.
             _mark_down_to(max_live - 1, stored, marked, ends)
         elif step.kind in BACKWARDS:
             stored.remove(unit)
@@ -96,7 +94,7 @@ def _with_recomputes(schedule: Schedule, name: str, is_recomputed: Callable[[int
 def _in_gaps(
     schedule: Schedule, marked: Sequence[Collection[Unit]], bound: int, costs: Costs
 ) -> tuple[tuple[Entry, ...], ...]:
-    """The entries of all ranks, each recomputation in the latest gap that takes it, else before its backward."""
+    """The entries of all ranks, with each recomputation in the latest gap that fits it."""
     simulation = simulate(schedule, costs)
     ranks = []
     for rank, units in enumerate(marked):

@@ -1,7 +1,6 @@
-"""Executes the program of a rank: its steps in order, each with the tensors it needs, and the messages between them.
+"""Executes the program of a rank: its steps with their tensors, and the messages between them.
 
-What a forward or backward pass is, and how tensors travel, is passed in. A tensor that arrives is waited for by the
-step that takes it. One that leaves is waited for after the next call that sends; then its storage may be released.
+The step that takes a tensor waits for it. A send is waited for after the next one; then its storage may be released.
 """
 
 from __future__ import annotations
@@ -29,46 +28,48 @@ _METHODS = {
 
 
 class Passes(Protocol):
-    """The computations of a rank: each method returns the pass of one model chunk, which is then called as shown.
+    """The computations of a rank: each method returns a function for one model chunk.
 
-    Tensors are whatever `Transport` carries; None stands for none. releases: whether `release` does something.
+    Tensors are whatever `Transport` carries, or None.
 
-    A program with pairs in one call also needs `pair(ahead, back)`: it returns a function of (micro-batch, input,
-    another micro-batch, its input, output, gradient of it) that runs the forward of chunk `ahead` for the first and the
-    backward of chunk `back` for the second, and returns output and gradient.
+    A program with pairs also needs `pair(ahead, back)`, which returns a function of (micro-batch, input, other
+    micro-batch, its input, output, output gradient): it runs the forward of chunk `ahead` for the first micro-batch and
+    the backward of chunk `back` for the second, and returns output and gradient.
     """
 
     @property
-    def releases(self) -> bool: ...
+    def releases(self) -> bool:
+        """Whether `release` does something."""
+        ...
 
     def forward(self, chunk: int) -> Callable[[int, Any], Any]:
-        """(micro-batch, input): the chunk's output. The input is None at the first stage of the model."""
+        """(micro-batch, input) -> output; the input is None at the first stage of the model."""
 
     def recompute(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): bring back what its forward has not kept."""
+        """(micro-batch): recompute what its forward has not kept."""
 
     def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        """(micro-batch, input, output, gradient of the output): the gradient of the input."""
+        """(micro-batch, input, output, output gradient) -> input gradient."""
 
     def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
-        """Return the same, with the weight gradients left for later."""
+        """The same, with deferred weight gradients."""
 
     def weight_grad(self, chunk: int) -> Callable[[int], object]:
-        """(micro-batch): compute what its `input_grad` has left."""
+        """(micro-batch): compute what its `input_grad` has deferred."""
 
     def hand_over(self, output: Any) -> Any:
-        """Return an output as the input of the next stage, which is on this rank."""
+        """An output as the input of the next stage on this rank."""
 
     def release(self, output: Any) -> None:
-        """Free the storage of an output that has been sent; its graph stays."""
+        """Free the storage of a sent output; its graph stays."""
 
 
 class Transport(Protocol):
-    """How tensors travel between neighbours.
+    """Communication between neighbours.
 
-    `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None and receives where asked to, all at once.
-    It returns what came from the previous and from the next rank. is_async: it only begins, moves tensors one way, and
-    returns two more: functions that wait for what it brings and for what it sends, or None.
+    `exchange(to_next, to_prev, from_prev, from_next)` sends what is not None and receives where True, and returns what
+    came from the previous and the next rank. With `is_async` it only starts one direction, and returns two more
+    functions, or None, that wait for what it receives and sends.
     """
 
     @property
@@ -80,14 +81,14 @@ class Transport(Protocol):
 
 @dataclass
 class Trace:
-    """What a rank has executed, written as JSON lines: rank, kind, chunk, microbatch, begin, end (seconds)."""
+    """Records what a rank executes, as JSON lines for `trace.read`."""
 
     rank: int
     path: Path
     done: list[tuple[Step, float, float]] = field(default_factory=list)
 
     def write(self) -> None:
-        """Append what was recorded since the last call."""
+        """Append the records since the last call."""
         with self.path.open("a") as file:
             for (kind, chunk, microbatch), begin, end in self.done:
                 line = {"rank": self.rank, "kind": kind.value, "chunk": chunk, "microbatch": microbatch}
@@ -106,8 +107,8 @@ def run(
 ) -> None:
     """Execute a program.
 
-    keep: hold inputs and outputs for backward passes, and release outputs once they are sent.
-    before, after: what to call before and after the step at a place of the program.
+    keep: hold inputs and outputs for backward passes, and release sent outputs.
+    before, after: hooks by place in the program.
     """
     executor = _Executor(program, passes, transport, keep, trace, before, after)
     for place, transfers in enumerate(program.transfers):
@@ -123,9 +124,9 @@ def run(
 class _Executor:
     """The tensors of one run of a program.
 
-    tensors: message -> the tensor that has arrived, or is to be sent. waits: message -> waits for its arrival.
-    held: (chunk, micro-batch) -> the input and output that its backward takes.
-    sending: the messages of the last call that sends, and what waits for it.
+    tensors: message -> tensor. waits: message -> waits for its arrival.
+    held: (chunk, micro-batch) -> (input, output) for its backward.
+    sending: the messages of the last send, and its wait.
     """
 
     def __init__(
@@ -168,14 +169,14 @@ class _Executor:
             self.sending = sent, arrived[3]
 
     def finish_sending(self) -> None:
-        """Wait for the last call that sends."""
+        """Wait for the last send."""
         (sent, wait), self.sending = self.sending, ([], None)
         if wait is not None:
             wait()
         self._let_go(sent)
 
     def _let_go(self, sent: Sequence[Message]) -> None:
-        """Let go what has been sent. An output whose backward is to come is released: its graph stays."""
+        """Drop sent tensors; an output that its backward needs is released, its graph stays."""
         for message in sent:
             tensor = self.tensors.pop(message)
             if self.releases and message.payload is Payload.ACTIVATION:
@@ -222,7 +223,7 @@ class _Executor:
         return self.tensors.pop(self.works[place].takes, None)
 
     def _of_forward(self, step: Step) -> tuple[Any, Any]:
-        """The input and output of a backward's forward, once the output has been sent."""
+        """The input and output of a backward's forward, after the output was sent."""
         received, output = self.held.pop(step[1:])
         if any(self.tensors[message] is output for message in self.sending[0]):
             self.finish_sending()

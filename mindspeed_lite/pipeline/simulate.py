@@ -1,8 +1,8 @@
-"""Simulates a pipeline schedule: when each entry runs, where ranks wait, and whether they wait forever.
+"""Simulates a pipeline schedule: when each entry runs, where ranks wait, and whether they deadlock.
 
-A rank runs its entries in order. An entry begins when the one before has ended and its inputs are there. Messages are
-sent at the end of an entry and run beside computation; a link carries one after the other. With `Costs.one_queue` the
-messages of both directions between two ranks do, as in a communicator that runs its operations in the order of issue.
+An entry begins when the one before has ended and its inputs are there. Messages are sent at the end of an entry and
+overlap with computation; a link carries one at a time. With `Costs.one_queue` so do both directions between two ranks,
+as in a communicator that runs operations in the order of issue.
 """
 
 from __future__ import annotations
@@ -12,21 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from . import costs as costs_module
 from .costs import Costs
 from .steps import Entry, Schedule, Step, output_message, steps_of
 
 
 class DeadlockError(ValueError):
-    """Ranks wait for each other; one line with a rank and what it waits for."""
+    """Ranks wait for each other."""
 
 
 @dataclass(frozen=True)
 class TimedEntry:
-    """An entry and when it ran, in seconds.
-
-    exposed: how long the rank waited for a message that was under way.
-    """
+    """An entry and when it ran, in seconds; exposed: wait before it for a message in flight."""
 
     entry: Entry
     begin: float
@@ -36,7 +32,7 @@ class TimedEntry:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule and when its entries run; `ranks[rank]` are those of a rank in order."""
+    """A schedule and when the entries of each rank run."""
 
     schedule: Schedule
     costs: Costs
@@ -44,41 +40,35 @@ class Simulation:
 
     @cached_property
     def makespan(self) -> float:
-        """Seconds from the first entry's begin to the last one's end, over all ranks."""
+        """Seconds from the begin of the first entry to the end of the last, over all ranks."""
         return max((entries[-1].end for entries in self.ranks if entries), default=0.0)
 
     def busy(self, rank: int) -> float:
         return sum(each.end - each.begin for each in self.ranks[rank])
 
     def idle(self, rank: int) -> float:
-        """Return the seconds of the makespan in which a rank does not compute."""
+        """Seconds of the makespan in which a rank does not compute."""
         return self.makespan - self.busy(rank)
 
     def exposed(self, rank: int) -> float:
-        """Return the seconds of them in which it waits for a message that is under way."""
+        """Seconds of them in which it waits for a message in flight."""
         return sum(each.exposed for each in self.ranks[rank])
 
     @property
     def bubble(self) -> float:
-        """Share of all ranks' time that is idle; waiting for messages is part of it."""
+        """Idle share of all ranks' time, waiting for messages included."""
         whole = self.makespan * len(self.ranks)
         return sum(self.idle(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
     @property
     def exposed_share(self) -> float:
-        """Share of all ranks' time that is spent waiting for messages that are under way."""
+        """Share of all ranks' time spent waiting for messages in flight."""
         whole = self.makespan * len(self.ranks)
         return sum(self.exposed(rank) for rank in range(len(self.ranks))) / whole if whole else 0.0
 
-    def live(self, rank: int) -> Iterator[tuple[float, float, int, float]]:
-        """Yield (begin, end, chunk activations, bytes) of each entry of a rank."""
-        stages = self.schedule.placement[rank]
-        for timed, now in zip(self.ranks[rank], costs_module.held(self.schedule, rank), strict=True):
-            yield timed.begin, timed.end, now.live, now.bytes(self.costs, stages)
-
 
 def simulate(schedule: Schedule, costs: Costs) -> Simulation:
-    """Return when each entry of a schedule runs; DeadlockError if one never does."""
+    """Simulate a schedule. Raises DeadlockError."""
     found = _simulate(schedule, costs, _Links(costs.message))
     if not costs.one_queue:
         return found
@@ -98,11 +88,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Simulation:
 
 
 class _Links:
-    """When messages arrive.
-
-    queues: between two ranks, the (rank, step) whose messages go one after the other, whichever way; else those of one
-    way alone do.
-    """
+    """When messages arrive; queues: by pair of ranks, the (rank, step) whose messages run in sequence."""
 
     def __init__(self, seconds: float, queues: Mapping[frozenset[int], deque[tuple[int, Step]]] | None = None) -> None:
         self._seconds, self._queues = seconds, queues
@@ -112,7 +98,7 @@ class _Links:
     def send(
         self, rank: int, step: Step, target: int, now: float
     ) -> Iterator[tuple[tuple[int, int, Step], float, float]]:
-        """Yield what is known to arrive then: ((target, source, step), when it is sent, when it arrives)."""
+        """The messages whose arrival is now known: ((target, source, step), sent, arrived)."""
         if self._queues is None:
             yield (target, rank, step), now, self._carry((rank, target), now)
             return
@@ -131,7 +117,7 @@ class _Links:
 def _simulate(schedule: Schedule, costs: Costs, links: _Links) -> Simulation:
     ranks = range(schedule.num_ranks)
     timed: list[list[TimedEntry]] = [[] for _ in ranks]
-    # (rank that reads it, rank that ran it, step) -> when its output was sent, and when it is there.
+    # (reading rank, rank, step) -> when its output was sent and has arrived.
     ready: dict[tuple[int, int, Step], tuple[float, float]] = {}
     waiting: dict[tuple[int, int, Step], int] = {}
     clock = [0.0] * schedule.num_ranks

@@ -1,6 +1,6 @@
 """Reads what an executor has recorded, and compares it with a schedule.
 
-A record is a JSON object in a line: rank, kind, chunk, microbatch, and begin and end in seconds of one clock.
+A record is a line of JSON: rank, kind (a `Kind`), chunk, microbatch, and begin and end in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from .steps import Entry, Kind, Schedule, Step, steps_of
 
 
 class TraceError(ValueError):
-    """A trace is of another schedule; one line."""
+    """A trace is of another schedule."""
 
 
 @dataclass(frozen=True)
 class ExecutedStep:
-    """A step that a rank has run, and when, in seconds."""
+    """A step that a rank has run, in seconds."""
 
     rank: int
     step: Step
@@ -35,11 +35,7 @@ class ExecutedStep:
 
 
 def read(path: str | Path) -> list[ExecutedStep]:
-    """Return the records of a file, or of each `*.jsonl` of a folder, in order.
-
-    Of several files with the same pipeline rank, which are data-parallel ranks, the first counts.
-    Raises JsonFileError if a line is no record.
-    """
+    """Read a file, or the first `*.jsonl` of each pipeline rank in a folder. Raises JsonFileError."""
     if not Path(path).is_dir():
         return _read_file(path)
     found: dict[int, list[ExecutedStep]] = {}
@@ -79,10 +75,7 @@ _RECORD = json_file.fields(
 
 
 def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[list[ExecutedStep]]:
-    """Return the records of each whole training step: those of a rank follow each other, as many as it has steps.
-
-    Raises TraceError if a rank has run other steps than the schedule's, or in another order.
-    """
+    """The records of each whole training step. Raises TraceError for other steps than the schedule's."""
     ranks: list[list[ExecutedStep]] = [[] for _ in range(schedule.num_ranks)]
     for record in records:
         if record.rank not in range(schedule.num_ranks):
@@ -113,19 +106,19 @@ def training_steps(records: Iterable[ExecutedStep], schedule: Schedule) -> list[
 
 
 def makespan(records: Sequence[ExecutedStep]) -> float:
-    """Return the seconds from the first begin to the last end."""
+    """Seconds from the first begin to the last end."""
     return max(each.end for each in records) - min(each.begin for each in records)
 
 
 def bubble(records: Sequence[ExecutedStep]) -> float:
-    """Return the share of the ranks' time in which no step runs."""
+    """Share of the ranks' time in which no step runs."""
     ranks = {each.rank for each in records}
     covered = sum(_covered([each for each in records if each.rank == rank]) for rank in ranks)
     return 1 - covered / (makespan(records) * len(ranks))
 
 
 def _covered(records: Sequence[ExecutedStep]) -> float:
-    """Seconds in which at least one step runs: the two of an overlapped pair run at once."""
+    """Seconds in which at least one step runs."""
     total, until = 0.0, float("-inf")
     for each in sorted(records, key=lambda record: record.begin):
         total += max(0.0, each.end - max(each.begin, until))
@@ -134,7 +127,7 @@ def _covered(records: Sequence[ExecutedStep]) -> float:
 
 
 def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule:
-    """Return the schedule with the steps of pairs one after the other, unless a pair's ran at the same time."""
+    """The schedule with the steps of pairs in sequence, unless those of a pair overlapped."""
     run = {(each.rank, each.step): each for each in records}
     for rank, entries in enumerate(schedule.ranks):
         for entry in entries:
@@ -145,19 +138,17 @@ def as_executed(schedule: Schedule, records: Iterable[ExecutedStep]) -> Schedule
 
 
 class Overheads(NamedTuple):
-    """What a rank spends besides steps: seconds of a message, and after a step of each kind."""
+    """Seconds of a message, and after a step of each kind."""
 
     message: float
     between: Mapping[Kind, float]
 
 
 def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) -> Overheads:
-    """Return the means in recorded training steps: idle time is their sum, and a few are long.
+    """The means over recorded training steps.
 
-    A message takes as long as a rank that has waited for its input begins after the sender's step has ended. What
-    follows a step is measured where the next one waits for nothing: its input was made on the rank, or before the step,
-    and the receivers of the last two messages were ready for them. A sender waits for these as well, which is no time
-    of its step: such a wait is as long as another rank computes.
+    Message: from the end of the sender's step to the begin of a receiver's step that waited for it. After a step: the
+    gap to the next one if that waited for nothing, neither its input nor the receivers of the last two messages.
     """
     messages: list[float] = []
     after: dict[Kind, list[float]] = {}
@@ -176,13 +167,13 @@ def overheads(training: Iterable[Sequence[ExecutedStep]], schedule: Schedule) ->
                     messages.append(now.begin - sent)
                 elif sent <= before.begin and max(sending) <= before.end:
                     after.setdefault(last.kind, []).append(max(0.0, now.begin - before.end))
-    # With clocks of ranks apart a message may seem to arrive before it is sent.
+    # With skewed clocks a message may seem to arrive before it is sent.
     message = max(0.0, statistics.fmean(messages)) if messages else 0.0
     return Overheads(message, {kind: statistics.fmean(gaps) for kind, gaps in after.items()})
 
 
 def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Schedule) -> dict[tuple[int, Step], float]:
-    """(Rank, step) that sends -> since when the receiver expects it: the begin of the step before the taker."""
+    """(rank, step) that sends -> when its receiver was ready."""
     found: dict[tuple[int, Step], float] = {}
     for rank in range(schedule.num_ranks):
         for before, step in pairwise([None, *schedule.steps(rank)]):
@@ -194,7 +185,7 @@ def _receivers_ready(run: Mapping[tuple[int, Step], ExecutedStep], schedule: Sch
 
 @dataclass(frozen=True)
 class RecordedCosts(Costs):
-    """Each step takes as long as it did in a recorded training step; an overlapped pair as long as either ran."""
+    """Each entry takes as long as in a recorded training step."""
 
     recorded: Mapping[tuple[int, Step], ExecutedStep] = field(default_factory=dict)
 
@@ -203,13 +194,13 @@ class RecordedCosts(Costs):
 
 
 def recorded_costs(records: Iterable[ExecutedStep], besides: Overheads | None = None) -> RecordedCosts:
-    """Return the costs with which a simulation shows what a schedule and its steps' times explain of what has run."""
+    """Costs for a simulation of a recorded training step."""
     recorded = {(each.rank, each.step): each for each in records}
     return RecordedCosts([], [], [], **(besides or Overheads(0.0, {}))._asdict(), recorded=recorded)
 
 
 def median_seconds(records: Iterable[ExecutedStep], schedule: Schedule) -> dict[tuple[Kind, int], float]:
-    """Return (kind, stage) -> median seconds of a step: what `costs.from_measured` takes."""
+    """(kind, stage) -> median seconds of a step, for `costs.from_measured`."""
     found: dict[tuple[Kind, int], list[float]] = {}
     for each in records:
         stage = schedule.stage(each.rank, each.step.chunk)

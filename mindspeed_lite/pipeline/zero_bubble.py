@@ -1,9 +1,8 @@
-"""Finds an order with separate weight gradients for given costs, under a bound on what each rank holds.
+"""Finds an order with separate weight gradients for given costs and memory.
 
 The heuristic of "Zero Bubble Pipeline Parallelism" (Qi et al. 2023, arXiv 2401.10241, section 3.1) as a list scheduler:
-time goes on, and each rank that is free chooses among the steps whose inputs are there. Forwards and backwards
-alternate. Weight gradients fill gaps, and run where forwards need their memory. A few settings of it are tried, and the
-shortest schedule is kept.
+each free rank chooses among the steps whose inputs are there. Forwards and backwards alternate; weight gradients fill
+gaps and free memory for forwards. The shortest schedule of a few settings is kept.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -21,18 +20,20 @@ from .orders import OrderError, PipelineShape
 from .simulate import simulate
 from .steps import Kind, Placement, Schedule, Step
 
-# Micro-batches for each rank with which settings are tried.
+# Micro-batches per rank with which settings are tried.
 _TRIED_ROUNDS = 6
 
 
 def automatic(
     shape: PipelineShape, costs: Costs, max_live: int | None = None, placement: Placement | None = None
 ) -> Schedule:
-    """Return the shortest schedule found in which no rank ever holds more than `max_live` chunk activations.
+    """The shortest schedule found in which no rank holds more than `max_live` chunk activations.
 
-    max_live: by default as many as the first rank of 1F1B holds: `ranks` times `chunks`.
-    placement: `interleaved_placement` unless another is given. With 2 chunks `v_placement` needs less memory.
-    Raises OrderError if `max_live` is too small for any schedule.
+    max_live: ranks times chunks by default, as on the first rank of 1F1B.
+    placement: interleaved by default. With 2 chunks `v_placement` needs less memory.
+
+    Raises:
+        OrderError: `max_live` is too small for any schedule.
     """
     placement = placement or steps.interleaved_placement(shape.ranks, shape.chunks)
     bound = shape.ranks * shape.chunks if max_live is None else max_live
@@ -42,8 +43,7 @@ def automatic(
     tried = replace(shape, microbatches=min(shape.microbatches, _TRIED_ROUNDS * shape.ranks))
 
     def run(settings: _Settings, shape: PipelineShape = shape) -> Schedule:
-        ranks = _Run(shape, costs, placement, settings).run()
-        return steps.build("zb-auto", shape.microbatches, placement, ranks)
+        return Schedule("zb-auto", shape.microbatches, placement, _Run(shape, costs, placement, settings).run())
 
     def seconds(schedule: Schedule) -> float:
         return simulate(schedule, costs).makespan
@@ -68,9 +68,9 @@ class _Settings:
     """One setting of the heuristic.
 
     bound: chunk activations that a rank may hold.
-    taper: by how much later ranks run fewer forwards ahead; 1 as in 1F1B, 0 as many as memory takes.
-    patience: share of a weight gradient's time by which it may delay a step whose input will then have come.
-    alternates: whether a forward is preferred after a backward; else backwards always are.
+    taper: how many fewer forwards later ranks run ahead; 1 as in 1F1B, 0 as many as memory allows.
+    patience: share of a weight gradient's time by which it may delay a step whose input arrives meanwhile.
+    alternates: prefer a forward after a backward; else always backwards.
     """
 
     bound: int
@@ -81,12 +81,12 @@ class _Settings:
 
 @dataclass
 class _Rank:
-    """What a rank has done, and when inputs of what it will do are there."""
+    """What a rank has done, and when its next inputs arrive."""
 
     entries: list[Step]
     next_forward: list[int]
     next_backward: list[int]
-    # (kind, chunk, micro-batch) -> when its input is there.
+    # Step -> when its input arrives.
     there: dict[Step, float]
     queued: deque[Step]
     live: int = 0
@@ -108,7 +108,7 @@ class _Run:
             self._ranks[rank].there[steps.forward(chunk, microbatch)] = 0.0
         self._events = [(0.0, rank) for rank in range(shape.ranks)]
 
-    def run(self) -> Iterator[list[Step]]:
+    def run(self) -> tuple[tuple[Step, ...], ...]:
         while self._events:
             now, number = heapq.heappop(self._events)
             rank = self._ranks[number]
@@ -117,7 +117,7 @@ class _Run:
             chosen = self._choose(number, now)
             if chosen is not None:
                 self._execute(number, chosen, now)
-        return iter([rank.entries for rank in self._ranks])
+        return tuple(tuple(rank.entries) for rank in self._ranks)
 
     def _choose(self, number: int, now: float) -> Step | None:
         rank = self._ranks[number]
@@ -134,7 +134,7 @@ class _Run:
             return None
         weight_grad = rank.queued[0]
         seconds = self._costs.weight_grad[self._placement[number][weight_grad.chunk]]
-        # A forward that memory holds back comes only if something is freed.
+        # A forward without memory runs only after something is freed.
         hoped_for = [*next_backwards, *(step for step in next_forwards if self._has_room(number, step))]
         coming = [rank.there.get(step, math.inf) for step in hoped_for]
         if waiting or now + seconds <= min(coming, default=math.inf) + self._settings.patience * seconds:
@@ -151,7 +151,7 @@ class _Run:
 
     def _has_room(self, number: int, step: Step) -> bool:
         rank, shape, settings = self._ranks[number], self._shape, self._settings
-        # A place for each later chunk stays free, so that the oldest micro-batch can always go on.
+        # Memory for each later chunk stays free, so that the oldest micro-batch can always continue.
         kept_free = shape.chunks - 1 - step.chunk
         ahead = sum(rank.next_forward) - sum(rank.next_backward)
         limit = max(round(settings.bound * (1 - settings.taper * number / shape.ranks)), shape.chunks)

@@ -7,19 +7,19 @@ from collections.abc import Callable
 
 from mindspeed_lite.tuning.chunk_autotuner import median_time_ratio
 
-# Steps that are not counted: allocations, and kernels that libraries choose at the first call.
+# Steps that are not counted: allocations and first calls of libraries.
 WARMUP_STEPS = 4
 PAIRS = 8
-# It must win by this much, or noise would choose.
+# Below it noise would choose.
 MIN_SPEEDUP = 0.005
 
 
 class StepABTest:
-    """Off and on in turn, step by step, and from then on what was faster.
+    """Alternates a feature off and on per step, then keeps the faster.
 
     Args:
-        clock: seconds, when all that was issued before is done.
-        say: told once what was found.
+        clock: seconds, after all issued work is done.
+        say: gets the result, once.
     """
 
     def __init__(self, clock: Callable[[], float], say: Callable[[str], None]) -> None:
@@ -31,7 +31,7 @@ class StepABTest:
         self.on = False
 
     def begin_step(self) -> None:
-        """A step begins; `on` holds for it."""
+        """Start a step; `on` is valid for it."""
         if self.decided:
             return
         now = self._clock()

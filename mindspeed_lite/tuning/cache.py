@@ -1,10 +1,8 @@
-"""Caches the results of trials, so that a later run with the same layers in the same place skips them.
+"""Caches the results of trials for later runs in the same place.
 
-A place is what decides a trial and stays as it is from run to run: the devices, how the group's ranks are spread over
-hosts, the backend, threads, versions. One file stands for each. What may change under it is the network, so that is
-looked at: where a message takes much more or less time than it did when the file was made, the file is old.
-
-Rank 0 of the group reads and writes, and broadcasts the cached result: all ranks must use the same chunk count.
+A place is the devices, the group's ranks by host, the backend, threads and versions; one file each. The file is stale
+if a probe message takes much more or less time than when it was written. Rank 0 of the group reads and writes, and
+broadcasts the result: all ranks must use the same chunk count.
 """
 
 from __future__ import annotations
@@ -28,11 +26,11 @@ from mindspeed_lite import json_file
 from mindspeed_lite.platform import current
 from mindspeed_lite.platform.cache import NoCache
 
-# The message whose time tells one network from another, and how far its time may be from what it was.
+# Size of the probe message, and how far its time may change.
 _PROBE_BYTES = 1 << 20
 _PROBE_ROUNDS = 8
 _MAX_TIME_RATIO = 2.0
-# Another number where a trial measures something else.
+# Changes with what a trial measures.
 _FORMAT = 1
 
 _SECONDS = json_file.number("seconds", 1e-12, 1e6)
@@ -51,11 +49,11 @@ _FILE = json_file.fields(
 
 
 class TuningCache:
-    """Trials of one group, as plain data, in a file below `folder()`; made by all ranks of the group together.
+    """Trials of one group in a file below `folder()`; created by all ranks of the group together.
 
     Attributes:
-        found: what earlier runs left, by the trial's name; the same on every rank.
-        path: the file, on the group's first rank; None on the others, and where there is no folder.
+        found: results of earlier runs by the trial's name, the same on every rank.
+        path: the file, on the group's first rank if there is a folder, else None.
     """
 
     def __init__(self, folder: Callable[[], Path], group: dist.ProcessGroup, device: torch.device) -> None:
@@ -63,7 +61,7 @@ class TuningCache:
         dist.all_gather_object(hosts, (socket.gethostname(), _of_this_rank(device)), group=group)
         self._place = {
             "backend": str(dist.get_backend(group)),
-            # Host by host, without their names: another allocation of the same machines is the same place.
+            # Without host names: another allocation of the same machines is the same place.
             "ranks": sorted(Counter(host for host, _ in hosts).values()),
             "devices": sorted({each for _, each in hosts}),
             "torch": torch.__version__,
@@ -78,12 +76,12 @@ class TuningCache:
             except NoCache as error:
                 self._problem = str(error)
         self._seconds = _message(group, device)
-        told: list[Any] = [self._read()]
-        dist.broadcast_object_list(told, dist.get_global_rank(group, 0), group=group)
-        self.found: dict[str, Any] = told[0]
+        found: list[Any] = [self._read()]
+        dist.broadcast_object_list(found, dist.get_global_rank(group, 0), group=group)
+        self.found: dict[str, Any] = found[0]
 
     def add(self, name: str, trial: Mapping[int, list[float]]) -> str | None:
-        """Keep one more; what another job added meanwhile stays. Returns why it could not be kept, the first time."""
+        """Add a trial to the file; returns why it could not, the first time."""
         if self.path is not None:
             trials = {**self._read(), name: trial}
             kept = {"place": self._place, "message_seconds": self._seconds, "trials": trials}
@@ -125,7 +123,7 @@ def _of_this_rank(device: torch.device) -> str:
 
 
 def _message(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds of an all-reduce of `_PROBE_BYTES`: the fastest of some rounds, on the slowest rank."""
+    """Seconds of an all-reduce of `_PROBE_BYTES`: the fastest round of the slowest rank."""
     buffer = torch.zeros(_PROBE_BYTES // 4, device=device)
     seconds = []
     for _ in range(_PROBE_ROUNDS):
@@ -134,7 +132,6 @@ def _message(group: dist.ProcessGroup, device: torch.device) -> float:
         if device.type != "cpu":
             getattr(torch, device.type).synchronize(device)
         seconds.append(time.perf_counter() - start)
-    # What else the machine does makes messages slower, never faster.
     slowest = torch.tensor(min(seconds), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     return float(slowest)

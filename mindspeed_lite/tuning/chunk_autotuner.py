@@ -1,9 +1,7 @@
-"""Chooses by trial into how many chunks a pass of a layer cuts its communication.
+"""Chooses by trial the number of chunks in which a layer's pass overlaps its communication.
 
-Chunks win what they hide and lose what smaller messages and smaller products cost, and on a link fast enough they
-only lose. No formula knows a library's small products or a host that shares its cores between both, so the passes
-themselves are measured: once for each shape, all ranks of the group together, with the numbers of chunks in turn.
-Every rank then takes the number that the slowest rank would. What was found is kept for later runs (`cache.py`).
+Chunks gain overlap and lose efficiency of smaller messages and products. All ranks of the group time the passes
+together, once for each shape, and take the best number of the slowest rank. Results are cached for later runs.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from .cache import TuningCache
 
 CANDIDATES = (1, 2, 4, 8)
 ROUNDS = 7
-# Chunking must win by this fraction of the time, and in all rounds but this many, or noise would choose.
+# Chunking must win by this fraction of the time, in all rounds but this many; else noise would choose.
 MIN_SPEEDUP = 0.03
 MAX_LOST_ROUNDS = 1
 # Rows below which a product is not worth a message of its own.
@@ -30,14 +28,14 @@ MIN_ROWS_PER_CHUNK = 8
 
 
 def median_time_ratio(times: Sequence[float], of: Sequence[float]) -> float:
-    """The median of what `times` take of those of the same round; 1 unless it is less in all rounds but one."""
+    """Median ratio to the same round of `of`; 1 unless below 1 in all rounds but `MAX_LOST_ROUNDS`."""
     ratios = [mine / whole for mine, whole in zip(times, of, strict=True)]
     return statistics.median(ratios) if sum(ratio < 1 for ratio in ratios) >= len(ratios) - MAX_LOST_ROUNDS else 1.0
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial saw: seconds of the slowest rank, round by round, by number of chunks; and what follows."""
+    """Seconds of the slowest rank by number of chunks and round."""
 
     phase: str
     shape: tuple[int, int, int]
@@ -52,7 +50,7 @@ class Trial:
 
     @classmethod
     def of(cls, phase: str, shape: tuple[int, int, int], kept: Mapping[str, list[float]]) -> Trial | None:
-        """From what `rounds` were kept as; None if a trial makes others now."""
+        """From cached rounds; None if a trial would now measure others."""
         rounds = {int(number): times for number, times in kept.items()}
         sound = 1 in rounds and set(rounds) <= set(CANDIDATES)
         return cls(phase, shape, rounds) if sound and all(len(each) == ROUNDS for each in rounds.values()) else None
@@ -65,12 +63,12 @@ class Trial:
 
 
 class ChunkAutotuner:
-    """The number of chunks for each pass of a group's layers, found at the first call of each shape.
+    """A `ChunkPolicy` that times each pass of a group's layers at the first call of each shape.
 
     Args:
-        say: told once what was found, on the first rank of the group.
-        folder: gives the folder where trials of earlier runs are and these go, or raises `NoCache`; called on the
-            first rank of the group. None to keep nothing, on all ranks alike.
+        say: gets each result, on the first rank of the group.
+        folder: returns the folder of cached trials, or raises `NoCache`; called on the first rank of the group. None
+            on all ranks to cache nothing.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class ChunkAutotuner:
         self._found: dict[tuple[object, ...], Trial] = {}
 
     def __call__(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """As `mindspeed_lite.parallel.tp_linear.ChunkPolicy`; a collective call the first time."""
+        """See `tp_linear.ChunkPolicy`; a collective at the first call of a shape."""
         key = _key(phase, x, w)
         trial = self._found.get(key)
         if trial is None:
@@ -94,14 +92,14 @@ class ChunkAutotuner:
         return trial.best
 
     def known(self, phase: str, x: torch.Tensor, w: torch.Tensor, run: Callable[[int], object]) -> int:
-        """The same without a trial: 1 for what has not been tried, such as the shapes of an evaluation."""
+        """The same without a trial: 1 for a new shape, such as in an evaluation."""
         trial = self._found.get(_key(phase, x, w))
         return 1 if trial is None else trial.best
 
     def _tried(
         self, phase: str, shape: tuple[int, int, int], numbers: list[int], x: torch.Tensor, run: Callable[[int], object]
     ) -> Trial:
-        """By an earlier run, else now; and said."""
+        """The cached trial, or a new one."""
         if self._kept is None and self._folder is not None:
             self._kept = TuningCache(self._folder, self._group, x.device)
         kept = self._kept
@@ -120,7 +118,7 @@ class ChunkAutotuner:
         seconds: dict[int, list[float]] = {number: [] for number in numbers}
         with torch.no_grad():
             for number in numbers:
-                run(number)  # not counted: allocations, and kernels that libraries choose at the first call
+                run(number)
             for _ in range(ROUNDS):
                 for number in numbers:
                     self._together(x)
@@ -133,7 +131,7 @@ class ChunkAutotuner:
         return dict(zip(numbers, slowest.tolist(), strict=True))
 
     def _together(self, x: torch.Tensor) -> None:
-        """Start at one time: not a barrier, which some backends bind to a device of their own choice."""
+        """Synchronize the ranks; not by a barrier, which some backends bind to a device of their own choice."""
         dist.all_reduce(torch.zeros(1, device=x.device), group=self._group)
         _synchronize(x)
 

@@ -146,7 +146,7 @@ class MemoryChoice:
         found = StageRecord(can, recorder.layers, recorder.moments, [layer.can_swap for layer in self._layers])
         if self._engine is None or self._offload is None:
             return found
-        found.smallest, found.rates = self._offload.smallest, (1.0, 1.0)
+        found.rates = (1.0, 1.0)
         moved = max((way.moved for each in found.options() for way in each), default=0)
         found.rates = None
         if moved:
@@ -175,7 +175,7 @@ class MemoryChoice:
             text = table(choice, told.everything(), self._budget, stage, len(answer[0]), told.rates, why_kept)
             self._session.log_decision(text)
             what, before = self._before
-            if choice.ways and len(before.get(stage, ())) == len(choice.ways):
+            if choice.options and len(before.get(stage, ())) == len(choice.options):
                 self._session.log_decision(changes(before[stage], choice, what, stage))
 
     def _chosen(self, stage: int) -> LayerChoice:
@@ -191,8 +191,8 @@ class MemoryChoice:
         return leanest(options, told.moments, transfers)
 
     def _apply(self, choices: dict[int, LayerChoice]) -> None:
-        for layer, way in zip(self._layers, choices[_stage()].ways, strict=True):
-            layer.run_again(way.again, way.swapped)
+        for layer, option in zip(self._layers, choices[_stage()].options, strict=True):
+            layer.run_again(option.again, option.swapped)
 
     def _check(self, measured: int, given: dict[str, Any]) -> None:
         """Compare with what was measured; choose again where it is above the budget."""

@@ -59,7 +59,7 @@ def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
 
     def _copy_main_params_to_model_params(self: Any) -> Any:
         inner = optimizer_with_custom_state(self)
-        if inner is not None and inner.cast_done:
+        if inner is not None and inner.step_data.casts_done:
             return None
         return materialized(self)
 

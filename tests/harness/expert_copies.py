@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.balance.copies import CopyPlan, PendingGradients
-from mindspeed_lite.parallel.balance.slots import Slots, gather_counts
+from mindspeed_lite.parallel.balance.copies import CopyPlan, PendingGradients, Slots, gather_counts
 from mindspeed_lite.parallel.expert.exchange import AllToAll, Messages, issue
 from tests.harness.expert_hierarchy import Problem, expert
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
 from mindspeed_lite.memory import host_mapped_moments
-from mindspeed_lite.parallel.balance import placed_experts, placement, record
+from mindspeed_lite.parallel.balance import placement, placer, record
 from mindspeed_lite.patches import enable_expert_placement as patch
 from mindspeed_lite.patches._shared.training_state import leaves, main_params
 from tests.harness import core_loop, simulated, skewed_router
@@ -113,12 +113,12 @@ MUTATIONS: dict[str, Any] = {
     "main parameters and moments stay": lambda: mock.patch.object(patch, "training_state", _without_states),
     "moments stay": lambda: mock.patch.object(patch, "training_state", _without_moments(patch.training_state)),
     "the map is not applied": lambda: mock.patch.object(
-        placed_experts.PlacedExperts, "by_place", lambda self, columns: columns
+        placer.PlacedExperts, "by_place", lambda self, columns: columns
     ),
     "probabilities keep their order": lambda: mock.patch.object(
-        placed_experts.PlacedExperts,
+        placer.PlacedExperts,
         "by_place",
-        lambda self, columns, own=placed_experts.PlacedExperts.by_place: (
+        lambda self, columns, own=placer.PlacedExperts.by_place: (
             own(self, columns) if columns.dtype == torch.bool else columns
         ),
     ),
@@ -219,14 +219,14 @@ def faults_of(case: str, steps: int) -> list[str]:
     options = _configured(options, flags)
     off, saved = _train(options, steps, flags or None)
     placed = {"enable_expert_placement": True, "expert_placement_freq": INTERVAL, "expert_placement_break_even": 0.0}
-    own, exchanged = placed_experts.exchange, []
+    own, exchanged = placer.exchange, []
 
     def exchange(*args: Any) -> int:
         exchanged.append(own(*args))
         return exchanged[-1]
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(placed_experts, "exchange", exchange))
+        stack.enter_context(mock.patch.object(placer, "exchange", exchange))
         stack.enter_context(mock.patch.object(placement, "chosen", simulated.drawn(7)))
         if mutation:
             stack.enter_context(MUTATIONS[mutation]())
@@ -249,7 +249,7 @@ def faults_of(case: str, steps: int) -> list[str]:
 def _predicted(out: Path) -> list[str]:
     """A router of skew 4 to 1: what ranks received after the placement, against the prediction and the record."""
     steps, file = 4, out / "load.jsonl"
-    chosen, own = [], placed_experts.PlacedExperts.chosen
+    chosen, own = [], placer.PlacedExperts.chosen
 
     def choose(self: Any, loads: Any, price: float) -> Any:
         found = own(self, loads, price)
@@ -262,7 +262,7 @@ def _predicted(out: Path) -> list[str]:
     _begin()
     args = {"num_experts": 8, "train_iters": steps, "expert_model_parallel_size": 2}
     with (
-        mock.patch.object(placed_experts.PlacedExperts, "chosen", choose),
+        mock.patch.object(placer.PlacedExperts, "chosen", choose),
         mindspeed_lite.enabled(host_args=args, strict=True, **flags),
     ):
         training = core_loop.Training(_FP32)

@@ -31,11 +31,12 @@ def swap_optimizer(bandwidth: float = 1e9) -> None:
 
 def swap_attention(bandwidth: float = 2e9) -> None:
     """Let `--swap-attention` stand on CPU, over lanes with so many bytes a second, for storages of any size."""
+    from mindspeed_lite.memory import offload
     from mindspeed_lite.patches import swap_attention as patch
 
     patch._why_not_here = lambda device: []
     patch._copy_engine_of = lambda device: _Said(bandwidth)
-    patch.Offload.__init__.__defaults__ = (None, None, 1)
+    offload.SMALLEST = 1
 
 
 def late_messages(delay: float = 0.01) -> None:
@@ -271,9 +272,9 @@ def drawn(seed: int) -> Any:
 
 def drawn_placements() -> None:
     """Let experts change places at random at every placement, and say that they moved."""
-    from mindspeed_lite.parallel.balance import placed_experts, placement
+    from mindspeed_lite.parallel.balance import placement, placer
 
-    own, said = placed_experts.exchange, []
+    own, said = placer.exchange, []
 
     def exchange(*args: Any) -> int:
         sent = own(*args)
@@ -282,7 +283,7 @@ def drawn_placements() -> None:
             print("experts changed places", flush=True)
         return sent
 
-    placement.chosen, placed_experts.exchange = drawn(1), exchange
+    placement.chosen, placer.exchange = drawn(1), exchange
 
 
 def killed_between_exchanges() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,6 @@ from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from tests.harness.lanes import Lanes
-from tests.harness.patience import once_of
 
 SHAPES = [(300, 100), (20_000,), (100,), (50, 900), (10_000,), (25_000,)]
 LARGE = [shape for shape in SHAPES if shape != (100,)]
@@ -125,7 +123,7 @@ def step(optimizer: Any, mains: list[torch.Tensor], number: int) -> None:
     for main in mains:
         main.grad = torch.randn(main.shape, generator=generator)
     if optimizer.split_params is None:
-        optimizer.next_step = replace(optimizer.next_step, cast_targets=optimizer.weights)
+        optimizer.step_data = replace(optimizer.step_data, cast_targets=optimizer.weights)
     optimizer.step()
 
 
@@ -235,32 +233,6 @@ def test_the_next_group_comes_before_this_one_is_waited_for() -> None:
     assert link.order == [text.format(lane) for lane, texts in order for text in texts]
 
 
-@once_of(8)
-def test_copies_hide_behind_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight groups of 20 ms each way and 30 ms of update: but for the first and the last, nobody waits."""
-    seconds, times, size = 0.02, 8, 100_000
-    link = Lanes()
-    optimizer, mains = optimizer_of(home_of(link, times), own=False, shapes=[(size,)] * times)
-    step(optimizer, mains, 0)
-    given = stepping.adamw
-
-    def adamw(*arguments: Any, **rule: Any) -> None:
-        time.sleep(1.5 * seconds)
-        given(*arguments, **rule)
-
-    monkeypatch.setattr(stepping, "adamw", adamw)
-    link.bandwidth = 8 * size / seconds
-    waited = []
-    for number in range(1, 6):
-        link.waited, link.moved = 0.0, {"out": 0, "back": 0}
-        step(optimizer, mains, number)
-        assert link.moved == {"out": 8 * size * times, "back": 8 * size * times}
-        waited.append(link.waited)
-    # 40 ms; one after the other it were 320. Where others keep the machine busy, whoever waits wakes up late, and comes
-    # to wait late.
-    assert seconds * 0.5 < min(waited) < times * seconds and max(waited) > 2 * seconds * 0.9
-
-
 def test_no_more_room_is_said_once_and_loses_nothing() -> None:
     said: list[str] = []
     expected = steps(*optimizer_of(None), 4)
@@ -346,7 +318,7 @@ def test_a_step_of_torch_and_parameters_without_gradients() -> None:
         for main in mains:
             main.grad = torch.ones_like(main)
         mains[0].grad = mains[3].grad = None
-        optimizer.next_step = replace(optimizer.next_step, cast_targets=optimizer.weights)
+        optimizer.step_data = replace(optimizer.step_data, cast_targets=optimizer.weights)
         optimizer.step()
         found.append(numbers(optimizer, mains))
         for group in optimizer.param_groups:
@@ -376,15 +348,6 @@ def test_an_update_that_fails_leaves_numbers_that_are_there(monkeypatch: pytest.
     assert all(map(torch.equal, found[6:18], expected[6:18]))
     assert not any(map(torch.equal, found[:6], expected[:6]))
     assert away(optimizer, mains) == all_of("param", *NAMES)
-
-
-def test_what_is_gone_takes_no_memory() -> None:
-    home = home_of()
-    optimizer, mains = optimizer_of(home)
-    steps(optimizer, mains, 1)
-    assert home.nbytes == 12 * NUMBERS
-    del optimizer, mains
-    assert home.nbytes == 0
 
 
 def test_after_the_end_it_is_an_ordinary_optimizer() -> None:

@@ -195,7 +195,7 @@ def test_an_optimizer_that_shares_trains_as_one_that_does_not(kind: type) -> Non
     optimizer, mains, weights = sharing(kind)
     assert optimizer.split_params is not None and all(main.isnan().all() for main in mains[:2])
     steps(optimizer, mains)
-    assert optimizer.cast_done
+    assert optimizer.step_data.casts_done
     with optimizer.split_params.materialized():
         for main, expected in zip(mains, plain(kind), strict=True):
             assert torch.equal(main, expected)
@@ -262,7 +262,7 @@ def test_after_the_end_it_is_an_ordinary_optimizer() -> None:
     steps(optimizer, mains, 3)
     optimizer.split_params.restore()
     assert optimizer.split_params.halves() == {}
-    optimizer.next_step = replace(optimizer.next_step, cast_targets=dict(zip(mains, weights, strict=True)))
+    optimizer.step_data = replace(optimizer.step_data, cast_targets=dict(zip(mains, weights, strict=True)))
     steps(optimizer, mains, 2, first=3)
     for main, expected in zip(mains, plain(), strict=True):
         assert torch.equal(main, expected)

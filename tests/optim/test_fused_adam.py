@@ -94,9 +94,9 @@ def test_adopting_changes_the_step_and_nothing_else() -> None:
 def test_pickles_and_copies_are_fused_and_know_nothing_of_a_session() -> None:
     ours = FusedAdamW(parameters(), **RULE)
     ours.on_fallback = lambda reasons: None
-    ours.next_step = replace(ours.next_step, cast_targets={ours.param_groups[0]["params"][0]: torch.zeros(6, 5)})
+    ours.step_data = replace(ours.step_data, cast_targets={ours.param_groups[0]["params"][0]: torch.zeros(6, 5)})
     for twin in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        assert type(twin) is FusedAdamW and twin.on_fallback is None and not twin.next_step.cast_targets
+        assert type(twin) is FusedAdamW and twin.on_fallback is None and not twin.step_data.cast_targets
         train(twin, 1)
 
 
@@ -121,14 +121,14 @@ def test_scales_are_applied_once_and_gradients_left_alone() -> None:
             param.grad = torch.cos(param.detach()) * (1.0 if optimizer is ours else factors[place] or 1.0)
     params = ours.param_groups[0]["params"]
     kept = [param.grad.clone() for param in params]
-    ours.next_step = replace(
-        ours.next_step,
+    ours.step_data = replace(
+        ours.step_data,
         grad_scales={param: factor for param, factor in zip(params, factors, strict=True) if factor is not None},
     )
     ours.step()
     theirs.step()
     same(ours, theirs)
-    assert not ours.next_step.grad_scales
+    assert not ours.step_data.grad_scales
     assert all(torch.equal(param.grad, grad) for param, grad in zip(params, kept, strict=True))
 
 
@@ -137,15 +137,15 @@ def test_copies_are_written_for_every_parameter_and_once() -> None:
     params = ours.param_groups[0]["params"]
     dtypes = (torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16)
     copies = {param: torch.full_like(param, 9.0, dtype=dtype) for param, dtype in zip(params, dtypes, strict=True)}
-    ours.next_step = replace(ours.next_step, cast_targets=copies)
+    ours.step_data = replace(ours.step_data, cast_targets=copies)
     for param in params[:3]:  # the last has no gradient, and gets its copy all the same
         param.grad = torch.ones_like(param)
     ours.step()
-    assert ours.cast_done and not ours.next_step.cast_targets
+    assert ours.step_data.casts_done and not ours.step_data.cast_targets
     for param, out in copies.items():
         assert torch.equal(out, param.to(out.dtype))
     ours.step()
-    assert not ours.cast_done, "nothing was asked for"
+    assert not ours.step_data.casts_done, "nothing was asked for"
 
 
 ASIDE = {
@@ -163,11 +163,11 @@ def test_what_only_torch_knows_is_torchs_step(reason: str) -> None:
     for optimizer in (ours, theirs):
         for param in optimizer.param_groups[0]["params"]:
             param.grad = torch.cos(param.detach()) * (1.0 if optimizer is ours else 0.5)
-    ours.next_step = replace(ours.next_step, grad_scales=dict.fromkeys(ours.param_groups[0]["params"], 0.5))
-    ours.next_step = replace(ours.next_step, cast_targets={ours.param_groups[0]["params"][0]: torch.zeros(6, 5)})
+    ours.step_data = replace(ours.step_data, grad_scales=dict.fromkeys(ours.param_groups[0]["params"], 0.5))
+    ours.step_data = replace(ours.step_data, cast_targets={ours.param_groups[0]["params"][0]: torch.zeros(6, 5)})
     ours.step()
     theirs.step()
-    assert said == [[reason]] and not ours.cast_done
+    assert said == [[reason]] and not ours.step_data.casts_done
     for a, b in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
         assert torch.equal(a, b)
 

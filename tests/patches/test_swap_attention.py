@@ -27,7 +27,7 @@ def swapping(smallest=1, bandwidth=1e7, **flags):
     with (
         mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
-        mock.patch("mindspeed_lite.memory.offload.Offload.__init__.__defaults__", (None, None, smallest)),
+        mock.patch("mindspeed_lite.memory.offload.SMALLEST", smallest),
         mindspeed_lite.enabled(swap_attention=True, strict=True, **flags),
     ):
         yield lanes
@@ -126,7 +126,7 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
     with (
         mock.patch.object(swap_attention, "_copy_engine_of", lambda device: lanes),
         mock.patch.object(swap_attention, "_why_not_here", lambda device: []),
-        mock.patch("mindspeed_lite.memory.offload.Offload.__init__.__defaults__", (None, None, 1)),
+        mock.patch("mindspeed_lite.memory.offload.SMALLEST", 1),
         mindspeed_lite.enabled(swap_attention=True, swap_attention_budget=ONE * 2.5 / 2**30),
     ):
         on = step(model_of())

@@ -123,14 +123,14 @@ def test_what_was_deferred_for_a_step_that_never_came_is_dropped(groups: Path) -
             gradients(model, 0)
             optimizer.prepare_grads()
             clip_grads.clip_grad_by_total_norm_fp32(optimizer.get_parameters(), 1.0, 8.0)
-            assert set(inner(optimizer).next_step.grad_scales.values()) == {1 / (8.0 + 1e-6)}
+            assert set(inner(optimizer).step_data.grad_scales.values()) == {1 / (8.0 + 1e-6)}
             optimizer.prepare_grads()
-            assert not inner(optimizer).next_step.grad_scales
+            assert not inner(optimizer).step_data.grad_scales
             # Parameters that nobody of ours updates are clipped where they are.
             stranger = torch.nn.Parameter(torch.ones(3))
             stranger.grad = torch.ones(3)
             clip_grads.clip_grad_by_total_norm_fp32([*optimizer.get_parameters(), stranger], 1.0, 2.0)
-            assert not inner(optimizer).next_step.grad_scales
+            assert not inner(optimizer).step_data.grad_scales
             torch.testing.assert_close(stranger.grad, torch.full((3,), 0.5))
 
 

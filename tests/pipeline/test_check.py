@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mindspeed_lite.pipeline import check
 from mindspeed_lite.pipeline.check import ScheduleError, problems
 from mindspeed_lite.pipeline.orders import ORDERS, TRAINING_ORDERS, PipelineShape, build
-from mindspeed_lite.pipeline.steps import Kind, OverlappedPair, Step, backward, forward, recompute, steps_of
+from mindspeed_lite.pipeline.steps import Kind, OverlappedPair, Step, backward, forward, recompute
 
 SHAPE = PipelineShape(3, 6)
 
@@ -29,13 +29,8 @@ def first(schedule, max_live=None):
     return next(problems(schedule, max_live), None)
 
 
-def test_a_right_one_is_returned():
-    schedule = plain()
-    assert check.check(schedule, 3) is schedule
-
-
 @pytest.mark.parametrize("name", TRAINING_ORDERS)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.data())
 def test_a_step_that_is_left_out_is_noticed(name, data):
     schedule = plain(name)
@@ -43,25 +38,6 @@ def test_a_step_that_is_left_out_is_noticed(name, data):
     place = data.draw(st.integers(0, len(schedule.ranks[rank]) - 1))
     entries = list(schedule.ranks[rank])
     del entries[place]
-    assert first(changed(schedule, rank, entries)) is not None
-
-
-@pytest.mark.parametrize("name", TRAINING_ORDERS)
-@settings(max_examples=40)
-@given(st.data())
-def test_a_pair_that_is_swapped_is_noticed_where_a_step_needs_the_other(name, data):
-    schedule = plain(name)
-    rank = data.draw(st.integers(0, 2))
-    entries = list(schedule.ranks[rank])
-    places = {step: place for place, entry in enumerate(entries) for step in steps_of(entry)}
-    needs = [
-        (places[needed], place)
-        for step, place in places.items()
-        for source, needed in schedule.predecessors(rank, step)
-        if source == rank
-    ]
-    one, other = data.draw(st.sampled_from(needs))
-    entries[one], entries[other] = entries[other], entries[one]
     assert first(changed(schedule, rank, entries)) is not None
 
 
@@ -116,13 +92,6 @@ def test_ranks_that_go_through_micro_batches_in_other_orders_are_a_deadlock():
     turned = {kind: dict(zip(range(6), reversed(range(6)), strict=True)) for kind in Kind}
     entries = [Step(kind, chunk, turned[kind][microbatch]) for kind, chunk, microbatch in schedule.ranks[2]]
     assert "deadlock: rank 0 waits at entry 3 (B0:0)" in first(changed(schedule, 2, entries))
-
-
-def test_the_order_of_two_forwards_may_differ_from_rank_to_rank():
-    schedule = plain("1f1b", 2, 4)
-    entries = list(schedule.ranks[0])
-    entries[0], entries[1] = entries[1], entries[0]
-    assert first(changed(schedule, 0, entries)) is None
 
 
 @pytest.mark.parametrize(

@@ -151,15 +151,8 @@ def test_1f1b_has_megatrons_calls() -> None:
     )
 
 
-def test_a_stage_on_the_same_rank_takes_no_message() -> None:
-    compiled = compile_program(orders.build("dualpipev", PipelineShape(2, 4, 2)), 1)
-    handed = [work.gives for work in compiled.works if work.gives is not None and work.gives.target == 1]
-    assert len(handed) == 8 and {each.source for each in handed} == {1}
-    assert not any(message in handed for call in calls_of(compiled) for message in messages_of(call))
-
-
 def test_only_neighbours_exchange_tensors() -> None:
-    order = [forward(0, 0), backward(0, 0)]
-    schedule = steps.build("own", 1, ((0,), (2,), (1,), (3,)), [order] * 4)
+    order = forward(0, 0), backward(0, 0)
+    schedule = Schedule("own", 1, ((0,), (2,), (1,), (3,)), (order,) * 4)
     with pytest.raises(ValueError, match="only neighbours in the ring"):
         compile_program(schedule, 0)

@@ -75,18 +75,6 @@ def test_in_the_bubble_every_rank_stays_within_the_bound(shape, data):
         assert tuple(each for each in entries if each.kind is not Kind.RECOMPUTE) == plain.ranks[rank]
 
 
-@settings(max_examples=30)
-@given(SHAPES, st.integers(0, 4))
-def test_no_more_are_recomputed_than_any_choice_must(shape, less):
-    """At each moment at least as many as are over the bound; on a rank without excess, none."""
-    plain = build("interleaved", shape)
-    for rank in range(shape.ranks):
-        peak = peak_live(plain, rank)
-        assert not to_recompute(plain, rank, peak)
-        bound = max(1, peak - less)
-        assert len(to_recompute(plain, rank, bound)) >= peak - bound
-
-
 def test_in_the_bubble_recomputation_costs_less_than_its_time():
     shape = PipelineShape(4, 8, 2)
     costs, plain = uniform(8), build("interleaved", shape)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -54,26 +53,6 @@ def test_of_a_folder_one_file_for_each_pipeline_rank_counts(tmp_path):
     assert len(trace.training_steps(trace.read(tmp_path), SCHEDULE)[0]) == 18
 
 
-def test_overlapping_steps_count_once():
-    schedule = build("dualpipev", PipelineShape(2, 4, 2))
-    run = simulate(schedule, uniform(4))
-    records = [
-        trace.ExecutedStep(rank, step, timed.begin, timed.end)
-        for rank, entries in enumerate(run.ranks)
-        for timed in entries
-        for step in steps_of(timed.entry)
-    ]
-    assert trace.bubble(records) == pytest.approx(run.bubble)
-
-
-def test_measured_times_give_the_simulation_back(file):
-    costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0])
-    file.write_text("\n".join(lines(costs=costs)))
-    (step,) = trace.training_steps(trace.read(file), SCHEDULE)
-    found = from_measured(trace.median_seconds(step, SCHEDULE), 2)
-    assert simulate(SCHEDULE, found).makespan == pytest.approx(simulate(SCHEDULE, costs).makespan)
-
-
 def test_steps_that_take_as_long_as_they_did_explain_what_has_run(file):
     """The messages that took half a second each are what is missing."""
     costs = Costs([1.0, 2.0], [3.0, 1.5], [0.5, 1.0], message=0.5)
@@ -103,17 +82,6 @@ def test_what_a_rank_spends_besides_steps_is_found_again():
     assert alone.makespan < found.makespan - 1
     measured = from_measured(trace.median_seconds(records, SCHEDULE), 2, **besides._asdict())
     assert simulate(SCHEDULE, measured).makespan == pytest.approx(run.makespan)
-
-
-def test_clocks_of_ranks_apart_make_no_message_shorter_than_none():
-    run = simulate(SCHEDULE, uniform(2))
-    records = [
-        trace.ExecutedStep(rank, timed.entry, timed.begin - 9 * rank, timed.end - 9 * rank)
-        for rank, entries in enumerate(run.ranks)
-        for timed in entries
-    ]
-    late = [replace(each, end=each.end + 9) for each in records[-1:]]
-    assert trace.overheads([[*records[:-1], *late]], SCHEDULE).message >= 0
 
 
 def test_a_wait_for_a_receiver_is_no_time_of_the_senders_step():

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_lite.parallel.context import zigzag
-from mindspeed_lite.parallel.context.pieces import needs
+from mindspeed_lite.parallel.context.layout import needs
 from mindspeed_lite.planner import activations, context, read
 from mindspeed_lite.planner.training import TrainingConfig
 

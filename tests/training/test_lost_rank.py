@@ -13,7 +13,7 @@ from tests.harness.training import Trainer
 
 # Ranks, flags, where rank 1 is lost, what the line names.
 LOSSES = {
-    "ring": (2, "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "in_a_ring", "context.messages:"),
+    "ring": (2, "--context-parallel-size 2 --context-parallel-algo megatron_cp_algo", "in_a_ring", "context.ring:"),
     "data parallel": (2, "--use-distributed-optimizer", "before_a_step", "in megatron."),
     "tensor parallel": (2, "--tensor-model-parallel-size 2", "before_a_step", "in megatron."),
     "pipeline": (2, "--pipeline-model-parallel-size 2", "before_a_step", "in megatron."),

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mindspeed_lite.platform.cache import NoCache
 from mindspeed_lite.tuning import cache
@@ -62,26 +61,6 @@ def test_a_later_run_takes_what_an_earlier_one_found():
     found = json.loads(path.read_text())
     assert [*found["trials"]] == [f"{phase} 20 4 6 torch.float32" for phase in "abc"]
     assert found["place"]["ranks"] == [2] and found["place"]["backend"] == "gloo"
-
-
-@once_of(8)
-@forked("torch")
-def test_a_message_takes_its_time():
-    meeting = Path(tempfile.mkdtemp())
-
-    def body(rank):
-        group = joined(rank, 2, meeting)
-        quick = cache._message(group, torch.device("cpu"))
-        plain = dist.all_reduce
-
-        def slower(*args, **kwargs):
-            time.sleep(0.1 * rank)
-            return plain(*args, **kwargs)
-
-        dist.all_reduce = slower
-        assert 0 < quick < 0.1 <= cache._message(group, torch.device("cpu")), "all ranks know the slowest"
-
-    on_ranks(2, body)
 
 
 @once_of(8)

@@ -1,13 +1,12 @@
-"""Copies of experts on every rank of a group, for one micro-batch: parameters go out, gradients come back to the owner.
+"""Copies of hot experts on every rank for one micro-batch; gradients return to the owner.
 
     copies = CopyPlan(owners, like, group, pending).make(own)
     copies.wait()                  the parameters have arrived
     ...                            products with copies.of(0), copies.of(1), ...
     pending.finish()               after the backward pass: the owners' main gradients are complete
 
-Each expert is one broadcast, and in the backward pass one sum in fp32 on its owner. There the sum is added to the main
-gradients of the owner's parameters, or returned to autograd where they have none. A copy is a tensor of the graph and
-no parameter: no optimizer and no checkpoint sees it.
+An expert is one broadcast, and in the backward pass one fp32 reduction to the main gradients of its owner, or to
+autograd if there are none. A copy is a tensor of the graph, no parameter.
 """
 
 from __future__ import annotations
@@ -22,8 +21,67 @@ from torch.autograd.function import once_differentiable
 Parameters = Sequence[torch.Tensor]
 
 
+class Slots(NamedTuple):
+    """Routing over places: on each rank its `local` experts in order, then a slot for each copied expert.
+
+    A token of a copied expert goes to its own rank's slot, or on the owner to the expert itself. The exchange of tokens
+    is unchanged: every rank has the same number of places.
+    """
+
+    ranks: int
+    local: int
+    copied: tuple[int, ...]
+
+    @property
+    def owners(self) -> list[int]:
+        """The rank of each copied expert."""
+        return [expert // self.local for expert in self.copied]
+
+    def experts(self) -> list[int]:
+        """[places], the expert of each place."""
+        found: list[int] = []
+        for rank in range(self.ranks):
+            found += [*range(rank * self.local, (rank + 1) * self.local), *self.copied]
+        return found
+
+    def open(self, rank: int) -> list[bool]:
+        """[places], whether tokens of `rank` go there; each expert has one such place."""
+        owners = self.owners
+        away = {expert for expert, owner in zip(self.copied, owners, strict=True) if owner != rank}
+        found: list[bool] = []
+        for other in range(self.ranks):
+            found += [expert not in away for expert in range(other * self.local, (other + 1) * self.local)]
+            found += [other == rank and owner != rank for owner in owners]
+        return found
+
+    def route(self, routing_map: torch.Tensor, probs: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """routing_map and probs [T, experts] -> both as [T, places]; closed places have no token."""
+        index = torch.tensor(self.experts(), device=probs.device)
+        is_open = torch.tensor(self.open(rank), device=probs.device)
+        return routing_map.index_select(1, index) & is_open, probs.index_select(1, index)
+
+
+def gather_counts(
+    routing_map: torch.Tensor, ranks: int, group: dist.ProcessGroup, refuses: bool = False
+) -> tuple[list[list[int]], bool]:
+    """([ranks][experts] tokens by source rank, whether any rank refuses), the same on all ranks.
+
+    Args:
+        routing_map: [T, experts] bool, this rank's tokens.
+        ranks: of the expert-parallel group.
+        group: all ranks that share experts; ranks with shards of the same experts are neighbours.
+        refuses: whether this rank does.
+    """
+    counts = routing_map.sum(0, dtype=torch.int64)
+    sent = torch.cat([counts, counts.new_full((1,), int(refuses))])
+    table = counts.new_empty(group.size() * len(sent))
+    dist.all_gather_into_tensor(table, sent, group=group)
+    found: list[list[int]] = table.view(ranks, -1, len(sent)).sum(1).tolist()
+    return [row[:-1] for row in found], any(row[-1] for row in found)
+
+
 class PendingGradients:
-    """Sums of copies' gradients on their way to their owners; at most those of one layer."""
+    """Reductions of copies' gradients in flight; at most those of one layer."""
 
     def __init__(self) -> None:
         self._works: list[Any] = []
@@ -31,20 +89,20 @@ class PendingGradients:
         self._is_closed = False
 
     def put(self, works: Sequence[Any], sums: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Keep messages under way; `sums` are (main gradient, what is added to it when they have arrived)."""
+        """Keep messages in flight; sums: (main gradient, addend)."""
         self.finish()
         self._works, self._sums = [*works], [*sums]
         if self._is_closed:
             self.finish()
 
     def close(self) -> None:
-        """From here on wait at once: a backward pass may be under way, and the caller calls `finish` no more."""
+        """Wait at once from here on; a backward pass may still run."""
         self._is_closed = True
         self.finish()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for what is under way and add it to main gradients. No collective: ranks call it when they need to."""
+        """Wait for the messages and add the sums. No collective."""
         works, sums, self._works, self._sums = self._works, self._sums, [], []
         for work in works:
             work.wait()
@@ -53,16 +111,12 @@ class PendingGradients:
 
 
 class CopyPlan(NamedTuple):
-    """Which experts are copied, and how.
+    """Which experts are copied, and how; the same on all ranks of `group`, which get the copies.
 
-    Attributes:
-        owners: of each copied expert, the rank of `group` that has it.
-        like: the parameters of any expert of this rank, all of one dtype: shapes and kinds of all experts'.
-        group: ranks that get copies. All of them make the same plan at the same place among their collectives.
-        pending: where gradients are kept that are on their way to main gradients.
-        accumulates: whether products add weight gradients to `main_grad` of what they multiply by, which copies have
-            then, rather than give them to autograd.
-        before_sending: called in the backward pass before the copies' gradients are read.
+    owners: the rank in `group` of each copied expert.
+    like: the parameters of any expert, all of one dtype.
+    accumulates: products add weight gradients to `main_grad` of the copies.
+    before_sending: called in the backward pass before the copies' gradients are read.
     """
 
     owners: Sequence[int]
@@ -73,22 +127,19 @@ class CopyPlan(NamedTuple):
     before_sending: Callable[[], object] | None = None
 
     @property
-    def gradient_dtype(self) -> torch.dtype:
-        return torch.promote_types(self.like[0].dtype, torch.float32)
+    def shape(self) -> tuple[int, int]:
+        """[experts, elements] of the flat copies."""
+        return len(self.owners), sum(each.numel() for each in self.like)
 
     def make(self, own: Sequence[Parameters | None]) -> ExpertCopies:
-        """Begin to send copies.
-
-        Args:
-            own: of each copied expert its parameters where this rank is the owner, else None.
-        """
-        flat = self.like[0].new_empty(len(self.owners), sum(each.numel() for each in self.like), requires_grad=False)
-        # A rank without one of the experts takes part in the backward pass all the same.
+        """Begin to send copies; own: the parameters of each copied expert that this rank owns, else None."""
+        like: Any = self.like[0]
+        flat = like.new_empty(self.shape, requires_grad=False)
+        # Ranks that own none take part in the backward pass too.
         anchor = torch.empty(0, requires_grad=True)
         parameters = [each for expert in own for each in expert or ()]
         works: list[Any] = []
-        # One grouped product adds to main gradients of the own experts and of copies, all in one dtype.
-        like: Any = self.like[0]
+        # In the dtype of main gradients: one grouped product adds to both.
         gradients = torch.zeros_like(flat, dtype=like.main_grad.dtype) if self.accumulates else None
         tensors = _Copy.apply(self, flat, works, gradients, own, anchor, *parameters)  # type: ignore[no-untyped-call]
         if gradients is not None:
@@ -103,12 +154,12 @@ class CopyPlan(NamedTuple):
                 yield part.view(like.shape)
 
     def send(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to send each row of its owner to all."""
+        """Begin to broadcast each row from its owner."""
         return [dist.broadcast(row, self._global(owner), self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
     def reduce(self, flat: torch.Tensor) -> list[Any]:
-        """Begin to add each row up on its owner; what other ranks have of it is lost."""
+        """Begin to sum each row on its owner; the values on other ranks are lost."""
         return [dist.reduce(row, self._global(owner), group=self.group, async_op=True)
                 for row, owner in zip(flat, self.owners, strict=True)]  # fmt: skip
 
@@ -126,9 +177,9 @@ class ExpertCopies:
     def __len__(self) -> int:
         return len(self._tensors) // self._each
 
-    def of(self, expert: int) -> Parameters:
-        """The parameters of the copied expert with this number in the plan; they can be read after `wait`."""
-        return self._tensors[expert * self._each : (expert + 1) * self._each]
+    def of(self, number: int) -> Parameters:
+        """The parameters of one copied expert of the plan, to be read after `wait`."""
+        return self._tensors[number * self._each : (number + 1) * self._each]
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -161,17 +212,18 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
-        plan, flat = ctx.plan, ctx.gradients
+        plan: CopyPlan = ctx.plan
         if plan.before_sending is not None:
             plan.before_sending()
-        if flat is None:
-            shape = len(plan.owners), sum(each.numel() for each in plan.like)
-            flat = plan.like[0].new_zeros(shape, dtype=plan.gradient_dtype, requires_grad=False)
-        flat = flat.to(plan.gradient_dtype)
+        dtype = torch.promote_types(plan.like[0].dtype, torch.float32)
+        if ctx.gradients is None:
+            flat = plan.like[0].new_zeros(plan.shape, dtype=dtype, requires_grad=False)
+        else:
+            flat = ctx.gradients.to(dtype)
         for part, gradient in zip(plan.parts(flat), given, strict=True):
             if gradient is not None:
                 part.add_(gradient)
-        # Of the layer before, so that the sums of one layer alone are kept.
+        # Of the layer before: the sums of one layer alone are kept.
         plan.pending.finish()
         works = plan.reduce(flat)
         sums = list(plan.parts(flat))
@@ -189,4 +241,4 @@ class _Copy(torch.autograd.Function):
         return (*(None,) * 6, *(found.to(parameter.dtype) for parameter, found in mine))
 
 
-__all__ = ["ExpertCopies", "CopyPlan", "PendingGradients"]
+__all__ = ["CopyPlan", "ExpertCopies", "PendingGradients", "Slots", "gather_counts"]

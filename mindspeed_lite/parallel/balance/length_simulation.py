@@ -1,4 +1,4 @@
-"""What ordering micro-batches by attention cost gains: documents read from an index or drawn, packed, and assigned.
+"""What ordering micro-batches by attention cost gains, for documents read or drawn.
 
 Standard library alone.
 """
@@ -11,9 +11,10 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
-from . import lengths
+from .lengths import attention_pairs, balanced_order
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -21,13 +22,10 @@ _HEADER = struct.Struct("<9sQBQQ")
 
 @dataclass(frozen=True)
 class GeneratedLengths:
-    """Lengths of made-up documents, by a Pareto distribution: few long ones hold many of the tokens.
+    """Lengths of documents drawn from a Pareto distribution: few long ones hold many of the tokens.
 
-    Attributes:
-        shortest: tokens of the shortest document.
-        tail: exponent; the smaller, the more tokens long documents hold.
-        longest: tokens of the longest document; longer ones are cut.
-        seed: of the draws.
+    shortest, longest: tokens; longer documents are cut.
+    tail: exponent; the smaller, the more tokens long documents hold.
     """
 
     shortest: int = 16
@@ -43,7 +41,7 @@ class GeneratedLengths:
 
 
 def read_index(path: str | Path) -> Sequence[int]:
-    """The lengths of the documents of a data set, from the `.idx` file that Megatron's preprocessing wrote.
+    """Lengths of the documents of a data set, from the `.idx` file of Megatron's preprocessing.
 
     Raises:
         ValueError: the file is no such index.
@@ -65,7 +63,7 @@ def read_index(path: str | Path) -> Sequence[int]:
 
 
 def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
-    """The lengths in another order again and again, without end."""
+    """The lengths, shuffled again and again, without end."""
     chance, order = random.Random(seed), list(found)
     while True:
         chance.shuffle(order)
@@ -73,9 +71,9 @@ def shuffled(found: Sequence[int], seed: int) -> Iterator[int]:
 
 
 def sample_costs(documents: Iterator[int], sequence: int, samples: int, seed: int) -> list[int]:
-    """[samples], the attention cost of samples that are filled with documents in turn, in a drawn order.
+    """[samples], the attention cost of samples filled with documents in turn, in a shuffled order.
 
-    A document that does not fit goes on in the next sample, as in Megatron's GPTDataset.
+    A document that does not fit continues in the next sample, as in Megatron's GPTDataset.
     """
     costs, left = [], 0
     for _ in range(samples):
@@ -85,19 +83,30 @@ def sample_costs(documents: Iterator[int], sequence: int, samples: int, seed: in
             pieces.append(min(left, room))
             left -= pieces[-1]
             room -= pieces[-1]
-        costs.append(lengths.attention_pairs(pieces))
+        costs.append(attention_pairs(pieces))
     random.Random(seed).shuffle(costs)
     return costs
 
 
+def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list[float]:
+    """[ranks], the sum of the costs of each rank's units."""
+    return [sum(costs[unit] for unit in islice(order, rank, None, ranks)) for rank in range(ranks)]
+
+
+def lower_bound(costs: Sequence[float], ranks: int) -> float:
+    """The least cost of the slowest rank: the mean, or the most expensive unit with the cheapest others."""
+    each = len(costs) // ranks
+    ordered = sorted(costs)
+    return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
+
+
 @dataclass(frozen=True)
 class LengthOutcome:
-    """Attention cost over steps under one assignment, over that of equal ranks.
+    """Attention cost of the slowest rank under one assignment, over that of equal ranks.
 
-    Attributes:
-        name: "in order", "balanced", "balanced for waits" (what experts over several ranks get) or "lower bound".
-        step: the slowest rank of each step, where ranks wait for each other at its end.
-        micro_batch: the slowest rank of each micro-batch, where they wait in each, as with expert parallelism.
+    name: "in order", "balanced", "balanced for waits" (for experts over several ranks) or "lower bound".
+    step: ranks wait for each other at the end of a step.
+    micro_batch: ranks wait in each micro-batch, as with expert parallelism.
     """
 
     name: str
@@ -107,8 +116,8 @@ class LengthOutcome:
 
 _ORDERS: dict[str, Callable[[Sequence[int], int], list[int]]] = {
     "in order": lambda units, ranks: [*range(len(units))],
-    "balanced": lengths.balanced_order,
-    "balanced for waits": partial(lengths.balanced_order, waits=True),
+    "balanced": balanced_order,
+    "balanced for waits": partial(balanced_order, waits=True),
 }
 
 
@@ -117,9 +126,7 @@ def _groups(items: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) -> list[LengthOutcome]:
-    """Whole steps of `step` samples: in the order that they come in, balanced, and what no order is below.
-
-    Samples of a drawn order are a random assignment as they come.
+    """The outcome of each assignment over whole steps of `step` samples, and the lower bound.
 
     Raises:
         ValueError: a step does not consist of equal numbers of micro-batches, or there is none.
@@ -138,10 +145,10 @@ def simulate(costs: Sequence[int], ranks: int, step: int, micro_batch: int = 1) 
         slowest = waited = 0.0
         for units in steps:
             order = order_of(units, ranks)
-            slowest += max(lengths.rank_costs(units, order, ranks))
+            slowest += max(rank_costs(units, order, ranks))
             waited += sum(max(units[each] for each in row) for row in _groups(order, ranks))
         outcomes.append(LengthOutcome(name, slowest / even, waited / even))
-    bound = sum(lengths.lower_bound(units, ranks) for units in steps)
+    bound = sum(lower_bound(units, ranks) for units in steps)
     # Units sorted and grouped have the least sum of largest ones.
     waited = sum(sum(sorted(units, reverse=True)[::ranks]) for units in steps)
     return [*outcomes, LengthOutcome("lower bound", bound / even, waited / even)]

@@ -1,70 +1,61 @@
 """Orders the micro-batches of a step so that data-parallel ranks have equal attention cost.
 
-A sample packs documents of several lengths, and attention within a document costs the square of its length: samples of
-equal size differ by far. A step's micro-batches are taken whole, so that each has the loss and the weight that it has
-without; what changes is the rank that trains on it, and when. Standard library alone.
+Attention within a document costs the square of its length, so samples of one size differ. Micro-batches stay whole and
+keep their loss; the order decides which rank trains on them. Standard library alone.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-
-from . import placement
 
 # Steps whose order is kept: loaders read ahead, into the next one.
 KEPT_STEPS = 4
 
 
 def attention_pairs(lengths: Iterable[int]) -> int:
-    """Pairs of a query and a key of causal attention within documents of these lengths.
-
-    The quadratic term, n (n + 1) / 2 of a document of n tokens; all else costs the same for samples of one size.
-    """
+    """Query-key pairs of causal attention within documents: n (n + 1) / 2 each."""
     return sum(each * (each + 1) // 2 for each in lengths)
 
 
 def balanced_order(costs: Sequence[float], ranks: int, *, waits: bool = False) -> list[int]:
-    """[units], which unit stands at each place, where places go to ranks in turn: place p to rank p mod ranks.
-
-    Each rank gets as many units. The same costs give the same order everywhere.
+    """[units], the unit at each place; place p belongs to rank p mod ranks.
 
     Args:
-        waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units of
-            the same time are then as alike as can be, and sums of ranks as equal as that leaves them. Otherwise sums
-            are as equal as `spread` makes them, and each rank has its most expensive units first.
+        waits: whether ranks wait for each other in every micro-batch, as experts over several ranks make them. Units at
+            the same time then have similar costs. Otherwise the sums of ranks are equal, as far as `_spread` makes
+            them, and each rank has its most expensive units first.
 
     Raises:
         ValueError: the ranks do not divide the units.
     """
-    placement.contiguous(len(costs), ranks)
+    if ranks < 1 or len(costs) % ranks:
+        raise ValueError(f"{len(costs)} micro-batches are not equally many for each of {ranks} ranks")
     ordered = sorted(range(len(costs)), key=lambda each: (-costs[each], each))
     held: list[list[int]] = [[] for _ in range(ranks)]
     if waits:
         sums = [0.0] * ranks
         for start in range(0, len(ordered), ranks):
-            # Neighbours in size stand side by side; the larger goes where less is.
             least_first = sorted(range(ranks), key=lambda each: (sums[each], each))
             for rank, unit in zip(least_first, ordered[start : start + ranks], strict=True):
                 held[rank].append(unit)
                 sums[rank] += costs[unit]
     else:
-        placed = spread(costs, ranks)
+        placed = _spread(costs, ordered, ranks)
         for unit in ordered:
             held[placed[unit]].append(unit)
     return [unit for row in zip(*held, strict=True) for unit in row]
 
 
-def spread(costs: Sequence[float], ranks: int) -> list[int]:
-    """[units], the rank of each: the most expensive first on the least loaded rank with room, then exchanges of pairs.
+def _spread(costs: Sequence[float], ordered: Sequence[int], ranks: int) -> list[int]:
+    """[units], the rank of each: greedy by falling cost, then exchanges of pairs.
 
-    Source: longest processing time first (Graham, 1969), with a fixed number of units a rank.
+    Source: longest processing time first (Graham, 1969), with a fixed number of units per rank.
     """
-    room = [len(placement.contiguous(len(costs), ranks)) // ranks] * ranks
+    room = [len(costs) // ranks] * ranks
     sums = [0.0] * ranks
     found = [0] * len(costs)
-    for unit in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
+    for unit in ordered:
         rank = min((each for each in range(ranks) if room[each]), key=lambda each: (sums[each], each))
         found[unit] = rank
         room[rank] -= 1
@@ -84,7 +75,7 @@ def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> No
         for rank, others in enumerate(held):
             half = (sums[full] - sums[rank]) / 2
             for own in held[full] if half > 0 else ():
-                # The partner that leaves the two ranks nearest to each other is one of two neighbours.
+                # The partner that brings the two ranks closest is one of two neighbours.
                 near = bisect.bisect(others, (own[0] - half, 0))
                 for other in others[max(0, near - 1) : near + 1]:
                     gain = own[0] - other[0]
@@ -102,33 +93,21 @@ def _exchange(costs: Sequence[float], found: list[int], sums: list[float]) -> No
         found[own[1]], found[other[1]] = rank, full
 
 
-def rank_costs(costs: Sequence[float], order: Sequence[int], ranks: int) -> list[float]:
-    """[ranks], the sum of the costs of the units that each rank gets."""
-    return [sum(costs[unit] for unit in islice(order, rank, None, ranks)) for rank in range(ranks)]
-
-
-def lower_bound(costs: Sequence[float], ranks: int) -> float:
-    """What the slowest rank has at least: the mean, or the most expensive unit with the cheapest ones beside it."""
-    each = len(costs) // ranks
-    ordered = sorted(costs)
-    return max(sum(costs) / ranks, ordered[-1] + sum(ordered[: each - 1]))
-
-
 class StepOrder:
-    """Which sample stands at each place of a training's samples, each step ordering its own micro-batches.
+    """The sample at each place of a training, each step ordering its own micro-batches.
 
-    Place i of a step goes to micro-batch i // (micro_batch * ranks) and there to rank (i // micro_batch) mod ranks, as
-    in Megatron's sampler. A step's order follows from the step alone: a training that resumes goes on in it. Samples
-    behind the last whole step stay where they are.
+    As in Megatron's sampler, place i of a step belongs to micro-batch i // (micro_batch * ranks) of rank
+    (i // micro_batch) mod ranks. A step's order depends on the step alone, so a resumed training continues in it.
+    Samples after the last whole step keep their places.
 
     Args:
-        first: the sample that the first step begins with.
+        first: the first sample of the first step.
         total: samples of the data set.
         step: samples of a step, over all ranks.
         micro_batch: samples of a micro-batch.
         ranks: data-parallel ranks.
         cost_of: the cost of a sample by its number.
-        waits: as `balanced_order` has it.
+        waits: see `balanced_order`.
 
     Raises:
         ValueError: a step does not consist of equal numbers of micro-batches.
@@ -152,7 +131,7 @@ class StepOrder:
         self._orders: dict[int, list[int]] = {}
 
     def source(self, place: int) -> int:
-        """The number of the sample that stands at `place`."""
+        """The number of the sample at `place`."""
         within = (place - self._first) % self._step
         start = place - within
         if start < self._first or start + self._step > self._total:

@@ -1,7 +1,7 @@
-"""What a copy of an expert costs beside what it saves, measured where it is used: messages against products.
+"""Measures what a copy or a move of an expert costs and what a token off the fullest rank saves.
 
-A copy costs a broadcast of its parameters and a sum of its gradients in fp32. A token that the fullest rank loses by it
-saves that rank the products of both passes, and four messages of a row.
+A copy costs a broadcast of its parameters and a reduction of its gradients in fp32. A token that the fullest rank loses
+saves the products of both passes and four messages of a row.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+# The quickest counts.
+_ROUNDS = 4
+
 
 class CopyCosts(NamedTuple):
     """Seconds of one copy, of one row's products in both passes, and of one row's four messages."""
@@ -23,36 +26,34 @@ class CopyCosts(NamedTuple):
 
     @property
     def break_even(self) -> float:
-        """Tokens that a copy must take off the fullest rank to be worth it."""
+        """Tokens that a copy must take off the fullest rank to pay."""
         saved = self.products + self.messages
         return self.copy / saved if saved else float("inf")
 
     def break_even_of_move(self, share: float, steps: int) -> float:
-        """Tokens of a step that the fullest rank must lose for a move to be worth it; a move sends as many messages.
+        """Tokens of a step that the fullest rank must lose for a move to pay.
 
-        Args:
-            share: bytes of a move over those of a copy.
-            steps: until the next placement.
+        share: bytes of a move over those of a copy. steps: until the next placement.
         """
         return self.copy * share / (self.products * steps) if self.products else float("inf")
 
 
 def copied_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """What a copy of an expert sends: parameters as they are, and the sum of their gradients in fp32."""
+    """Bytes that a copy of an expert sends: its parameters, and their gradients in fp32."""
     return sum(each.numel() * (each.element_size() + 4) for each in parameters)
 
 
 @torch.no_grad()
-def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup,
-            repeats: int = 3) -> CopyCosts:  # fmt: skip
-    """Time them, all ranks together; the slowest rank's times hold for all.
+def measure(
+    parameters: Sequence[torch.Tensor], rows: int, sharers: dist.ProcessGroup, all_sharers: dist.ProcessGroup
+) -> CopyCosts:
+    """Time copies and products on all ranks together; the slowest rank's times hold for all.
 
     Args:
         parameters: of one expert; matrices are [N, K].
         rows: tokens of an expert in a micro-batch, about.
         sharers: ranks that copies go to.
-        all_sharers: ranks that must decide alike.
-        repeats: the quickest counts.
+        all_sharers: ranks that must decide the same.
     """
     matrices = [each.detach() for each in parameters if each.dim() == 2]
     inputs = [torch.ones(max(1, rows), each.shape[1], dtype=each.dtype, device=each.device) for each in matrices]
@@ -61,19 +62,13 @@ def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.Process
     gradients = torch.zeros_like(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
     root = dist.get_global_rank(sharers, 0)
 
-    def broadcast() -> None:
-        dist.broadcast(flat, root, sharers)
-
-    def reduce() -> None:
-        dist.reduce(gradients, root, group=sharers)
-
     def multiply() -> None:
         for x, matrix in zip(inputs, matrices, strict=True):
             torch.nn.functional.linear(x, matrix)
 
-    sent, summed, multiplied = (
-        min(_seconds(each, flat.device) for _ in range(repeats + 1)) for each in (broadcast, reduce, multiply)
-    )
+    sent = _seconds(lambda: dist.broadcast(flat, root, sharers), flat.device)
+    summed = _seconds(lambda: dist.reduce(gradients, root, group=sharers), flat.device)
+    multiplied = _seconds(multiply, flat.device)
     row = 4 * hidden * sent / flat.numel()
     # The backward pass has two products for each of the forward pass.
     found = torch.tensor([sent + summed, 3 * multiplied / len(inputs[0]), row], dtype=torch.float64, device=flat.device)
@@ -82,16 +77,16 @@ def measure(parameters: Sequence[torch.Tensor], rows: int, sharers: dist.Process
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
-    start = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start
+    found = []
+    for _ in range(_ROUNDS):
+        _synchronize(device)
+        start = time.perf_counter()
+        run()
+        _synchronize(device)
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-__all__ = ["CopyCosts", "copied_bytes", "measure"]

@@ -1,30 +1,24 @@
-"""Assigns experts to ranks so that ranks have equal load: as many experts a rank as before, at other places.
+"""Assigns experts to ranks for equal load, and chooses hot experts that every rank gets a copy of.
 
-An expert keeps its local slot: slot j of one rank changes places with slot j of another. So the parameters, gradients
-and optimizer states of all ranks stay laid out alike, and a move is an exchange of equal pieces.
-
-Loads are lists of numbers by expert; a placement is a list of the rank of each expert. Standard library alone.
+A placement is the rank of each expert. An expert keeps its local slot, so that a move is an exchange of equal pieces.
+Loads are tokens by expert. Standard library alone.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-# Above it the exact assignment takes seconds.
-MAX_EXACT_EXPERTS = 16
-# A placement is taken where it lowers the largest predicted load by this share.
+# A placement is taken if it lowers the largest predicted load by this share.
 MIN_GAIN = 0.02
 
 
 class SlotMove(NamedTuple):
-    """What becomes of the experts in one local slot.
+    """An exchange of the experts in one local slot.
 
-    Attributes:
-        slot: number of the experts on their ranks.
-        to: [ranks], the rank that a rank's expert goes to; its own where it stays.
-        source: [ranks], the rank that a rank gets its next expert from.
+    to: [ranks], the rank that a rank's expert goes to; its own where it stays.
+    source: [ranks], the rank that a rank gets its next expert from.
     """
 
     slot: int
@@ -44,7 +38,7 @@ def contiguous(experts: int, ranks: int) -> list[int]:
 
 
 def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> list[float]:
-    """[ranks], the sum of the loads of the experts that each rank holds."""
+    """[ranks], the sum of the loads of each rank's experts."""
     found = [0.0] * ranks
     for load, rank in zip(loads, placement, strict=True):
         found[rank] += load
@@ -52,14 +46,10 @@ def rank_loads(loads: Sequence[float], placement: Sequence[int], ranks: int) -> 
 
 
 def greedy(loads: Sequence[float], ranks: int) -> list[int]:
-    """Slot by slot the heaviest expert on the least loaded rank, then exchanges of pairs while they help.
-
-    Slots of unequal experts come first. No two ranks differ by more than the experts of one slot do, so the fullest
-    rank has at most (ranks - 1) / ranks of the widest slot's difference above the mean.
-    """
-    slots = _slots(len(loads), ranks)
+    """Slot by slot the heaviest expert on the least loaded rank, then `improved`."""
     sums = [0.0] * ranks
     placement = [0] * len(loads)
+    slots = _slots(len(loads), ranks)
     for slot in sorted(slots, key=lambda slot: min(loads[each] for each in slot) - max(loads[each] for each in slot)):
         emptiest = sorted(range(ranks), key=lambda rank: (sums[rank], rank))
         for expert, rank in zip(sorted(slot, key=lambda each: (-loads[each], each)), emptiest, strict=True):
@@ -69,9 +59,9 @@ def greedy(loads: Sequence[float], ranks: int) -> list[int]:
 
 
 def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[int]:
-    """Exchanges an expert of the fullest rank with another rank's in its slot, while the larger of the two sums falls.
+    """Exchange experts of the fullest rank with others' in the same slot, while the larger sum falls.
 
-    Few experts move: each exchange is the one after which the two are least full.
+    Each exchange is the one after which the larger of the two is least, so few experts move.
     """
     placement, local = list(before), len(loads) // ranks
     sums = rank_loads(loads, before, ranks)
@@ -98,41 +88,8 @@ def improved(loads: Sequence[float], before: Sequence[int], ranks: int) -> list[
     return placement
 
 
-def exact(loads: Sequence[float], ranks: int) -> list[int]:
-    """The placement with the least largest sum, by branch and bound over the orders of each slot; for few experts.
-
-    Raises:
-        ValueError: more than `MAX_EXACT_EXPERTS`.
-    """
-    if len(loads) > MAX_EXACT_EXPERTS:
-        raise ValueError(f"the exact placement takes up to {MAX_EXACT_EXPERTS} experts, not {len(loads)}")
-    slots = _slots(len(loads), ranks)
-    best = greedy(loads, ranks)
-    least = max(rank_loads(loads, best, ranks))
-    placement = [0] * len(loads)
-    # Ranks are interchangeable: the experts of the first slot stay.
-    orders = [[tuple(range(ranks))]] + [[*itertools.permutations(range(ranks))]] * (len(slots) - 1)
-
-    def place(depth: int, sums: Sequence[float]) -> None:
-        nonlocal best, least
-        if depth == len(slots):
-            best, least = list(placement), max(sums)
-            return
-        for order in orders[depth]:
-            after = list(sums)
-            for expert, rank in zip(slots[depth], order, strict=True):
-                after[rank] += loads[expert]
-            if max(after) < least:
-                for expert, rank in zip(slots[depth], order, strict=True):
-                    placement[expert] = rank
-                place(depth + 1, after)
-
-    place(0, [0.0] * ranks)
-    return best
-
-
 def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> list[int]:
-    """The same groups of experts, named for the ranks that hold most of each already, so that fewer move."""
+    """The same groups of experts, each on a rank that holds many of it already, so that fewer move."""
     shared = [[0] * ranks for _ in range(ranks)]
     for new, old in zip(placement, before, strict=True):
         shared[new][old] += 1
@@ -145,12 +102,9 @@ def relabelled(placement: Sequence[int], before: Sequence[int], ranks: int) -> l
 
 
 def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: float = 0.0) -> list[int]:
-    """The placement for predicted loads: the one before where no other pays.
+    """The placement for predicted loads, or `before` if no other pays.
 
-    Args:
-        loads: predicted tokens of each expert in a step.
-        price: tokens of a step that the fullest rank must lose for each slot in which experts move, which all ranks
-            exchange at the same time.
+    price: tokens of a step that the fullest rank must lose for each slot in which experts move.
     """
 
     def cost(placement: Sequence[int]) -> tuple[float, int]:
@@ -162,7 +116,7 @@ def chosen(loads: Sequence[float], before: Sequence[int], ranks: int, price: flo
 
 
 def moved(placement: Sequence[int], before: Sequence[int]) -> int:
-    """How many experts change their rank."""
+    """Number of experts that change their rank."""
     return sum(new != old for new, old in zip(placement, before, strict=True))
 
 
@@ -179,7 +133,7 @@ def slot_moves(after: Sequence[int], before: Sequence[int], ranks: int) -> list[
 
 
 def experts_at(placement: Sequence[int], ranks: int) -> list[int]:
-    """[experts], the expert at each place; a rank's places are neighbours, in the order of its slots."""
+    """[experts], the expert at each place; places go rank by rank, in the order of slots."""
     local = len(placement) // ranks
     found = [0] * len(placement)
     for expert, rank in enumerate(placement):
@@ -191,3 +145,61 @@ def _slots(experts: int, ranks: int) -> list[list[int]]:
     """[local experts][ranks], the experts that may change places with each other."""
     local = len(contiguous(experts, ranks)) // ranks
     return [list(range(slot, experts, local)) for slot in range(local)]
+
+
+@dataclass(frozen=True)
+class SentTokens:
+    """Tokens that the ranks of an expert-parallel group send to experts.
+
+    totals: [experts], tokens of each expert.
+    by_source: expert -> [ranks], its tokens by the rank that they come from.
+    """
+
+    totals: Sequence[float]
+    by_source: Callable[[int], Sequence[float]]
+    ranks: int
+
+    @classmethod
+    def counted(cls, counts: Sequence[Sequence[float]]) -> SentTokens:
+        """From counts [ranks][experts]."""
+        totals = [sum(column) for column in zip(*counts, strict=True)]
+        return cls(totals, lambda expert: [row[expert] for row in counts], len(counts))
+
+    @classmethod
+    def evenly(cls, loads: Sequence[float], ranks: int) -> SentTokens:
+        """With each rank sending an equal part of an expert's tokens."""
+        return cls(loads, lambda expert: [loads[expert] / ranks] * ranks, ranks)
+
+
+def loads_with_copies(sent: SentTokens, placement: Sequence[int], copied: Collection[int]) -> list[float]:
+    """[ranks], tokens that each rank computes; those of a copied expert stay on their source."""
+    found = rank_loads(sent.totals, placement, sent.ranks)
+    for expert in copied:
+        found[placement[expert]] -= sent.totals[expert]
+        found = [load + here for load, here in zip(found, sent.by_source(expert), strict=True)]
+    return found
+
+
+def hot_experts(sent: SentTokens, placement: Sequence[int], number: int, price: float = 0.0) -> list[int]:
+    """The experts to copy, at most `number`: repeatedly the heaviest expert of the fullest rank.
+
+    Of these, as many as lower the largest load most, each by more than `price`.
+    """
+    loads = rank_loads(sent.totals, placement, sent.ranks)
+    if max(loads) - sum(loads) / sent.ranks <= price:
+        return []
+    copied: list[int] = []
+    best, count = max(loads), 0
+    for _ in range(number):
+        fullest = max(range(sent.ranks), key=lambda rank: loads[rank])
+        candidates = [each for each, rank in enumerate(placement) if rank == fullest and each not in copied]
+        if not candidates:
+            break
+        heaviest = max(candidates, key=lambda each: sent.totals[each])
+        loads = [load + here for load, here in zip(loads, sent.by_source(heaviest), strict=True)]
+        loads[fullest] -= sent.totals[heaviest]
+        copied.append(heaviest)
+        cost = max(loads) + price * len(copied)
+        if cost < best:
+            best, count = cost, len(copied)
+    return copied[:count]

@@ -1,7 +1,4 @@
-"""Decides when the experts of a training change places, and exchanges them: every few steps, home, and back again.
-
-The room above says what this one asks of a training: `Placer` has a method for each question.
-"""
+"""Moves experts between ranks while a model trains: every few steps, home for checkpoints, and back."""
 
 from __future__ import annotations
 
@@ -18,15 +15,99 @@ import torch
 import torch.distributed as dist
 
 from . import payoff
-from .load_average import alike, predicted
-from .placed_experts import PlacedExperts
-from .placement import moved
+from . import placement as placements
+from .counts import LoadAverage, predicted_loads, same_on_all_ranks
+from .placement import SlotMove
 
 # Parameters of an expert -> a context in which all tensors that training keeps of them may be read and written.
 StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
+# The same for the expert in a slot.
+StateOfSlot = Callable[[int], AbstractContextManager[list[torch.Tensor]]]
 
 
-class Deciders(NamedTuple):
+@torch.no_grad()
+def exchange(tensors: Sequence[torch.Tensor], move: SlotMove, group: dist.ProcessGroup) -> int:
+    """Exchange an expert's tensors in place; returns the bytes sent. A collective.
+
+    tensors: of this rank's expert in the slot; in number, shapes and dtypes the same on every rank of `group`.
+    """
+    rank = group.rank()
+    stays = move.to[rank] == rank
+    # Wide elements first, so that each tensor's bytes begin at a multiple of its element size.
+    some = [] if stays else sorted(tensors, key=lambda each: -each.element_size())
+    parts = [each.detach().reshape(-1).view(torch.uint8) for each in some]
+    sent = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(
+        received,
+        sent,
+        [0 if stays or each != move.source[rank] else len(sent) for each in range(group.size())],
+        [0 if stays or each != move.to[rank] else len(sent) for each in range(group.size())],
+        group=group,
+    )
+    for each, part in zip(some, torch.split(received, [len(part) for part in parts]), strict=True):
+        each.copy_(part.view(each.dtype).view(each.shape))
+    return len(sent)
+
+
+class PlacedExperts:
+    """The experts of one layer over the ranks of `group`.
+
+    Attributes:
+        placement: [experts], the rank of each.
+        home: the placement of checkpoints and parameter names.
+        wanted: the placement to return to from home, or None.
+    """
+
+    def __init__(self, experts: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.ranks = group, group.size()
+        self.home = placements.contiguous(experts, self.ranks)
+        self.placement = self.home
+        self.wanted: list[int] | None = None
+        self.average = LoadAverage(experts, device)
+        self._index: torch.Tensor | None = None
+
+    @property
+    def is_home(self) -> bool:
+        return self.placement == self.home
+
+    @property
+    def intended(self) -> list[int]:
+        """The placement, or the one to return to."""
+        return self.wanted or self.placement
+
+    @property
+    def experts_at(self) -> list[int]:
+        """[experts], the expert at each place."""
+        return placements.experts_at(self.placement, self.ranks)
+
+    def by_place(self, columns: torch.Tensor) -> torch.Tensor:
+        """[..., experts] -> [..., places]; differentiable."""
+        if self.is_home:
+            return columns
+        if self._index is None:
+            self._index = torch.tensor(self.experts_at, device=columns.device)
+        return columns.index_select(-1, self._index)
+
+    def chosen(self, loads: list[float], price: float) -> tuple[list[int], float, float]:
+        """The placement for predicted loads, and the fullest rank over the mean before and after it."""
+        before = self.intended
+        after = placements.chosen(loads, before, self.ranks, price)
+        mean = sum(loads) / self.ranks or 1.0
+        now, then = (max(placements.rank_loads(loads, each, self.ranks)) / mean for each in (before, after))
+        return after, now, then
+
+    def move(self, after: list[int], state_of: StateOfSlot) -> int:
+        """Exchange experts until the placement is `after`; returns the bytes sent. A collective."""
+        sent = 0
+        for each in placements.slot_moves(after, self.placement, self.ranks):
+            with state_of(each.slot) as tensors:
+                sent += exchange(tensors, each, self.group)
+        self.placement, self.wanted, self._index = after, None, None
+        return sent
+
+
+class PlacementGroup(NamedTuple):
     """The ranks that hold experts of the same layers, and how often each expert is among them."""
 
     group: dist.ProcessGroup
@@ -34,16 +115,15 @@ class Deciders(NamedTuple):
 
 
 class Placer(abc.ABC):
-    """Places of the experts of every layer.
+    """Places the experts of every layer; a subclass gives access to the model and its optimizers.
 
     Args:
         interval: steps between two placements.
-        break_even: tokens of a step that the fullest rank must lose for each slot in which experts move; measured if
-            it is None.
+        break_even: tokens of a step that the fullest rank must lose for each moved slot; None to measure it.
 
     Attributes:
-        layers: places by layer; in the order of the first forward pass, which all deciders share.
-        prices: of an exchange of a slot, in tokens of a step, by the sizes of an expert's parameters.
+        layers: by layer, in the order of the first forward pass.
+        prices: measured break-even by the sizes of an expert's parameters.
     """
 
     def __init__(self, interval: int, break_even: float | None) -> None:
@@ -54,20 +134,20 @@ class Placer(abc.ABC):
         self._step = 0
 
     @abc.abstractmethod
-    def deciders(self) -> Deciders | None:
-        """None, with the reason said, where there are none."""
+    def placement_group(self) -> PlacementGroup | None:
+        """None, after logging why, where there is none."""
 
     @abc.abstractmethod
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
-        """This rank's, by slot."""
+        """This rank's experts, by slot."""
 
     @abc.abstractmethod
     def why_not(self, layer: Any) -> str:
-        """Why its experts stay where they are, the same on every decider; "" if they may move."""
+        """Why a layer's experts may not move, the same on every rank, or ""."""
 
     @abc.abstractmethod
     def state_of(self) -> StateOf:
-        """How to reach an expert's tensors, asked once before each exchange."""
+        """Access to an expert's tensors, requested once before each exchange."""
 
     @abc.abstractmethod
     def has_moved(self) -> None:
@@ -75,10 +155,10 @@ class Placer(abc.ABC):
 
     @abc.abstractmethod
     def say(self, kind: str, text: str) -> None:
-        """A "fallback", a "decision", or a "move"."""
+        """Log a "fallback", a "decision", or a "move"."""
 
     def end_step(self) -> None:
-        """Between an optimizer's step and the next forward pass. A collective where it is time to place."""
+        """Place experts if it is time, between two steps. A collective then."""
         self._step += 1
         for each in self.layers.values():
             each.average.end_step()
@@ -88,7 +168,7 @@ class Placer(abc.ABC):
             self._move({layer: each.wanted for layer, each in self.layers.items() if each.wanted is not None})
 
     def go_home(self) -> None:
-        """Put every expert back where its name says; after the next step it returns. A collective."""
+        """Put every expert back home until the end of the next step. A collective."""
         away = {layer: each for layer, each in self.layers.items() if not each.is_home}
         places = [each.placement for each in away.values()]
         self._move({layer: each.home for layer, each in away.items()})
@@ -97,24 +177,24 @@ class Placer(abc.ABC):
 
     @property
     def away(self) -> list[Any]:
-        """Layers whose experts are elsewhere."""
+        """Layers whose experts are not at home."""
         return [layer for layer, each in self.layers.items() if not each.is_home]
 
     def _place(self) -> None:
         """Choose places for the predicted loads. A collective."""
-        deciders = self.deciders()
-        layers = self._served_layers(deciders.group) if deciders else []
-        if deciders is None or not layers:
+        found = self.placement_group()
+        layers = self._served_layers(found.group) if found else []
+        if found is None or not layers:
             return
         plans, imbalances = {}, []
         averages = [self.layers[each].average for each in layers]
-        for layer, totals in zip(layers, predicted(averages, deciders.group), strict=True):
+        for layer, totals in zip(layers, predicted_loads(averages, found.group), strict=True):
             # One replica of the experts has an equal part of the tokens.
-            loads = [each / deciders.replicas for each in totals]
-            price = self._price(layer, sum(loads) / len(loads), deciders.group)
+            loads = [each / found.replicas for each in totals]
+            price = self._price(layer, sum(loads) / len(loads), found.group)
             plans[layer], *both = self.layers[layer].chosen(loads, price)
             imbalances.append(both)
-        moves = sum(moved(after, self.layers[layer].intended) for layer, after in plans.items())
+        moves = sum(placements.moved(after, self.layers[layer].intended) for layer, after in plans.items())
         start = time.perf_counter()
         sent = self._move(plans)
         if moves:
@@ -129,18 +209,19 @@ class Placer(abc.ABC):
     def _served_layers(self, group: dist.ProcessGroup) -> list[Any]:
         new = [each for each in self.layers if each not in self._served]
         if new:
-            same = alike([_fingerprint(self.experts(each)) for each in new], group, next(new[0].parameters()).device)
+            device = next(new[0].parameters()).device
+            same = same_on_all_ranks([_fingerprint(self.experts(each)) for each in new], group, device)
             for layer, is_same in zip(new, same, strict=True):
-                reason = self.why_not(layer) or (
-                    "" if is_same else "experts of ranks differ in shape, or in what is trained"
-                )
+                reason = self.why_not(layer)
+                if not reason and not is_same:
+                    reason = "experts of ranks differ in shape, or in what is trained"
                 self._served[layer] = not reason
                 if reason:
                     self.say("fallback", reason)
         return [each for each in self.layers if self._served[each]]
 
     def _price(self, layer: Any, tokens: float, group: dist.ProcessGroup) -> float:
-        """Tokens of a step that the fullest rank must lose for the exchange of a slot; tokens: of an expert, about."""
+        """Break-even of a move in tokens of a step; tokens: of an expert, about."""
         if self._break_even is not None:
             return float(self._break_even)
         parameters = [*self.experts(layer)[0].parameters()]
@@ -152,10 +233,9 @@ class Placer(abc.ABC):
             # Shards of ranks differ in size.
             dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
             share = int(size) / payoff.copied_bytes(parameters)
-            self.prices[shapes] = costs.break_even_of_move(share, self._interval)
-            tokens = self.prices[shapes]
+            price = self.prices[shapes] = costs.break_even_of_move(share, self._interval)
             self.say(
-                "decision", f"experts of a slot move where that takes {tokens:.3g} tokens a step off the fullest rank"
+                "decision", f"experts of a slot move where that takes {price:.3g} tokens a step off the fullest rank"
             )
         return self.prices[shapes]
 
@@ -167,22 +247,25 @@ class Placer(abc.ABC):
         if not moving:
             return 0
         state_of, sent = self.state_of(), 0
-
-        def of_slot(experts: Sequence[torch.nn.Module], slot: int) -> AbstractContextManager[list[torch.Tensor]]:
-            return state_of([*experts[slot].parameters()])
-
         for layer, after in moving.items():
-            sent += self.layers[layer].move(after, partial(of_slot, self.experts(layer)))
+            parameters = [[*each.parameters()] for each in self.experts(layer)]
+            sent += self.layers[layer].move(after, partial(_state_of_slot, state_of, parameters))
         self.has_moved()
         return sent
 
 
+def _state_of_slot(
+    state_of: StateOf, parameters: Sequence[Sequence[torch.Tensor]], slot: int
+) -> AbstractContextManager[list[torch.Tensor]]:
+    return state_of(parameters[slot])
+
+
 def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
-    """A number of what experts must have in common to change places."""
+    """A hash of what experts must have in common to change places."""
     text = [
         [(tuple(each.shape), str(each.dtype), each.requires_grad) for each in expert.parameters()] for expert in experts
     ]
     return zlib.crc32(repr(text).encode())
 
 
-__all__ = ["Deciders", "Placer", "StateOf"]
+__all__ = ["PlacedExperts", "PlacementGroup", "Placer", "StateOf"]

@@ -1,8 +1,7 @@
-"""The record of expert load: a file of JSON lines that training appends to, read back as `LoadRecord`.
+"""The record of expert load: JSON lines that training appends to a file.
 
-The first line of each training is a header, every other line one step. A training that resumes from an earlier
-checkpoint appends the same steps again; the later line counts. A line that a killed run left unfinished is skipped
-where it is the last or a header follows. Needs the standard library alone.
+A header, then a line for each step. A resumed training appends steps again; the later line counts. An unfinished line
+is skipped if it is the last or a header follows. Standard library alone.
 """
 
 from __future__ import annotations
@@ -26,13 +25,11 @@ FORMAT, VERSION = "mindspeed_lite expert load", 1
 class LoadHeader:
     """What all steps of a training have in common.
 
-    Attributes:
-        experts: experts of a layer, over all ranks.
-        topk: experts that the router chooses for a token.
-        expert_parallel: ranks that the experts of a layer are spread over.
-        replicas: how many such groups of ranks hold the same experts.
-        decoder_layers: layers without those of multi-token prediction, whose numbers follow theirs.
-        layers: numbers of the layers with experts in the whole model, from 1.
+    experts: of a layer, over all ranks. topk: of a token.
+    expert_parallel: ranks that the experts of a layer are spread over.
+    replicas: groups of ranks that hold the same experts.
+    decoder_layers: layers of the model; those of multi-token prediction are numbered after them.
+    layers: numbers of the layers with experts, from 1.
     """
 
     experts: int
@@ -45,14 +42,11 @@ class LoadHeader:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """One training step; rows in the order of `LoadHeader.layers`.
+    """One training step, numbered from 1; rows in the order of `LoadHeader.layers`.
 
-    Attributes:
-        step: number of the step, from 1.
-        tokens: [layers], tokens that went through the router, over all ranks and micro-batches.
-        experts: [layers][experts], tokens of each expert, over all replicas.
-        ranks: [layers][replicas * expert_parallel], tokens of the experts that each rank holds; the ranks of one
-            replica stand side by side.
+    tokens: [layers], tokens that went through the router, over all ranks and micro-batches.
+    experts: [layers][experts], tokens of each expert, over all replicas.
+    ranks: [layers][replicas * expert_parallel], tokens of each rank's experts; ranks of a replica are neighbours.
     """
 
     step: int
@@ -63,15 +57,14 @@ class LoadStep:
 
 @dataclass(frozen=True)
 class LayerBalance:
-    """How even the load of one layer was over some steps.
+    """Statistics of the load of one layer over some steps.
 
-    Attributes:
-        imbalance: max / mean over the experts, averaged over the steps; 1 is even.
-        worst: the largest max / mean of any step.
-        variation: coefficient of variation over the experts, averaged over the steps.
-        idle: experts without a token in any of the steps.
-        rank_imbalance: max / mean over the ranks, averaged over the steps.
-        dropped: share of the router's choices that capacity dropped.
+    imbalance: max / mean over the experts, averaged over the steps; 1 is even.
+    worst: the largest max / mean of any step.
+    variation: coefficient of variation over the experts, averaged over the steps.
+    idle: experts without a token in all of the steps.
+    rank_imbalance: max / mean over the ranks, averaged over the steps.
+    dropped: share of the router's choices that capacity dropped.
     """
 
     layer: int
@@ -85,28 +78,28 @@ class LayerBalance:
 
 @dataclass(frozen=True)
 class LoadRecord:
-    """All steps in a file by their numbers, under the header of the last training that wrote to it."""
+    """All steps in a file, ascending, and the last header."""
 
     header: LoadHeader
     steps: tuple[LoadStep, ...]
 
     def last(self, steps: int) -> LoadRecord:
-        """The same record without all but its last steps."""
+        """The record of the last `steps` steps."""
         return LoadRecord(self.header, self.steps[-steps:])
 
     def label(self, layer: int) -> str:
-        """A layer's name: its number, and `mtp N` for one of multi-token prediction."""
+        """A layer's number, or `mtp N` for multi-token prediction."""
         beyond = layer - self.header.decoder_layers
         return f"mtp {beyond}" if beyond > 0 else str(layer)
 
     def totals(self) -> list[list[int]]:
         """[layers][experts], tokens of each expert over all steps."""
         rows = range(len(self.header.layers))
-        return [[sum(column) for column in zip(*(each.experts[row] for each in self.steps), strict=True)]
-                for row in rows]  # fmt: skip
+        by_row = (zip(*(each.experts[row] for each in self.steps), strict=True) for row in rows)
+        return [[sum(column) for column in columns] for columns in by_row]
 
     def balance(self) -> list[LayerBalance]:
-        """How even each layer was."""
+        """Statistics of each layer."""
         found = []
         for row, (layer, totals) in enumerate(zip(self.header.layers, self.totals(), strict=True)):
             uneven = [imbalance(each.experts[row]) for each in self.steps]
@@ -126,19 +119,19 @@ class LoadRecord:
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """max / mean; 1 where there is nothing."""
+    """max / mean; 1 without tokens."""
     total = sum(loads)
     return max(loads) * len(loads) / total if total else 1.0
 
 
 def variation(loads: Sequence[int]) -> float:
-    """Standard deviation / mean, of all loads and not of a sample; 0 where there is nothing."""
+    """Population standard deviation / mean; 0 without tokens."""
     mean = fmean(loads)
     return math.sqrt(fmean((each - mean) ** 2 for each in loads)) / mean if mean else 0.0
 
 
 def why_not_writable(path: str | Path) -> str | None:
-    """Why no record can be appended to this file, or None; leaves what is there as it is."""
+    """Why no record can be appended to this file, or None; does not change it."""
     place = Path(path)
     if place.is_dir():
         return "it is a folder; give a file"
@@ -148,7 +141,7 @@ def why_not_writable(path: str | Path) -> str | None:
     try:
         with place.open("a"):
             pass
-        # Every rank looks, and one may take away what another has just made.
+        # Every rank looks, and another may have removed it already.
         if is_new:
             place.unlink(missing_ok=True)
         elif place.is_file() and place.stat().st_size and not _starts_with_header(place):
@@ -161,27 +154,27 @@ def why_not_writable(path: str | Path) -> str | None:
 
 
 def append(path: str | Path, steps: Sequence[LoadStep], header: LoadHeader | None) -> None:
-    """Write steps behind what the file holds, after `header` where that is given."""
+    """Append `header`, if given, and steps to the file."""
     entries = [{"format": FORMAT, "version": VERSION, **asdict(header)}] if header is not None else []
     entries += [asdict(each) for each in steps]
     lines = "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in entries)
     with open(path, "a", encoding="utf-8") as file:
-        # A line that a killed run left unfinished ends here.
+        # Ends a line that a killed run left unfinished.
         file.write(f"\n{lines}" if header is not None and file.tell() else lines)
 
 
 def read(path: str | Path) -> LoadRecord:
-    """The record in a file.
+    """Read the record in a file.
 
     Raises:
-        JsonFileError: it cannot be read, holds no record, no step, or records of different models.
+        JsonFileError: it cannot be read, or holds no record, no step, or records of different models.
     """
     header, steps, cut = None, {}, None
     for place, text in json_file.lines(path):
         try:
             entry = json_file.decode(text, place, _entry(header))
         except json_file.NotJson as error:
-            # Only what a new training has appended, beginning with its header, may follow an unfinished line.
+            # Only the header of another training may follow an unfinished line.
             cut = cut or error
             continue
         if isinstance(entry, LoadStep):
@@ -200,7 +193,7 @@ def read(path: str | Path) -> LoadRecord:
 
 
 def _entry(header: LoadHeader | None) -> Description[LoadHeader | LoadStep]:
-    """A line after this header."""
+    """Description of a line after this header."""
 
     def check(value: Any) -> LoadHeader | LoadStep:
         is_header = isinstance(value, dict) and "format" in value
@@ -237,7 +230,7 @@ _HEADER = json_file.fields(
 
 @functools.lru_cache(maxsize=1)
 def _step(header: LoadHeader) -> Description[LoadStep]:
-    """A step of a training with this header."""
+    """Description of a step of a training with this header."""
     tokens, layers = json_file.whole("a number of tokens"), len(header.layers)
 
     def by_layer(count: int) -> Description[list[list[int]]]:

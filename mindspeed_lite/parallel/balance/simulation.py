@@ -1,30 +1,27 @@
-"""What balancing would have gained in recorded steps: no balancing, copies of hot experts, placement, and both.
+"""What copies of hot experts, placement, and both would have gained in recorded steps.
 
-Each policy sees the steps before, as an exponential average of the loads, and is judged on the step itself. Beside it
-stands what the same policy would reach if it knew the step's loads. Standard library alone.
+Each policy sees an exponential average of the loads before the step it is judged on. Standard library alone.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from . import placement as placements
-from . import replicas
+from .placement import SentTokens, hot_experts, loads_with_copies
 from .record import LoadHeader, LoadRecord, LoadStep
-from .replicas import SentTokens
 
 
 @dataclass(frozen=True)
 class BalancingOptions:
     """How a policy works.
 
-    Attributes:
-        copies: experts copied for a micro-batch, at most.
-        interval: steps between two placements.
-        decay: weight of the past in the average of loads, below 1.
-        break_even: tokens of a step that a copy must take off the fullest rank to be made.
+    copies: experts copied for a micro-batch, at most.
+    interval: steps between two placements.
+    decay: weight of the past in the average of loads, below 1.
+    break_even: tokens of a step that a copy must take off the fullest rank.
     """
 
     copies: int = 3
@@ -35,47 +32,39 @@ class BalancingOptions:
 
 @dataclass(frozen=True)
 class ExpertSizes:
-    """What decides which bytes copies and moves send, and save.
-
-    Attributes:
-        hidden: hidden size.
-        ffn: hidden size of an expert.
-        gated: whether the first product has two halves (SwiGLU).
-    """
+    """Hidden sizes of the model and of an expert with a gated (SwiGLU) first product."""
 
     hidden: int
     ffn: int
-    gated: bool = True
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes that a rank receives and sends for one copy: bf16 weights, and their fp32 gradients to the owner."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn * (2 + 4)
+        """Bytes of one copy to a rank: bf16 weights, and their fp32 gradients to the owner."""
+        return 3 * self.hidden * self.ffn * (2 + 4)
 
     @property
     def move_bytes(self) -> int:
-        """Bytes that a rank sends for one expert at another place: bf16 weights, fp32 ones, and two moments."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn * (2 + 3 * 4)
+        """Bytes of one expert that moves: bf16 weights, fp32 ones, and two moments."""
+        return 3 * self.hidden * self.ffn * (2 + 3 * 4)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token's way: dispatch and combine, forward and backward, bf16."""
+        """Bytes of one token: dispatch and combine, forward and backward, bf16."""
         return 4 * 2 * self.hidden
 
 
 @dataclass
 class PolicyOutcome:
-    """What one policy came to, over all steps and layers.
+    """The result of one policy, over all steps and layers.
 
-    Attributes:
-        name: "none", "copies", "placement" or "both".
-        fullest: tokens of the fullest rank, summed over layers and steps; layers run one after the other.
-        known: the same if the policy knew each step's loads.
-        even: tokens of a rank if all were equal.
-        by_step: fullest / even of each step.
-        copied: copies of experts that were made.
-        stayed: tokens of copied experts that did not travel.
-        moved: experts that changed their rank.
+    name: "none", "copies", "placement" or "both".
+    fullest: tokens of the fullest rank, summed over layers and steps; layers run one after the other.
+    known: the same if the policy knew each step's loads.
+    even: tokens of a rank if all were equal.
+    by_step: fullest / even of each step.
+    copied: copies of experts that were made.
+    stayed: tokens of copied experts that did not travel.
+    moved: experts that changed their rank.
     """
 
     name: str
@@ -98,35 +87,39 @@ class PolicyOutcome:
 
 
 def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[PolicyOutcome]:
-    """All four policies over the steps of a record.
-
-    Args:
-        ranks: of the expert-parallel group; another number than the record's is allowed.
+    """All four policies over the steps of a record; ranks: of the expert-parallel group.
 
     Raises:
         ValueError: the ranks do not divide the experts.
     """
     experts = record.header.experts
-    start = placements.contiguous(experts, ranks)
+    home = placements.contiguous(experts, ranks)
     outcomes = [PolicyOutcome(name) for name in ("none", "copies", "placement", "both")]
-    steps = len(record.steps)
-    fullest = {each.name: [0.0] * steps for each in outcomes}
-    evens = [0.0] * steps
+    fullest = {each.name: [0.0] * len(record.steps) for each in outcomes}
+    evens = [0.0] * len(record.steps)
     for row in range(len(record.header.layers)):
-        placed, average = start, [0.0] * experts
+        placed, average = home, [0.0] * experts
         for at, step in enumerate(record.steps):
             # One replica of the experts has an equal part of the tokens.
             loads = [load / record.header.replicas for load in step.experts[row]]
             evens[at] += sum(loads) / ranks
+            moves = 0
             if at and at % options.interval == 0:
-                placed = _placed(outcomes, average, placed, ranks)
-            best, sent = placements.greedy(loads, ranks), SentTokens.evenly(loads, ranks)
-            for outcome, here, known in zip(outcomes, (start, start, placed, placed), (start, start, best, best),
-                                            strict=True):  # fmt: skip
+                after = placements.chosen(average, placed, ranks)
+                moves, placed = placements.moved(after, placed), after
+            best = placements.greedy(loads, ranks)
+            predicted, sent = SentTokens.evenly(average, ranks), SentTokens.evenly(loads, ranks)
+            for outcome in outcomes:
+                is_placed = outcome.name in ("placement", "both")
                 copies = options.copies if outcome.name in ("copies", "both") else 0
-                fullest[outcome.name][at] += _judge(outcome, loads, average, here, copies, options.break_even)
-                hot = replicas.hot_experts(sent, known, copies, options.break_even)
-                outcome.known += max(replicas.rank_loads(sent, known, hot))
+                outcome.moved += moves if is_placed else 0
+                where, known = (placed, best) if is_placed else (home, home)
+                hot = hot_experts(predicted, where, copies, options.break_even)
+                outcome.copied += len(hot)
+                outcome.stayed += sum(loads[each] for each in hot) * (ranks - 1) / ranks
+                fullest[outcome.name][at] += max(loads_with_copies(sent, where, hot))
+                hot = hot_experts(sent, known, copies, options.break_even)
+                outcome.known += max(loads_with_copies(sent, known, hot))
             # The first step is the average of what was seen so far.
             weight = options.decay if at else 0.0
             average = [weight * old + (1 - weight) * new for old, new in zip(average, loads, strict=True)]
@@ -136,38 +129,12 @@ def simulate(record: LoadRecord, ranks: int, options: BalancingOptions) -> list[
     return outcomes
 
 
-def _placed(outcomes: Sequence[PolicyOutcome], average: Sequence[float], before: list[int], ranks: int) -> list[int]:
-    """The placement for the average load."""
-    after = placements.chosen(average, before, ranks)
-    for outcome in outcomes:
-        if outcome.name in ("placement", "both"):
-            outcome.moved += placements.moved(after, before)
-    return after
-
-
-def _judge(
-    outcome: PolicyOutcome,
-    loads: Sequence[float],
-    average: Sequence[float],
-    placed: Sequence[int],
-    copies: int,
-    break_even: float,
-) -> float:
-    """Tokens of the fullest rank in one layer and step, and what it took."""
-    ranks = max(placed) + 1
-    hot = replicas.hot_experts(SentTokens.evenly(average, ranks), placed, copies, break_even)
-    outcome.copied += len(hot)
-    outcome.stayed += sum(loads[each] for each in hot) * (ranks - 1) / ranks
-    return max(replicas.rank_loads(SentTokens.evenly(loads, ranks), placed, hot))
-
-
 @dataclass(frozen=True)
 class GeneratedLoad:
-    """A made-up training: popularity of experts falls like a power, and wanders.
+    """A generated training: popularity of experts falls like a power, and wanders.
 
-    Attributes:
-        skew: load of the most popular expert over the mean at the start.
-        drift: share of an expert's popularity that changes in a step.
+    skew: load of the most popular expert over the mean at the start.
+    drift: share of an expert's popularity that changes in a step.
     """
 
     experts: int = 64
@@ -181,7 +148,7 @@ class GeneratedLoad:
     seed: int = 1234
 
     def record(self) -> LoadRecord:
-        """The record of it.
+        """Generate the record.
 
         Raises:
             ValueError: a skew that no power gives, or more experts for a token than there are.
@@ -192,14 +159,12 @@ class GeneratedLoad:
             raise ValueError(f"skew is the most popular expert's load over the mean, from 1 to {self.experts - 1}")
         header = LoadHeader(self.experts, self.topk, self.ranks, 1, self.layers, tuple(range(1, self.layers + 1)))
         chance = random.Random(self.seed)
+        home = placements.contiguous(self.experts, self.ranks)
         layers = [self._layer(chance) for _ in range(self.layers)]
         steps = []
         for number in range(1, self.steps + 1):
             rows = [next(layer) for layer in layers]
-            by_rank = [
-                [int(each) for each in placements.rank_loads(row, placements.contiguous(self.experts, self.ranks),
-                                                             self.ranks)] for row in rows
-            ]  # fmt: skip
+            by_rank = [[int(each) for each in placements.rank_loads(row, home, self.ranks)] for row in rows]
             steps.append(LoadStep(number, [self.tokens] * self.layers, rows, by_rank))
         return LoadRecord(header, tuple(steps))
 
@@ -214,7 +179,7 @@ class GeneratedLoad:
 
 
 def _power(experts: int, skew: float) -> float:
-    """The power at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean, by bisection."""
+    """The power p at which the first of 1, 2^-p, 3^-p, ... is `skew` times their mean, by bisection."""
     low, high = 0.0, 64.0
     for _ in range(80):
         power = (low + high) / 2

@@ -1,8 +1,7 @@
-"""Which rows of a sequence each context-parallel rank holds, in plain numbers.
+"""The rows of each context-parallel rank, and the products that a mask by position leaves.
 
-A stream is the whole sequence, or the sequences of a pack behind one another. A rank holds *runs* of it. Megatron's
-and Transformer Engine's split is the zigzag: each sequence is cut into 2P chunks, and rank r holds the chunks r and
-2P - 1 - r, which gives every rank the same work under a causal mask.
+The stream is the whole sequence, or the sequences of a pack in order. In Megatron's zigzag each sequence is cut into 2P
+chunks, and rank r holds the chunks r and 2P - 1 - r: under a causal mask all ranks have the same work.
 """
 
 from __future__ import annotations
@@ -12,11 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
+# (first, end) of runs of rows.
 Spans = tuple[tuple[int, int], ...]
+# (left, right) as in `ops.attention.band`: keys seen before and after a query's position; -1 is no limit.
+Band = tuple[int, int]
+CAUSAL: Band = (-1, 0)
+FREE: Band = (-1, -1)
 
 
 class RowRun(NamedTuple):
-    """Rows `row` to `row + length` of a rank, which are the stream's from `start` on."""
+    """Rows `row` to `row + length` of a rank: rows `start` to `start + length` of the stream."""
 
     row: int
     start: int
@@ -28,9 +34,10 @@ Share = tuple[RowRun, ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """shares: the runs of each rank, ascending in rows and in the stream.
+    """The rows of every rank.
 
-    documents: spans of the stream that see themselves only, ascending; rows outside of them are padding.
+    shares: the runs of each rank, ascending in rows and in the stream.
+    documents: spans of the stream that see only themselves, ascending; rows outside of them are padding.
     """
 
     shares: tuple[Share, ...]
@@ -41,13 +48,13 @@ class Layout:
         return len(self.shares)
 
     def rows(self, rank: int) -> int:
-        """How many rows a rank holds."""
+        """Number of rows of a rank."""
         return sum(run.length for run in self.shares[rank])
 
 
 @functools.lru_cache(maxsize=64)
 def zigzag(length: int, ranks: int) -> Layout:
-    """One sequence, split as Megatron's get_batch_on_this_cp_rank does.
+    """Split one sequence as Megatron's get_batch_on_this_cp_rank does.
 
     Raises:
         ValueError: the length is not divisible by 2 * ranks.
@@ -57,11 +64,11 @@ def zigzag(length: int, ranks: int) -> Layout:
 
 @functools.lru_cache(maxsize=64)
 def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
-    """Each sequence of a pack split by itself, as Transformer Engine's thd_get_partitioned_indices does.
+    """Split each sequence of a pack as Transformer Engine's thd_get_partitioned_indices does.
 
     Args:
         documents: the rows of each sequence in the stream, without padding.
-        padded: the same with the padding behind each sequence; these tile the stream.
+        padded: the same with the padding after each sequence; these tile the stream.
 
     Raises:
         ValueError: a padded length is not divisible by 2 * ranks.
@@ -72,38 +79,34 @@ def packed_zigzag(documents: Spans, padded: Spans, ranks: int) -> Layout:
                 f"context parallelism: a sequence of {stop - start} rows cannot be split into {2 * ranks} chunks of "
                 f"one length for {ranks} ranks; pad it to a multiple of {2 * ranks}"
             )
-    shares = tuple(_zigzag_share(padded, rank, ranks) for rank in range(ranks))
-    return Layout(shares, tuple(span for span in documents if span[1] > span[0]))
+    shares = []
+    for rank in range(ranks):
+        chunks = [(start + index * size, size)
+                  for start, stop in padded
+                  for size in ((stop - start) // (2 * ranks),) for index in (rank, 2 * ranks - 1 - rank)]  # fmt: skip
+        shares.append(_share(chunks))
+    return Layout(tuple(shares), tuple(span for span in documents if span[1] > span[0]))
 
 
-def _zigzag_share(padded: Spans, rank: int, ranks: int) -> Share:
-    runs, row = [], 0
-    for start, stop in padded:
-        chunk = (stop - start) // (2 * ranks)
-        for index in (rank, 2 * ranks - 1 - rank):
-            if chunk:
-                runs.append(RowRun(row, start + index * chunk, chunk))
-                row += chunk
-    return _joined(runs)
-
-
-def _joined(runs: Sequence[RowRun]) -> Share:
-    """Adjacent runs as one."""
-    joined: list[RowRun] = []
-    for run in runs:
-        last = joined[-1] if joined else None
-        if last and last.row + last.length == run.row and last.start + last.length == run.start:
-            joined[-1] = RowRun(last.row, last.start, last.length + run.length)
-        else:
-            joined.append(run)
-    return tuple(joined)
+def _share(chunks: Sequence[tuple[int, int]]) -> Share:
+    """Runs for (start, length) of consecutive rows; adjacent ones become one run."""
+    runs: list[RowRun] = []
+    row = 0
+    for start, length in chunks:
+        last = runs[-1] if runs else None
+        if last and last.start + last.length == start:
+            runs[-1] = last._replace(length=last.length + length)
+        elif length:
+            runs.append(RowRun(row, start, length))
+        row += length
+    return tuple(runs)
 
 
 class Gathered(NamedTuple):
     """What `size` adjacent ranks hold together.
 
     layout: the layout over ranks / size groups of ranks.
-    order: for each group, (first row, length) among its ranks' rows behind one another, in the order of `layout`.
+    order: for each group, (first row, length) in its ranks' concatenated rows, in the order of `layout`.
     """
 
     layout: Layout
@@ -112,10 +115,9 @@ class Gathered(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def gathered(layout: Layout, size: int) -> Gathered:
-    """Join the rows of `size` adjacent ranks and put them in the order of the stream.
+    """Join the rows of `size` adjacent ranks in the order of the stream.
 
-    A zigzag over P ranks becomes one over P / size: chunks r * size to (r + 1) * size are adjacent, and so are their
-    counterparts.
+    A zigzag over P ranks becomes one over P / size.
     """
     shares, orders = [], []
     for first in range(0, layout.ranks, size):
@@ -123,15 +125,123 @@ def gathered(layout: Layout, size: int) -> Gathered:
         for rank in range(first, first + size):
             runs += [(run.start, offset + run.row, run.length) for run in layout.shares[rank]]
             offset += layout.rows(rank)
-        row, share = 0, []
-        for start, _, length in sorted(runs):
-            share.append(RowRun(row, start, length))
-            row += length
-        shares.append(_joined(share))
-        orders.append(tuple((where, length) for _, where, length in sorted(runs)))
+        runs.sort()
+        shares.append(_share([(start, length) for start, _, length in runs]))
+        orders.append(tuple((row, length) for _, row, length in runs))
     return Gathered(Layout(tuple(shares), layout.documents), tuple(orders))
 
 
 def stream_rows(layout: Layout, rank: int) -> list[int]:
-    """The stream's row for each row of a rank."""
+    """The row of the stream for each row of a rank."""
     return [run.start + i for run in layout.shares[rank] for i in range(run.length)]
+
+
+def in_order(parts: Sequence[torch.Tensor], order: Spans) -> torch.Tensor:
+    """Concatenate the ranks' rows in `order` (see `Gathered`); no span crosses two tensors."""
+    rows = parts[0].shape[0]
+    return torch.cat([parts[first // rows][first % rows : first % rows + length] for first, length in order])
+
+
+def by_rank(t: torch.Tensor, order: Spans, ranks: int) -> list[torch.Tensor]:
+    """The inverse of `in_order`."""
+    spans, row = {}, 0
+    for first, length in order:
+        spans[first] = t[row : row + length]
+        row += length
+    return list(torch.cat([spans[first] for first in sorted(spans)]).chunk(ranks))
+
+
+class Piece(NamedTuple):
+    """One call of attention: q, k: spans of rows for each sequence, pairwise; band: the mask between them."""
+
+    q: Spans
+    k: Spans
+    band: Band
+
+
+class _Product(NamedTuple):
+    q: tuple[int, int]
+    k: tuple[int, int]
+    band: Band
+
+
+@functools.lru_cache(maxsize=1024)
+def pieces(queries: Share, keys: Share, documents: Spans, band: Band) -> tuple[Piece, ...]:
+    """The products that a mask by position leaves of one rank's queries and another's keys.
+
+    Between two ranks of a zigzag a causal mask leaves one unmasked half: all queries with the first half of an earlier
+    rank's keys, or the second half of the queries with all keys of a later rank.
+    """
+    slots: dict[tuple[int, Band], list[_Product]] = {}
+    for document in documents:
+        own, others = _within(queries, document), _within(keys, document)
+        for number, product in enumerate(_products(own, others, band)):
+            slots.setdefault((number, product.band), []).append(product)
+    return tuple(
+        Piece(tuple(each.q for each in products), tuple(each.k for each in products), visible)
+        for (_, visible), products in slots.items()
+    )
+
+
+def needs(layout: Layout, reader: int, owner: int, band: Band) -> bool:
+    """Whether a query of `reader` sees a key of `owner`."""
+    return bool(pieces(layout.shares[reader], layout.shares[owner], layout.documents, band))
+
+
+def _within(share: Share, document: tuple[int, int]) -> list[RowRun]:
+    """The runs of a share, cut to a document."""
+    found = []
+    for run in share:
+        start, stop = max(run.start, document[0]), min(run.start + run.length, document[1])
+        if stop > start:
+            found.append(RowRun(run.row + start - run.start, start, stop - start))
+    return found
+
+
+def _products(queries: list[RowRun], keys: list[RowRun], band: Band) -> list[_Product]:
+    """The products of one sequence, as few as possible."""
+    if not queries or not keys:
+        return []
+    if queries == keys and band in (CAUSAL, FREE):
+        # Positions ascend with rows, so one triangle over all rows is that of the positions.
+        rows = queries[0].row, queries[-1].row + queries[-1].length
+        if rows[1] - rows[0] == sum(run.length for run in queries):
+            return [_Product(rows, rows, band)]
+    products: list[_Product] = []
+    for query in queries:
+        row: list[_Product] = []
+        for key in keys:
+            product = _product(query, key, band)
+            if product is None:
+                continue
+            last = row[-1] if row else None
+            if last and last.band == product.band == FREE and last.q == product.q and last.k[1] == product.k[0]:
+                row[-1] = last._replace(k=(last.k[0], product.k[1]))
+            else:
+                row.append(product)
+        last = products[-1] if products else None
+        one = row[0] if len(row) == 1 else None
+        if one and last and last.band == one.band == FREE and last.k == one.k and last.q[1] == one.q[0]:
+            products[-1] = last._replace(q=(last.q[0], one.q[1]))
+        else:
+            products += row
+    return products
+
+
+def _product(query: RowRun, key: RowRun, band: Band) -> _Product | None:
+    """What a run of queries sees of a run of keys, or None; rows and keys that see nothing are cut off."""
+    left, right = band
+    # Positions, first and end.
+    q0, q1, k0, k1 = query.start, query.start + query.length, key.start, key.start + key.length
+    if right >= 0:
+        q0, k1 = max(q0, k0 - right), min(k1, q1 + right)
+    if left >= 0:
+        q1, k0 = min(q1, k1 + left), max(k0, q0 - left)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    # From distances of positions to the last query aligned with the last key; limits that hide nothing are dropped.
+    shift = k1 - q1
+    left = FREE[0] if left < 0 or left + shift >= k1 - k0 - 1 else left + shift
+    right = FREE[1] if right < 0 or right - shift >= q1 - q0 - 1 else right - shift
+    rows, keys = query.row - query.start, key.row - key.start
+    return _Product((rows + q0, rows + q1), (keys + k0, keys + k1), (left, right))

@@ -1,26 +1,27 @@
-"""Ring attention: keys and values travel from rank to rank behind the products, and their gradients travel home."""
+"""Ring attention: keys and values travel from rank to rank during products."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops.attention.autograd import sink_gradient, with_sink
 from mindspeed_lite.parallel.context import schedule
-from mindspeed_lite.parallel.context.messages import Mail, Pair
-from mindspeed_lite.parallel.context.partial import Partial, RankBlocks, Sums, zero_sum
-from mindspeed_lite.parallel.context.pieces import needs
+from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks, Sums, sum_dtype, zero_sum
+from mindspeed_lite.parallel.context.layout import needs
+from mindspeed_lite.parallel.context.schedule import Move
 
 Cache = Literal["none", "half", "full"]
+# ("kv" or "sum", owner) -> the message.
+_Held = dict[tuple[str, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How a ring communicates.
+    """How a ring communicates; a `KeyExchange`.
 
     group: its ranks, in the order of the sequence.
     second: another group of the same ranks, on which sums and a double ring's outer hops do not wait for inner hops.
@@ -33,118 +34,154 @@ class Ring:
     window: int = 1
     cache: Cache = "none"
 
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
+    ) -> dict[int, torch.Tensor]:
+        rank, pair = blocks.rank, KVMessage.of(k, v)
+        own = pair.pack(k, v)
+        p2p = RingP2P(self._lanes, {"kv": own})
+        held: _Held = {("kv", rank): own}
+        kept: dict[int, torch.Tensor] = {}
+        for step in self._program(blocks).forward:
+            message = _arrive(p2p, held, step)
+            if step.computes:
+                blocks.forward(q, *pair.unpack(message), step.owner, partial)
+                if step.owner != rank and self.cache != "none":
+                    kept[step.owner] = message if self.cache == "full" else pair.unpack(message)[0].clone()
+            if step.owner != rank:
+                held.pop(("kv", step.owner), None)
+        p2p.finish()
+        return kept
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        kept: Mapping[int, torch.Tensor],
+        blocks: RankBlocks,
+    ) -> Sums:
+        q, k, v, out, lse = saved
+        rank, pair = blocks.rank, KVMessage.of(k, v)
+        # With the keys kept, values alone travel.
+        own = v.reshape(-1) if self.cache == "half" else pair.pack(k, v)
+        dq, home = zero_sum(q), pair.zero_sums(k)
+        p2p = RingP2P(self._lanes, {"kv": own, "sum": home})
+        held: _Held = {("kv", rank): own}
+        if self.cache == "full":
+            held |= {("kv", owner): message for owner, message in kept.items()}
+        program = self._program(blocks)
+        for step in program.backward:
+            message = _arrive(p2p, held, step)
+            if step.computes:
+                if self.cache == "half":
+                    keys, values = k if step.owner == rank else kept[step.owner], message.view(v.shape)
+                else:
+                    keys, values = pair.unpack(message)
+                block = home if step.owner == rank else pair.zero_sums(k)
+                blocks.backward(dout, q, keys, values, out, lse, step.owner, Sums(dq, *pair.unpack(block)))
+                if step.owner != rank:
+                    held["sum", step.owner] = block.add_(p2p.take("sum", step.owner)) if step.receives_sum else block
+            if step.owner != rank:
+                held.pop(("kv", step.owner), None)
+        p2p.post(program.last, held)
+        if p2p.expects("sum", rank):
+            home += p2p.take("sum", rank)
+        p2p.finish()
+        return Sums(dq, *pair.unpack(home))
+
     @property
-    def lanes(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """The groups of both lanes."""
+    def _lanes(self) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         return self.group, self.group if self.second is None else self.second
 
-
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, blocks: RankBlocks, ring: Ring
-) -> torch.Tensor:
-    """Attention over the whole sequence of a ring; `blocks.layout` has one share for each of its ranks.
-
-    q: [s, b, n, d], k: [s, b, g, d], v: [s, b, g, dv], or [t, heads, size] of a pack: this rank's rows. Returns
-    [s, b, n, dv] or [t, n, dv] in q's dtype. sink: [n], or None.
-    """
-    out: torch.Tensor = _Ring.apply(q, k, v, sink, blocks, ring)  # type: ignore[no-untyped-call]
-    return out
+    def _program(self, blocks: RankBlocks) -> schedule.Program:
+        layout, ranks = blocks.layout, range(blocks.layout.ranks)
+        needed = tuple(tuple(needs(layout, reader, owner, blocks.band) for owner in ranks) for reader in ranks)
+        return schedule.programs(layout.ranks, self.window, needed, self.cache != "full")[blocks.rank]
 
 
-def finish(partial: Partial, sink: torch.Tensor | None, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out in `dtype`, lse) of all keys and the sink."""
-    out, lse = partial.out, partial.lse
-    if sink is not None:
-        out, lse = with_sink(out, lse, sink)
-    return out.to(dtype), lse
-
-
-class _Ring(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        blocks: RankBlocks,
-        ring: Ring,
-    ) -> torch.Tensor:
-        rank, pair = blocks.rank, Pair.of(k, v)
-        own = pair.message(k, v)
-        mail = Mail(ring.lanes, {"kv": own})
-        held = {("kv", rank): own}
-        partial = Partial.of(q if q.dim() == 4 else q.unsqueeze(1), v)
-        kept: dict[int, torch.Tensor] = {}
-        for step in _program(blocks, ring).forward:
-            message = _arrive(mail, held, step)
-            if step.computes:
-                blocks.forward(q, *pair.of_message(message), step.owner, partial)
-                if step.owner != rank and ring.cache != "none":
-                    kept[step.owner] = message if ring.cache == "full" else pair.of_message(message)[0].clone()
-            if step.owner != rank:
-                held.pop(("kv", step.owner), None)
-        mail.finish()
-        out, lse = finish(partial, sink, q.dtype)
-        if blocks.is_pack:
-            out, lse = out.squeeze(1), lse.squeeze(0)
-        ctx.save_for_backward(q, k, v, sink, out, lse, *kept.values())
-        ctx.kept, ctx.blocks, ctx.ring = tuple(kept), blocks, ring
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        blocks, ring = ctx.blocks, ctx.ring
-        q, k, v, sink, out, lse, *kept = ctx.saved_tensors
-        rank, pair = blocks.rank, Pair.of(k, v)
-        caches = dict(zip(ctx.kept, kept, strict=True))
-        # With the keys kept, values alone travel.
-        own = v.reshape(-1) if ring.cache == "half" else pair.message(k, v)
-        dq, home = zero_sum(q), pair.zero_sums(k)
-        mail = Mail(ring.lanes, {"kv": own, "sum": home})
-        held = {("kv", rank): own}
-        if ring.cache == "full":
-            held |= {("kv", owner): message for owner, message in caches.items()}
-        program = _program(blocks, ring)
-        for step in program.backward:
-            message = _arrive(mail, held, step)
-            if step.computes:
-                if ring.cache == "half":
-                    keys, values = k if step.owner == rank else caches[step.owner], message.view(v.shape)
-                else:
-                    keys, values = pair.of_message(message)
-                block = home if step.owner == rank else pair.zero_sums(k)
-                blocks.backward(dout, q, keys, values, out, lse, step.owner, Sums(dq, *pair.of_message(block)))
-                if step.owner != rank:
-                    held["sum", step.owner] = block.add_(mail.take("sum", step.owner)) if step.receives_sum else block
-            if step.owner != rank:
-                held.pop(("kv", step.owner), None)
-        mail.post(program.last, held)
-        if mail.expects("sum", rank):
-            home += mail.take("sum", rank)
-        mail.finish()
-        dk, dv = pair.of_message(home)
-        dsink = None
-        if ctx.needs_input_grad[3]:
-            rows = (dout, out, lse) if not blocks.is_pack else (dout.unsqueeze(1), out.unsqueeze(1), lse.unsqueeze(0))
-            dsink = sink_gradient(*rows, sink)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
-
-
-def _arrive(mail: Mail, held: dict[tuple[str, int], torch.Tensor], step: schedule.RingStep) -> torch.Tensor:
-    """The keys and values of a step, once they have come; its messages are on their way then."""
-    if mail.expects("kv", step.owner):
-        held["kv", step.owner] = mail.take("kv", step.owner)
-    mail.post(step.moves, held)
+def _arrive(p2p: RingP2P, held: _Held, step: schedule.RingStep) -> torch.Tensor:
+    """Wait for the keys and values of a step, then start its messages."""
+    if p2p.expects("kv", step.owner):
+        held["kv", step.owner] = p2p.take("kv", step.owner)
+    p2p.post(step.moves, held)
     for move in step.moves:
         if move.what == "sum" and move.direction == "send":
             del held["sum", move.owner]
-    return held.get(("kv", step.owner))  # type: ignore[return-value]  # of a block that no query sees: None
+    return held.get(("kv", step.owner))  # type: ignore[return-value]  # None for a block that no query sees
 
 
-def _program(blocks: RankBlocks, ring: Ring) -> schedule.Program:
-    layout = blocks.layout
-    ranks = range(layout.ranks)
-    needed = tuple(tuple(needs(layout, reader, owner, blocks.band) for owner in ranks) for reader in ranks)
-    return schedule.ring(layout.ranks, ring.window, ring.cache != "full", needed)[blocks.rank]
+class KVMessage(NamedTuple):
+    """The shapes of keys and values that travel as one flat message."""
+
+    keys: torch.Size
+    values: torch.Size
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor) -> KVMessage:
+        return cls(k.shape, v.shape)
+
+    def pack(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Copy both into one flat tensor."""
+        return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+    def unpack(self, message: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of both."""
+        keys, values = torch.split_with_sizes(message, [self.keys.numel(), self.values.numel()])
+        return keys.view(self.keys), values.view(self.values)
+
+    def zero_sums(self, like: torch.Tensor) -> torch.Tensor:
+        """A message of zeros in the dtype of sums."""
+        size = self.keys.numel() + self.values.numel()
+        return torch.zeros(size, dtype=sum_dtype(like.dtype), device=like.device)
+
+
+class RingP2P:
+    """Asynchronous messages between one rank and its neighbours during one pass.
+
+    groups: of lane 0 and lane 1 (see `schedule.Move`).
+    likes: for "kv" and "sum", a message of the size and dtype of those that are received.
+    """
+
+    def __init__(self, groups: Sequence[dist.ProcessGroup], likes: Mapping[str, torch.Tensor]) -> None:
+        self._groups, self._likes = groups, likes
+        self._coming: dict[tuple[str, int], tuple[torch.Tensor, Any]] = {}
+        self._going: list[tuple[torch.Tensor, Any]] = []
+
+    def post(self, moves: Sequence[Move], held: Mapping[tuple[str, int], torch.Tensor]) -> None:
+        """Start these messages; `held` has what is sent."""
+        self._going = [each for each in self._going if not each[1].is_completed()]
+        for lane, group in enumerate(self._groups):
+            chosen = [move for move in moves if move.lane == lane]
+            if not chosen:
+                continue
+            operations, tensors = [], []
+            for move in chosen:
+                sends = move.direction == "send"
+                tensor = held[move.what, move.owner] if sends else torch.empty_like(self._likes[move.what])
+                tensors.append(tensor)
+                peer = dist.get_global_rank(group, move.peer)
+                operations.append(dist.P2POp(dist.isend if sends else dist.irecv, tensor, peer, group))
+            works = dist.batch_isend_irecv(operations)
+            # NCCL and HCCL give one handle for all.
+            works = works if len(works) == len(chosen) else works * len(chosen)
+            for move, tensor, work in zip(chosen, tensors, works, strict=True):
+                if move.direction == "send":
+                    self._going.append((tensor, work))
+                else:
+                    self._coming[move.what, move.owner] = tensor, work
+
+    def expects(self, what: str, owner: int) -> bool:
+        """Whether a receive of this message was posted and not taken."""
+        return (what, owner) in self._coming
+
+    def take(self, what: str, owner: int) -> torch.Tensor:
+        """Wait for a message."""
+        tensor, work = self._coming.pop((what, owner))
+        work.wait()
+        return tensor
+
+    def finish(self) -> None:
+        """Wait for all sends."""
+        for _, work in self._going:
+            work.wait()
+        self._going.clear()

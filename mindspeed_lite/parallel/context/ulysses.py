@@ -1,14 +1,14 @@
-"""Ulysses: all-to-alls turn a part of the sequence with all heads into the whole sequence with a part of the heads.
+"""Ulysses: all-to-alls from some rows with all heads to all rows with some heads, and back.
 
 Each rank gets whole groups of query heads with their key heads. With fewer key heads than ranks, several ranks get the
-same key head, and its gradients are summed. Heads that do not divide evenly are spread as evenly as they go. The rows
-of the ranks are put into the order of the sequence on the way, so that a zigzag stays Megatron's.
+same key head, and its gradients are summed. Received rows are put in the order of the sequence.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,12 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.parallel.context.layout import Spans
-from mindspeed_lite.parallel.context.rows import by_rank, gather, in_order
+from mindspeed_lite.parallel.context.blocks import sum_dtype
+from mindspeed_lite.parallel.context.gathered_keys import gather
+from mindspeed_lite.parallel.context.layout import Spans, by_rank, in_order
 
 
 class HeadSplit(NamedTuple):
-    """q, k: for each rank its query heads and its key heads, as (first, end)."""
+    """The query heads and the key heads of each rank, as (first, end)."""
 
     q: Spans
     k: Spans
@@ -29,7 +30,7 @@ class HeadSplit(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
-    """Who computes which heads.
+    """Spread heads over ranks as evenly as they divide.
 
     Raises:
         ValueError: there are fewer query heads than ranks, or so few for a key head that a rank would have none.
@@ -51,7 +52,7 @@ def split_heads(heads: int, groups: int, ranks: int) -> HeadSplit:
 
 
 def _evenly(items: int, parts: int) -> Spans:
-    """Spans of nearly one size; the first ones are the larger ones."""
+    """Spans of nearly one size, the larger ones first."""
     size, more = divmod(items, parts)
     ends = [size * i + min(i, more) for i in range(parts + 1)]
     return tuple(itertools.pairwise(ends))
@@ -68,7 +69,7 @@ def to_heads(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """[rows, .., heads, size] of this rank -> [all rows, .., its heads, size], differentiable.
 
-    order: that of the rows behind one another (see `layout.Gathered`).
+    order: of the ranks' concatenated rows (see `layout.Gathered`).
     gather_keys: gather all key heads and take what is needed, instead of sending each rank its own.
     """
     split = split_heads(q.shape[-2], k.shape[-2], group.size())
@@ -125,23 +126,20 @@ class _ToRows(torch.autograd.Function):
 def _scatter_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """Each rank its heads of these tensors, of the rows of all ranks; one all-to-all for all tensors."""
-    rank, ranks = group.rank(), group.size()
+    """Send each rank its heads of these tensors; one all-to-all for all of them."""
+    rank = group.rank()
     outgoing = [
         torch.cat([t[..., slice(*its[peer]), :].reshape(-1) for t, its in zip(tensors, heads, strict=True)])
-        for peer in range(ranks)
+        for peer in range(group.size())
     ]
     shapes = [(*t.shape[:-2], its[rank][1] - its[rank][0], t.shape[-1]) for t, its in zip(tensors, heads, strict=True)]
-    size = sum(_numel(shape) for shape in shapes)
-    incoming = _exchange(outgoing, [size] * ranks, group)
-    parts = [_cut(message, shapes) for message in incoming]
-    return [in_order([part[number] for part in parts], order) for number in range(len(tensors))]
+    return [in_order(parts, order) for parts in _all_to_all(outgoing, [shapes] * group.size(), group)]
 
 
 def _gather_heads(
     tensors: Sequence[torch.Tensor], heads: Sequence[Spans], group: dist.ProcessGroup, order: Spans
 ) -> list[torch.Tensor]:
-    """The inverse: the own rows of these tensors with all heads; what several ranks have of one head is summed."""
+    """The inverse: this rank's rows with all heads; parts of a head from several ranks are summed."""
     rank, ranks = group.rank(), group.size()
     rows = [by_rank(t, order, ranks) for t in tensors]
     outgoing = [torch.cat([parts[peer].reshape(-1) for parts in rows]) for peer in range(ranks)]
@@ -152,35 +150,30 @@ def _gather_heads(
         ]
         for peer in range(ranks)
     ]
-    incoming = _exchange(outgoing, [sum(_numel(shape) for shape in its) for its in shapes], group)
-    parts = [_cut(message, its) for message, its in zip(incoming, shapes, strict=True)]
-    return [_joined([part[number] for part in parts], its) for number, its in enumerate(heads)]
+    received = _all_to_all(outgoing, shapes, group)
+    return [_join_heads(parts, its) for parts, its in zip(received, heads, strict=True)]
 
 
-def _joined(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
+def _join_heads(parts: Sequence[torch.Tensor], heads: Spans) -> torch.Tensor:
     """Heads of all ranks as one tensor; sums are fp32 (float64 for float64) and rounded once."""
     if len(set(heads)) == len(heads):
         return torch.cat(list(parts), -2)
     first = parts[0]
-    exact = torch.float64 if first.dtype == torch.float64 else torch.float32
-    whole = first.new_zeros(*first.shape[:-2], max(end for _, end in heads), first.shape[-1], dtype=exact)
+    shape = *first.shape[:-2], max(end for _, end in heads), first.shape[-1]
+    total = first.new_zeros(shape, dtype=sum_dtype(first.dtype))
     for part, (start, end) in zip(parts, heads, strict=True):
-        whole[..., start:end, :] += part
-    return whole.to(first.dtype)
+        total[..., start:end, :] += part
+    return total.to(first.dtype)
 
 
-def _exchange(outgoing: Sequence[torch.Tensor], sizes: list[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Flat messages to every rank, and those of every rank, of these sizes."""
-    received = outgoing[0].new_empty(sum(sizes))
+def _all_to_all(
+    outgoing: Sequence[torch.Tensor], shapes: Sequence[Sequence[tuple[int, ...]]], group: dist.ProcessGroup
+) -> list[list[torch.Tensor]]:
+    """Send each rank a flat message; returns the received tensors, of shapes[rank][tensor]."""
+    sizes = [[math.prod(shape) for shape in its] for its in shapes]
+    received = outgoing[0].new_empty(sum(map(sum, sizes)))
     sent = [each.numel() for each in outgoing]
-    dist.all_to_all_single(received, torch.cat(list(outgoing)), sizes, sent, group=group)
-    return list(torch.split_with_sizes(received, sizes))
-
-
-def _cut(message: torch.Tensor, shapes: Sequence[tuple[int, ...]]) -> list[torch.Tensor]:
-    pieces = torch.split_with_sizes(message, [_numel(shape) for shape in shapes])
-    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    dist.all_to_all_single(received, torch.cat(list(outgoing)), [sum(its) for its in sizes], sent, group=group)
+    parts = iter(torch.split_with_sizes(received, list(itertools.chain(*sizes))))
+    by_peer = [[next(parts).view(shape) for shape in its] for its in shapes]
+    return [list(each) for each in zip(*by_peer, strict=True)]

@@ -1,1 +1,1 @@
-"""Tokens on their way to experts on other ranks and back."""
+"""Exchanges of tokens with experts on other ranks."""

@@ -1,8 +1,7 @@
-"""Exchanges experts' tokens and multiplies by experts' weights in one CANN operator (MC2), on Ascend NPUs over HCCL.
+"""Exchange of experts' tokens and grouped GEMM in one CANN operator (MC2), on Ascend NPUs over HCCL.
 
-`dispatch_linear` is the all-to-all to the experts with their first product behind it, `linear_combine` the last product
-with the all-to-all back. Each is the other's gradient with respect to its rows. What the operators do not take goes
-the same way in separate steps: the reason is logged, and depends on what is the same on every rank alone.
+`dispatch_linear` is the all-to-all to the experts and their first product, `linear_combine` the last product and the
+all-to-all back. Each is the other's gradient with respect to its rows. Unsupported calls run in separate steps.
 
 Source: documentation of torch_npu.npu_alltoallv_gmm and npu_gmm_alltoallv (op-plugin 7.3), and of CANN's
 aclnnAlltoAllvGroupedMatMul and aclnnGroupedMatMulAlltoAllv.
@@ -22,7 +21,7 @@ from mindspeed_lite.ops.grouped_matmul import TakeGradients, grouped_matmul
 from mindspeed_lite.ops.permute import sort_chunks
 from mindspeed_lite.parallel.mc2 import communicator
 
-# What the operators take, on Atlas A3: ranks of a group, experts of a rank and of a group, columns, bytes of a message.
+# Limits on Atlas A3: ranks of a group, experts of a rank and of a group, columns, bytes of a message.
 RANKS = (8, 16, 32, 64, 128)
 MOST_EXPERTS_OF_RANK, MOST_EXPERTS = 32, 256
 WIDTH_LIMIT = 65536
@@ -30,30 +29,26 @@ LEAST_BYTES, MOST_BYTES = 2 << 20, 100 << 20
 
 
 class ExpertCounts(NamedTuple):
-    """How many rows go where.
-
-    sent: from this rank to each expert of the group, rank by rank.
-    received: from each rank for each of this rank's experts, rank by rank.
-    """
+    """Rows sent to each expert of the group, and received by rank and local expert."""
 
     sent: list[int]
     received: list[int]
 
     def of_experts(self, ranks: int) -> list[int]:
-        """Rows of each of this rank's experts."""
+        """Rows of each local expert."""
         each = len(self.received) // ranks
         return [sum(self.received[expert::each]) for expert in range(each)]
 
 
 class RowsOfRank(NamedTuple):
-    """The fewest and the most rows that a rank of the group sends or receives."""
+    """The fewest and the most rows that any rank sends or receives."""
 
     least: int
     most: int
 
     @classmethod
     def of_group(cls, counts: ExpertCounts, group: dist.ProcessGroup, device: torch.device) -> RowsOfRank:
-        """The same on every rank: one small message."""
+        """The same on every rank. A collective."""
         totals = sum(counts.sent), sum(counts.received)
         found = torch.tensor([-min(totals), max(totals)], device=device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
@@ -62,11 +57,9 @@ class RowsOfRank(NamedTuple):
 
 
 def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: int) -> list[str]:
-    """Every reason why the operators cannot exchange rows like x [T, K] and multiply them by experts' [K, width].
+    """Reasons why the operators cannot take rows x [T, K] and experts' weights [K, width].
 
-    Args:
-        experts: those of this rank.
-        rows: of the group's ranks.
+    experts: of this rank. The same on all ranks of the group.
     """
     reasons = []
     if x.dtype not in (torch.float16, torch.bfloat16):
@@ -96,10 +89,7 @@ def why_not(x: torch.Tensor, width: int, experts: int, rows: RowsOfRank, ranks: 
 
 @dataclass(frozen=True)
 class AlltoAllMC2:
-    """The exchange of one batch.
-
-    log: told why the operators do not serve it.
-    """
+    """The exchange of one batch; `log` gets the reasons of a fallback."""
 
     group: dist.ProcessGroup
     counts: ExpertCounts
@@ -109,7 +99,7 @@ class AlltoAllMC2:
     def dispatch_linear(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """[T, K], by expert of the group -> [A, N], by expert of this rank, each x w_e^T for its weight w_e [N, K].
+        """x [T, K] by expert of the group -> x w_e^T [A, N] by local expert, with weights w_e [N, K].
 
         take_gradients: as for `ops.grouped_matmul`, of the rows that have arrived.
         """
@@ -119,14 +109,14 @@ class AlltoAllMC2:
     def linear_combine(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], take_gradients: TakeGradients
     ) -> torch.Tensor:
-        """[A, K], by expert of this rank -> [T, N], by expert of the group: returned, behind x w_e^T."""
+        """x [A, K] by local expert -> x w_e^T, returned to its source as [T, N] by expert of the group."""
         y: torch.Tensor = _LinearCombine.apply(x, self, take_gradients, *weights)  # type: ignore[no-untyped-call]
         return y
 
     def arrive(
         self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(products, rows that have arrived): products with w_e^T if `transposed`, else with w_e."""
+        """(products, rows that have arrived); with w_e^T if `transposed`, else with w_e."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)
@@ -142,7 +132,7 @@ class AlltoAllMC2:
         return grouped_matmul(arrived, weights, self.counts.of_experts(ranks), transposed=transposed), arrived
 
     def leave(self, x: torch.Tensor, weights: Sequence[torch.Tensor], transposed: bool) -> torch.Tensor:
-        """Products of this rank's rows, brought to where the rows came from."""
+        """Products of this rank's rows, returned to the rows' sources."""
         sent, received, ranks = *self.counts, self.group.size()
         if self._is_served(x, weights, transposed):
             name = communicator(self.group, x.device)
@@ -177,7 +167,7 @@ def _by_rank(counts: list[int], ranks: int) -> list[int]:
 
 
 def _transposed(chunks: int, parts: int) -> list[int]:
-    """The order that turns `parts` parts of equally many chunks round: first every part's first chunk."""
+    """The order of chunks after transposing [parts, chunks / parts]."""
     each = chunks // parts
     return [part * each + place for place in range(each) for part in range(parts)]
 
@@ -217,6 +207,3 @@ class _LinearCombine(torch.autograd.Function):
         dx, arrived = ctx.mc2.arrive(dy, weights, False)
         counts = ctx.mc2.counts.of_experts(ctx.mc2.group.size())
         return dx, None, None, *ctx.take_gradients(arrived, x, counts)
-
-
-__all__ = ["AlltoAllMC2", "ExpertCounts", "RowsOfRank", "why_not"]

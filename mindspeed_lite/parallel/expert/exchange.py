@@ -1,11 +1,10 @@
-"""A collective that is issued and waited for apart, in both passes: what runs between is beside it.
+"""Asynchronous collectives that overlap with the operators between issue and wait, in both passes.
 
-    out = issue(x, ...)         forward: the message leaves         backward: its gradient is waited for
-    shared_expert(...)                   runs beside it                       runs beside it
-    messages.wait()                      it has arrived                       (its gradient left when it was there)
+    out = issue(x, ...)         forward: starts the message         backward: waits for the gradient
+    shared_expert(...)                   overlaps                             overlaps
+    messages.wait()                      waits for it                         (the gradient was sent when it was ready)
 
-Autograd runs what is ready in the opposite order of the forward pass, so that the operators that ran between the two
-stand between them in the backward pass too.
+Autograd runs ready nodes in reverse order, so the same operators run between send and wait of the gradient.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ Splits = Sequence[int] | None
 
 
 class Collective(Protocol):
-    """What ranks exchange, and what they exchange for its gradient."""
+    """A collective whose gradient is another collective."""
 
     def start(self, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """(work, out) of x [rows, ...], contiguous; `out` has its numbers when `work` has been waited for."""
+        """(work, out) for a contiguous x [rows, ...]; `out` is valid after `work.wait()`."""
 
     def reversed(self) -> Collective:
-        """The one that brings gradients back."""
+        """The collective of the gradient."""
 
 
 class AllToAll(NamedTuple):
-    """`received` and `sent` are rows by rank; None for equal parts."""
+    """Rows received and sent by rank; None for equal parts."""
 
     received: Splits
     sent: Splits
@@ -46,7 +45,7 @@ class AllToAll(NamedTuple):
 
 
 class AllGather(NamedTuple):
-    """The rows of all ranks, one rank's behind the other's."""
+    """Concatenates the rows of all ranks."""
 
     group: dist.ProcessGroup
 
@@ -59,7 +58,7 @@ class AllGather(NamedTuple):
 
 
 class ReduceScatter(NamedTuple):
-    """Each rank's part of the sum over all ranks."""
+    """This rank's part of the sum over all ranks."""
 
     group: dist.ProcessGroup
 
@@ -72,25 +71,24 @@ class ReduceScatter(NamedTuple):
 
 
 class Messages:
-    """Messages under way, with what they read and write, and what is to run beside the next one of a backward pass."""
+    """Messages in flight, and jobs to run while the next gradient message of a backward pass is."""
 
     def __init__(self) -> None:
         self._works: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         self._jobs: list[Callable[[], None]] = []
-        # Whether a gradient is to leave that jobs can run beside.
+        # Whether jobs can overlap with a gradient message that is still to be sent.
         self.takes_jobs = False
-        # Where autograd places the wait for the gradient of the message before, of those that are issued together.
+        # Autograd sequence number of the wait for the gradient of the message before.
         self._place: int | None = None
-        # The first place of the dispatch, and whether its messages will have jobs beside them.
+        # That of the dispatch's first message, and whether jobs will overlap with the dispatch's gradients.
         self._first: int | None = None
         self._expects_jobs = False
 
     def begin(self, is_dispatch: bool = True) -> None:
-        """Those issued from here on belong together: in the backward pass all leave before one is waited for.
+        """Group the messages issued from here on: the backward pass sends all of them before it waits for one.
 
-        is_dispatch: they bring tokens to experts; else they bring back what became of those of the last dispatch. The
-            gradients of the latter are the first to travel. If those of the dispatch will have jobs beside them
-            (`expect_jobs`), all that ran beside either message in the forward pass runs beside the first.
+        is_dispatch: they bring tokens to experts; else they return results, and their gradients travel first. With
+            `expect_jobs` these overlap with all other operators, and the dispatch's gradients with the jobs.
         """
         if is_dispatch:
             self._place, self._first, self._expects_jobs = None, None, False
@@ -100,11 +98,11 @@ class Messages:
             self._place = None
 
     def expect_jobs(self) -> None:
-        """Jobs will be put between the gradients that come from experts and those that are sent on from them."""
+        """Announce jobs between the gradients that arrive at experts and those that leave them."""
         self._expects_jobs = True
 
     def place(self, node: Any) -> None:
-        """Put a backward pass behind those of the messages' own, and of what is ordered by these."""
+        """Order a backward node after those of the messages of its group."""
         self._place = node._sequence_nr() - 2 if self._place is None else self._place - 1
         if self._first is None:
             self._first = self._place
@@ -114,7 +112,7 @@ class Messages:
         return len(self._works) + len(self._jobs)
 
     def send(self, x: torch.Tensor, collective: Collective) -> torch.Tensor:
-        """What the ranks exchange of x [rows, ...]; its numbers are there after `wait`."""
+        """Start a collective of x [rows, ...]; its result is valid after `wait`."""
         x = x.contiguous()
         work, out = collective.start(x)
         self._works.append((work, x, out))
@@ -122,28 +120,25 @@ class Messages:
 
     @torch.no_grad()
     def wait(self, leaving: int = 0) -> None:
-        """Wait for the messages, the oldest first, until so many are left."""
-        # Without a graph: gloo copies a sum into place while it is waited for.
+        """Wait for messages, the oldest first, until `leaving` are left."""
+        # Without a graph: gloo copies a sum into place in wait().
         while len(self._works) > leaving:
             self._works.pop(0)[0].wait()
 
     def put(self, job: Callable[[], None], is_certain: bool = False) -> bool:
-        """Run `job` beside the next message, before that is waited for; False if there will be none.
-
-        is_certain: the caller knows that there will be one.
-        """
+        """Run `job` before the wait for the next message; returns False if none will come."""
         if self.takes_jobs or is_certain:
             self._jobs.append(job)
         return self.takes_jobs or is_certain
 
     def run_jobs(self) -> None:
-        """Run what was put, the oldest first."""
+        """Run all jobs, the oldest first."""
         while self._jobs:
             self._jobs.pop(0)()
 
 
 class _Return(torch.autograd.Function):
-    """In the backward pass: wait for the gradient that `_Leave` sent, behind the jobs."""
+    """Identity; its backward runs the jobs and waits for the gradient that `_Leave` sent."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -160,7 +155,7 @@ class _Return(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Send the rows, and in the backward pass their gradients back; both are waited for elsewhere."""
+    """Sends the rows; its backward sends their gradients back. Neither waits."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
@@ -170,23 +165,18 @@ class _Leave(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.with_jobs:
-            # Experts come next, and behind them another message.
+            # Experts come next, and after them another message.
             ctx.messages.takes_jobs = True
         return ctx.messages.send(grad, ctx.collective.reversed()), None, None, None
 
 
 def issue(x: torch.Tensor, collective: Collective, messages: Messages, with_jobs: bool) -> torch.Tensor:
-    """What the ranks exchange of x [rows, ...], to be read behind `messages.wait()` alone.
+    """Start a collective of x [rows, ...], whose result is valid after `messages.wait()`; differentiable.
 
-    Args:
-        with_jobs: whether the message of its backward pass is the one that jobs run beside (tokens to experts), or
-            one behind which jobs come up (tokens from experts).
+    with_jobs: jobs overlap with the gradient's message (tokens to experts); else they are made after it arrives.
     """
     back = _Return.apply(x, messages, with_jobs)  # type: ignore[no-untyped-call]
     if back.grad_fn is not None:
         messages.place(back.grad_fn)
     out: torch.Tensor = _Leave.apply(back, collective, messages, with_jobs)  # type: ignore[no-untyped-call]
     return out
-
-
-__all__ = ["AllGather", "AllToAll", "Collective", "Messages", "ReduceScatter", "issue"]

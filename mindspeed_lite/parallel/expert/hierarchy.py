@@ -1,11 +1,10 @@
-"""Exchanges experts' tokens on two levels: one copy of a token to each node, and inside the node one to each rank.
+"""Hierarchical exchange of experts' tokens: one copy to each node, then one to each rank inside it.
 
     copy to nodes -> all-to-all between nodes -> copy to ranks -> all-to-all within the node -> copy to experts
 
-Peers between nodes are the ranks of the same place on each node. Results come back on the same way: a rank adds up its
-experts' rows of a token, a node its ranks' rows, both in fp32; one row for each token and node crosses the network
-again, and its source adds up the nodes. `spread` brings rows to experts, `collect` results to tokens; each is the
-other's gradient. Probabilities take the same way without copies, for a pair of a token and an expert is on one rank.
+Peers between nodes are the ranks of the same place. Results return by the same path, summed in fp32 on each rank and
+node, so that one row per token and node crosses the network. `spread` and `collect` are each other's gradient.
+Probabilities travel by (token, expert) pair.
 
 Source: node-limited dispatch of DeepSeek-V3 (arXiv 2412.19437, section 3.2.2).
 """
@@ -26,22 +25,18 @@ from mindspeed_lite.ops.linear_map import linear_map
 from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups
-from .traffic import Splits, splits_of
 
-# By group and ranks of a node: the groups within a node and between nodes. They are not ended, and serve the next
-# session over the same group.
+# Group -> ranks of a node -> (group within the node, group between nodes); kept for the next session.
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
-    """How many of a group's ranks each node has, where every node has as many and they are adjacent.
+    """The number of a group's ranks on each node; ranks: global ranks in the order of the group.
 
-    Args:
-        ranks: global ranks in the order of the group; node n holds node_size * n and those that follow.
-
-    Raises ValueError with the reason where two levels make no sense or do not fit.
+    Raises:
+        ValueError: all ranks are on one node, or not equally many and adjacent on each.
     """
     nodes = [rank // node_size for rank in ranks]
     count = nodes.count(nodes[0])
@@ -57,11 +52,10 @@ def ranks_per_node(ranks: Sequence[int], node_size: int) -> int:
 
 
 class NodeGroups:
-    """The ranks that share experts, by node: this rank's peers on other nodes and its mates on its own.
+    """Process groups within this rank's node and between nodes, created once per `group`. A collective.
 
-    Made by all ranks of `group` together, once for as long as that lives.
-
-    Raises ValueError as `ranks_per_node`.
+    Raises:
+        ValueError: see `ranks_per_node`.
     """
 
     def __init__(self, group: dist.ProcessGroup, node_size: int) -> None:
@@ -73,14 +67,61 @@ class NodeGroups:
         made = _MADE.setdefault(group, {})
         if self.ranks not in made:
             mates, peers = ranks[node * self.ranks : (node + 1) * self.ranks], ranks[place :: self.ranks]
-            # There are two nodes at least, and one rank of a node sends nothing within it.
+            # A single rank of a node sends nothing within it.
             *within, between = new_groups(group, *([mates] if len(mates) > 1 else []), peers)
             made[self.ranks] = within[0] if within else None, between
         self.within, self.between = made[self.ranks]
 
 
+class Splits(NamedTuple):
+    """Rows sent to and received from each rank of a group."""
+
+    sent: list[int]
+    received: list[int]
+
+
+class TwoLevels(NamedTuple):
+    """What one rank sends and receives: rows, and (token, expert) pairs, between and within nodes.
+
+    sources: (rank of the group, rows) in the order in which rows arrive.
+    """
+
+    rows_between: Splits
+    pairs_between: Splits
+    rows_within: Splits
+    pairs_within: Splits
+    sources: list[tuple[int, int]]
+
+
+def splits_of(table: torch.Tensor, rank: int, ranks: int) -> TwoLevels:
+    """What rank `rank` of a group sends and receives.
+
+    table: on CPU, for each rank: rows for each rank, pairs for each rank, rows for each node. ranks: of a node.
+    """
+    count = len(table)
+    node, place = divmod(rank, ranks)
+    mates = slice(node * ranks, (node + 1) * ranks)
+    rows, pairs, rows_of_node = table[:, :count], table[:, count : 2 * count], table[:, 2 * count :]
+
+    def between(to_node: torch.Tensor) -> Splits:
+        return Splits(to_node[rank].tolist(), to_node[place::ranks, node].tolist())
+
+    def within(to_rank: torch.Tensor) -> Splits:
+        received = to_rank[:, rank].view(-1, ranks).sum(0)
+        return Splits(to_rank[place::ranks, mates].sum(0).tolist(), received.tolist())
+
+    sources = torch.arange(count).view(-1, ranks).t().flatten().tolist()
+    return TwoLevels(
+        between(rows_of_node),
+        between(pairs.view(count, -1, ranks).sum(-1)),
+        within(rows),
+        within(pairs),
+        [(source, int(rows[source, rank])) for source in sources],
+    )
+
+
 class Exchange(NamedTuple):
-    """An all-to-all of rows there and back; the group is None where a rank is alone."""
+    """An all-to-all of rows and its inverse; group: None for a rank alone."""
 
     group: dist.ProcessGroup | None
     splits: Splits
@@ -102,7 +143,7 @@ def _all_to_all(x: torch.Tensor, group: dist.ProcessGroup | None, received: list
 
 @dataclass(frozen=True)
 class RowCopies:
-    """Copies of rows: copy i is of row index[i] (int32) of `rows`."""
+    """Copies of rows: copy i is of row index[i] (int32) of `rows` rows."""
 
     index: torch.Tensor
     rows: int
@@ -116,17 +157,14 @@ class RowCopies:
         return x.index_select(0, self.index)
 
     def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """[copies, H] -> [rows, H]: sums over each row's copies, in fp32, rounded once.
-
-        [copies] -> [rows], of which each has one copy at most.
-        """
+        """[copies, H] -> [rows, H], summed in fp32; [copies] -> [rows] if each has at most one copy."""
         if y.dim() == 1:
             return y.new_zeros(self.rows).index_copy_(0, self.index.long(), y)
         return ops.unpermute(y, self._row_ids, (self.rows, y.shape[1]))
 
 
 class Path(NamedTuple):
-    """The way of rows to experts: `spread` begins behind `to_nodes`, and `collect` ends there."""
+    """The path of rows to experts; `spread` starts after `to_nodes`, and `collect` ends there."""
 
     to_nodes: RowCopies
     between: Exchange
@@ -135,38 +173,33 @@ class Path(NamedTuple):
     to_experts: RowCopies
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """Rows for nodes -> rows for this rank's experts, by source, then expert, then token."""
+        """Rows for nodes -> rows of local experts, by source, then expert, then token."""
         arrived = self.between.send(x)
         arrived = self.within.send(self.to_ranks.spread(arrived))
         return self.to_experts.spread(arrived)
 
     def collect(self, y: torch.Tensor) -> torch.Tensor:
-        """Rows of this rank's experts -> rows of nodes, in y's dtype; sums and messages within a node are in fp32."""
+        """Rows of local experts -> rows of nodes, in y's dtype; sums and messages within a node are fp32."""
         partial = self.to_experts.collect(y.to(torch.promote_types(y.dtype, torch.float32)))
         partial = self.to_ranks.collect(self.within.send_back(partial))
         return self.between.send_back(partial.to(y.dtype))
 
 
 class Route(NamedTuple):
-    """Ways of a batch's tokens [T, H] and of their probabilities [T * E]."""
+    """Paths of a batch's tokens [T, H] and of their probabilities [T * E]."""
 
     tokens: Path
     probs: Path
 
 
 def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
-    """Find the ways of this rank's tokens, with all ranks of the group: three small messages.
-
-    Args:
-        routing_map: [T, E] bool, True where the expert takes the token; T may differ between ranks and be 0. A rank of
-            the group has E / ranks experts, in order.
-    """
+    """The paths of this rank's tokens; routing_map: [T, E] bool, any T. A collective."""
     tokens, experts = routing_map.shape
     ranks, each = nodes.nodes * nodes.ranks, experts // (nodes.nodes * nodes.ranks)
     counts = _counts(routing_map.reshape(tokens, ranks, each), nodes.nodes)
     table = counts.new_empty(ranks * len(counts))
     dist.all_gather_into_tensor(table, counts, group=nodes.group)
-    splits = splits_of(table.view(ranks, -1).tolist(), nodes.rank, nodes.ranks)
+    splits = splits_of(table.view(ranks, -1).cpu(), nodes.rank, nodes.ranks)
 
     numbers = torch.arange(tokens * experts, dtype=torch.int32, device=routing_map.device).view(tokens, experts)
     level = _level(routing_map, numbers, nodes.nodes, tokens * experts)
@@ -195,7 +228,7 @@ def route_of(routing_map: torch.Tensor, nodes: NodeGroups) -> Route:
 
 
 def padded_map(routing_map: torch.Tensor, capacity: int) -> torch.Tensor:
-    """[T, E] where each expert has `capacity` tokens: its first ones, then its first others, whose probability is 0."""
+    """Add tokens of probability 0 to routing_map [T, E] so that each expert has `capacity`."""
     by_expert = routing_map.t()
     token = by_expert.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :capacity]
     return torch.zeros_like(by_expert).scatter_(1, token, True).t()
@@ -211,12 +244,12 @@ def _counts(by_rank: torch.Tensor, nodes: int) -> torch.Tensor:
 class _Level(NamedTuple):
     rows: RowCopies
     pairs: RowCopies
-    # [rows that leave, experts of a place]: which experts there each is for.
+    # [rows that are sent, experts of a place]: which of these experts each row is for.
     wanted: torch.Tensor
 
 
 def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int) -> _Level:
-    """Rows that want experts of `places`, and the pairs with their numbers, place by place."""
+    """Rows to send to each of `places` and the numbers of their pairs, place by place."""
     shape = (len(wanted), places, wanted.shape[1] // places)
     by_place = wanted.reshape(shape).transpose(0, 1)
     needs = by_place.any(-1)
@@ -229,7 +262,7 @@ def _level(wanted: torch.Tensor, numbers: torch.Tensor, places: int, pairs: int)
 
 
 def _numbers(wanted: torch.Tensor) -> torch.Tensor:
-    """[R, E] -> where each pair is among those of all rows, row by row."""
+    """[R, E] -> the index of each pair among all, row by row."""
     return (wanted.flatten().cumsum(0, dtype=torch.int32) - 1).view(wanted.shape)
 
 
@@ -248,13 +281,10 @@ def _unpacked(packed: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def spread(x: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Rows to experts, differentiable: the gradient of a row is the sum over its copies. Keeps indices alone."""
+    """Rows to experts, differentiable. Saves only indices."""
     return linear_map(x, way.spread, way.collect)
 
 
 def collect(y: torch.Tensor, way: RowCopies | Path) -> torch.Tensor:
-    """Results to tokens, differentiable: the gradient of a copy is that of its row. Keeps indices alone."""
+    """Results to tokens, differentiable. Saves only indices."""
     return linear_map(y, way.collect, way.spread)
-
-
-__all__ = ["RowCopies", "NodeGroups", "Path", "Route", "collect", "padded_map", "ranks_per_node", "route_of", "spread"]

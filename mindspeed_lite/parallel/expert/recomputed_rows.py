@@ -1,4 +1,4 @@
-"""Rows of tokens that experts were given, released after use and exchanged again in the backward pass."""
+"""Rows of experts' tokens that are released after use and exchanged again in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .exchange import Collective, Messages
 class RecomputedRows:
     """The rows of one layer and micro-batch.
 
-        rows.release(x)    forward, when the first product has read x [rows, hidden]
-        rows.leave()       backward, when there is something to hide a message behind
-        rows.arrive()      before x is read: waits, puts the rows in order, fills x
+        rows.release(x)    forward, after the first product has read x [rows, hidden]
+        rows.leave()       backward, before work that overlaps with the message
+        rows.arrive()      before x is read: waits, sorts the rows, fills x
 
     Every rank of the group calls `leave` at the same place among its collectives, with rows or without.
 
     Args:
-        permute: the rows that this rank sends, from what it has kept.
-        collective: how they travel; None where they stay.
-        order: what was received, as the experts were given it.
+        permute: makes the rows that this rank sends.
+        collective: how they travel; None if they stay.
+        order: sorts received rows by expert.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class RecomputedRows:
         self._received: torch.Tensor | None = None
 
     def release(self, x: torch.Tensor) -> None:
-        """Give the memory of x up."""
+        """Free the memory of x."""
         self._released = ReleasedTensor(x)
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Let the rows leave, once."""
+        """Send the rows, once."""
         if self._released is None or self._received is not None:
             return
         rows = self._permute()
@@ -51,7 +51,7 @@ class RecomputedRows:
 
     @torch.no_grad()
     def arrive(self) -> None:
-        """Fill what was released, once."""
+        """Fill the released tensor, once."""
         self.leave()
         if self._released is None or self._received is None:
             return

@@ -256,22 +256,22 @@ class Blocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
-        from mindspeed_lite.parallel.context import partial, ring, zigzag
+        from mindspeed_lite.parallel.context import blocks, zigzag
 
-        ctx.blocks = partial.RankBlocks(zigzag(2 * len(q), 2), 1, (-1, 0), scale, False)
-        sum_of_blocks = partial.Partial.of(q, v)
+        ctx.blocks = blocks.RankBlocks(zigzag(2 * len(q), 2), 1, (-1, 0), scale, False)
+        partial = blocks.Partial.of(q, v)
         for owner in (1, 0):
-            ctx.blocks.forward(q, k, v, owner, sum_of_blocks)
-        out, lse = ring.finish(sum_of_blocks, None, q.dtype)
+            ctx.blocks.forward(q, k, v, owner, partial)
+        out, lse = partial.out.to(q.dtype), partial.lse
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor) -> Any:
-        from mindspeed_lite.parallel.context import partial
+        from mindspeed_lite.parallel.context import blocks
 
         q, k, v, out, lse = ctx.saved_tensors
-        sums = partial.Sums(*map(partial.zero_sum, (q, k, v)))
+        sums = blocks.Sums(*map(blocks.zero_sum, (q, k, v)))
         for owner in (0, 1):
             ctx.blocks.backward(dout, q, k, v, out, lse, owner, sums)
         return *(total.to(t.dtype) for total, t in zip(sums, (q, k, v), strict=True)), None

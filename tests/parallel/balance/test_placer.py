@@ -1,4 +1,4 @@
-"""When experts change places: every few steps, home and back, at a measured price, and where they stay."""
+"""Exchanges of experts between ranks; when they move, go home and come back, at a measured price."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
-from mindspeed_lite.parallel.balance.placer import Deciders, Placer
+from mindspeed_lite.parallel.balance import payoff, placement
+from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup, Placer
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -34,8 +34,8 @@ class Placed(Placer):
         super().__init__(interval, break_even)
         self.reason, self.said, self.moves = reason, [], 0
 
-    def deciders(self):
-        return Deciders(dist.group.WORLD, 1)
+    def placement_group(self):
+        return PlacementGroup(dist.group.WORLD, 1)
 
     def experts(self, layer):
         return layer.local_experts
@@ -109,3 +109,47 @@ def test_experts_stay_where_a_move_does_not_pay_or_ranks_differ(tmp_path):
             assert placer.said == [("fallback", reason)] and placer.moves == 0
 
     on_ranks(RANKS, body)
+
+
+def tensors_of(expert):
+    """Odd sizes and several dtypes: bytes of one end where no wider element of the next could begin."""
+    generator = torch.Generator().manual_seed(expert)
+    return [
+        torch.randn(3, 5, generator=generator).to(torch.bfloat16),
+        torch.randint(0, 255, (7,), generator=generator, dtype=torch.uint8),
+        torch.randn(3, 5, generator=generator, dtype=torch.float64),
+        torch.randn(1, generator=generator),
+        torch.empty(0),
+    ]
+
+
+@forked()
+def test_a_rank_has_the_tensors_of_the_experts_in_its_places(tmp_path):
+    def body(rank):
+        joined(rank, 3, tmp_path)
+        group = torch.distributed.group.WORLD
+        layer = PlacedExperts(6, group, torch.device("cpu"))
+        # Two experts a rank.
+        held = [tensors_of(2 * rank), tensors_of(2 * rank + 1)]
+        columns = torch.arange(6.0).repeat(4, 1)
+        assert layer.by_place(columns) is columns
+        # Slot 0 goes round; in slot 1 two change places and one stays; then all go home.
+        for after in ([1, 0, 2, 2, 0, 1], [2, 1, 1, 0, 0, 2], layer.home):
+            before = layer.placement
+            moves = placement.slot_moves(after, before, 3)
+            sent = layer.move(after, lambda slot: contextlib.nullcontext(held[slot]))
+            assert sent == sum(30 + 7 + 120 + 4 for each in moves if each.to[rank] != rank)
+            places = layer.experts_at
+            for slot in range(2):
+                for mine, expected in zip(held[slot], tensors_of(places[2 * rank + slot]), strict=True):
+                    assert torch.equal(mine, expected)
+            assert layer.by_place(columns)[0].tolist() == places and layer.is_home == (after == layer.home)
+
+    on_ranks(3, body)
+
+
+def test_a_move_must_save_what_it_sends():
+    costs = payoff.CopyCosts(copy=6.0, products=0.5, messages=9.0)
+    # As many bytes as two copies, in 8 steps: 12 s against 4 s for each token.
+    assert costs.break_even_of_move(2.0, 8) == 3.0
+    assert payoff.copied_bytes([torch.empty(3, dtype=torch.bfloat16), torch.empty(2)]) == 3 * 6 + 2 * 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 from mindspeed_lite.ops import attention
 from mindspeed_lite.parallel import context
+from mindspeed_lite.parallel.context.blocks import Partial, RankBlocks
+from mindspeed_lite.parallel.context.cost import AttentionWork, predict
 from mindspeed_lite.parallel.context.layout import stream_rows
-from mindspeed_lite.parallel.context.partial import Partial
 from mindspeed_lite.parallel.context.ring import Ring
 from mindspeed_lite.parallel.context.ulysses import split_heads
 from tests.harness import matrix
@@ -120,15 +122,13 @@ def test_bf16_is_as_exact_on_many_ranks_as_on_one(ranks):
 
 
 @forked("features")
-def test_the_bound_notices_what_is_wrong():
-    """One merge left out, a log-sum-exp of the block before, a gradient dropped on its way."""
+def test_the_bound_notices_what_is_wrong(monkeypatch):
+    """One merge left out, a log-sum-exp of the block before, a gradient dropped, a sum that is one hop short."""
     ranks, problem = 3, Problem()
     folder = Path(tempfile.mkdtemp())
     exact = definition(problem, ranks)
 
     def body(rank):
-        from mindspeed_lite.parallel.context import partial, ring
-
         group = joined(rank, ranks, folder)
         wanted = rows_of(exact, problem, ranks, rank)
 
@@ -136,8 +136,7 @@ def test_the_bound_notices_what_is_wrong():
             got = split(problem, ranks, rank, context.Algorithm(ring=Ring(group)))
             return max(error(ours, truth) for ours, truth in zip(got, wanted, strict=True))
 
-        assert worst() < 1e-12
-        merge, backward, count = Partial.merge, partial.RankBlocks.backward, [0]
+        merge, backward, program, count = Partial.merge, RankBlocks.backward, Ring._program, [0]
 
         def skips(self, out, lse, rows):
             count[0] += 1
@@ -153,29 +152,19 @@ def test_the_bound_notices_what_is_wrong():
             if count[0] != 2:
                 backward(self, *args)
 
-        for owner, name, wrong in (
-            (Partial, "merge", skips), (Partial, "merge", late), (partial.RankBlocks, "backward", drops),
-        ):  # fmt: skip
-            count[0] = 0
-            right = getattr(owner, name)
-            setattr(owner, name, wrong)
-            try:
-                assert worst() > 1e-6, wrong.__name__
-            finally:
-                setattr(owner, name, right)
-        program = ring._program
-
         def short(*args):
-            """The sums one hop short: what should go on to the next reader is taken for one's own."""
             its = program(*args)
-            import dataclasses
-
             steps = tuple(dataclasses.replace(step, receives_sum=False) for step in its.backward)
             return dataclasses.replace(its, backward=steps)
 
-        ring._program = short
-        assert worst() > 1e-6
-        ring._program = program
+        wrongs = ((Partial, "merge", skips), (Partial, "merge", late), (RankBlocks, "backward", drops),
+                  (Ring, "_program", short))  # fmt: skip
+        assert worst() < 1e-12
+        for owner, name, wrong in wrongs:
+            count[0] = 0
+            with monkeypatch.context() as patched:
+                patched.setattr(owner, name, wrong)
+                assert worst() > 1e-6, wrong.__name__
         assert worst() < 1e-12
 
     on_ranks(ranks, body)
@@ -219,3 +208,17 @@ def test_what_does_not_fit_is_refused():
         context.attend(q, q, q, context.zigzag(16, 2), one)
     with pytest.raises(ValueError, match="8 queries, 8 keys and 8 values on a rank that has 4 rows"):
         context.attend(q, q, q, context.zigzag(4, 1), one)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flops_per_byte", "exposed"),
+    [
+        # keys and values 8192 B, sums 16384 B; a block is 262144 flops forward and 2.5 times as many backward.
+        (2, 1000.0, (8192 - 262) + (8192 - 655) + 16384),
+        (2, 1.0, 16384),
+        (3, 100.0, 2 * (8192 - 2621) + (8192 - 6553) * 2 + (16384 - 6553) + 16384),
+    ],
+)
+def test_exposed_bytes_of_a_ring_by_hand(ranks, flops_per_byte, exposed):
+    work = AttentionWork(64, 1, 4, 4, 8, 8, 2, ranks, True)
+    assert predict(work, flops_per_byte)["ring"].exposed == pytest.approx(exposed, rel=1e-3)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
 
 from mindspeed_lite.parallel.context import schedule
-from mindspeed_lite.parallel.context.layout import zigzag
-from mindspeed_lite.parallel.context.pieces import CAUSAL, FREE, needs
+from mindspeed_lite.parallel.context.layout import CAUSAL, FREE, needs, zigzag
 
 SIZES = [(ranks, window) for ranks in range(1, 13) for window in range(1, ranks + 1) if ranks % window == 0]
 
@@ -99,9 +99,9 @@ def run(programs, backward=False, cached=False):
 
 
 def check(programs, needed, cached=False):
-    ranks = len(programs)
-    readers = {owner: [reader for reader in range(ranks) if needed(reader, owner)] for owner in range(ranks)}
-    owners = {reader: [owner for owner in range(ranks) if needed(reader, owner)] for reader in range(ranks)}
+    ranks = range(len(programs))
+    readers = {owner: [reader for reader in ranks if needed[reader][owner]] for owner in ranks}
+    owners = {reader: [owner for owner in ranks if needed[reader][owner]] for reader in ranks}
     for backward in (False, True):
         computed, home = run(programs, backward, cached and backward)
         if {rank: sorted(found) for rank, found in computed.items()} != owners:
@@ -114,10 +114,7 @@ def check(programs, needed, cached=False):
 def test_every_block_is_computed_where_it_is_needed_and_every_gradient_comes_home(ranks, window):
     layout = zigzag(4 * ranks, ranks)
     for band in (CAUSAL, FREE, (2, 0), (5, 0), (1, 1), (0, 0)):
-
-        def needed(reader, owner, band=band):
-            return needs(layout, reader, owner, band)
-
+        needed = tuple(tuple(needs(layout, reader, owner, band) for owner in range(ranks)) for reader in range(ranks))
         check(schedule.programs(ranks, window, needed), needed)
         check(schedule.programs(ranks, window, needed, kv_again=False), needed, cached=True)
 
@@ -125,41 +122,35 @@ def test_every_block_is_computed_where_it_is_needed_and_every_gradient_comes_hom
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_set_of_needed_blocks(ranks):
     others = [(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    choices = itertools.product([False, True], repeat=len(others))
-    for number, choice in enumerate(choices):
-        if ranks == 4 and number % 17:
-            continue
+    for choice in itertools.islice(
+        itertools.product([False, True], repeat=len(others)), 0, None, 17 if ranks == 4 else 1
+    ):
         wanted = {pair for pair, take in zip(others, choice, strict=True) if take} | {(a, a) for a in range(ranks)}
+        needed = tuple(tuple((a, b) in wanted for b in range(ranks)) for a in range(ranks))
         for window in (w for w in range(1, ranks + 1) if ranks % w == 0):
-            check(
-                schedule.programs(ranks, window, lambda a, b, w=wanted: (a, b) in w), lambda a, b, w=wanted: (a, b) in w
-            )
+            check(schedule.programs(ranks, window, needed), needed)
 
 
 def test_the_number_of_messages_is_the_least():
-    """P - 1 hops of keys and values in each pass, and P - 1 of each sum; a double ring has no more."""
+    """P - 1 hops of keys and values in each pass, and P - 1 of each sum; an outer hop has the time of a window."""
     for ranks, window in SIZES:
         for program in schedule.programs(ranks, window):
             sent = [move for step in program.forward for move in step.moves if move.direction == "send"]
             assert len(sent) == ranks - 1
             back = [*(move for step in program.backward for move in step.moves), *program.last]
             assert sum(move.direction == "send" and move.what == "sum" for move in back) == ranks - 1
-
-
-def test_outer_hops_have_the_time_of_a_window():
-    programs = schedule.programs(6, 3)
-    for program in programs:
-        for number, step in enumerate(program.forward):
-            for move in step.moves:
-                if move.direction == "receive":
-                    used = next(i for i, each in enumerate(program.forward) if each.owner == move.owner)
-                    assert used - number == (3 if move.lane else 1)
-                    assert (move.lane == 1) == (move.peer // 3 != program.rank // 3)
+            for number, step in enumerate(program.forward):
+                for move in step.moves:
+                    if move.direction == "receive":
+                        used = next(i for i, each in enumerate(program.forward) if each.owner == move.owner)
+                        assert used - number == (window if move.lane else 1)
+                        assert window in (1, ranks) or (move.lane == 1) == (
+                            move.peer // window != program.rank // window
+                        )
 
 
 def mutations(programs):
     """Programs that are wrong in one place."""
-    import dataclasses
 
     def changed(rank, backward):
         return (*programs[:rank], dataclasses.replace(programs[rank], backward=backward), *programs[rank + 1 :])
@@ -186,19 +177,8 @@ def test_the_oracle_sees_every_mutation(ranks, window):
     for mutated in mutations(programs):
         count += 1
         with pytest.raises(Broken):
-            check(mutated, schedule.everything)
+            check(mutated, ((True,) * ranks,) * ranks)
     assert count > 5 * ranks
-
-
-def test_a_program_can_be_read():
-    assert str(schedule.programs(2)[0]).splitlines() == [
-        "rank 0",
-        "  forward 0: send kv0 to 1; receive kv1 from 1; compute block 0",
-        "  forward 1: compute block 1",
-        "  backward 0: send kv0 to 1; receive kv1 from 1; compute block 0",
-        "  backward 1: compute block 1",
-        "  home: receive sum0 from 1; send sum1 to 1",
-    ]
 
 
 def test_a_window_that_does_not_divide_is_refused():

@@ -6,10 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.ops.permute import rows as row_ids
 from mindspeed_lite.parallel.expert import hierarchy
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, RowCopies, padded_map, ranks_per_node
-from mindspeed_lite.parallel.expert.traffic import expected_copies, pairs_to, rows_to
 from tests.harness.expert_hierarchy import (
     HIDDEN,
     Counted,
@@ -144,6 +142,15 @@ def test_sums_within_a_node_are_in_fp32(tmp_path):
     on_ranks(4, body)
 
 
+def rows_to(routing_map, places):
+    """Tokens that want an expert of each place."""
+    return routing_map.reshape(len(routing_map), places, routing_map.shape[1] // places).any(-1).sum(0).tolist()
+
+
+def pairs_to(routing_map, places):
+    return routing_map.reshape(len(routing_map), places, routing_map.shape[1] // places).sum((0, 2)).tolist()
+
+
 @forked("features")
 @pytest.mark.parametrize("size", [1, 2])
 def test_bytes_between_nodes_are_a_row_for_each_token_and_node(tmp_path, size):
@@ -177,18 +184,6 @@ def test_bytes_between_nodes_are_a_row_for_each_token_and_node(tmp_path, size):
     on_ranks(4, body)
 
 
-def test_the_expected_number_of_copies():
-    assert expected_copies(256, 8, 4) == pytest.approx(3.614, abs=1e-3)
-    assert 8 / expected_copies(256, 8, 4) == pytest.approx(2.21, abs=0.01)
-    assert expected_copies(8, 8, 4) == 4 and expected_copies(64, 1, 8) == pytest.approx(1)
-    made = torch.Generator().manual_seed(1)
-    chosen = torch.rand(20000, 256, generator=made).topk(8, -1).indices
-    routing_map = torch.zeros(20000, 256, dtype=torch.bool).scatter_(1, chosen, True)
-    rows = rows_to(routing_map, 4)
-    assert sum(rows) / 20000 == pytest.approx(expected_copies(256, 8, 4), rel=0.005)
-    assert sum(pairs_to(routing_map, 4)) == 8 * 20000
-
-
 def test_layouts():
     assert ranks_per_node(range(8), 2) == 2 and ranks_per_node(range(8), 1) == 1
     assert ranks_per_node([0, 2, 4, 6], 4) == 2, "tensor-parallel experts: every other rank of a node"
@@ -208,12 +203,3 @@ def test_the_map_of_padded_experts():
     routing_map = torch.tensor([[0, 1], [1, 1], [0, 0], [0, 1]], dtype=torch.bool)
     wanted = torch.tensor([[1, 1], [1, 1], [0, 0], [0, 0]], dtype=torch.bool)
     assert torch.equal(padded_map(routing_map, 2), wanted), "expert 0 takes token 0 too, and expert 1 its first two"
-
-
-def test_row_ids_of_copies():
-    index = torch.tensor([2, 0, 2, 3], dtype=torch.int32)
-    parts = row_ids.split(row_ids.of_pairs(index, 5, 1), 4)
-    assert parts.pair.tolist() == [2, 0, 2, 3] and parts.order.tolist() == [1, 0, 2, 3]
-    assert parts.offsets.tolist() == [0, 1, 1, 3, 4, 4]
-    y = torch.tensor([[1.0], [2.0], [4.0], [8.0]], dtype=torch.bfloat16)
-    assert RowCopies(index, 5).collect(y).flatten().tolist() == [2, 0, 5, 8, 0]

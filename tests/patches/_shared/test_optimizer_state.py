@@ -11,7 +11,7 @@ import torch
 from mindspeed_lite.memory import swapped_optimizer_state
 from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
-from mindspeed_lite.optim.fused_adam import FusedAdamW
+from mindspeed_lite.optim.fused_adam import FusedAdamW, StepData
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from mindspeed_lite.patches._shared import optimizer_state as forms
@@ -115,10 +115,10 @@ def test_the_copy_of_main_parameters_is_made_once() -> None:
         plain.append(bool(self.fp32_from_float16_groups[0][0].isfinite().all()))
 
     copy = forms.copy_main(megatrons, None)  # type: ignore[arg-type]
-    assert optimizer.optimizer.cast_done, "by its step"
+    assert optimizer.optimizer.step_data.casts_done, "by its step"
     copy(optimizer)
     assert plain == []
-    optimizer.optimizer.cast_done = False
+    optimizer.optimizer.step_data = StepData()
     copy(optimizer)
     assert plain == [True]
     copy(SimpleNamespace(optimizer=None, fp32_from_float16_groups=[[torch.ones(2)]]))

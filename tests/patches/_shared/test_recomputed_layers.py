@@ -11,7 +11,7 @@ import mindspeed_lite
 from mindspeed_lite import platform
 from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.memory.layer_records import LayerRecorder
-from mindspeed_lite.memory.layer_ways import ways
+from mindspeed_lite.memory.memory_options import layer_options
 from mindspeed_lite.memory.saved_tensors import Tracker
 from tests.harness import simulated
 from tests.harness.gpt_block import LAYERS, keeping, model_of, same, size_without, step
@@ -80,7 +80,7 @@ def test_every_way_has_the_same_bits_and_the_bytes_of_its_record(fields, flags):
     with mindspeed_lite.enabled(**flags, **ON):
         model = model_of(**fields)
         recorder, can = recorded(model), layers_of(model)[0].can
-    found = ways(recorder.layers[0], can)
+    found = layer_options(recorder.layers[0], can)
     assert len(found) > 4
     nothing = next(way for way in found if not way.again)
     if fields == SHARED:
@@ -125,7 +125,7 @@ def test_what_is_moved_gives_the_same_bits_and_leaves_the_bytes_of_its_record(fi
         model = model_of(**fields)
         layers, (offload,) = layers_of(model), made
         recorder, besides = recorded(model), 0
-        found = [*ways(recorder.layers[1], layers[1].can - {"layer"}, layers[1].can_swap)]
+        found = [*layer_options(recorder.layers[1], layers[1].can - {"layer"}, layers[1].can_swap)]
         moving = [way for way in found if way.moved]
         nothing = next(way for way in found if not way.again and not way.moved)
         assert len(moving) > 6 and {part for way in moving for part in way.swapped} == layers[1].can_swap

@@ -7,8 +7,16 @@ import random
 
 import pytest
 
-from mindspeed_lite.parallel.context.layout import gathered, packed_zigzag, stream_rows, zigzag
-from mindspeed_lite.parallel.context.pieces import CAUSAL, FREE, needs, pieces
+from mindspeed_lite.parallel.context.layout import (
+    CAUSAL,
+    FREE,
+    gathered,
+    needs,
+    packed_zigzag,
+    pieces,
+    stream_rows,
+    zigzag,
+)  # fmt: skip
 
 BANDS = [CAUSAL, FREE, (0, 0), (3, 0), (5, 2), (0, 4), (-1, 2), (40, 40)]
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from mindspeed_lite.parallel.balance.counter import ExpertPlace, LoadCounter
+from mindspeed_lite.parallel.balance.counts import (
+    ExpertPlace,
+    LoadAverage,
+    LoadCounter,
+    predicted_loads,
+    same_on_all_ranks,
+)  # fmt: skip
+from tests.harness.process_groups import joined
+from tests.harness.processes import forked, on_ranks
 
 
 def test_steps_are_apart_and_layers_without_experts_left_out():
@@ -46,3 +55,20 @@ def test_ranks_are_counted_by_the_places_of_experts():
     counter.end_step(3, {0: [0, 2, 1, 3]})
     _, (only,) = counter.take(ExpertPlace(0, 1, 2))
     assert only.experts == [[2, 1, 2, 1]] and only.ranks == [[4, 2]]
+
+
+@forked()
+def test_averages_of_all_ranks_predict_the_same_loads(tmp_path):
+    def body(rank):
+        joined(rank, 3, tmp_path)
+        group = torch.distributed.group.WORLD
+        average = LoadAverage(3, torch.device("cpu"))
+        average.add(torch.tensor([[True, False, rank == 0]]))
+        average.end_step()
+        assert predicted_loads([average], group) == [[3.0, 0.0, 1.0]]
+        average.end_step()
+        # The two steps weigh 0.09 and 0.1.
+        assert predicted_loads([average], group)[0][0] == pytest.approx(3 * 0.09 / 0.19, abs=3 / 1024)
+        assert same_on_all_ranks([5, rank], group, torch.device("cpu")) == [True, False]
+
+    on_ranks(3, body)

@@ -1,4 +1,4 @@
-"""Counts tokens by layer and expert on the device, and adds the counts of all ranks in one message."""
+"""Counts tokens of experts on the device while training, by step and as a moving average."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ import torch.distributed as dist
 
 from .record import LoadStep
 
+# Averages are summed over ranks as integers, in this part of a token: the sum is the same on every rank.
+_PARTS = 1024
+# Weight of the past in an average.
+_DECAY = 0.9
+
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Which experts a rank sends its tokens to: the replica of all experts, and how that is spread over ranks."""
+    """A rank's replica of all experts, the number of replicas, and the ranks that one is spread over."""
 
     replica: int
     replicas: int
@@ -21,27 +26,26 @@ class ExpertPlace:
 
 
 class LoadCounter:
-    """Counts of one rank for up to `interval` steps.
+    """Counts of one rank by step, layer and expert, until they are summed over all ranks.
 
     Args:
-        layers: rows; a rank counts in those of its own layers.
-        experts: experts of a layer, over all ranks.
-        interval: steps between two messages.
-        device: where routing maps are.
+        layers: of the model; a rank counts in those of its own.
+        experts: of a layer, over all ranks.
+        interval: the most steps between two messages.
+        device: of routing maps.
     """
 
     def __init__(self, layers: int, experts: int, interval: int, device: torch.device) -> None:
         self.shape = layers, experts
-        # A step of 2^31 choices in one layer does not exist.
         self._counts = torch.zeros(interval, layers, experts, dtype=torch.int32, device=device)
         self._tokens = [[0] * layers for _ in range(interval)]
         self._steps: list[int] = []
-        # Of experts at other places: number of the step and row -> the expert at each place.
+        # (index of the step, row) -> the expert at each place, where experts have moved.
         self._experts_at: dict[tuple[int, int], Sequence[int]] = {}
 
     @property
     def steps(self) -> int:
-        """Steps that have been counted since the last message."""
+        """Steps that were counted since the last message."""
         return len(self._steps)
 
     @property
@@ -49,34 +53,28 @@ class LoadCounter:
         return len(self._steps) == len(self._tokens)
 
     def add(self, row: int, routing_map: torch.Tensor) -> None:
-        """Count a micro-batch of one layer; the host does not wait.
-
-        Args:
-            row: of the layer, from 0.
-            routing_map: bool [tokens, experts], the experts of each of this rank's own tokens.
-        """
+        """Count a micro-batch of layer `row`; routing_map: bool [tokens, experts]. No sync."""
         place = len(self._steps)
         self._counts[place, row].add_(routing_map.sum(0, dtype=torch.int32))
         self._tokens[place][row] += routing_map.shape[0]
 
     def end_step(self, step: int, experts_at: Mapping[int, Sequence[int]] | None = None) -> None:
-        """What comes next belongs to another step. At most `interval` steps fit between two messages.
+        """End step number `step`.
 
-        Args:
-            experts_at: rows whose experts were not in their order -> [experts], the expert at each place.
+        experts_at: row -> the expert at each place, for layers whose experts have moved.
         """
         self._experts_at.update({(len(self._steps), row): each for row, each in (experts_at or {}).items()})
         self._steps.append(step)
 
     def take(self, place: ExpertPlace, group: dist.ProcessGroup | None = None) -> tuple[list[int], list[LoadStep]]:
-        """Add the counts of all ranks up, and begin anew. A collective: every rank calls it after the same step.
+        """Sum the counts over all ranks and reset. A collective: every rank calls it after the same step.
 
         Args:
             group: all ranks that train the model; None for one rank alone.
 
         Returns:
-            On the group's first rank the rows that have counted a token, and the steps with these rows; on other ranks
-            nothing.
+            On the group's first rank the rows that have counted a token, and the steps with these rows; nothing on
+            other ranks.
         """
         steps, (layers, experts) = self._steps, self.shape
         ranks = place.replicas * place.expert_parallel
@@ -84,7 +82,6 @@ class LoadCounter:
         by_place = counts.clone() if self._experts_at else counts
         for where, order in self._experts_at.items():
             by_place[where] = counts[where][torch.tensor(order, device=counts.device)]
-        # Ranks hold neighbouring places in their order.
         by_rank = by_place.view(len(steps), layers, place.expert_parallel, -1).sum(-1)
         message = counts.new_zeros(len(steps), layers, experts + ranks + 1)
         message[..., :experts] = counts
@@ -111,3 +108,43 @@ class LoadCounter:
             )
             for step, each in zip(steps, read, strict=True)
         ]
+
+
+class LoadAverage:
+    """Exponential average of one layer's tokens by expert, counted on this rank."""
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self._counts = torch.zeros(experts, dtype=torch.int64, device=device)
+        self._average = torch.zeros(experts, dtype=torch.float32, device=device)
+        self._weight = 0.0
+
+    def add(self, routing_map: torch.Tensor) -> None:
+        """Count a micro-batch; routing_map: bool [tokens, experts]. No sync."""
+        self._counts += routing_map.sum(0, dtype=torch.int64)
+
+    def end_step(self) -> None:
+        self._average.mul_(_DECAY).add_(self._counts, alpha=1 - _DECAY)
+        self._weight = _DECAY * self._weight + 1 - _DECAY
+        self._counts.zero_()
+
+    def parts(self) -> torch.Tensor:
+        """int64 [experts], in 1 / 1024 of a token."""
+        return (self._average * (_PARTS / (self._weight or 1.0))).round().to(torch.int64)
+
+
+def predicted_loads(averages: Sequence[LoadAverage], group: dist.ProcessGroup) -> list[list[float]]:
+    """[layers][experts], tokens in a step over all ranks of the group. A collective."""
+    parts = torch.stack([each.parts() for each in averages])
+    dist.all_reduce(parts, group=group)
+    found: list[list[float]] = (parts.to("cpu", torch.float64) / _PARTS).tolist()
+    return found
+
+
+def same_on_all_ranks(values: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Which of the values are equal on all ranks of the group. A collective."""
+    sent = torch.tensor([[each, -each] for each in values], dtype=torch.int64, device=device)
+    dist.all_reduce(sent, dist.ReduceOp.MAX, group=group)
+    return [largest == -smallest for largest, smallest in sent.tolist()]
+
+
+__all__ = ["ExpertPlace", "LoadAverage", "LoadCounter", "predicted_loads", "same_on_all_ranks"]

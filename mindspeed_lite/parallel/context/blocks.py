@@ -1,0 +1,226 @@
+"""Attention of one rank's queries over one rank's keys after another, merged in fp32.
+
+Outputs and gradients are summed in fp32 (float64 for float64) and rounded once. Each row's results are weighted by
+their log-sum-exp; a row that has seen no key has the lse -inf and takes no part, and NaN stays NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops import attention as op
+from mindspeed_lite.ops.attention import PositionalDropout, packed
+from mindspeed_lite.ops.attention.autograd import sink_gradient, with_sink
+from mindspeed_lite.parallel.context.layout import Band, Layout, Piece, pieces
+
+
+class Dropout(NamedTuple):
+    """Probability, seed of the call, this rank's first head, and the heads of all ranks."""
+
+    p: float
+    seed: torch.Tensor
+    first_head: int
+    heads: int
+
+
+class Sums(NamedTuple):
+    """Gradients of q, k and v in the dtype of sums."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or float64 for float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def zero_sum(t: torch.Tensor) -> torch.Tensor:
+    """Zeros of a tensor's shape in the dtype of sums."""
+    return torch.zeros(t.shape, dtype=sum_dtype(t.dtype), device=t.device)
+
+
+@dataclass
+class Partial:
+    """out [s, b, n, dv] and lse [b, n, s] over the keys merged so far."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    @classmethod
+    def of(cls, q: torch.Tensor, v: torch.Tensor) -> Partial:
+        """Over no keys yet, for q [s, b, n, d]."""
+        s, b, n, _ = q.shape
+        dtype = sum_dtype(q.dtype)
+        return cls(q.new_zeros(s, b, n, v.shape[-1], dtype=dtype), q.new_full((b, n, s), float("-inf"), dtype=dtype))
+
+    def merge(self, out: torch.Tensor, lse: torch.Tensor, rows: slice) -> None:
+        """Add the result of some rows over further keys."""
+        before = self.lse[..., rows]
+        both = torch.logaddexp(before, lse)
+        # exp(-inf - -inf) would be NaN where neither has seen a key.
+        level = both.masked_fill(both == float("-inf"), 0.0)
+        here, there = ((each - level).exp_().permute(2, 0, 1).unsqueeze(-1) for each in (before, lse))
+        self.out[rows].mul_(here).add_(out * there)
+        before.copy_(both)
+
+
+@dataclass(frozen=True)
+class RankBlocks:
+    """The products of one rank's queries and any rank's keys.
+
+    layout, rank: the rows of all ranks, and whose queries these are.
+    band: the mask by position, causal order included.
+    is_pack: whether the rows are those of a pack; tensors are [t, 1, n, d] then.
+    keys: the layout of the keys, where it is not that of the queries.
+    """
+
+    layout: Layout
+    rank: int
+    band: Band
+    scale: float | None
+    is_pack: bool
+    dropout: Dropout | None = None
+    keys: Layout | None = None
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, owner: int, partial: Partial) -> None:
+        """Merge attention over the keys and values of `owner` into `partial`."""
+        for piece in self._pieces(owner):
+            if self.is_pack:
+                spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
+                dropout = self._dropped(owner, q.device)
+                out, lse = packed.forward(
+                    q.squeeze(1), k.squeeze(1), v.squeeze(1), packing, spec, wide=True, dropout=dropout
+                )
+                rows = slice(piece.q[0][0], piece.q[-1][1])
+                partial.merge(out[rows].unsqueeze(1), lse[:, rows].unsqueeze(0), rows)
+            else:
+                rows, keys = slice(*piece.q[0]), slice(*piece.k[0])
+                spec = self._spec(q[rows], k[keys], v[keys], piece.band)
+                dropout = self._dropped(owner, q.device, rows, keys)
+                partial.merge(*op.forward(q[rows], k[keys], v[keys], spec, wide=True, dropout=dropout), rows)
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        owner: int,
+        sums: Sums,
+    ) -> None:
+        """Add the gradients that the keys of `owner` contribute; lse: [b, n, s]."""
+        for piece in self._pieces(owner):
+            if self.is_pack:
+                spec, packing = self._spec(q, k, v, piece.band), packed.Packing(piece.q, piece.k)
+                dout_, q_, k_, v_, out_ = (t.squeeze(1) for t in (dout, q, k, v, out))
+                dropout = self._dropped(owner, q.device)
+                parts = packed.backward(
+                    dout_, q_, k_, v_, out_, lse.squeeze(0), packing, spec, wide=True, dropout=dropout
+                )
+                for total, part in zip(sums, parts, strict=False):
+                    total += part.unsqueeze(1)
+            else:
+                rows, keys = slice(*piece.q[0]), slice(*piece.k[0])
+                spec = self._spec(q[rows], k[keys], v[keys], piece.band)
+                dropout = self._dropped(owner, q.device, rows, keys)
+                parts = op.backward(
+                    dout[rows], q[rows], k[keys], v[keys], out[rows], lse[..., rows], spec, wide=True, dropout=dropout
+                )
+                sums.dq[rows] += parts[0]
+                sums.dk[keys] += parts[1]
+                sums.dv[keys] += parts[2]
+
+    def _pieces(self, owner: int) -> tuple[Piece, ...]:
+        keys = (self.keys or self.layout).shares[owner]
+        return pieces(self.layout.shares[self.rank], keys, self.layout.documents, self.band)
+
+    def _spec(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, band: Band) -> op.AttentionSpec:
+        return op.prepare(q, k, v, window=band, scale=self.scale)
+
+    def _dropped(
+        self, owner: int, device: torch.device, rows: slice = slice(None), keys: slice = slice(None)
+    ) -> PositionalDropout | None:
+        if self.dropout is None:
+            return None
+        p, seed, first_head, heads = self.dropout
+        own, others = _positions(self.layout, self.rank, device), _positions(self.keys or self.layout, owner, device)
+        return PositionalDropout(p, seed, own[rows], others[keys], first_head, heads)
+
+
+def _positions(layout: Layout, rank: int, device: torch.device) -> torch.Tensor:
+    """[rows] int64, the row of the stream for each row of a rank."""
+    runs = [torch.arange(run.start, run.start + run.length, device=device) for run in layout.shares[rank]]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64, device=device)
+
+
+class KeyExchange(Protocol):
+    """How a rank's queries meet the keys and values of all ranks."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: RankBlocks, partial: Partial
+    ) -> dict[int, torch.Tensor]:
+        """Merge every block into `partial`; returns what to save for the backward pass, by owner."""
+        ...
+
+    def backward(
+        self,
+        dout: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
+        kept: Mapping[int, torch.Tensor],
+        blocks: RankBlocks,
+    ) -> Sums:
+        """The gradients of this rank's rows, summed over all ranks; saved: (q, k, v, out, lse)."""
+        ...
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None,
+    blocks: RankBlocks,
+    exchange: KeyExchange,
+) -> torch.Tensor:
+    """q [s, b, n, d], k [s, b, g, d], v [s, b, g, dv], sink [n] -> [s, b, n, dv] of this rank's rows."""
+    out: torch.Tensor = _Attention.apply(q, k, v, sink, blocks, exchange)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sink: torch.Tensor | None,
+        blocks: RankBlocks,
+        exchange: KeyExchange,
+    ) -> torch.Tensor:
+        partial = Partial.of(q, v)
+        kept = exchange.forward(q, k, v, blocks, partial)
+        out, lse = partial.out, partial.lse
+        if sink is not None:
+            out, lse = with_sink(out, lse, sink)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(sink, q, k, v, out, lse, *kept.values())
+        ctx.kept, ctx.blocks, ctx.exchange = tuple(kept), blocks, exchange
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        sink, q, k, v, out, lse, *kept = ctx.saved_tensors
+        kept = dict(zip(ctx.kept, kept, strict=True))
+        dq, dk, dv = ctx.exchange.backward(dout, (q, k, v, out, lse), kept, ctx.blocks)
+        dsink = sink_gradient(dout, out, lse, sink) if ctx.needs_input_grad[3] else None
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
