@@ -1,16 +1,12 @@
-"""`--adaptive-memory`: what each layer keeps, computes again and moves to the host is chosen within a budget.
+"""`--adaptive-memory`: keep, recompute or offload parts of layers within a memory budget.
 
-In the first steps every layer runs again in the backward pass, which takes least memory, and that second run is
-recorded: what each part saves, in which layer, for how long, and its time. Then the least time within the budget is
-solved for, for each pipeline rank: norms, activation functions, attention, MLPs, experts, shared experts, whole layers,
-each kept, computed again or, on a device, moved to the host behind the compute of the next layer. The next step runs
-like that, and its memory is measured. Rank 0 prints the choice as a table and keeps it for the next run of the same
-training. `--mindspeed-lite-explain-memory` prints it and ends before any weight has changed.
+The first steps recompute every layer and record what each part saves and how long it takes. A solver then minimises
+time within the budget per pipeline rank; the next step runs the choice and its memory is measured. Rank 0 prints the
+choice and stores it for later runs. `--mindspeed-lite-explain-memory` prints it and exits before a weight has changed.
 
-Reaches `get_forward_backward_func`, which every training loop calls for a step, each layer where it is built, and the
-block that runs the layers of a chunk. Leaves evaluation and everything outside of transformer layers alone.
-Limitations: the local implementation; experts that run in pieces beside messages are computed again with their router
-and exchange alone.
+Reaches `get_forward_backward_func`, which every training loop calls, each layer when it is built, and the block that
+runs a chunk's layers. Leaves evaluation and code outside transformer layers alone. Experts that run in pieces for
+communication overlap are recomputed together with their router and exchange.
 """
 
 from __future__ import annotations

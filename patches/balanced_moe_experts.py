@@ -1,16 +1,13 @@
-"""`--balanced-moe-experts`: for each micro-batch the hottest experts are copied to every rank that shares experts.
+"""`--balanced-moe-experts`: copy the hottest experts of a micro-batch to every rank.
 
-Tokens of a copied expert stay on the rank that they come from, so that the rank which holds it has fewer. Which ones
-are copied follows from the exact counts of the micro-batch; no copy is made that takes fewer tokens off the fullest
-rank than it costs. Parameters travel while tokens are permuted and exchanged. Gradients of copies are added up on the
-owner of the expert and go to its main gradients before these are reduced.
+Tokens of a copied expert stay on their rank. The exact counts of the micro-batch decide which experts are copied; a
+copy must save more than it costs. Parameters travel while tokens are permuted and exchanged. Gradients of copies are
+added to the owner's main gradients before reduction.
 
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`: it is given a routing over places, the experts of a rank and
-slots for copies, and counts as many experts a rank; its exchange, gathers and sorting then do what they always do, and
-what goes to a slot never leaves its rank. `SequentialMLP.forward` computes with the copies behind its own experts, in a
-loop or in one grouped product (`--moe-grouped-gemm`). `MoELayer.forward` says which experts a dispatcher serves.
-Parameters, optimizer and checkpoints are left alone: a copy is an intermediate tensor. Falls back for other experts
-than these, frozen ones, and those in fp8 or fp4.
+Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, which gets a routing over own experts and copy slots, so its
+exchange and sorting work unchanged; `SequentialMLP.forward`, which computes with the copies; and `MoELayer.forward`,
+which links dispatcher and experts. Leaves parameters, optimizer and checkpoints alone. Falls back for other experts,
+frozen experts, fp8 and fp4.
 """
 
 from __future__ import annotations

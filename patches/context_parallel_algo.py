@@ -1,14 +1,12 @@
-"""`--context-parallel-algo`: context parallelism on the local implementation, by ring, Ulysses, both or gathered keys.
+"""`--context-parallel-algo`: ring, Ulysses, hybrid or gathered-key context parallelism.
 
-Reaches the core attention of the local implementation, whose constructor refuses context parallelism and is the only
-place that does; its `forward` then computes this rank's rows of the whole sequence's attention. Every algorithm takes
-Megatron's own split, two chunks of the sequence for each rank, so that batches, rotary embedding, masks, losses and
-multi-token prediction stay Megatron's. `--context-parallel-algo` (MindSpeed's) or `--cp-comm-type` (Megatron's, of each
-layer too) chooses; without either the least predicted exposed communication does.
+Reaches the core attention of the local implementation: its constructor is the only place that refuses context
+parallelism, and its `forward` then computes this rank's rows. All algorithms use Megatron's split (two chunks per
+rank), so batches, rotary embedding, masks and losses stay Megatron's. `--context-parallel-algo` or `--cp-comm-type`
+chooses; by default the algorithm with the least predicted exposed communication runs.
 
-Packed sequences are split sequence by sequence. Megatron takes that split from Transformer Engine; the same is provided
-where it looks for it. Leaves Transformer Engine's attention alone. Never hands a call back, since the original has no
-context parallelism: what it cannot do is an error.
+Packed sequences are split sequence by sequence; the partition that Megatron takes from Transformer Engine is provided.
+Leaves Transformer Engine's attention alone. Never falls back: unsupported calls raise OptionError.
 """
 
 from __future__ import annotations

@@ -1,17 +1,13 @@
-"""`--delay-wgrad-compute`: the schedule that overlaps expert communication computes weight gradients when it asks.
+"""`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
-Reaches the column and row parallel linear layers of the local implementation inside transformer layers: their
-backward pass computes the gradient of the input and puts that of the weight aside until `backward_dw()`, which
-Megatron calls in the combined schedule of `--overlap-moe-expert-parallel-comm` (its only caller, and without it
-Megatron refuses the flag). The linear layer has a way to leave its weight gradient to other code, made for the
-output layer: a buffer that takes the output's gradient. Each call is given a buffer of its own, so that no line of
-the layer is replaced. Gradient reduction then waits for the delayed gradient as it does with Transformer Engine's.
-Leaves the embedding, the output layer, which the schedule skips, and Transformer Engine's layers alone. Falls back
-where gradients are not accumulated in the product (`--gradient-accumulation-fusion`), for frozen weights, and where
-gradient reduction overlaps the backward pass without knowing of the delay.
+Reaches the local column and row parallel linear layers inside transformer layers. Their backward pass queues the weight
+gradient until `backward_dw()`, which Megatron's combined schedule calls. The queue enters through the linear layer's
+own `grad_output_buffer` argument, so no line of the layer is replaced. Gradient reduction waits for the queue as it
+does for Transformer Engine's layers.
 
-Same products, same order for each weight: the same bits as without the delay. What has not been asked for when
-gradients are reduced is computed then, and said.
+Leaves the embedding, the output layer and Transformer Engine's layers alone. Falls back without
+`--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction does not know of the delay.
+Gradients that no schedule has asked for are computed before reduction. Same products in the same order: same bits.
 """
 
 from __future__ import annotations

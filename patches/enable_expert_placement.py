@@ -1,17 +1,13 @@
-"""`--enable-expert-placement`: every N steps experts change places among ranks, so that ranks have equal load.
+"""`--enable-expert-placement`: exchange experts between ranks every N steps to balance load.
 
-The load of each expert is predicted by an exponential average of what the router chose. Experts of the same local slot
-change places: all tensors of an expert (parameters, main parameters or their shard, optimizer states in every form) are
-then laid out alike on all ranks that share experts, and are exchanged as bytes between an optimizer's step and the
-next forward pass. Experts move only if that saves more time by the next placement than it takes.
+An exponential average of the router's choices predicts load. Experts of the same local slot are exchanged with all
+their tensors (parameters, main parameters, optimizer states) between an optimizer step and the next forward pass, if
+that saves more time than it takes.
 
-Reaches `MoELayer.route`, whose result every release hands to the dispatcher: its columns are put in the order of
-places. Router, auxiliary losses, biases of experts and `--moe-record-load` see experts by their own numbers; dispatcher
-and experts see places. `ChainedOptimizer.step` says that a step has ended. `SequentialMLP.sharded_state_dict` and
-`ChainedOptimizer.sharded_state_dict` first put experts back, so that checkpoints are Megatron's own; after the next
-step they return to their places. `state_dict` and `load_state_dict` may be called by some ranks alone: refused while
-experts are elsewhere. Leaves the exchange of tokens and the product of experts alone. Falls back for other experts than
-SequentialMLP's, and for ranks whose experts differ in shape or in what is trained.
+Reaches `MoELayer.route`, whose columns are put into the order of places: router and losses see experts, dispatcher and
+experts see places. `ChainedOptimizer.step` marks the end of a step. `sharded_state_dict` first moves experts back, so
+checkpoints are Megatron's own; `state_dict` and `load_state_dict` raise while experts are away. Falls back for experts
+other than SequentialMLP's and where ranks' experts differ in shape or in what is trained.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""`--gradient-accumulation-fusion`: weight gradients are added to the main gradient by the product that computes them.
+"""`--gradient-accumulation-fusion`: wgrad GEMMs add into the main gradient, without Apex.
 
-Reaches every linear layer of the local implementation with a weight to train: column and row parallel, experts, the
-output layer with its own or with the embedding's weight. Megatron's linear layer has the fusion and calls an extension
-of Apex for it; this is that extension, by its name and on every device, so that no line of the layer is replaced and
-its communication, hooks and tied weights stay Megatron's. Leaves Transformer Engine's layers alone, which accumulate
-themselves, and an Apex that is installed. Falls back, with a reason, for `--no-gradient-accumulation-fusion` and for
-FSDP, which has no main gradients to add to.
+Reaches every trained linear layer of the local implementation. Megatron's layer already calls Apex's extension for the
+fusion; this provides the extension under its name on every device, so communication, hooks and tied weights stay
+Megatron's. Megatron's default is on and is switched off where Apex is missing; this flag keeps it on.
 
-Megatron's default is on and is switched off where Apex is missing; this flag keeps it on. In Python the field
-`gradient_accumulation_fusion` of the model's configuration decides, and this feature makes it possible.
+Leaves Transformer Engine's layers and an installed Apex alone. Falls back for `--no-gradient-accumulation-fusion` and
+FSDP, which has no main gradients.
 """
 
 from __future__ import annotations

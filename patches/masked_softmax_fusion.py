@@ -1,10 +1,8 @@
-"""`--masked-softmax-fusion`: scale, mask and softmax of Megatron's own attention in one pass, without its extension.
+"""`--masked-softmax-fusion`: scale, mask and softmax of local attention in one pass.
 
-Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls for the scores wherever attention is not one
-operator: without `--use-flash-attn`, and in the layers that it leaves to Megatron. Megatron's fusion is on by default
-and calls extensions for CUDA that have to be built apart; without them scores are widened to fp32, masked and
-normalised in passes of their own, and the fp32 result is kept. Leaves `--no-masked-softmax-fusion` and an extension
-that is there alone. Falls back, with a reason, for sliding windows, softmax offsets and masking functions of others.
+Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls where attention is not one operator. Megatron's
+fusion needs CUDA extensions; without them it makes several passes in fp32. Leaves `--no-masked-softmax-fusion` and an
+installed extension alone. Falls back for sliding windows, softmax offsets and other masking functions.
 """
 
 from __future__ import annotations

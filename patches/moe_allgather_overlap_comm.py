@@ -1,17 +1,13 @@
-"""`--moe-allgather-overlap-comm`: gathering of tokens and scattering of results behind what needs neither.
+"""`--moe-allgather-overlap-comm`: overlap token collectives with shared expert and wgrads.
 
-The `allgather` dispatcher gives every rank all tokens, and each takes those of its experts. Within one micro-batch
-the shared expert needs no token from elsewhere: its first product and activation run beside the gathering of tokens,
-its second beside the scattering of results, and their backward passes beside the gradients of both. The choice of the
-tokens that are here, which needs the routing map alone, runs beside the gathering too. Weight gradients of the experts,
-which `--moe-grouped-gemm` computes, run beside the gradient of the gathering.
+For the `allgather` dispatcher. The shared expert's first product overlaps with the gather of tokens, its second with
+the scatter of results, and their backward passes with both gradients. Weight gradients of `--moe-grouped-gemm` overlap
+with the gradient of the gather.
 
-Reaches `MoEAllGatherTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
-`gather_from_sequence_parallel_region` and `reduce_scatter_to_sequence_parallel_region`, for these alone;
-`dispatch_postprocess` and `permute`, before which messages must have arrived; `MoELayer.shared_experts_compute` and
-`postprocess`, between which the shared expert is put off; and `_ParamAndGradBucketGroup.start_grad_sync`, the first
-reader of a main gradient. A shared expert with a gate, or one whose activation is recomputed, runs where Megatron has
-it; the reason is logged once.
+Reaches `token_dispatch` and `token_combine`, which mark their collectives; the two mappings that issue them;
+`dispatch_postprocess` and `permute`, which wait; `MoELayer.shared_experts_compute` and `postprocess`, between which the
+shared expert is deferred; and `start_grad_sync`, the first reader of main gradients. A gated or recomputed shared
+expert runs where Megatron has it, with the reason logged.
 """
 
 from __future__ import annotations

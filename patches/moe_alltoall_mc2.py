@@ -1,12 +1,9 @@
-"""`--moe-alltoall-mc2`: experts' exchange and their products in one operator of an NPU.
+"""`--moe-alltoall-mc2`: all-to-all and expert GEMM in one NPU operator.
 
-The all-to-all to the experts goes with their first product, the one from them with their second one; likewise in the
-backward pass. Megatron's `alltoall` dispatcher keeps its steps, but neither sends rows of tokens nor sorts them: the
-operators of `--moe-grouped-gemm`, which this needs, do both.
-
-Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, whose `all_to_all` then hands rows of tokens on
-(probabilities are sent as ever), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs`
-sorts probabilities alone. Falls back, with a reason, to separate steps for sizes that the operators do not take.
+The exchange to the experts is fused with their first product, the exchange back with their second. Reaches
+`token_dispatch` and `token_combine` of the `alltoall` dispatcher, whose `all_to_all` then passes token rows through
+(probabilities are sent as usual), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs` then
+sorts probabilities alone. Needs `--moe-grouped-gemm`. Falls back to separate steps for unsupported sizes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""`--moe-alltoall-overlap-comm`: experts' exchange behind the shared expert and behind weight gradients.
+"""`--moe-alltoall-overlap-comm`: overlap expert all-to-alls with shared expert and wgrads.
 
-Within one micro-batch two things need no token from elsewhere: the shared expert, and in the backward pass the weight
-gradients of the experts. The all-to-alls of Megatron's `alltoall` dispatcher are issued and waited for apart. The
-shared expert runs between: Megatron's dispatcher has its parts at the right places (`--moe-shared-expert-overlap`,
-which this turns on where there is a shared expert), its first product beside the dispatch and its second beside the
-combine, and their backward passes beside those of both. Weight gradients of the experts, which `--moe-grouped-gemm`
-computes, run beside the backward exchange of the dispatch.
+The all-to-alls of the `alltoall` dispatcher are issued asynchronously. Megatron's `--moe-shared-expert-overlap`, which
+this turns on, runs the shared expert meanwhile. Weight gradients of `--moe-grouped-gemm` overlap with the backward
+exchange of the dispatch.
 
-Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
-`tensor_parallel.mappings.all_to_all`, for these alone; the places before which messages must have arrived: behind
-`SharedExpertMLP.linear_fc1_forward_and_act` and `linear_fc2_forward`, before `dispatch_postprocess` and
-`combine_postprocess`; and `_ParamAndGradBucketGroup.start_grad_sync`, the first reader of a main gradient.
+Reaches `token_dispatch` and `token_combine`, which mark their messages; `all_to_all`, for these alone; the places that
+must wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and
+`start_grad_sync`, the first reader of main gradients.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""`--moe-fb-overlap`: the forward pass of one micro-batch beside the backward pass of another.
+"""`--moe-fb-overlap`: overlap one micro-batch's forward with another's backward.
 
-Tokens are dispatched and combined while the other micro-batch computes: attention beside the combine's backward
-exchange, weight gradients beside the dispatch, experts beside the dispatch's backward exchange. Megatron has had that
-schedule since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too. It hides little without
-weight gradients that wait, which it has for Transformer Engine alone. MindSpeed's flag turns both on: this sets
-Megatron's argument before validation, and turns on `delay_wgrad_compute`, whose linear layers are those of the local
-implementation.
-
-Reaches `TransformerLayerSchedulePlan.run`, which gets layers whose parts issue messages as soon as what they read is
-there, and `ScheduleNode.default_backward_func`, which asks every output of a part for a gradient: behind frozen weights
-some need none. Leaves the schedule of micro-batches and every computation alone.
+Turns on Megatron's `--overlap-moe-expert-parallel-comm`, whose schedule computes one micro-batch while tokens of the
+other travel, and `delay_wgrad_compute`, without which it overlaps little. Reaches `TransformerLayerSchedulePlan.run`,
+the order of one pair of layers, to issue each message as soon as its input exists; and
+`ScheduleNode.default_backward_func`, which must skip outputs that need no gradient. Leaves the order of micro-batches
+and every computation alone.
 """
 
 from __future__ import annotations

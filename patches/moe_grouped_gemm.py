@@ -1,17 +1,12 @@
-"""`--moe-grouped-gemm`: all experts of a rank in one grouped product per layer, without Transformer Engine.
+"""`--moe-grouped-gemm`: one grouped GEMM per layer for all experts of a rank.
 
-Megatron's local implementation has one MLP per expert and a Python loop over them (since 0.17 whatever the flag says;
-before, the flag asks for an extension). The module stays what it is: one parameter per expert, so that initialisation,
-gradient buffers, optimizer and checkpoints are those of the loop. Its forward is still Megatron's, called for one
-expert that stands for all: its two linear layers are grouped products over the experts' weights, and what lies between
-them is run by Megatron's own MLP, so that activation, per-token probabilities and what other features change there
-hold.
+Megatron's local implementation loops over one MLP per expert. The module and its parameters stay, so initialisation,
+gradient buffers, optimizer and checkpoints are unchanged. Reaches `SequentialMLP.forward`: it runs for one expert that
+stands for all, whose linear layers are grouped products; Megatron's MLP still runs the activation in between.
 
-Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
-layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
-beside the rest where that is asked for (`--moe-wgrad-side-stream`). Falls back, with a reason, for fp8 and fp4, frozen
-or further distributed weights, hooks on experts, offloading, and experts that are not Megatron's MLP of its own linear
-layers.
+Serves `moe_act` recomputation, gradient accumulation fusion, delayed weight gradients and `--moe-wgrad-side-stream`.
+Falls back for fp8 and fp4, frozen or further sharded weights, hooks on experts, offloading, and experts that are not
+Megatron's MLP of its own linear layers.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""`--moe-hierarchical-alltoallv`: experts' tokens cross the network once for each node, not once for each expert.
+"""`--moe-hierarchical-alltoallv`: tokens cross the network once per node, not per expert.
 
-Megatron's `alltoall` dispatcher sends a copy of a token to each of its experts. Here a token is copied to each node
-that has one of its experts, crosses to the rank of the same place there, and is copied on inside the node. Results are
-added up inside the node, and one row for each token and node comes back.
+A token is sent once to each node that has one of its experts and is copied inside the node. Results are summed inside
+the node, and one row per token and node comes back.
 
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, whose call of `permute` then copies for nodes and keeps the
-way of the tokens in the place of the row ids; `token_dispatch` and `token_combine`, whose calls of `all_to_all` take
-that way; and `unpermute`, which adds up nodes. Experts get the rows that they get without it, in the same order.
-Leaves alone splits, sorting, tensor-parallel gathers, the shared expert, and the other dispatchers. Falls back where
-the ranks that share experts are on one node, or not equally many on each.
+Reaches `dispatch_preprocess` of the `alltoall` dispatcher, whose `permute` then copies per node and returns the route
+as row ids; `token_dispatch` and `token_combine`, whose `all_to_all` takes that route; and `unpermute`, which sums over
+nodes. Experts get the same rows in the same order. Falls back where expert-parallel ranks are on one node or are
+unevenly spread over nodes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""`--moe-permute-fusion`: tokens are permuted for their experts by one operator, without Transformer Engine.
+"""`--moe-permute-fusion`: permute tokens for their experts by one operator.
 
-Reaches the three functions that Megatron's dispatchers move tokens with, when they are asked for their fused form:
-`permute`, `unpermute` and `sort_chunks_by_idxs`. Without the flag they sort all pairs of token and expert to find a
-few, and add rows up one rounding at a time. The names that Megatron imports from Transformer Engine for the fused
-form are supplied too, since its configuration refuses the flag where they are missing.
-
-Falls back for padding to the tile of a quantised product, which only Transformer Engine's form has.
+Reaches `permute`, `unpermute` and `sort_chunks_by_idxs`, with which all dispatchers move tokens, when called in their
+fused form. Provides the names that Megatron imports from Transformer Engine, because its configuration refuses the flag
+without them. Raises for padding to the tile of a quantised product, which only Transformer Engine has.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""`--moe-record-load`: how many tokens each expert and each rank had, by layer and step, in a file.
+"""`--moe-record-load`: record the tokens of each expert and rank by layer and step.
 
-Reaches `TopKRouter.forward`, whose routing map every dispatcher (all-to-all, all-gather, flex) is given: one reduction
-and one addition for a layer and micro-batch, into a tensor on the device that the host does not wait for. And
-`finalize_model_grads`, which every schedule calls on every rank once a step: there a step ends, and every few steps
-all ranks add their counts up in one message that rank 0 writes. Neither changes what it wraps.
+Reaches `TopKRouter.forward`, whose routing map every dispatcher gets: one asynchronous reduction per layer and
+micro-batch. And `finalize_model_grads`, which every schedule calls once a step: every few steps ranks sum their counts
+and rank 0 writes them. Both targets' results are unchanged.
 
-Counts where the router runs for a backward pass: not in evaluation, and once where a layer is computed again, since
-its first pass then builds no graph. A rank counts its own tokens; where the ranks of a tensor-parallel group hold the
-same ones, without sequence parallelism, the first of them does. Falls back for a model without experts, and where the
-groups of ranks are not Megatron's own.
+Counts only where a graph is built: not in evaluation, and once where a layer is recomputed. Without sequence
+parallelism the first rank of a tensor-parallel group counts for all. Falls back for models without experts and for
+process groups other than Megatron's own.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`--moe-router-fusion`: scores, choice and probabilities of the router by one operator, without Transformer Engine.
+"""`--moe-router-fusion`: the router's scores, top-k and probabilities in one operator.
 
-Reaches the functions that Megatron's router calls with its fused form in mind: `topk_routing_with_score_function`,
-`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Same choices as Megatron's own code, ties
-included. Leaves alone the calls that Megatron makes without asking for the fused form, and falls back for routing
-that is replayed or chosen by the caller, and before 0.18, which rounds scores to the logits' dtype before it chooses,
-for 16-bit logits.
+Reaches the functions that the router calls in their fused form: `topk_routing_with_score_function`,
+`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Choices equal Megatron's, ties included.
+Leaves unfused calls alone. Falls back for replayed or given routing, and before 0.18 for 16-bit logits, whose scores
+that release rounds before it chooses.
 """
 
 from __future__ import annotations

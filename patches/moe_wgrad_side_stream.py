@@ -1,16 +1,12 @@
-"""`--moe-wgrad-side-stream`: weight gradients of experts on a stream beside the vector work of the backward pass.
+"""`--moe-wgrad-side-stream`: compute weight gradients of experts on a side stream.
 
-In the backward pass of an expert layer nothing waits for the GEMMs of the weight gradients. They go to a
-stream of their own, where they run beside the backward passes of activation, permutation, router and norms and beside
-the dispatcher's messages; autograd runs what stays on the stream it always had. `auto` takes turns, a step with and a
-step without, and keeps what is faster.
+They overlap with activation, permutation, router, norms and the dispatcher's messages. `auto` alternates steps with and
+without and keeps the faster.
 
-Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients (`--gradient-accumulation-fusion`);
-`_ParamAndGradBucketGroup.start_grad_sync`, which is the first to read a main gradient and waits for them;
-`DistributedDataParallel.__init__`, where a model gets its main gradients; and `zero_grad_buffer`, where a step begins.
-Leaves other layers' gradients alone: those of sequence parallel layers read a buffer that the next layer writes. Falls
-back, with a reason, on CPU, which has one order of computation, for CUDA graphs, for the schedule that overlaps expert
-communication, which has streams of its own, and where gradients are not added in the product.
+Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients; `start_grad_sync`, their first reader,
+which waits; `DistributedDataParallel.__init__`, where a model gets main gradients; and `zero_grad_buffer`, where a step
+begins. Leaves other layers alone, because sequence parallel layers reuse the buffer they read. Falls back on CPU, with
+CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
 """
 
 from __future__ import annotations

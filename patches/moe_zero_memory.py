@@ -1,19 +1,13 @@
-"""`--moe-zero-memory`: what experts are given and what they compute is not kept for the backward pass.
+"""`--moe-zero-memory`: release expert inputs and activations, recompute them in backward.
 
-`level0` releases the rows that a rank's experts were given and the output of their activation. In the backward pass the
-tokens, which the router keeps anyway, are permuted and exchanged again, and the activation runs again from its input.
-No gradient of a row needs the rows themselves; they are read by the weight gradients of the first layer alone. So the
-message leaves when the experts' gradient is there and is waited for behind all of those. level1 releases the
-activation's input too: the rows are exchanged before the gradient travels, and the first layer runs again, beside it
-with `--moe-alltoall-overlap-comm`. With `--moe-zero-memory-num-layers N` the first N layers of each pipeline rank have
-level1 and the others level0; with level0, the first N have it and the others none.
+level0 releases the experts' input rows and the activation's output. The backward pass permutes and exchanges the tokens
+again and reruns the activation; the message overlaps with the experts' backward, since only the first layer's weight
+gradients read the rows. level1 also releases the activation's input and reruns the first layer.
+`--moe-zero-memory-num-layers N` selects level1 for the first N layers of a rank.
 
-Reaches `dispatch_preprocess` and `dispatch_postprocess` of `MoEAlltoAllTokenDispatcher`: from the one it keeps the
-tokens, from the other a copy of the dispatcher with its counts, whose own functions put rows in order once more. And
-`token_combine`, whose gradient is the first that comes. The experts are those of `--moe-grouped-gemm`. Layers are
-chosen where `TransformerLayer` builds them. The calls of the two linear layers of a shared expert are seen in
-`SharedExpertMLP`, which `--moe-shared-expert-overlap` runs in parts: the output of its activation is released in both
-levels, and its input in level1. Runs in Megatron's combined schedule too (`--moe-fb-overlap`).
+Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, where tokens and
+counts are kept; `TransformerLayer.__init__`, where layers are chosen; and `SharedExpertMLP`, whose activation is
+released too. Needs `--moe-grouped-gemm`. Falls back for other dispatchers and for layers recomputed as a whole.
 """
 
 from __future__ import annotations

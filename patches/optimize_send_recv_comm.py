@@ -1,13 +1,9 @@
-"""`--optimize-send-recv-comm`: messages down the pipeline and messages up it have a process group each.
+"""`--optimize-send-recv-comm`: a process group per direction of pipeline messages.
 
-Megatron sends activations to the next stage and gradients to the previous one over one group. A communicator runs its
-operations one after the other, so between two ranks an activation waits for the gradient that was issued before it.
-Here gradients go over a second group of the same ranks.
-
-Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of every schedule, Megatron's and those of
-`--pipeline-schedule` and `--schedules-method`: they are called once for each direction. Reaches
-`P2PCommunicator.__init__` because all ranks make one at the beginning of a step, and have to make the second groups
-together. Leaves the exchange of lengths, what is waited for and the order of messages alone.
+Megatron sends activations and gradients over one group, whose communicator runs them one after the other. Here
+gradients use a second group of the same ranks. Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of
+every schedule, and `P2PCommunicator.__init__`, which all ranks call together and where the groups are made. Leaves
+shape exchange, waiting and message order alone.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""`--param-gather-once`: with experts, the distributed optimizer gathers every parameter once a step, not twice.
+"""`--param-gather-once`: gather each parameter of a model with experts once a step.
 
-Megatron has one distributed optimizer for dense parameters and one for experts, and each of them gathers the parameters
-of the whole model after its step: the first one those of the experts as they were, the second one the dense ones again.
-Here an optimizer's step gathers the buckets it has updated.
-
-Reaches `_ParamAndGradBucketGroup.start_param_sync` for as long as `DistributedOptimizer.step_with_ready_grads` runs.
-Gathering that is overlapped with the forward pass (`--overlap-param-gather`) is dispatched elsewhere, bucket by bucket
-and once, and stays as it is.
+Megatron has one distributed optimizer for dense parameters and one for experts, and each gathers the whole model after
+its step. Reaches `_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, so
+that a step gathers only the buckets it has updated. Leaves `--overlap-param-gather` alone, which gathers once already.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""`--pipeline-schedule`: the order of forward and backward passes is data, generated, checked, executed and traced.
+"""`--pipeline-schedule`: the order of passes as data, generated, checked and executed.
 
-Megatron's schedules are functions in which order, messages and gradient reduction are woven together. Here a schedule
-is a list of steps for each rank, and the rest follows from it. `1f1b` and `interleaved` are Megatron's own orders,
-`zb-h1` and `zb-auto` have weight gradients as steps of their own, and FILE.py:function is an order of the user's.
-
-Reaches `get_forward_backward_func`, which every training loop calls: with a pipeline it returns a function that
-executes the order. The passes, messages and reductions in it are Megatron's own functions, called. Leaves training
-without a pipeline alone. Hands a call back to Megatron's schedule where that does something an order does not describe:
-overlapped experts' communication, several modules, tensors of other shapes, recorded graphs.
+`1f1b` and `interleaved` are Megatron's orders, `zb-h1` and `zb-auto` have weight gradients as separate steps, and
+FILE.py:function is the user's own. Reaches `get_forward_backward_func`, which every training loop calls: with a
+pipeline it returns a function that executes the order with Megatron's own passes, messages and reductions. Leaves
+training without a pipeline alone. Falls back to Megatron's schedule for what an order does not describe: overlapped
+expert communication, several modules, other tensor shapes, recorded graphs.
 """
 
 from __future__ import annotations

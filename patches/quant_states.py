@@ -1,13 +1,10 @@
-"""`--quant-states`: the two moments of Adam in 2 bytes (bf16) or in one (fp8), instead of 4 each.
+"""`--quant-states`: Adam's moments in 2 bytes (bf16) or 1 byte (fp8) instead of 4.
 
-The moments are means over many steps, and few of their bits matter; what matters is that small changes are not lost.
-So the fused AdamW (`--use-fused-adamw`, which this flag turns on) computes in fp32 registers, and what it writes back
-is stochastically rounded: unbiased. In fp8, 128 numbers share an exponent. Wants neither Transformer Engine nor the
-distributed optimizer, as Megatron's `--use-precision-aware-optimizer` does.
+The fused AdamW (`--use-fused-adamw`, turned on) computes in fp32 and writes moments back with unbiased stochastic
+rounding; fp8 shares an exponent among 128 values. Needs neither Transformer Engine nor the distributed optimizer.
 
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and the methods of checkpoints
-(`_shared.optimizer_state`): these hold plain fp32 numbers, so they load with the flag, without it, and
-with its other value.
+Reaches Megatron's optimizers after they have made main parameters (`__init__`), and their checkpoint methods
+(`_shared.optimizer_state`): checkpoints hold fp32 and load with or without the flag.
 """
 
 from __future__ import annotations

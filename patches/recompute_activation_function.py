@@ -1,12 +1,9 @@
-"""`--recompute-activation-function`: the MLP's activation is released after the second linear layer has used it.
+"""`--recompute-activation-function`: release the MLP activation's output and recompute it.
 
-Reaches every MLP of the local implementation: dense, experts one by one or in a grouped product
-(`--moe-grouped-gemm`), shared experts. The output of the activation, [s, b, ffn / TP], is kept by the second linear
-layer alone; its memory is released as soon as that layer has run, and the activation runs again from its own input,
-which is kept anyway, when the layer's gradient arrives. Neither matrix product runs again. The machinery is Megatron's
-`CheckpointWithoutOutput`, which it uses for norms and grouped experts; the MLP's own forward runs, in two pieces.
-
-With `--recompute-activation-function-num-layers N` that holds for the first N layers of each pipeline rank.
+Reaches every MLP of the local implementation: dense, experts and shared experts. The output, [s, b, ffn / TP], is freed
+once the second linear layer has run; the activation reruns from its kept input when that layer's gradient arrives. No
+GEMM is repeated. Uses Megatron's `CheckpointWithoutOutput`, with the MLP's own forward in two pieces.
+`--recompute-activation-function-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""`--recompute-in-bubble`: recomputation as steps of the pipeline schedule, as `--recompute-in-advance` too (ripipe).
+"""`--recompute-in-bubble`: recomputation as steps of the pipeline schedule (ripipe).
 
-A recomputation needs its inputs alone, but Megatron runs it when the gradient has arrived. As a step before that it
-runs while a rank waits. `--recompute-in-advance` puts one before each backward of a model that recomputes all its
-layers, but those of the last stage, whose gradient is on the rank. `--recompute-in-bubble` is for a model that
-recomputes nothing: it recomputes the few micro-batches above a bound on chunk activations, in gaps of the schedule.
+A recomputation needs only its inputs, but Megatron runs it when the gradient has arrived. As a step of its own it runs
+while the rank waits. `--recompute-in-advance` does so before each backward pass of a fully recomputed model, except on
+the last stage. `--recompute-in-bubble` recomputes only the micro-batches above a bound on live activations.
 
-Reaches Megatron's `tensor_parallel.checkpoint`. Its autograd function stays: it is given a function whose second run
-has been made already. Where the second flag stores a micro-batch, the checkpoint is a plain call. Leaves selective
-recomputation, evaluations and calls outside a schedule alone. `pipeline_schedule` executes the order.
-
-The same functions on the same inputs with the same random numbers: the bits of recomputation in the backward pass.
+Reaches `tensor_parallel.checkpoint`, which gets a function whose second run has already been made. Leaves selective
+recomputation, evaluation and calls outside a schedule alone. Bitwise equal to recomputation in the backward pass.
 """
 
 from __future__ import annotations

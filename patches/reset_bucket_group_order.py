@@ -1,14 +1,10 @@
-"""`--reset-bucket-group-order`: parameters are gathered in the order of the first forward pass, from the step's end on.
+"""`--reset-bucket-group-order`: all-gather parameters in first-forward order.
 
-With `--overlap-param-gather` each bucket's gather is started when the one before it is waited for, along a chain that
-Megatron links by the order in which parameters were registered. Where a model uses them in another order, a bucket
-that is needed late is fetched early and the one that is needed waits. The first bucket of a chain is fetched when it is
-needed, behind nothing. Reaches `DistributedDataParallel.__init__`, which links the chains (one of dense parameters, one
-of experts), `_ParamAndGradBucketGroup.finish_param_sync`, in which a bucket is waited for: the first step's order
-becomes the chain's; and `DistributedOptimizer.step_with_ready_grads`, after which the first bucket's parameters are
-what the next forward pass uses: its gather starts there, behind the end of the step, its logging and the next batch.
-Leaves the gathers themselves alone. Falls back where others decide when gathers start: `--align-param-gather`,
-`--overlap-param-gather-with-optimizer-step`.
+With `--overlap-param-gather` Megatron links buckets in registration order and starts the first gather when it is
+needed. Reaches `DistributedDataParallel.__init__`, which links the chains; `finish_param_sync`, where the first step
+shows the order of use; and `DistributedOptimizer.step_with_ready_grads`, after which the first gather starts early.
+Leaves the gathers themselves alone. Falls back for `--align-param-gather` and
+`--overlap-param-gather-with-optimizer-step`, which start gathers themselves.
 """
 
 from __future__ import annotations

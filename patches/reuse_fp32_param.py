@@ -1,14 +1,12 @@
-"""`--reuse-fp32-param`: the bf16 weights are one half of the fp32 main parameters, which exist no more beside them.
+"""`--reuse-fp32-param`: store fp32 main parameters as bf16 weights plus 16 low bits.
 
-Mixed precision keeps a weight twice, as bf16 for the model and as fp32 for the optimizer. The upper half of an fp32
-number, rounded to nearest even, is that bf16; so the optimizer keeps the lower 16 bits alone. The fused AdamW
-(`--use-fused-adamw`, which this flag turns on) puts both together in registers, updates the number and takes it apart
-again: there are no passes that convert and at no time a second copy. One bit more than 32 is needed to undo the
-rounding; it stands in the sign of the second moment.
+The bf16 weight is the rounded upper half of the fp32 value, so the optimizer keeps only the lower 16 bits. The fused
+AdamW (`--use-fused-adamw`, turned on) joins both in registers, updates and splits again. The bit that undoes the
+rounding is the sign of the second moment.
 
-Reaches the mixed-precision optimizers where they have made their main parameters (`__init__`), and every method that
-reads or writes these beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
-between keep shape and dtype and read as NaN.
+Reaches the mixed-precision optimizers after they have made main parameters (`__init__`), and every method that reads or
+writes these outside the step, checkpoints included (`_shared.optimizer_state`). Main parameters are placeholders that
+read as NaN elsewhere.
 """
 
 from __future__ import annotations

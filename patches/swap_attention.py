@@ -1,16 +1,11 @@
-"""`--swap-attention`: activations of chosen modules wait for the backward pass in host memory.
+"""`--swap-attention`: offload activations of chosen modules until the backward pass.
 
-What autograd saves within the modules of `--swap-modules`, by default the norms and attention, is copied to pinned
-host memory while the next layer computes, and its device memory is freed; it comes back while the layer behind it
-computes its gradients. The last layer of every pass stays, for its backward pass comes next. Copies run on streams of
-their own beside compute, in buffers that are used again; `--swap-attention-budget` limits the host memory they take.
+What autograd saves within `--swap-modules` (norms and attention by default) is copied to pinned host memory while the
+next layer computes, and prefetched in the backward pass. The last layer of a pass stays on the device. Copies run on
+side streams in reused buffers; `--swap-attention-budget` limits host memory.
 
-Every pass through the layers of a chunk keeps its own order, so 1F1B and interleaved schedules, where passes of
-several microbatches are under way, need nothing of their own. Layers that recomputation runs again move nothing when
-they do, and an output that is recomputed (`--recompute-norm`, `--recompute-activation-function`) is not moved.
-
-Reaches the block that runs the layers (`TransformerBlock.forward`) and each layer where it is built, by hooks of
-PyTorch's modules and of its saved tensors.
+Reaches `TransformerBlock.forward`, which keeps the order of layers per pass (so interleaved schedules work), and each
+layer when it is built, by module and saved-tensor hooks. Leaves recomputed layers and outputs alone.
 """
 
 from __future__ import annotations

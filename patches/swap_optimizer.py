@@ -1,13 +1,12 @@
-"""`--swap-optimizer`: fp32 main parameters and Adam's moments in host memory, on the device for their part of a step.
+"""`--swap-optimizer`: offload main parameters and Adam's moments between steps.
 
-Twelve bytes a parameter are needed once a step, and a part of them at a time. They stand in pinned memory of the host;
-the fused AdamW (`--use-fused-adamw`, which this flag turns on) goes over groups of consecutive parameters, and while
-one is updated on the device, the next comes in and the one before goes out. Parameters that are the model's own
-weights, and those in halves (`--reuse-fp32-param`), stay: of them the moments alone move.
+The fused AdamW (`--use-fused-adamw`, turned on) updates groups of parameters while the next group comes in from pinned
+memory and the previous one goes out. The model's own weights and split parameters (`--reuse-fp32-param`) stay; only
+their moments move.
 
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and every method that reads or
-writes these or the moments beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
-between keep shape and dtype and read as NaN. Leaves gradients alone, and with them norms, clipping and skipped steps.
+Reaches Megatron's optimizers after they have made main parameters (`__init__`), and every method that reads or writes
+them outside the step, checkpoints included (`_shared.optimizer_state`). Elsewhere they are placeholders that read as
+NaN. Leaves gradients, norms, clipping and skipped steps alone.
 """
 
 from __future__ import annotations

@@ -1,15 +1,10 @@
-"""`--use-ascend-coc`: tensor-parallel communication behind the products of the linear layers it belongs to.
+"""`--use-ascend-coc`: overlap tensor-parallel communication with the layer's own GEMM.
 
-Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation: attention, MLP, shared experts and
-the output layer with its own or with the embedding's weight, through the seam of `_shared.tp_linear`. Bias, frozen
-weights, gradient accumulation fusion, delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks
-for the same; it is off again once it has been read, or Megatron would build Transformer Engine's buffers. Leaves
-experts alone, whose dispatcher communicates, and Transformer Engine's layers. Falls back, with a reason, for weights
-that are not whole and under autocast.
+Megatron overlaps only the backward collectives of a column parallel layer. Here each collective is cut into chunks that
+overlap with the GEMM. Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`.
+`--tp-comm-overlap` asks for the same and is reset, or Megatron would build Transformer Engine's buffers.
 
-Megatron hides the gather and the scatter of a column parallel layer's backward pass; its forward gather, and the
-scatter and gather of a row parallel one, wait for each other. Q, K and V are one layer in Megatron, as are the two
-halves of a gated fc1: their input is gathered once.
+Leaves experts and Transformer Engine's layers alone. Falls back for distributed weights and under autocast.
 """
 
 from __future__ import annotations

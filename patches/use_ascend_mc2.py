@@ -1,10 +1,8 @@
-"""`--use-ascend-mc2`: gather and product, product and scatter in one operator of an NPU, for sequence parallel layers.
+"""`--use-ascend-mc2`: fused collective and GEMM operators of an NPU.
 
-Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation through the seam of
-`_shared.tp_linear`, as `--use-ascend-coc` does, which is the same in chunks on every device. Forward gathers and
-scatters and their likes in the backward pass of the input's gradient become one operator each; the weight's gradient,
-gradient accumulation fusion, delayed weight gradients, bias and recomputation are as there. Leaves alone what is not
-sequence parallel, and experts. Falls back, with a reason, for products that the operators do not take.
+Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`, for sequence parallel
+layers, forward and input gradient; weight gradients are as in `--use-ascend-coc`. Leaves other layers and experts
+alone. Falls back for unsupported shapes.
 """
 
 from __future__ import annotations

@@ -1,21 +1,12 @@
-"""`--use-flash-attn`: attention without the matrix of scores; also `--attention-backend flash` and `fused`.
+"""`--use-flash-attn`: attention without the score matrix.
 
-Reaches the core attention of the local implementation. `DotProductAttention.forward` is the whole of it, its
-signature and body are the same in every supported release, and the module around it (heads per rank, scale, masks,
-softmax offset) stays Megatron's. Serves packed sequences, which the original refuses. Its constructor takes the head
-sizes that multi-latent attention names, and for which it has no parameters in any release; the operator reads them off
-the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
-alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias. With context
-parallelism `context_parallel_algo` computes attention, with the same operator, and no call comes here.
+`--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, which is the
+same in every supported release; the module around it stays Megatron's. Serves packed sequences, which the original
+refuses. Its constructor accepts the head sizes of multi-latent attention. On CUDA the first call activates an installed
+FA3 or FA4. Without document resets the data loader is told not to build a causal mask.
 
-On CUDA the first call puts an installed FA3 or FA4 in the place of PyTorch's flash kernels, until the feature ends.
-
-A causal mask is not built: when the data has no document resets, the data loader is told not to make one
-(`--no-create-attention-mask-in-dataloader`), and the kernel masks by position.
-
-`--attention-backend flash` and `fused` ask for the same in Megatron's words, which mean Transformer Engine there;
-`unfused` asks for Megatron's own and contradicts `--use-flash-attn`; `auto`, its default, and `local` ask for neither.
-What Megatron does besides on those words (environment variables for Transformer Engine) stays.
+Leaves projections, rotary embedding and Transformer Engine's attention alone; with context parallelism
+`context_parallel_algo` serves the call. Falls back for attention biases and for what the backend lacks.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""`--use-fused-adamw`: Adam, clipping and the copy into the model's weights in one pass over the parameters.
+"""`--use-fused-adamw`: Adam, clipping and the copy into the weights in one pass.
 
-Without Transformer Engine and Apex, Megatron's step is torch's Adam tensor by tensor, and around it a pass that reads
-all gradients for their norm, one that multiplies them by the clip coefficient and one that copies the new fp32
-parameters into the model's 16-bit ones. Here the norm is one pass and everything else another.
+Without Transformer Engine and Apex Megatron runs torch's Adam with separate passes for norm, clipping and copy. Reaches
+`MegatronOptimizer.__init__`, where torch's Adam or AdamW gets the fused step and keeps its state format;
+`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which hand clip coefficients and copy targets to that step;
+`prepare_grads`, which drops what a skipped step has left; and `local_multi_tensor_l2_norm` and `_scale`.
 
-Reaches the inner optimizer where each of Megatron's optimizers takes it (`MegatronOptimizer.__init__`, the same in
-every release): torch's Adam or AdamW gets another step and stays what it is, so state and checkpoints are its own.
-`clip_grad_by_total_norm_fp32` hands its coefficient to that step; `step_with_ready_grads` hands it the tensors which
-`_copy_main_params_to_model_params` would have written. What is deferred is dropped by the next `prepare_grads`.
-`local_multi_tensor_l2_norm` and `local_multi_tensor_scale` are what Megatron falls back to without Apex. Leaves the
-unscaling of fp16 gradients alone, which must know of infinities before the step. Falls back for other optimizers,
-for groups whose options only torch knows, and from deferred clipping where gradients are read after it.
+Leaves fp16 unscaling alone. Falls back for other optimizers, for parameter groups with torch-only options, and from
+deferred clipping where gradients are read after it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""`--use-fused-embedding`: the embedding without an assignment to masked positions, its gradient in the rows looked up.
+"""`--use-fused-embedding`: embedding without masked assignment, row-sparse gradient.
 
-Reaches `VocabParallelEmbedding.forward`, the one place where a rank looks up its slice of the vocabulary. Under tensor
-parallelism Megatron assigns zeros to the positions of other ranks' tokens, twice, for which a device has to tell the
-host how many there are; and lets all of them borrow row 0, whose gradient then is summed from mostly zeros. Under
-sequence parallelism the rows are also looked up in the order they are sent in, which saves a copy. Everywhere the
-weight's gradient is a tensor of the vocabulary's size, zeros but for the rows of a micro-batch, which Megatron's hook
-adds to the main gradient; here it is those rows. Leaves the collectives and the hook alone. Falls back in
-deterministic mode, which asks for another gradient kernel, for weights that are distributed further, and for the
-inference-optimised collectives; keeps the dense gradient where it is not added to a main gradient.
+Reaches `VocabParallelEmbedding.forward`, the one place of the lookup. Megatron assigns zeros to other ranks' tokens,
+which syncs the device, and makes a dense gradient of the vocabulary's size in each micro-batch. Under sequence
+parallelism rows are looked up in the order they are sent in. Leaves collectives and gradient hooks alone. Falls back in
+deterministic mode, for sharded weights and for inference collectives; the gradient stays dense without a main gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`--use-fused-layernorm`: LayerNorm as one operator, also under sequence parallelism and with zero-centred gamma.
+"""`--use-fused-layernorm`: LayerNorm as one operator.
 
-Reaches every LayerNorm of the local implementation where Apex is absent: layer inputs, before the MLP, QK-norm, the
-final norm, BERT's head. `WrappedTorchNorm.__new__` is where all of them are made, whichever layer specification asks,
-and it is the same in every supported release. Leaves RMSNorm, L2Norm, Apex's and Transformer Engine's norms alone.
-Parameters have the names of `torch.nn.LayerNorm`, so checkpoints are interchangeable. Falls back for a
-memory-efficient norm, which Megatron refuses.
+Reaches `WrappedTorchNorm.__new__`, which makes every LayerNorm of the local implementation without Apex. Parameters
+have the names of `torch.nn.LayerNorm`, so checkpoints interchange. Leaves RMSNorm, L2Norm, Apex's and Transformer
+Engine's norms alone. Falls back for a memory-efficient norm, which Megatron refuses.
 """
 
 from __future__ import annotations

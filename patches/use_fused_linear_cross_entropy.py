@@ -1,13 +1,9 @@
-"""`--use-fused-linear-cross-entropy`: GPT's output layer and loss in one, with few of the logits in memory.
+"""`--use-fused-linear-cross-entropy`: output layer and loss in one, with few logits.
 
-Reaches `GPTModel._postprocess`, in which the output layer gives logits and `compute_language_model_loss` takes them,
-once for the model and once for each multi-token prediction. No release has a symbol for both: so within this call the
-output layer hands on what it would have multiplied, and the loss, which is the second target, multiplies. Everything
-between stays Megatron's. Tied and untied weights, tensor and sequence parallelism and gradient accumulation fusion
-are served; multi-token prediction until 0.18 (since 0.19 it counts in its logits how many of its tokens would be
-accepted). Leaves the loss of BERT, T5, Mamba and hybrid models alone, whose forward has no such seam; that of a
-call that falls back is the matter of `--use-fused-cross-entropy`. Falls back where other code wants the logits
-or puts his own loss in place, and where their gradient is to be kept for a delayed weight gradient.
+Reaches `GPTModel._postprocess`, within which the output layer returns its operands instead of logits, and
+`compute_language_model_loss`, which multiplies them in chunks. Serves tied weights, tensor and sequence parallelism,
+gradient accumulation fusion, and multi-token prediction until 0.18. Leaves BERT, T5, Mamba and hybrid models alone.
+Falls back where other code needs the logits, replaces the loss, or delays the output layer's weight gradient.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""`--use-fused-rmsnorm`: RMSNorm as one operator that keeps only its input and one number per row.
+"""`--use-fused-rmsnorm`: RMSNorm as one operator.
 
-Reaches every RMSNorm of the local implementation: layer inputs, before the MLP, QK-norm, the final norm.
-`WrappedTorchNorm.__new__` is where all of them are made, whichever layer specification asks, and it is the same in
-every supported release. Leaves LayerNorm, L2Norm and Transformer Engine's norms alone. Parameters have the names
-of `torch.nn.RMSNorm`, so checkpoints are interchangeable. Also lifts the refusal of sequence parallelism and of
-zero-centred gamma that torch's own norm has in Megatron.
+Reaches `WrappedTorchNorm.__new__`, which makes every RMSNorm of the local implementation. Parameters have the names of
+`torch.nn.RMSNorm`, so checkpoints interchange. Leaves LayerNorm, L2Norm and Transformer Engine's norms alone. Falls
+back for a memory-efficient norm, which Megatron refuses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys, forward and backward.
+"""`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys.
 
-Reaches `apply_rotary_pos_emb`, to which every attention comes, whatever Megatron's own fusion is set to: plain and
-packed sequences, YaRN's factor, multi-latent attention's regrouped pairs; and the two functions with which
-multi-latent attention rotates under Megatron's fusion. Leaves the angles alone, and with them every long-context
-scaling: they are computed where they were. Megatron's `apply_rope_fusion` needs no Transformer Engine then: what it
-looks for is provided where it is absent. Falls back, with a reason, for shapes that only broadcasting would fit.
+Reaches `apply_rotary_pos_emb`, which every attention calls, for plain and packed sequences, YaRN and multi-latent
+attention, and the two functions of multi-latent attention's fused path. Provides what `apply_rope_fusion` imports from
+Transformer Engine. Leaves the angles, and so every long-context scaling, alone. Falls back for shapes that only
+broadcasting would fit.
 """
 
 from __future__ import annotations

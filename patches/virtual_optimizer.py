@@ -1,12 +1,8 @@
-"""`--virtual-optimizer`: Adam's moments in memory of the host that the device addresses, as much as a budget allows.
+"""`--virtual-optimizer`: Adam's moments in host memory that the device addresses.
 
-A device has less memory than its host, and the moments are needed once a step. Kernels can read and write the host's
-memory by themselves, so the moments can stand there: the fused AdamW (`--use-fused-adamw`, which this flag turns on)
-goes over them where they are, and no code moves them. A budget per pipeline stage says how many, since stages hold
-different amounts of activations; the first parameters go first.
-
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`). Keys, shapes and dtypes of the
-state are what they were, so checkpoints are Megatron's own.
+The fused AdamW (`--use-fused-adamw`, turned on) reads and writes the moments where they are, so nothing is copied. A
+budget per pipeline stage says how many, first parameters first. Reaches Megatron's optimizers after they have made main
+parameters (`__init__`). Keys, shapes and dtypes of the state are unchanged, so checkpoints are Megatron's own.
 """
 
 from __future__ import annotations
