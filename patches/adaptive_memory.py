@@ -22,7 +22,9 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
 from ._shared import recompute, wgrad_accumulation
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.memory_choice import MemoryChoice
+from ._shared.wrappers import within
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
 _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -39,13 +41,13 @@ def _state(session: Session) -> MemoryChoice:
     return session.state(NAME, lambda: MemoryChoice(session, int(settings[BUDGET] * 2**30), bool(settings[EXPLAIN])))
 
 
-def _prepare(layer: Any, session: Session, turn: int | None) -> None:
+def _prepare(layer: Any, session: Session, index: int | None) -> None:
     if recompute.can_release(NAME, layer.config, session, _CONFLICTING_ARGS):
         _state(session).add(layer)
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    # A pipeline stage without layers takes part in what the others agree on.
+    # Stages without layers take part in the collectives too.
     _state(session)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +55,7 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
         @functools.wraps(original)
         def forward_backward(**given: Any) -> Any:
-            # A training loop may hold this function, whatever becomes of the session.
+            # A training loop may hold this function after the session has ended.
             state = session.find(NAME)
             return original(**given) if state is None else state.step(original, given)
 
@@ -62,13 +64,9 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
-def _in_pass(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = session.find(NAME)
-        with contextlib.nullcontext() if state is None else state.forward_pass():
-            return wrapped(self, *args, **kwargs)
-
-    return forward
+def _in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    state = session.find(NAME)
+    return contextlib.nullcontext() if state is None else state.forward_pass()
 
 
 def _enabled(settings: Settings) -> bool:
@@ -85,10 +83,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
     if importlib.util.find_spec("scipy") is None:
         raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-    return reasons
+    return transformer_engine_reasons(context, "has its own --recompute-modules")
 
 
 _CHOSEN_HERE = "it is chosen here, layer by layer: leave its flag out"
@@ -136,7 +131,7 @@ FEATURE = Feature(
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _in_pass),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_in_pass)),
         wgrad_accumulation.PATCH,
         *recompute.CHECKPOINT_PATCHES,
         Override(

@@ -16,7 +16,7 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 
-from ._shared.megatron_defaults import explicitly_disabled_reasons
+from ._shared.conditions import explicitly_disabled_reasons
 
 ARGUMENT = "bias_dropout_fusion"
 

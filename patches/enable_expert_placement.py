@@ -21,13 +21,13 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session, Settings
 from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
-from mindspeed_lite.parallel.balance.placer import Deciders, Placer, StateOf
+from mindspeed_lite.parallel.balance.placer import PlacementGroup, Placer, StateOf
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
-from ._shared.given_flags import given_flags, require_first
-from ._shared.training_state import finish_gathers, leaves, main_params, training_state
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, given_flags, require_first
+from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
+from ._shared.wrappers import after, before
 
 NAME, FLAG = "enable_expert_placement", "--enable-expert-placement"
 INTERVAL, BREAK_EVEN = "expert_placement_freq", "expert_placement_break_even"
@@ -35,7 +35,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class _Placements(Placer):
-    """The layers of a session, and the optimizers of its last step."""
+    """The placed layers of a session, and the optimizers of its last step."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.settings[INTERVAL], session.settings.get(BREAK_EVEN))
@@ -46,11 +46,11 @@ class _Placements(Placer):
         session.on_end(self.end)
 
     def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the dispatcher is given instead; counts it."""
+        """Count a routing and return it in the order of places."""
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]
-        # A layer that is computed again has no graph the first time.
+        # The first pass of a recomputed layer has no graph.
         if layer.training and torch.is_grad_enabled():
             self._is_in_step = True
             with torch.no_grad():
@@ -61,10 +61,6 @@ class _Placements(Placer):
         self._is_in_step = False
         self._optimizers = [weakref.ref(each) for each in leaves(optimizer)]
         self.end_step()
-
-    def refuse_elsewhere(self) -> None:
-        if self.away:
-            _refuse()
 
     def end(self) -> None:
         is_late = self._is_in_step and bool(self.away)
@@ -78,14 +74,14 @@ class _Placements(Placer):
                 "update, or call disable() between two steps"
             )
 
-    def deciders(self) -> Deciders | None:
+    def deciders(self) -> PlacementGroup | None:
         from megatron.core import parallel_state
 
         if not parallel_state.model_parallel_is_initialized():
             self.say("fallback", "the groups of ranks are not those of megatron.core.parallel_state")
             return None
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-        return Deciders(group, parallel_state.get_expert_data_parallel_world_size())
+        return PlacementGroup(group, parallel_state.get_expert_data_parallel_world_size())
 
     def experts(self, layer: Any) -> Sequence[torch.nn.Module]:
         return getattr(layer.experts, "local_experts", ())
@@ -104,7 +100,7 @@ class _Placements(Placer):
         return lambda parameters: training_state(parameters, mains)
 
     def has_moved(self) -> None:
-        """A layer whose experts are elsewhere gives and takes no state."""
+        """Refuse state dicts of layers whose experts are away."""
         self._remove_hooks()
         for each in self.away:
             self._hooks.append(each.experts.register_state_dict_pre_hook(_refuse))
@@ -144,35 +140,17 @@ def _route(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return route
 
 
-def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def step(self: Any) -> Any:
-        found = wrapped(self)
-        placements.end_step_of(self)
-        return found
-
-    return step
+def _end_step(session: Session, optimizer: Any) -> None:
+    _state(session).end_step_of(optimizer)
 
 
-def _sharded_state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        placements.go_home()
-        return wrapped(self, *args, **kwargs)
-
-    return sharded_state_dict
+def _go_home(session: Session, _: Any) -> None:
+    _state(session).go_home()
 
 
-def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        placements.refuse_elsewhere()
-        return wrapped(self, *args, **kwargs)
-
-    return state_dict
+def _refuse_elsewhere(session: Session, _: Any) -> None:
+    if _state(session).away:
+        _refuse()
 
 
 def _enabled(settings: Settings) -> bool:
@@ -251,12 +229,12 @@ FEATURE = Feature(
         ),
         Around(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            _step,
+            after(_end_step),
             reads=("chained_optimizers",),
         ),
-        Around("megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict", _sharded_state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", _sharded_state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict", _state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict", _state_dict),
+        Around("megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict", before(_go_home)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", before(_go_home)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict", before(_refuse_elsewhere)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict", before(_refuse_elsewhere)),
     ),
 )

@@ -22,8 +22,9 @@ from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, is
 
 from . import recompute_activation_function
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
-from ._shared.proxies import AttributeOverride, FunctionModule
+from ._shared.conditions import CUDA_GRAPH_ARGS, holding
+from ._shared.proxies import RECOMPUTED, AttributeOverride, FunctionModule
+from ._shared.wrappers import before
 
 NAME = expert_messages.ALLGATHER
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher"
@@ -33,10 +34,10 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    """The shared expert of one layer and micro-batch, in two parts."""
+    """The shared expert of one layer and micro-batch, in two steps."""
 
     def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
-        # A node that is as old as the whole expert would be: gradients add up in the same order.
+        # A graph node as old as the whole expert would be, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
         self._middle: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -49,7 +50,7 @@ class _SharedExpert:
             part = AttributeOverride(
                 self._mlp,
                 linear_fc2=FunctionModule(lambda y: (y, None)),
-                **{recompute_activation_function.CHOSEN: False},
+                **{RECOMPUTED: False},
             )
             self._middle = MLP.forward(part, self._hidden)[0]
         return self._middle
@@ -62,7 +63,7 @@ class _SharedExpert:
 
 
 class _State(expert_messages.MessageState):
-    """And the shared expert that runs beside them."""
+    """The messages, and the shared expert that overlaps with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +92,7 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
             state.is_dispatch = None
             beside: Any = state.shared.first().grad_fn
             if beside is not None and out.grad_fn is not None:
-                # Behind the gradients of both messages, which leave first.
+                # After the gradients of both messages, which are sent first.
                 beside._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
         return out
 
@@ -119,13 +120,9 @@ def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return reduce_scatter_to_sequence_parallel_region
 
 
-def _postprocess_tokens(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The tokens' message is the last one; probabilities are read first.
-        _state(session).messages.wait(leaving=1)
-        return wrapped(self, *args, **kwargs)
-
-    return dispatch_postprocess
+def _wait_for_probs(session: Session, _: Any) -> None:
+    # Probabilities are read first; the tokens' message is the last one.
+    _state(session).messages.wait(leaving=1)
 
 
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -155,20 +152,18 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 
 def _cannot(layer: Any, session: Session) -> list[str]:
-    """Why the shared expert of a layer is not taken apart."""
+    """Why the shared expert of a layer is not split."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    reasons = []
-    if type(layer.shared_experts.linear_fc1) is not ColumnParallelLinear:
+    shared = layer.shared_experts
+    reasons = {
         # It may read its input more than once, and gradients add up in another order then.
-        reasons.append("a shared expert whose first linear layer is not Megatron's own (LoRA) runs before the router")
-    if layer.shared_experts.use_shared_expert_gate:
-        reasons.append("a shared expert with a gate (--moe-shared-expert-gate) runs before the router")
-    if recompute_activation_function.is_recomputed(layer.shared_experts, session):
-        reasons.append("a shared expert whose activation is recomputed runs before the router")
-    if layer.shared_experts_recompute:
-        reasons.append("a shared expert that is recomputed as a whole runs before the router")
-    return reasons
+        "whose first linear layer is not Megatron's own (LoRA)": type(shared.linear_fc1) is not ColumnParallelLinear,
+        "with a gate (--moe-shared-expert-gate)": shared.use_shared_expert_gate,
+        "whose activation is recomputed": recompute_activation_function.is_recomputed(shared, session),
+        "that is recomputed as a whole": layer.shared_experts_recompute,
+    }
+    return [f"a shared expert {which} runs before the router" for which in holding(reasons)]
 
 
 def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -207,11 +202,11 @@ FEATURE = Feature(
     conflicting_args=CUDA_GRAPH_ARGS,
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
-        Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
+        Around(f"{_DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
         Override(f"{_MAPPINGS}:gather_from_sequence_parallel_region", _gather),
         Override(f"{_MAPPINGS}:reduce_scatter_to_sequence_parallel_region", _scatter),
-        Around(f"{_DISPATCHER}.dispatch_postprocess", _postprocess_tokens),
+        Around(f"{_DISPATCHER}.dispatch_postprocess", before(_wait_for_probs)),
         Around("megatron.core.transformer.moe.moe_utils:permute", _permute),
         Override(
             f"{_LAYER}.shared_experts_compute",

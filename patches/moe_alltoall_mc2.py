@@ -19,14 +19,15 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError,
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.wrappers import within
 
 NAME = "moe_alltoall_mc2"
 _OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 
 class _State:
-    """The exchange that experts are to do, how many of its two products are left, and whether its dispatcher runs."""
+    """The exchange fused with the experts' products, the products left, and whether a dispatcher's method runs."""
 
     def __init__(self) -> None:
         self.exchange: AlltoAllMC2 | None = None
@@ -47,9 +48,9 @@ def _state(session: Session) -> _State:
 
 
 def product_of(session: Session) -> Callable[..., Any] | None:
-    """The product that the experts' next linear layer is to do: of (rows, weights, take_gradients); None for its own.
+    """The fused product of the experts' next linear layer (rows, weights, take_gradients); None if there is none.
 
-    The first layer's brings the rows, the second one's sends them back.
+    The first layer's receives the rows, the second one's sends them back.
     """
     state: _State | None = session.find(NAME)
     if state is None or state.exchange is None or not state.left:
@@ -63,7 +64,7 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         state = _state(session)
         with state.dispatcher_call():
             found = wrapped(self, *args, **kwargs)
-        # Behind the dispatcher's own wait for these numbers.
+        # The dispatcher has waited for these counts.
         received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
         counts = ExpertCounts(
             self.routing_map.sum(0).tolist(), [*map(int, torch.as_tensor(received).flatten().tolist())]
@@ -76,12 +77,8 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return token_dispatch
 
 
-def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _state(session).dispatcher_call():
-            return wrapped(self, *args, **kwargs)
-
-    return run
+def _dispatcher_call(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    return _state(session).dispatcher_call()
 
 
 def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
@@ -95,13 +92,9 @@ def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
         )
 
 
-def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_exchanged(session)
-        with _state(session).dispatcher_call():
-            return wrapped(self, *args, **kwargs)
-
-    return combine_preprocess
+def _call_after_experts(session: Session, dispatcher: Any) -> contextlib.AbstractContextManager[None]:
+    check_exchanged(session)
+    return _dispatcher_call(session, dispatcher)
 
 
 def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
@@ -185,9 +178,9 @@ FEATURE = Feature(
                 "routing_map",
             ),
         ),
-        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _dispatcher_call),
-        Around(f"{moe.DISPATCHER}.combine_preprocess", _after_experts),
-        Around(f"{moe.DISPATCHER}.token_combine", _dispatcher_call),
+        Around(f"{moe.DISPATCHER}.dispatch_postprocess", within(_dispatcher_call)),
+        Around(f"{moe.DISPATCHER}.combine_preprocess", within(_call_after_experts)),
+        Around(f"{moe.DISPATCHER}.token_combine", within(_dispatcher_call)),
         moe.all_to_all_patch(_all_to_all, order=1),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
     ),

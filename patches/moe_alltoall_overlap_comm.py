@@ -11,14 +11,15 @@ must wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.wrappers import after, before
 
 NAME = expert_messages.ALLTOALL
 SHARED = "moe_shared_expert_overlap"
@@ -38,32 +39,14 @@ def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
     return issue(call.rows, AllToAll(received, sent, call.group), state.messages, state.is_dispatch)
 
 
-def _behind(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = wrapped(self, *args, **kwargs)
-        _state(session).messages.wait()
-        return found
-
-    return run
+def _wait(session: Session, _: Any) -> None:
+    _state(session).messages.wait()
 
 
-def _before(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _state(session).messages.wait()
-        return wrapped(self, *args, **kwargs)
-
-    return postprocess
-
-
-def _before_without_shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Up to 0.17 the shared expert's products stand at its beginning."""
-
-    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.shared_experts is None:
-            _state(session).messages.wait()
-        return wrapped(self, *args, **kwargs)
-
-    return postprocess
+def _wait_without_shared(session: Session, dispatcher: Any) -> None:
+    """Up to 0.17 the postprocess steps begin with the shared expert's products."""
+    if dispatcher.shared_experts is None:
+        _wait(session, dispatcher)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -105,21 +88,23 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
-        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
+        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
         moe.all_to_all_patch(_all_to_all),
-        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
-        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
-        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),
-        Around(f"{moe.DISPATCHER}.combine_postprocess", _before, versions=">=0.18"),
-        Around(
-            f"{moe.DISPATCHER}.dispatch_postprocess",
-            _before_without_shared,
-            versions="<0.18",
-            reads=("shared_experts",),
-        ),
-        Around(
-            f"{moe.DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", after(_wait)),
+        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", after(_wait)),
+        *(
+            patch
+            for step in ("dispatch_postprocess", "combine_postprocess")
+            for patch in (
+                Around(f"{moe.DISPATCHER}.{step}", before(_wait), versions=">=0.18"),
+                Around(
+                    f"{moe.DISPATCHER}.{step}",
+                    before(_wait_without_shared),
+                    versions="<0.18",
+                    reads=("shared_experts",),
+                ),
+            )
         ),
         expert_messages.before_gradients_are_reduced(NAME),
     ),

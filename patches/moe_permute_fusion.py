@@ -15,7 +15,7 @@ from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
-from ._shared.until_end import config_field
+from ._shared.config_restore import config_field
 
 # What TransformerConfig looks for.
 _NAMES = (

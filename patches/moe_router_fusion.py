@@ -18,7 +18,7 @@ from mindspeed_lite.engine import Feature, Option, Override, Session
 from mindspeed_lite.ops import moe_router as ops
 
 from ._shared import moe
-from ._shared.until_end import config_field
+from ._shared.config_restore import config_field
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUNDED = (

@@ -17,15 +17,15 @@ from typing import Any
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 from mindspeed_lite.platform import megatron
 
-from . import delay_wgrad_compute
-from ._shared import combined_schedule, pipeline_orders, schedule_functions
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from . import delay_wgrad_compute, moe_fb_overlap
+from ._shared import pipeline_orders, schedule_functions
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, single_stage_reasons
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
-# Of ours, only DualPipeV has a place for it.
-_COMBINED = {combined_schedule.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
+# Of our orders, only DualPipeV supports it.
+_COMBINED = {moe_fb_overlap.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
 _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
@@ -57,23 +57,23 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
-        # A training loop holds this function, whatever becomes of the session. Megatron refuses what it does not take.
+        # A training loop may hold this function after the session has ended. Megatron refuses unknown arguments.
         if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
             return original(**given)
-        asked = state.asked(session)
-        if asked.name is None:
+        request = state.request(session)
+        if request.name is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
-        reasons = _reasons_to_leave(given, conflicts.of(config, asked.is_v))
-        reasons += schedule_functions.reasons_to_leave(schedules, model)
+        reasons = _reasons_to_leave(given, conflicts.of(config, request.is_v))
+        reasons += schedule_functions.unsupported_reasons(schedules, model)
         if reasons:
-            if asked.is_v:
+            if request.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, asked, config, **given)
+        return execute(session, state, request, config, **given)
 
     return forward_backward
 
@@ -83,7 +83,7 @@ def _read_all(config: Any) -> list[Any]:
 
 
 class _Conflicts:
-    """What of a configuration Megatron's schedule alone does; looked up again where one of its fields has changed."""
+    """Reasons of a configuration to run Megatron's schedule, computed again when a field has changed."""
 
     def __init__(self) -> None:
         self._type: type | None = None
@@ -99,7 +99,7 @@ class _Conflicts:
         if values != self._values:
             table = _LEFT_TO_MEGATRON if is_v else _ALL
             self._values = values
-            self._reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
+            self._reasons = config_reasons(table, config)
         return [*self._reasons]
 
 
@@ -127,8 +127,8 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+        return reasons
     if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
         return left
     if pipeline_orders.delays_weight_gradients(settings):

@@ -38,10 +38,9 @@ _init = patch_optimizer_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:
-    """Main parameters of weights that other pipeline stages have as well, and must round in the same way.
+    """Main parameters of weights shared between pipeline stages, which must round alike.
 
-    The shards of the distributed optimizer divide such a weight in another place on each stage, and so would the
-    blocks of fp8.
+    Stages shard such a weight at different places, so fp8 blocks would differ.
     """
     return {
         main

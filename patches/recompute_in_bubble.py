@@ -15,8 +15,8 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
 
-from ._shared import pipeline_orders, recompute, recomputed_units
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared import pipeline_execution, pipeline_orders, recompute
+from ._shared.conditions import CUDA_GRAPH_ARGS, single_stage_reasons
 
 NAME = "recompute_in_bubble"
 _IN_BUBBLE, _IN_ADVANCE = pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE
@@ -34,7 +34,7 @@ _CONFLICTING_ARGS = {
 
 
 def _checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    units = recomputed_units.of(session)
+    units = pipeline_execution.recomputed_units(session)
 
     def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
         return units.checkpoint(wrapped, function, (distribute_saved_activations,), args)
@@ -46,7 +46,7 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
         raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
-    # Whether an order of the user's has weight gradients of its own is seen when it is made.
+    # An order of the user's is checked when it is made.
     is_own = ":" in (settings.get(pipeline_orders.SCHEDULE) or "")
     if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings) and not is_own:
         raise OptionError(
@@ -55,8 +55,8 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has no bubble"]
+    if reasons := single_stage_reasons(context, "one rank has no bubble"):
+        return reasons
     if settings[_IN_ADVANCE] and context.arg("recompute_granularity", None) != "full":
         return ["--recompute-in-advance: nothing is recomputed: add --recompute-granularity full"]
     return []

@@ -25,14 +25,14 @@ SWITCH = recompute.Switch(
 def prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # Norms that are part of the linear layer behind them have an empty module in their place.
+    # A norm that is fused into a linear layer is an IdentityOp.
     for name, checkpoint in (
         ("input_layernorm", "input_layernorm_checkpoint"),
         ("pre_mlp_layernorm", "pre_mlp_norm_checkpoint"),
     ):
         switch = f"recompute_{name}"
         if not getattr(layer, switch, False):
-            # Megatron keeps the last checkpoint in the layer; a backward pass to come has its own hold on it.
+            # Megatron keeps the last checkpoint in the layer.
             session.on_end(functools.partial(_forget, weakref.ref(layer), checkpoint))
         session.mark(layer, switch, not isinstance(getattr(layer, name), IdentityOp))
 

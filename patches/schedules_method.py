@@ -18,6 +18,7 @@ from mindspeed_lite.engine import Context, Feature, Option, OptionError, Overrid
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
+from ._shared.conditions import single_stage_reasons
 
 NAME = pipeline_orders.METHOD
 _UTILS = "megatron.core.pipeline_parallel.utils"
@@ -100,9 +101,8 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
     size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
-    if size == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
-    reasons = []
+    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+        return reasons
     chunks = pipeline_orders.chunks_of(context)
     if chunks is not None and chunks > 2:
         reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")

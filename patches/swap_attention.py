@@ -11,7 +11,6 @@ layer when it is built, by module and saved-tensor hooks. Leaves recomputed laye
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +22,8 @@ from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.offload import Offload
 
 from ._shared import wgrad_accumulation
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
+from ._shared.wrappers import after, within
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's names of modules that have other names in Megatron.
@@ -56,7 +56,7 @@ def _why_not_here(device: str) -> list[str]:
 
 
 def _shared(session: Session, device: torch.device) -> Offload:
-    """The one that all chunks of this session share, as they share its buffers."""
+    """The offload, with its buffers, that all chunks of a session share."""
 
     def make() -> Offload:
         budget = session.settings.swap_attention_budget
@@ -66,17 +66,13 @@ def _shared(session: Session, device: torch.device) -> Offload:
     return session.state(FEATURE.name, make)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = session.find(FEATURE.name)
-        with contextlib.nullcontext() if offload is None else offload.forward_pass():
-            return wrapped(self, *args, **kwargs)
-
-    return forward
+def _forward_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    offload = session.find(FEATURE.name)
+    return contextlib.nullcontext() if offload is None else offload.forward_pass()
 
 
 class HookedModule:
-    """Two hooks of a module that keep a context open while it runs, also when it is left by an exception."""
+    """Module hooks that run its forward within a context, also when it raises."""
 
     def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
         self._make = make
@@ -87,7 +83,7 @@ class HookedModule:
         )
 
     def __reduce__(self) -> Any:
-        """A copy of the module, which nothing would unhook, moves nothing."""
+        """Copies of the module do nothing, since their hooks are never removed."""
         return _idle, ()
 
     def _enter(self, module: torch.nn.Module, args: Any) -> None:
@@ -123,29 +119,19 @@ def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
     return [each for each in modules if not isinstance(each, (IdentityOp, IdentityFuncOp))]
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        modules = _chosen(self, session.settings.swap_modules)
-        # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(self.config, name, None))
-        if reasons:
-            session.fallback(FEATURE.name, "; ".join(reasons))
-            return
-        offload = _shared(session, next(self.parameters()).device)
-        key = next(_keys)
-        hooked = [
-            HookedModule(self, lambda: offload.layer(key, self.parameters())),
-            *(HookedModule(each, offload.saving) for each in modules),
-        ]
-        session.on_end(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
-
-    return __init__
-
-
-def _unhook(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _hook_layer(session: Session, layer: Any) -> None:
+    modules = _chosen(layer, session.settings.swap_modules)
+    if reasons := config_reasons(CONFLICTING_ARGS, layer.config):
+        session.fallback(FEATURE.name, "; ".join(reasons))
+        return
+    offload = _shared(session, next(layer.parameters()).device)
+    key = next(_keys)
+    for hooked in (
+        HookedModule(layer, lambda: offload.layer(key, layer.parameters())),
+        *(HookedModule(each, offload.saving) for each in modules),
+    ):
+        for handle in hooked.handles:
+            session.on_end(handle.remove)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -155,8 +141,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
     reasons = _why_not_here(context.device)
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own --cpu-offloading")
+    reasons += transformer_engine_reasons(context, "has its own --cpu-offloading")
     if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
         reasons.append("--recompute-granularity full keeps nothing within a layer")
     return reasons
@@ -188,8 +173,12 @@ FEATURE = Feature(
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
-        Around("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init, reads=("config",)),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_forward_pass)),
+        Around(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            after(_hook_layer),
+            reads=("config",),
+        ),
         wgrad_accumulation.PATCH,
     ),
 )

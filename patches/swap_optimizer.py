@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
@@ -27,11 +27,10 @@ from ._shared.optimizer_state import (
     FLOAT16,
     FP32,
     FP32_PATCHES,
+    MAIN_PARAM_PATCHES,
     PATCHES,
-    copy_main,
-    main_params_are_used,
+    main_param_reasons,
     patch_optimizer_init,
-    with_materialized_state,
 )
 
 
@@ -55,10 +54,9 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         times = session.settings.swap_optimizer_times
         return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
-    # One for all optimizers, which make their steps one after the other.
+    # Shared by all optimizers, which step one after the other.
     placement = session.state(FEATURE.name, make)
     inner.placement = placement
-    # What is copied into weights is not the weights.
     placement.register(use_fused_adamw.cast_targets(optimizer))
 
 
@@ -73,8 +71,7 @@ def _why_not(context: Context) -> Sequence[str]:
             f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
             "in one order of its own, does not exist here"
         )
-    reasons = _no_copy_engine(context.device) + main_params_are_used(context)
-    return reasons
+    return _no_copy_engine(context.device) + main_param_reasons(context)
 
 
 FEATURE = Feature(
@@ -103,11 +100,8 @@ FEATURE = Feature(
     patches=(
         Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
         Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
-        Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
         Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
-        Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
+        *MAIN_PARAM_PATCHES,
         *PATCHES,
         *FP32_PATCHES,
     ),

@@ -22,6 +22,7 @@ from mindspeed_lite.platform import cache
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 
 from ._shared import tp_linear
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.tp_linear import LAYERS, LayerCall
 
 NAME = "use_ascend_coc"
@@ -110,14 +111,14 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine overlaps by itself, with --tp-comm-overlap")
+    if found := transformer_engine_reasons(context, "overlaps by itself, with --tp-comm-overlap"):
+        reasons += found
     elif settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
         raise OptionError(
             "--tp-comm-overlap-cfg describes buffers of Transformer Engine, which --transformer-impl local does not "
             "have. Leave it out; --coc-parallel-num says how many chunks."
         )
-    reasons += tp_linear.in_the_way(context)
+    reasons += tp_linear.no_group_reasons(context)
     if settings.get("coc_fused_kernel", False) and context.device != "cuda":
         other = "--use-ascend-mc2 has those of an NPU" if context.device == "npu" else "leave it out"
         raise OptionError(

@@ -14,6 +14,7 @@ from mindspeed_lite.parallel.mc2 import MC2
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, fixed_chunks
 
 from ._shared import tp_linear
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.tp_linear import LayerCall
 
 NAME = "use_ascend_mc2"
@@ -30,9 +31,8 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.device != "npu":
         reasons.append(f"the operators are CANN's, for an NPU, and the device is {context.device}: --use-ascend-coc")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own layers")
-    reasons += tp_linear.in_the_way(context)
+    reasons += transformer_engine_reasons(context, "has its own layers")
+    reasons += tp_linear.no_group_reasons(context)
     if context.host_args is not None and not context.arg("sequence_parallel", False):
         reasons.append("--sequence-parallel is not given: nothing is gathered or scattered")
     return reasons

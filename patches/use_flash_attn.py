@@ -23,13 +23,14 @@ from ._shared.attention_core import (
     CORE,
     READS,
     RELIES_ON,
+    check,
     dropout_generator,
+    pack_reasons,
     packing_of,
     read_call,
-    why_not_packed,
     without_head_sizes,
 )
-from ._shared.verify_attention import check
+from ._shared.conditions import transformer_engine_reasons
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
@@ -64,7 +65,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 spec = prepare(query, key, value, mask=call.mask, **call.options)
                 reasons = fallback_reasons(spec)
         else:
-            reasons += why_not_packed(self, query, packed_seq_params)
+            reasons += pack_reasons(self, query, packed_seq_params)
             if not reasons:
                 packing = packing_of(packed_seq_params)
                 spec = packed.prepare(query, key, value, packing, **call.options)
@@ -100,27 +101,25 @@ def _backend(text: str) -> str:
     return text
 
 
-def _asked_backend(settings: Mapping[str, Any]) -> str:
-    """The word, which Megatron's parser turns into a member of an enumeration."""
+def _attention_backend(settings: Mapping[str, Any]) -> str:
+    """The flag's word; Megatron's parser makes it an enumeration member."""
     value = settings.get("attention_backend", "auto")
     return str(getattr(value, "name", value))
 
 
 def _enabled(settings: Settings) -> bool:
-    return bool(settings.get("use_flash_attn", False)) or _asked_backend(settings) in ("flash", "fused")
+    return bool(settings.get("use_flash_attn", False)) or _attention_backend(settings) in ("flash", "fused")
 
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = []
-    if _asked_backend(context.settings) == "unfused":
+    if _attention_backend(context.settings) == "unfused":
         if context.settings.get("use_flash_attn", False):
             raise OptionError(
                 "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
             )
         reasons.append("--attention-backend unfused asks for Megatron's own attention")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own attention")
-    return reasons
+    return reasons + transformer_engine_reasons(context, "uses Transformer Engine's own attention")
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:

@@ -19,7 +19,8 @@ from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
-from ._shared.until_end import config_field
+from ._shared.conditions import transformer_engine_reasons
+from ._shared.config_restore import config_field
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
@@ -204,9 +205,7 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own rotary embedding")
+    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own rotary embedding")
     position = context.arg("position_embedding_type", "rope")
     if position not in ("rope", "yarn", "mrope") and not context.arg("multi_latent_attention", False):
         reasons.append(f"the model has --position-embedding-type {position}, not a rotary one")

@@ -47,7 +47,7 @@ def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None
 
 
 def _shared(session: Session) -> HostMappedMoments:
-    """The one that all optimizers of this session share, as they share the budget."""
+    """The placement and budget that all optimizers of a session share."""
 
     def make() -> HostMappedMoments:
         from megatron.core import parallel_state
@@ -73,7 +73,7 @@ _init = patch_optimizer_init("virtual_optimizer", _use)
 def _why_not(context: Context) -> Sequence[str]:
     given = context.settings.get("virtual_optimizer")
     if given:
-        # Of a command, whose mistake is reported before anything is built.
+        # Reports a mistake before anything is built.
         _budget(given, 0, context.arg("pipeline_model_parallel_size", None) or len(given))
     reasons = host.why_not(context.device)
     if context.arg("rl_offload_optimizer_during_inference", False):

@@ -370,7 +370,7 @@ def test_a_row_without_keys_is_padding_on_both_sides():
 @pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
 @forked("megatron")
 def test_large_attention_is_judged_by_one_sequence(case):
-    from mindspeed_lite.patches._shared import verify_attention as patch
+    from mindspeed_lite.patches._shared import attention_core as patch
 
     patch._SCORES = HEADS * SEQUENCE**2 * 8
     mindspeed_lite.enable(use_flash_attn=True, verify=2, strict=True)

@@ -32,6 +32,7 @@ from mindspeed_lite.memory.offload import Offload
 
 from .. import recompute_activation_function, recompute_norm
 from ..swap_attention import HookedModule
+from .proxies import RECOMPUTED
 
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
@@ -91,7 +92,7 @@ class RecomputedLayer:
         layer = self._layer()
         if layer is None:
             return []
-        shared, name = getattr(layer.mlp, "shared_experts", None), recompute_activation_function.CHOSEN
+        shared, name = getattr(layer.mlp, "shared_experts", None), RECOMPUTED
         every = [each for each in layer.mlp.modules() if name in vars(each)]
         return [each for each in every if (each is shared) == (part == SHARED_ACTIVATION)]
 
@@ -106,7 +107,7 @@ class RecomputedLayer:
                 self._session.mark(layer, f"recompute_{name}", part in parts)
         for part in (ACTIVATION, SHARED_ACTIVATION):
             for module in self._activations(part):
-                self._session.mark(module, recompute_activation_function.CHOSEN, part in parts)
+                self._session.mark(module, RECOMPUTED, part in parts)
 
     def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a part's own forward pass, now or again later too."""
@@ -159,7 +160,7 @@ def _watched(
     for part, mlps in acts.items():
         for mlp in mlps:
             seen = (functools.partial(recorder.enter, part), functools.partial(recorder.leave, part))
-            yield recompute_activation_function.look_on(mlp, *seen)
+            yield recompute_activation_function.observe(mlp, *seen)
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:

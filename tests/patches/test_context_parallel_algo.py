@@ -355,9 +355,3 @@ def test_types_of_layers_are_refused_where_megatron_misreads_them():
         FEATURE.condition(context(host, host, {"megatron-core": "0.16.1"}))
     for its, release in ((host, "0.17.1"), ({"cp_comm_type": ["p2p"]}, "0.16.1")):
         assert FEATURE.condition(context(its, its, {"megatron-core": release})) == []
-
-
-@pytest.mark.parametrize("name", ["adaptive_cp_algo", "hybrid_adaptive_cp_algo", "none_such"])
-def test_algorithms_that_are_not_offered_are_refused(name):
-    with pytest.raises(OptionError):
-        context(context_parallel_algo=name)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, EngineError, Settings
-from mindspeed_lite.patches import quant_states as patch
+from mindspeed_lite.engine import EngineError
 from tests.harness import matrix, optimizers
 from tests.harness.optimizers import (
     KINDS,
@@ -196,16 +195,3 @@ def test_verify_compares_the_numbers_that_codes_stand_for(form: str, groups: Pat
     train(KINDS["bf16"], 3)
     verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
     assert verdicts["adamw"] == "ok"
-
-
-def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    def reasons(**host_args: Any) -> list[str]:
-        assert patch.FEATURE.condition is not None
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
-
-    assert reasons() == [] and "moments itself" in reasons(rl_offload_optimizer_during_inference=True)[0]
-
-
-def test_another_word_is_refused_with_the_words_there_are() -> None:
-    with pytest.raises(EngineError, match=r"--quant-states takes one of bf16, fp8, not 'int4'"):
-        mindspeed_lite.enable(quant_states="int4")

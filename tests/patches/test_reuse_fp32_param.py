@@ -9,9 +9,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, EngineError, Settings
-from mindspeed_lite.patches import reuse_fp32_param as patch
-from mindspeed_lite.patches import use_fused_adamw
+from mindspeed_lite.engine import EngineError
 from tests.harness import optimizers
 from tests.harness.optimizers import (
     KINDS,
@@ -179,15 +177,3 @@ def test_verify_compares_numbers_that_are_put_together(groups: Path) -> None:
     train(KINDS["bf16"], 3)
     verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
     assert verdicts["adamw"] == "ok"
-
-
-def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    def reasons(**host_args: Any) -> list[str]:
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, {"bf16": True, **host_args})))
-
-    assert reasons() == []
-    assert "--bf16 is not given" in reasons(bf16=False)[0]
-    for flag in ("fp8_param_gather", "qk_clip", "log_params_norm"):
-        (found,) = reasons(**{flag: True})
-        assert f"--{flag.replace('_', '-')}" in found
-    assert use_fused_adamw.FEATURE.is_enabled(Settings({"reuse_fp32_param": True}))

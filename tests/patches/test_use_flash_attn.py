@@ -261,13 +261,6 @@ def reasons(**host_args):
     return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
 
 
-def test_conditions_name_the_flag_that_is_in_the_way():
-    assert reasons() == [] == reasons(transformer_impl="local", context_parallel_size=1)
-    (engine,) = reasons(transformer_impl="transformer_engine")
-    assert "--transformer-impl transformer_engine" in engine
-    assert reasons(context_parallel_size=2) == []
-
-
 class Backend(enum.Enum):
     """As Megatron's AttnBackend."""
 

@@ -26,7 +26,7 @@ from .placement import moved
 StateOf = Callable[[Sequence[torch.Tensor]], AbstractContextManager[list[torch.Tensor]]]
 
 
-class Deciders(NamedTuple):
+class PlacementGroup(NamedTuple):
     """The ranks that hold experts of the same layers, and how often each expert is among them."""
 
     group: dist.ProcessGroup
@@ -54,7 +54,7 @@ class Placer(abc.ABC):
         self._step = 0
 
     @abc.abstractmethod
-    def deciders(self) -> Deciders | None:
+    def deciders(self) -> PlacementGroup | None:
         """None, with the reason said, where there are none."""
 
     @abc.abstractmethod
@@ -185,4 +185,4 @@ def _fingerprint(experts: Sequence[torch.nn.Module]) -> int:
     return zlib.crc32(repr(text).encode())
 
 
-__all__ = ["Deciders", "Placer", "StateOf"]
+__all__ = ["PlacementGroup", "Placer", "StateOf"]

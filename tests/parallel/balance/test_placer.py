@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.parallel.balance.placed_experts import PlacedExperts
-from mindspeed_lite.parallel.balance.placer import Deciders, Placer
+from mindspeed_lite.parallel.balance.placer import PlacementGroup, Placer
 from tests.harness.process_groups import joined
 from tests.harness.processes import forked, on_ranks
 
@@ -35,7 +35,7 @@ class Placed(Placer):
         self.reason, self.said, self.moves = reason, [], 0
 
     def deciders(self):
-        return Deciders(dist.group.WORLD, 1)
+        return PlacementGroup(dist.group.WORLD, 1)
 
     def experts(self, layer):
         return layer.local_experts
