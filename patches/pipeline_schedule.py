@@ -10,7 +10,6 @@ expert communication, several modules, other tensor shapes, recorded graphs.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ _LEFT_TO_MEGATRON = {
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
     **CUDA_GRAPH_ARGS,
 }
-_ALL = {**_COMBINED, **_LEFT_TO_MEGATRON}
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -53,7 +51,6 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     from megatron.core.pipeline_parallel import schedules
 
     state = session.state(NAME, lambda: ExecutorState(session))
-    conflicts = _Conflicts()
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
@@ -66,8 +63,8 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
             return original(**given)
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
-        reasons = _reasons_to_leave(given, conflicts.of(config, request.is_v))
-        reasons += schedule_functions.unsupported_reasons(schedules, model)
+        reasons = config_reasons(_LEFT_TO_MEGATRON if request.is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
+        reasons += _call_reasons(given) + schedule_functions.unsupported_reasons(schedules, model)
         if reasons:
             if request.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
@@ -78,32 +75,9 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     return forward_backward
 
 
-def _read_all(config: Any) -> list[Any]:
-    return [getattr(config, name, None) for name in _ALL]
-
-
-class _Conflicts:
-    """Reasons of a configuration to run Megatron's schedule, computed again when a field has changed."""
-
-    def __init__(self) -> None:
-        self._type: type | None = None
-        self._values: Any = None
-        self._reasons: list[str] = []
-
-    def of(self, config: Any, is_v: bool) -> list[str]:
-        if type(config) is not self._type:
-            self._type, self._values = type(config), None
-            fields = [name for name in _ALL if hasattr(self._type, name)]
-            self._read = operator.attrgetter(*fields) if fields else _read_all
-        values = is_v, self._read(config)
-        if values != self._values:
-            table = _LEFT_TO_MEGATRON if is_v else _ALL
-            self._values = values
-            self._reasons = config_reasons(table, config)
-        return [*self._reasons]
-
-
-def _reasons_to_leave(given: dict[str, Any], reasons: list[str]) -> list[str]:
+def _call_reasons(given: dict[str, Any]) -> list[str]:
+    """Arguments of a step that only Megatron's schedule supports."""
+    reasons = []
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
     communicator, groups = given.get("p2p_communicator"), given.get("pg_collection", given.get("grad_finalize_pgs"))

@@ -14,11 +14,19 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, patch_optimizer_init
+from ._shared.optimizer_state import (
+    DISTRIBUTED,
+    FLOAT16,
+    FP32,
+    FP32_PATCHES,
+    PATCHES,
+    init_patches,
+    patch_optimizer_init,
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -79,9 +87,7 @@ FEATURE = Feature(
     requires=(Relation("use_fused_adamw", "its step alone reads and writes narrow moments"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
+        *init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),
         *PATCHES,
         *FP32_PATCHES,
     ),

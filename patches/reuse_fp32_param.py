@@ -28,6 +28,7 @@ from ._shared.optimizer_state import (
     FLOAT16,
     MAIN_PARAM_PATCHES,
     PATCHES,
+    init_patches,
     main_param_reasons,
     patch_optimizer_init,
 )
@@ -92,14 +93,13 @@ FEATURE = Feature(
     requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
         Around(
             f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values",
             within(_without_update),
             absent_in="<0.14",
             reads=("optimizer",),
         ),
+        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FLOAT16, DISTRIBUTED)),
         *MAIN_PARAM_PATCHES,
         *PATCHES,
     ),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
@@ -29,6 +29,7 @@ from ._shared.optimizer_state import (
     FP32_PATCHES,
     MAIN_PARAM_PATCHES,
     PATCHES,
+    init_patches,
     main_param_reasons,
     patch_optimizer_init,
 )
@@ -98,9 +99,7 @@ FEATURE = Feature(
     conflicts=(Relation("virtual_optimizer", "both keep Adam's moments in host memory, each in its own way"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
+        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FP32, FLOAT16, DISTRIBUTED)),
         *MAIN_PARAM_PATCHES,
         *PATCHES,
         *FP32_PATCHES,

@@ -260,24 +260,17 @@ def _why_not(context: Context) -> Sequence[str]:
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _COPY = "_copy_main_params_to_model_params"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-# What `cast_targets` reads.
-FLOAT16_READS = tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups"))
-DISTRIBUTED_READS = (
-    *(
-        f"{DISTRIBUTED}.{name}"
-        for name in (
-            "_get_model_param_range_map",
-            "buffers",
-            "model_float16_groups",
-            "model_fp32_groups",
-            "model_param_gbuf_map",
-            "shard_fp32_from_float16_groups",
-            "shard_fp32_groups",
-        )
+# What `cast_targets` reads, by optimizer.
+CAST_TARGET_READS = {
+    FLOAT16: tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups")),
+    DISTRIBUTED: (
+        *(f"{DISTRIBUTED}._get_model_param_range_map", f"{DISTRIBUTED}.buffers", f"{DISTRIBUTED}.model_param_gbuf_map"),
+        *(f"{DISTRIBUTED}.model_{kind}_groups" for kind in ("float16", "fp32")),
+        *(f"{DISTRIBUTED}.shard_{kind}_groups" for kind in ("fp32_from_float16", "fp32")),
+        f"{_BUFFERS}:_ParamAndGradBuffer.buckets",
+        f"{_BUFFERS}:_ParamAndGradBucket.param_data",
     ),
-    f"{_BUFFERS}:_ParamAndGradBuffer.buckets",
-    f"{_BUFFERS}:_ParamAndGradBucket.param_data",
-)
+}
 
 FEATURE = Feature(
     name="use_fused_adamw",
@@ -299,7 +292,7 @@ FEATURE = Feature(
         Around(
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
             within(_with_cast_targets),
-            reads=("optimizer", *FLOAT16_READS, *DISTRIBUTED_READS),
+            reads=("optimizer", *CAST_TARGET_READS[FLOAT16], *CAST_TARGET_READS[DISTRIBUTED]),
         ),
         Override(f"{FLOAT16}.{_COPY}", _copy, reads=("optimizer",)),
         Override(f"{DISTRIBUTED}.{_COPY}", _copy, reads=("optimizer",)),

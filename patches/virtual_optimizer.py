@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory import host
 from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, patch_optimizer_init
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, init_patches, patch_optimizer_init
 
 _ALL = "all"
 
@@ -100,9 +100,5 @@ FEATURE = Feature(
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone goes over moments where they are"),),
     operators=("adamw",),
-    patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
-    ),
+    patches=(*init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),),
 )

@@ -229,3 +229,8 @@ MAIN_PARAM_PATCHES = tuple(
         Override(f"{optimizer}._copy_main_params_to_model_params", copy_main),
     )
 )
+
+
+def init_patches(make: Make, reads: Mapping[str, Sequence[str]], optimizers: Sequence[str]) -> tuple[Around, ...]:
+    """Patches of the optimizers' `__init__`; reads: what `make` reads besides, by optimizer."""
+    return tuple(Around(f"{each}.__init__", make, reads=("optimizer", *reads.get(each, ()))) for each in optimizers)

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
-from mindspeed_lite.patches.patches import moe_fb_overlap
+from mindspeed_lite.patches import moe_fb_overlap
 from mindspeed_lite.platform.megatron import HOST
 from tests.harness import core_loop, places, simulated
 

@@ -68,23 +68,3 @@ def test_a_call_that_no_order_describes_is_megatrons_and_says_so():
         )  # fmt: skip
     (fallback,) = mindspeed_lite.report().fallbacks
     assert "adjust_tensor_shapes_fn" in fallback.reason
-
-
-def test_a_configuration_that_has_changed_is_looked_at_again():
-    from dataclasses import dataclass
-
-    from mindspeed_lite.patches.pipeline_schedule import _Conflicts
-
-    @dataclass
-    class Config:
-        overlap_moe_expert_parallel_comm: bool = False
-        use_ring_exchange_p2p: bool = False
-
-    conflicts, config = _Conflicts(), Config()
-    assert conflicts.of(config, is_v=False) == []
-    config.use_ring_exchange_p2p = True
-    assert "--use-ring-exchange-p2p" in conflicts.of(config, is_v=False)[0]
-    config = Config(overlap_moe_expert_parallel_comm=True)
-    assert "a schedule of its own" in conflicts.of(config, is_v=False)[0]
-    assert conflicts.of(config, is_v=True) == []
-    assert "--use-ring-exchange-p2p" in conflicts.of(type("Proxy", (), {"use_ring_exchange_p2p": True})(), True)[0]

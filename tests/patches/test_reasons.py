@@ -510,3 +510,18 @@ def test_values_that_an_option_does_not_take_are_refused_in_one_line(dest, value
     with pytest.raises(OptionError) as error:
         Settings.of(OPTIONS, {dest: value})
     assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        *((name, "use_fused_adamw") for name in ("quant_states", "reuse_fp32_param", "swap_optimizer")),
+        ("virtual_optimizer", "use_fused_adamw"),
+        ("recompute_in_bubble", "pipeline_schedule"),
+        ("schedules_method", "pipeline_schedule"),
+    ],
+)
+def test_a_feature_turns_on_the_one_that_it_needs(name, needed):
+    features = runtime.catalogue()
+    assert needed in {each.feature for each in features[name].requires}
+    assert features[needed].is_enabled(context(features[name]).settings)

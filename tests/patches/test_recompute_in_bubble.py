@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 from mindspeed_lite.engine import Context, OptionError, Settings
-from mindspeed_lite.patches import pipeline_schedule
 from mindspeed_lite.patches._shared import pipeline_orders
 from mindspeed_lite.patches.recompute_in_bubble import FEATURE
 from mindspeed_lite.pipeline.check import ScheduleError
 from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
 from mindspeed_lite.pipeline.steps import Kind
-from tests.harness.swapped import reasons
 
 OFF = {
     "recompute_in_bubble": False,
@@ -31,14 +29,6 @@ def settings(*given):
 
 def context(*given, **args):
     return Context(settings(*given), "cpu", {}, {"pipeline_model_parallel_size": 2, **args})
-
-
-def test_it_turns_the_executor_on():
-    for each in (IN_BUBBLE, IN_ADVANCE):
-        assert FEATURE.is_enabled(settings(each)) and pipeline_schedule.FEATURE.is_enabled(settings(each))
-    assert not FEATURE.is_enabled(settings())
-    assert reasons(FEATURE, context(IN_BUBBLE, {"pipeline_schedule": "own.py:mine"})) == []
-    assert reasons(FEATURE, context(IN_BUBBLE)) == reasons(FEATURE, context(IN_ADVANCE, **FULL)) == []
 
 
 def test_in_the_bubble_every_layer_can_be_recomputed():

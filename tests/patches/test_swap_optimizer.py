@@ -190,14 +190,3 @@ def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
         (fallback,) = mindspeed_lite.report().fallbacks
         assert fallback.feature == "swap_optimizer" and "bytes of host memory: no more pinned memory" in fallback.reason
     assert_equal(on, off)
-
-
-@forked("megatron")
-def test_it_needs_the_step_that_it_turns_on_and_adam(groups: Path) -> None:
-    begin(groups)
-    report = mindspeed_lite.enable(swap_optimizer=True)
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["swap_optimizer"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("swap_optimizer", "the optimizer is SGD, without the fused step") in reasons

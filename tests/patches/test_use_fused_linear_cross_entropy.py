@@ -13,7 +13,7 @@ from mindspeed_lite import platform
 from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import use_fused_linear_cross_entropy as patch
 from tests.harness.compare import Sizes, error
-from tests.harness.processes import forked, on_ranks
+from tests.harness.processes import forked
 
 
 def ready(rank=0, ranks=1, store=None):
@@ -138,25 +138,6 @@ def test_multi_token_prediction_uses_it_for_each_of_its_losses_where_nobody_else
     else:
         assert len(calls) == 2 and said == []
     assert_near(on, off)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@forked("megatron")
-def test_tensor_and_sequence_parallelism(sequence_parallel):
-    store = tempfile.mkdtemp() + "/store"
-
-    def body(rank):
-        ready(rank, 2, dist.FileStore(store, 2))
-        model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-        off = step(model)
-        with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, strict=True):
-            on = step(model)
-        assert_near(on, off)
-        everywhere = [torch.empty_like(on[0]) for _ in range(2)]
-        dist.all_gather(everywhere, on[0])
-        assert torch.equal(*everywhere), "ranks disagree"
-
-    on_ranks(2, body)
 
 
 @pytest.mark.parametrize("zero_out", [False, True])

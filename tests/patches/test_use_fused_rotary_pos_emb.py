@@ -124,26 +124,6 @@ def test_every_form_in_other_releases(release):
 
 
 @forked("megatron")
-def test_every_attention_that_holds_the_function_by_value_has_it_and_gives_it_back():
-    from megatron.core.transformer import attention, multi_latent_attention
-
-    before = attention.apply_rotary_pos_emb
-    fused = multi_latent_attention.fused_apply_mla_rope_for_q
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True) as report:
-        ours = utilities().apply_rotary_pos_emb
-        assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is ours
-        assert is_swapped(ours) and is_swapped(multi_latent_attention.fused_apply_mla_rope_for_q)
-        assert utilities().fused_apply_rotary_pos_emb is not None
-        (entry,) = [each for each in report.entries if each.feature == FEATURE.name]
-        assert (entry.status, entry.backends, entry.numerics) == ("applied", ["rope:cpu"], "ulp")
-        assert {each.verified for each in entry.patches} == {"verified", "provided"}
-    assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is before
-    assert not is_swapped(before) and not is_swapped(fused)
-    assert multi_latent_attention.fused_apply_mla_rope_for_q is fused
-    assert utilities().fused_apply_rotary_pos_emb is None is utilities().fused_apply_rotary_pos_emb_thd
-
-
-@forked("megatron")
 def test_megatrons_own_fusion_needs_no_transformer_engine():
     from megatron.core.transformer import TransformerConfig
 

@@ -89,17 +89,6 @@ def test_a_budget_is_that_of_the_stage() -> None:
 
 
 @forked("megatron")
-def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:
-    begin(groups)
-    report = mindspeed_lite.enable(virtual_optimizer=["all"])
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["virtual_optimizer"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("virtual_optimizer", "the optimizer is SGD, without the fused step") in reasons
-
-
-@forked("megatron")
 def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
     begin(groups)
 
