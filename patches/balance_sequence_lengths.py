@@ -26,7 +26,7 @@ _CHANGING = ("--rampup-batch-size", "--step-batch-size-schedule", "--decrease-ba
 
 
 class BalancedDataset(torch.utils.data.Dataset[Any]):
-    """A data set whose samples stand at other places of the same step."""
+    """A data set whose samples change places within their step."""
 
     def __init__(self, dataset: Any, order: StepOrder) -> None:
         self._dataset, self._order = dataset, order

@@ -28,8 +28,7 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             session.fallback(FEATURE.name, f"the residual is {residual.dtype} and what is added to it {x.dtype}")
             return wrapped(x_with_bias, residual, prob)
         if bias is not None and bias.numel() != x.shape[-1]:
-            # Megatron's warm-up, which hands over a bias of the size of x. What it draws decides which initial weights
-            # are drawn behind it.
+            # Megatron's warm-up, whose draws decide the initial weights drawn after it.
             return wrapped(x_with_bias, residual, prob)
         if session.verifier is not None:
             _verify(session, wrapped, x, residual, bias, prob)

@@ -251,7 +251,7 @@ def _enabled(settings: Settings) -> bool:
 def _why_not(context: Context) -> Sequence[str]:
     if not _is_split(context.settings):
         given = _given_options(context.settings)
-        return [f"{', '.join(given)} beside --context-parallel-size 1: no sequence is split"] if given else []
+        return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
     if reasons := transformer_engine_reasons(context, "uses Transformer Engine's own attention"):
         return reasons
     check(context)
@@ -309,7 +309,7 @@ FEATURE = Feature(
         ),
         Option(
             "--use-cp-send-recv-overlap",
-            help="Ring: send gradients and outer hops on a second communicator, not behind the keys.",
+            help="Ring: send gradients and outer hops on a second communicator, not after the keys.",
         ),
         Option(
             "--context-parallel-kv-cache-policy",

@@ -90,10 +90,10 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
         # Probabilities come first, tokens last.
         if use_global_buffer and state.shared is not None:
             state.is_dispatch = None
-            beside: Any = state.shared.first().grad_fn
-            if beside is not None and out.grad_fn is not None:
+            shared: Any = state.shared.first().grad_fn
+            if shared is not None and out.grad_fn is not None:
                 # After the gradients of both messages, which are sent first.
-                beside._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
+                shared._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
         return out
 
     return gather_from_sequence_parallel_region
@@ -187,16 +187,16 @@ def _why_not(context: Context) -> Sequence[str]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="gathering of tokens behind the shared expert and behind experts' weight gradients",
+    summary="token all-gather and reduce-scatter overlapped with the shared expert and weight gradients",
     options=(
         Option(
             "--moe-allgather-overlap-comm",
-            help="Run the shared expert and experts' weight gradients beside the messages of the allgather dispatcher.",
+            help="Overlap the allgather dispatcher's messages with the shared expert and experts' weight gradients.",
         ),
     ),
     numerics="bitwise",
     theme="experts",
-    unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step behind the combine"},
+    unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
     condition=_why_not,
     conflicting_args=CUDA_GRAPH_ARGS,

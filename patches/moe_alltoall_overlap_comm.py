@@ -67,11 +67,11 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="experts' exchange behind the shared expert and behind weight gradients",
+    summary="expert all-to-alls overlapped with the shared expert and weight gradients",
     options=(
         Option(
             "--moe-alltoall-overlap-comm",
-            help="Run the shared expert and experts' weight gradients beside the all-to-alls of tokens.",
+            help="Overlap the all-to-alls of tokens with the shared expert and experts' weight gradients.",
         ),
     ),
     numerics="ulp",
@@ -81,10 +81,10 @@ FEATURE = Feature(
     condition=_why_not,
     conflicting_args={
         **CUDA_GRAPH_ARGS,
-        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm hides the messages behind another "
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm overlaps the messages with another "
         "micro-batch",
     },
-    conflicts=(Relation("moe_fb_overlap", "it hides the same messages behind another micro-batch"),),
+    conflicts=(Relation("moe_fb_overlap", "it overlaps the same messages with another micro-batch"),),
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(

@@ -136,7 +136,7 @@ def layout_reasons(context: Context) -> list[str]:
     has_stages = any(arg(name, None) for name in _STAGES) or context.settings.get(pipeline_orders.METHOD)
     if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not has_stages:
         found.append(
-            "--pipeline-model-parallel-size above 1 without virtual stages: no two micro-batches stand side by side; "
+            "--pipeline-model-parallel-size above 1 without virtual stages: no two micro-batches overlap; "
             "add --num-virtual-stages-per-pipeline-rank 2"
         )
     if arg("recompute_granularity", None) == "full":
@@ -144,9 +144,9 @@ def layout_reasons(context: Context) -> list[str]:
     if "moe" in (arg("recompute_modules", None) or ()):
         found.append("--recompute-modules moe runs the layer of experts whole, which the schedule takes apart")
     if not (arg("bf16", False) or arg("fp16", False)):
-        found.append("neither --bf16 nor --fp16 is given, and the schedule takes no other numbers")
+        found.append("neither --bf16 nor --fp16 is given, which the schedule needs")
     if arg("moe_shared_expert_overlap", False):
-        found.append("--moe-shared-expert-overlap hides the same messages behind the shared expert: say only one")
+        found.append("--moe-shared-expert-overlap overlaps the same messages with the shared expert: give only one")
     if (arg("mtp_num_layers", 0) or 0) > 1:
         found.append("--mtp-num-layers above 1: the schedule takes one such layer")
     return found
@@ -163,11 +163,11 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name="moe_fb_overlap",
-    summary="experts' exchange behind the computation of another micro-batch",
+    summary="expert all-to-alls overlapped with the computation of another micro-batch",
     options=(
         Option(
             "--moe-fb-overlap",
-            help="Run the forward pass of one micro-batch beside the backward pass of another.",
+            help="Overlap the forward pass of one micro-batch with the backward pass of another.",
         ),
     ),
     numerics="ulp",

@@ -28,7 +28,7 @@ _NAMES = (
 
 
 def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> int | None:
-    """How many experts each token has, where the caller knows it is the same number for all.
+    """Experts per token, if the caller knows that all tokens have as many.
 
     Only the all-to-all dispatcher gives both probabilities and a plain number of rows, and only where nothing is
     dropped or padded; the others count rows on the device, or keep the part of the map that is their own.
@@ -117,11 +117,7 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _supplied(session: Session) -> Callable[..., Any]:
-    """What stands under the names of Transformer Engine's functions, for the configuration to find.
-
-    The functions above serve every other call. One that pads to a tile, which Megatron makes with fp8 or fp4 alone, and
-    third-party code get here.
-    """
+    """Functions under Transformer Engine's names, for the configuration to find; called only to pad for fp8 or fp4."""
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
         raise OptionError(

@@ -114,7 +114,7 @@ def _wait(session: Session) -> None:
 
 FEATURE = Feature(
     name=NAME,
-    summary="weight gradients of experts on a stream beside the vector work of the backward pass",
+    summary="weight gradients of experts on a side stream during the backward pass",
     options=(
         Option(
             "--moe-wgrad-side-stream",

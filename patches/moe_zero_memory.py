@@ -263,7 +263,7 @@ def _release_shared(session: Session, shared: Any, first: LinearCall, second: Li
 
 
 def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A shared expert that runs as a whole."""
+    """A shared expert that runs in one step."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
         with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
@@ -275,7 +275,7 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The first half of one that runs beside messages."""
+    """The first step of one that overlaps with messages."""
 
     def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
         with seen(self.linear_fc1) as first:

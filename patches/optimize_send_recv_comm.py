@@ -80,7 +80,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--optimize-send-recv-comm",
-            help="Send what goes up the pipeline over a second process group, not behind what goes down.",
+            help="Send gradients up the pipeline over a second process group, not after activations.",
         ),
     ),
     numerics="bitwise",

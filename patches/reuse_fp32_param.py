@@ -84,9 +84,7 @@ def _why_not(context: Context) -> Sequence[str]:
 FEATURE = Feature(
     name="reuse_fp32_param",
     summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
-    options=(
-        Option("--reuse-fp32-param", help="Keep no fp32 copy of the weights: 16 bits beside the bf16 ones hold it."),
-    ),
+    options=(Option("--reuse-fp32-param", help="Store fp32 main parameters as the bf16 weights plus 16 low bits."),),
     numerics="bitwise",
     theme="memory",
     condition=_why_not,

@@ -133,9 +133,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="tensor-parallel communication behind the products of its own linear layers",
+    summary="tensor-parallel communication overlapped with the GEMMs of its own linear layers",
     options=(
-        Option("--use-ascend-coc", help="Hide tensor-parallel communication behind products, in chunks."),
+        Option("--use-ascend-coc", help="Overlap tensor-parallel communication with GEMMs, in chunks."),
         Option(
             "--coc-parallel-num",
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",

@@ -3,7 +3,7 @@
 `--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, which is the
 same in every supported release; the module around it stays Megatron's. Serves packed sequences, which the original
 refuses. Its constructor accepts the head sizes of multi-latent attention. On CUDA the first call activates an installed
-FA3 or FA4. Without document resets the data loader is told not to build a causal mask.
+FA3 or FA4. Without document resets the data loader builds no causal mask.
 
 Leaves projections, rotary embedding and Transformer Engine's attention alone; with context parallelism
 `context_parallel_algo` serves the call. Falls back for attention biases and for what the backend lacks.

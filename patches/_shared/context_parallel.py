@@ -186,7 +186,7 @@ def check(context: Context) -> None:
         )
     if len(types) > 1 and matches("<0.17", context.versions.get(HOST, "1")):
         raise OptionError(
-            f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the layer behind, "
+            f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the next layer, "
             "and fails at the last one: give one value."
         )
     given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]

@@ -42,7 +42,7 @@ RECOMPUTED = "activation_is_recomputed"
 def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
     """What `forward(mlp, x, *rest)` of Megatron's MLP computes between its two linear layers.
 
-    x: output of the first layer; bias: what the first layer returns beside it.
+    x: output of the first layer; bias: the first layer's second output.
     """
     between = AttributeOverride(
         mlp,

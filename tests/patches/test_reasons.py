@@ -196,7 +196,7 @@ REASONS = {
         ({"recompute_granularity": "full"}, "--recompute-granularity full"),
         ({"recompute_modules": ["moe"]}, "--recompute-modules moe"),
         ({"bf16": False}, "--bf16"),
-        ({"moe_shared_expert_overlap": True}, "say only one"),
+        ({"moe_shared_expert_overlap": True}, "give only one"),
         ({"mtp_num_layers": 2}, "--mtp-num-layers"),
     ],
     "moe_grouped_gemm": [({"num_experts": None}, "--num-experts"), (TE, "has grouped experts of its own")],
