@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import _version, json_file
+from mindspeed_lite import _version
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
+from mindspeed_lite.memory.kept_choices import Choice, KeptChoices
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.recompute_choice import (
@@ -46,16 +47,6 @@ NOTHING_MOVES = "no part of a layer has anything that could be"
 MAX_CHECKS = 3
 # Largest copy that is timed, in bytes.
 TIMED_BYTES = 64 << 20
-#: Recomputed and offloaded parts of a layer.
-_Parts = tuple[frozenset[str], frozenset[str]]
-
-
-def _parts(value: Any) -> _Parts:
-    again, swapped = json_file.rows(json_file.rows(json_file.text("a part of a layer")), count=2)(value)
-    return frozenset(again), frozenset(swapped)
-
-
-_KEPT = json_file.fields({"layers": json_file.table(json_file.rows(_parts), r"\d{1,6}", "the number of a stage")})
 
 
 class MemoryChoice:
@@ -65,9 +56,9 @@ class MemoryChoice:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
         self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
-        self._file = ""
+        self._kept: KeptChoices | None = None
         #: The previous choice's name and its parts by stage.
-        self._before: tuple[str, dict[int, list[_Parts]]] = ("", {})
+        self._before: tuple[str, Choice] = ("", {})
         self._records: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
@@ -221,11 +212,13 @@ class MemoryChoice:
     def _take_kept(self, given: dict[str, Any]) -> bool:
         """Apply the choice of an earlier run with this budget; False if there is none."""
         # Once: training loops may change the configuration after the first step.
-        training = f"memory-{self._key(given)}"
-        self._file = f"{training}-{self._budget}.json"
+        name = self._session.feature
+        files = self._kept = KeptChoices(
+            f"memory-{self._key(given)}", self._budget, lambda text: self._session.log_decision(f"{name}: {text}")
+        )
         found: list[Any] = [None, None]
         if dist.get_rank() == 0:
-            found = [None if self._explains else self._read(self._file), self._read_another(training)]
+            found = [None if self._explains else files.read(), files.read_other()]
         dist.broadcast_object_list(found, 0)
         kept, self._before = found[0] or {}, found[1]
         mine = kept.get(_stage(), [])
@@ -235,37 +228,14 @@ class MemoryChoice:
         )
         if not all(all(each) for each in _by_stage(fits).values()):
             if kept:
-                self._session.log_decision(f"{self._session.feature}: {self._file} is of other layers: recorded again")
+                self._session.log_decision(f"{name}: {files.name} is of other layers: recorded again")
             return False
         for layer, (again, swapped) in zip(self._layers, mine, strict=True):
             layer.run_again(again, swapped)
-        self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose ({self._file})")
+        self._session.log_decision(f"{name}: runs as an earlier run chose ({files.name})")
         return True
 
-    def _read(self, name: str) -> dict[int, list[_Parts]] | None:
-        """Read a choice by stage; None if there is none or it is damaged, which is logged."""
-        try:
-            file = cache.folder() / name
-            if not file.is_file():
-                return None
-            stages = json_file.read(file, _KEPT)["layers"]
-        except cache.NoCache:
-            return None
-        except json_file.JsonFileError as error:
-            self._session.log_decision(f"{self._session.feature}: recorded again: {error}")
-            return None
-        return {int(stage): layers for stage, layers in stages.items()}
-
-    def _read_another(self, training: str) -> tuple[str, dict[int, list[_Parts]]]:
-        """The latest choice of the same training with another budget, and its name."""
-        with contextlib.suppress(OSError, cache.NoCache, ValueError):
-            files = [each for each in cache.folder().glob(f"{training}-*.json") if each.name != self._file]
-            for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True)[:1]:
-                budget = int(file.stem.rpartition("-")[2])
-                return f"the choice within {gib(budget)}", self._read(file.name) or {}
-        return "", {}
-
-    def _now(self) -> dict[int, list[_Parts]]:
+    def _now(self) -> Choice:
         """The current choice by stage."""
         return {
             stage: each[0]
@@ -273,13 +243,10 @@ class MemoryChoice:
         }
 
     def _keep(self) -> None:
-        stages = self._now()
-        if dist.get_rank() == 0 and self._records:
-            layers = {
-                stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in stages.items()
-            }
+        choice = self._now()
+        if dist.get_rank() == 0 and self._records and self._kept is not None:
             try:
-                (cache.folder() / self._file).write_text(json.dumps({"layers": layers}, indent=1))
+                self._kept.write(choice)
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Session
+from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
     ATTENTION,
@@ -30,7 +31,6 @@ from mindspeed_lite.memory.layer_records import (
 from mindspeed_lite.memory.offload import Offload
 
 from .. import recompute_activation_function, recompute_norm
-from ..swap_attention import HookedModule
 from .proxies import RECOMPUTED
 
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
