@@ -1,13 +1,12 @@
 """`--balanced-moe-experts`: copy the hottest experts of a micro-batch to every rank.
 
-Tokens of a copied expert stay on their rank. The exact counts of the micro-batch decide which experts are copied; a
-copy must save more than it costs. Parameters travel while tokens are permuted and exchanged. Gradients of copies are
-added to the owner's main gradients before reduction.
+Tokens of a copied expert stay on their rank. The exact counts of the micro-batch decide, and a copy must save more than
+it costs. Parameters travel while tokens are permuted and exchanged; gradients of copies are added to the owner's main
+gradients before reduction.
 
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, which gets a routing over own experts and copy slots, so its
-exchange and sorting work unchanged; `SequentialMLP.forward`, which computes with the copies; and `MoELayer.forward`,
-which links dispatcher and experts. Leaves parameters, optimizer and checkpoints alone. Falls back for other experts,
-frozen experts, fp8 and fp4.
+Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, which gets a routing over own experts and copy slots;
+`SequentialMLP.forward`, which computes with the copies; and `MoELayer.forward`, which links the two. Leaves parameters,
+optimizer and checkpoints alone. Falls back for other experts, frozen experts, fp8 and fp4.
 """
 
 from __future__ import annotations
@@ -249,10 +248,10 @@ def _why_not(context: Context) -> Sequence[str]:
     require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
-    reasons = moe.why_not("experts")(context)
+    reasons = moe.local_expert_reasons("experts")(context)
     if moe.expert_sizes(context)[1] == 1:
         reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    return [*reasons, *moe.why_not_dispatched(context, "alltoall")]
+    return [*reasons, *moe.dispatcher_reasons(context, "alltoall")]
 
 
 FEATURE = Feature(

@@ -1,13 +1,13 @@
 """`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
-Reaches the local column and row parallel linear layers inside transformer layers. Their backward pass queues the weight
-gradient until `backward_dw()`, which Megatron's combined schedule calls. The queue enters through the linear layer's
-own `grad_output_buffer` argument, so no line of the layer is replaced. Gradient reduction waits for the queue as it
-does for Transformer Engine's layers.
+Reaches the local linear layers inside transformer layers: their backward pass queues the weight gradient until
+`backward_dw()`, which Megatron's combined schedule calls. The queue enters through the layer's own
+`grad_output_buffer`, and gradient reduction waits as for Transformer Engine's layers. Same products in the same order:
+same bits.
 
 Leaves the embedding, the output layer and Transformer Engine's layers alone. Falls back without
 `--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction does not know of the delay.
-Gradients that no schedule has asked for are computed before reduction. Same products in the same order: same bits.
+Gradients that no schedule asks for are computed before reduction.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """`--enable-expert-placement`: exchange experts between ranks every N steps to balance load.
 
-An exponential average of the router's choices predicts load. Experts of the same local slot are exchanged with all
-their tensors (parameters, main parameters, optimizer states) between an optimizer step and the next forward pass, if
-that saves more time than it takes.
+An exponential average of the router's choices predicts load. Experts of one local slot are exchanged with all their
+tensors between an optimizer step and the next forward pass, if that saves more time than it takes.
 
-Reaches `MoELayer.route`, whose columns are put into the order of places: router and losses see experts, dispatcher and
-experts see places. `ChainedOptimizer.step` marks the end of a step. `sharded_state_dict` first moves experts back, so
-checkpoints are Megatron's own; `state_dict` and `load_state_dict` raise while experts are away. Falls back for experts
-other than SequentialMLP's and where ranks' experts differ in shape or in what is trained.
+Reaches `MoELayer.route`, whose columns are reordered: the router sees experts, dispatcher and experts see places.
+`ChainedOptimizer.step` ends a step. `sharded_state_dict` first moves experts back, so checkpoints are Megatron's own;
+`state_dict` and `load_state_dict` raise while experts are away. Falls back for experts other than SequentialMLP's and
+where ranks' experts differ in shape or in what is trained.
 """
 
 from __future__ import annotations
@@ -166,7 +165,7 @@ def _why_not(context: Context) -> Sequence[str]:
     require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
-    reasons = [*moe.why_not("experts")(context), *moe.why_not_dispatched(context, "alltoall", "allgather")]
+    reasons = [*moe.local_expert_reasons("experts")(context), *moe.dispatcher_reasons(context, "alltoall", "allgather")]
     ranks, experts = moe.expert_sizes(context)[1], context.arg("num_experts", None)
     if ranks == 1:
         reasons.append("--expert-model-parallel-size 1: every rank has all experts")

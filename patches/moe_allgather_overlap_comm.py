@@ -1,13 +1,13 @@
 """`--moe-allgather-overlap-comm`: overlap token collectives with shared expert and wgrads.
 
-For the `allgather` dispatcher. The shared expert's first product overlaps with the gather of tokens, its second with
-the scatter of results, and their backward passes with both gradients. Weight gradients of `--moe-grouped-gemm` overlap
-with the gradient of the gather.
+For the `allgather` dispatcher: the shared expert's first product overlaps with the gather of tokens, its second with
+the scatter of results, and their backward passes with both gradients; weight gradients of `--moe-grouped-gemm` overlap
+with the gather's gradient.
 
 Reaches `token_dispatch` and `token_combine`, which mark their collectives; the two mappings that issue them;
-`dispatch_postprocess` and `permute`, which wait; `MoELayer.shared_experts_compute` and `postprocess`, between which the
-shared expert is deferred; and `start_grad_sync`, the first reader of main gradients. A gated or recomputed shared
-expert runs where Megatron has it, with the reason logged.
+`dispatch_postprocess` and `permute`, which wait; `MoELayer.shared_experts_compute` and `postprocess`, which defer the
+shared expert; and `start_grad_sync`, the first reader of main gradients. Falls back for gated or recomputed shared
+experts.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
         state.shared = None
         if not self.use_shared_expert or type(self.token_dispatcher) is not MoEAllGatherTokenDispatcher:
             return wrapped(self, hidden_states)
-        reasons = _cannot(self, session)
+        reasons = _layer_reasons(self, session)
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
             return wrapped(self, hidden_states)
@@ -151,7 +151,7 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
     return shared_experts_compute
 
 
-def _cannot(layer: Any, session: Session) -> list[str]:
+def _layer_reasons(layer: Any, session: Session) -> list[str]:
     """Why the shared expert of a layer is not split."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
@@ -179,10 +179,10 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
-    reasons = moe.why_no_experts(context)
+    reasons = moe.no_expert_reasons(context)
     if not reasons and moe.expert_sizes(context) == (1, 1):
         reasons = ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
-    return [*reasons, *moe.why_not_dispatched(context, "allgather")]
+    return [*reasons, *moe.dispatcher_reasons(context, "allgather")]
 
 
 FEATURE = Feature(

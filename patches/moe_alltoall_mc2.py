@@ -129,7 +129,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = _why_not_here(context.device)
     if context.host_args is None:
         return reasons
-    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
+    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
     if context.arg("add_bias_linear", False):

@@ -54,7 +54,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons: list[str] = []
     if context.host_args is None:
         return reasons
-    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
+    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if arg("moe_shared_expert_intermediate_size", None) and "shared_experts" in (arg("recompute_modules", None) or ()):
         reasons.append("--recompute-modules shared_experts runs the shared expert whole, which is taken apart here")
     return reasons

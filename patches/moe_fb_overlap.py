@@ -124,14 +124,14 @@ def layout_reasons(context: Context) -> list[str]:
     Megatron's own checks are assertions in `TransformerConfig.__post_init__`.
     """
     arg = context.arg
-    found = moe.why_not_sent(context)
+    found = moe.exchange_reasons(context)
     if not found:
         each = arg("num_experts", 0) // arg("expert_model_parallel_size", 1)
         if each == 1 and matches("<0.17", context.versions.get(megatron.HOST, "1")):
             found.append(
                 "one expert a rank, whose input the schedule of Megatron 0.16 frees: add experts, or take 0.17"
             )
-    found += moe.why_not_dispatched(context, "alltoall", "flex")
+    found += moe.dispatcher_reasons(context, "alltoall", "flex")
     # DualPipeV brings its virtual stages.
     has_stages = any(arg(name, None) for name in _STAGES) or context.settings.get(pipeline_orders.METHOD)
     if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not has_stages:

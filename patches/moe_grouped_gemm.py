@@ -69,9 +69,9 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         first = self.local_experts[0]
         reasons = getattr(first, _REASONS, None)
         if reasons is None:
-            reasons = _cannot(self)
+            reasons = _layer_reasons(self)
             session.mark(first, _REASONS, reasons)
-        reasons = [*reasons, *_cannot_now(self.local_experts)]
+        reasons = [*reasons, *_call_reasons(self.local_experts)]
         if reasons:
             moe_alltoall_mc2.check_exchanged(session, reasons)
             session.fallback(FEATURE.name, "; ".join(reasons))
@@ -219,7 +219,7 @@ def _gradients(
     return take
 
 
-def _cannot(module: Any) -> list[str]:
+def _layer_reasons(module: Any) -> list[str]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP
 
@@ -239,7 +239,7 @@ def _cannot(module: Any) -> list[str]:
     return holding(reasons)
 
 
-def _cannot_now(experts: Sequence[Any]) -> list[str]:
+def _call_reasons(experts: Sequence[Any]) -> list[str]:
     """Reasons that may change from call to call."""
     linear = [layer for expert in experts for layer in (expert.linear_fc1, expert.linear_fc2)]
     reasons = {
@@ -294,7 +294,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("grouped experts"),
+    condition=moe.local_expert_reasons("grouped experts"),
     arguments=moe.turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(

@@ -140,10 +140,10 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append(_NO_SIZE)
     if context.host_args is None:
         return reasons
-    not_sent = moe.why_not_sent(context)
+    not_sent = moe.exchange_reasons(context)
     if not not_sent and size is not None and (reason := _layout_reason(context, size)):
         reasons.append(reason)
-    return [*reasons, *not_sent, *moe.why_not_dispatched(context, "alltoall")]
+    return [*reasons, *not_sent, *moe.dispatcher_reasons(context, "alltoall")]
 
 
 FEATURE = Feature(

@@ -146,7 +146,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("a permutation"),
+    condition=moe.local_expert_reasons("a permutation"),
     arguments=moe.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(

@@ -147,7 +147,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("a fused router"),
+    condition=moe.local_expert_reasons("a fused router"),
     arguments=moe.turn_on("moe_router_fusion"),
     operators=("moe_router",),
     unsupported={"<0.14": "Megatron's router has no function of its own for a fused form before 0.14"},

@@ -1,13 +1,12 @@
 """`--moe-zero-memory`: release expert inputs and activations, recompute them in backward.
 
-level0 releases the experts' input rows and the activation's output. The backward pass permutes and exchanges the tokens
-again and reruns the activation; the message overlaps with the experts' backward, since only the first layer's weight
-gradients read the rows. level1 also releases the activation's input and reruns the first layer.
-`--moe-zero-memory-num-layers N` selects level1 for the first N layers of a rank.
+level0 releases the experts' input rows and the activation's output; the backward pass permutes and exchanges tokens
+again, overlapped with the experts' backward, and reruns the activation. level1 also releases the activation's input and
+reruns the first layer. `--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
 
-Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, where tokens and
-counts are kept; `TransformerLayer.__init__`, where layers are chosen; and `SharedExpertMLP`, whose activation is
-released too. Needs `--moe-grouped-gemm`. Falls back for other dispatchers and for layers recomputed as a whole.
+Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, which know
+tokens and counts; `TransformerLayer.__init__`, which chooses layers; and `SharedExpertMLP`. Needs `--moe-grouped-gemm`.
+Falls back for other dispatchers and for layers recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -320,8 +319,8 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
     if context.host_args is None:
         return []
-    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
-    return [*reasons, *moe.why_not_dispatched(context, "alltoall"), *recompute.full_recompute_reasons(context)]
+    reasons = [*moe.local_expert_reasons("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
+    return [*reasons, *moe.dispatcher_reasons(context, "alltoall"), *recompute.full_recompute_reasons(context)]
 
 
 FEATURE = Feature(

@@ -2,11 +2,11 @@
 
 Without Transformer Engine and Apex Megatron runs torch's Adam with separate passes for norm, clipping and copy. Reaches
 `MegatronOptimizer.__init__`, where torch's Adam or AdamW gets the fused step and keeps its state format;
-`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which hand clip coefficients and copy targets to that step;
-`prepare_grads`, which drops what a skipped step has left; and `local_multi_tensor_l2_norm` and `_scale`.
+`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which hand clip coefficients and copy targets to it;
+`prepare_grads`, which drops leftovers; and `local_multi_tensor_l2_norm` and `_scale`.
 
-Leaves fp16 unscaling alone. Falls back for other optimizers, for parameter groups with torch-only options, and from
-deferred clipping where gradients are read after it.
+Leaves fp16 unscaling alone. Falls back for other optimizers and options, and from deferred clipping where gradients are
+read after it.
 """
 
 from __future__ import annotations

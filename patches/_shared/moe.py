@@ -112,31 +112,31 @@ def expert_sizes(context: Context) -> tuple[int, int]:
     return shared, arg("expert_model_parallel_size", 1) or 1
 
 
-def why_no_experts(context: Context) -> list[str]:
+def no_expert_reasons(context: Context) -> list[str]:
     """The reason of a feature for models with experts."""
     has_none = context.host_args is not None and not context.arg("num_experts", None)
     return ["--num-experts is not given: the model has no experts"] if has_none else []
 
 
-def why_not_dispatched(context: Context, *dispatchers: str) -> list[str]:
+def dispatcher_reasons(context: Context, *dispatchers: str) -> list[str]:
     """The reason of a feature for these dispatchers."""
     given = context.arg("moe_token_dispatcher_type", dispatchers[0])
     return [] if given in dispatchers else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(dispatchers)}"]
 
 
-def why_not_sent(context: Context) -> list[str]:
+def exchange_reasons(context: Context) -> list[str]:
     """The reasons of a feature for messages between expert-parallel ranks."""
-    found = why_no_experts(context)
+    found = no_expert_reasons(context)
     if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
         found = ["--expert-model-parallel-size 1: tokens stay where they are"]
     return found
 
 
-def why_not(theirs: str) -> Callable[[Context], list[str]]:
+def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
     """The condition of an expert feature; `theirs`: what Transformer Engine has instead."""
     return lambda context: [
         *transformer_engine_reasons(context, f"has {theirs} of its own"),
-        *why_no_experts(context),
+        *no_expert_reasons(context),
     ]
 
 
