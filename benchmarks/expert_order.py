@@ -117,7 +117,7 @@ def combined(layer: Layer, layers: int, micro_batches: int) -> Lanes:
 
 
 def _pairs(lanes: Lanes, layer: Layer, layers: int) -> None:
-    """One micro-batch's forward pass and another's backward pass: see `patches/_shared/early_issue.py`."""
+    """One micro-batch's forward pass and another's backward pass: see `patches/moe_fb_overlap.py`."""
     weights = tokens_came = 0.0
     for number in range(layers):
         gradients_come = lanes.send(layer.message)  # B combine

@@ -90,7 +90,7 @@ class Counted:
 @contextmanager
 def slow_layers(training: Any, seconds: float, delays: bool) -> Iterator[None]:
     """Let layers sleep; weight gradients in their own step where the order has such steps."""
-    from mindspeed_lite.patches._shared.delayed_wgrads import DelayedWgrads
+    from mindspeed_lite.patches._shared.pipeline_passes import DelayedWgrads
 
     layers = [
         each for model in training.models for each in model.modules() if type(each).__name__ == "TransformerLayer"

@@ -24,7 +24,7 @@ from benchmarks.configurations import CONFIGURATIONS, DENSE
 from mindspeed_lite import platform
 from mindspeed_lite.bench.probes import train_step
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.patches.recompute_activation_function import CHOSEN
+from mindspeed_lite.patches._shared.proxies import RECOMPUTED
 from mindspeed_lite.platform import allocator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -58,7 +58,7 @@ class Alternation:
 
 def _switch(chunks: Any, recomputes: bool) -> int:
     """Sets what the features' patches ask every layer for; returns how many places there are."""
-    names = (CHOSEN, "recompute_input_layernorm", "recompute_pre_mlp_layernorm")
+    names = (RECOMPUTED, "recompute_input_layernorm", "recompute_pre_mlp_layernorm")
     places = [(part, name) for chunk in chunks for part in chunk.modules() for name in names if name in vars(part)]
     for part, name in places:
         setattr(part, name, recomputes)

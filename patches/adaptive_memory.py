@@ -1,16 +1,12 @@
-"""`--adaptive-memory`: what each layer keeps, computes again and moves to the host is chosen within a budget.
+"""`--adaptive-memory`: keep, recompute or offload parts of layers within a memory budget.
 
-In the first steps every layer runs again in the backward pass, which takes least memory, and that second run is
-recorded: what each part saves, in which layer, for how long, and its time. Then the least time within the budget is
-solved for, for each pipeline rank: norms, activation functions, attention, MLPs, experts, shared experts, whole layers,
-each kept, computed again or, on a device, moved to the host behind the compute of the next layer. The next step runs
-like that, and its memory is measured. Rank 0 prints the choice as a table and keeps it for the next run of the same
-training. `--mindspeed-lite-explain-memory` prints it and ends before any weight has changed.
+The first steps recompute every layer and record what each part saves and how long it takes. A solver then minimises
+time within the budget per pipeline rank; the next step runs the choice and its memory is measured. Rank 0 prints the
+choice and stores it for later runs. `--mindspeed-lite-explain-memory` prints it and exits before a weight has changed.
 
-Reaches `get_forward_backward_func`, which every training loop calls for a step, each layer where it is built, and the
-block that runs the layers of a chunk. Leaves evaluation and everything outside of transformer layers alone.
-Limitations: the local implementation; experts that run in pieces beside messages are computed again with their router
-and exchange alone.
+Reaches `get_forward_backward_func`, which every training loop calls, each layer when it is built, and the block that
+runs a chunk's layers. Leaves evaluation and code outside transformer layers alone. Experts that run in pieces for
+communication overlap are recomputed together with their router and exchange.
 """
 
 from __future__ import annotations
@@ -26,7 +22,9 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
 from ._shared import recompute, wgrad_accumulation
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.memory_choice import MemoryChoice
+from ._shared.wrappers import within
 
 NAME, BUDGET, EXPLAIN = "adaptive_memory", "memory_budget", "mindspeed_lite_explain_memory"
 _MOE_LAYER = "megatron.core.transformer.moe.moe_layer:MoELayer"
@@ -43,13 +41,13 @@ def _state(session: Session) -> MemoryChoice:
     return session.state(NAME, lambda: MemoryChoice(session, int(settings[BUDGET] * 2**30), bool(settings[EXPLAIN])))
 
 
-def _prepare(layer: Any, session: Session, turn: int | None) -> None:
+def _prepare(layer: Any, session: Session, index: int | None) -> None:
     if recompute.can_release(NAME, layer.config, session, _CONFLICTING_ARGS):
         _state(session).add(layer)
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    # A pipeline stage without layers takes part in what the others agree on.
+    # Stages without layers take part in the collectives too.
     _state(session)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:
@@ -57,7 +55,7 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
         @functools.wraps(original)
         def forward_backward(**given: Any) -> Any:
-            # A training loop may hold this function, whatever becomes of the session.
+            # A training loop may hold this function after the session has ended.
             state = session.find(NAME)
             return original(**given) if state is None else state.step(original, given)
 
@@ -66,13 +64,9 @@ def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
     return get_forward_backward_func
 
 
-def _in_pass(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = session.find(NAME)
-        with contextlib.nullcontext() if state is None else state.forward_pass():
-            return wrapped(self, *args, **kwargs)
-
-    return forward
+def _in_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    state = session.find(NAME)
+    return contextlib.nullcontext() if state is None else state.forward_pass()
 
 
 def _enabled(settings: Settings) -> bool:
@@ -89,10 +83,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{NAME}: --memory-budget {budget}: want GiB above 0 that activations of a rank may take")
     if importlib.util.find_spec("scipy") is None:
         raise OptionError(f"{NAME} needs scipy, which solves for the choice: pip install mindspeed-lite[adaptive]")
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-    return reasons
+    return transformer_engine_reasons(context, "has its own --recompute-modules")
 
 
 _CHOSEN_HERE = "it is chosen here, layer by layer: leave its flag out"
@@ -140,7 +131,7 @@ FEATURE = Feature(
             ),
         ),
         Around("megatron.core.pipeline_parallel.schedules:get_forward_backward_func", _choose),
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _in_pass),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_in_pass)),
         wgrad_accumulation.PATCH,
         *recompute.CHECKPOINT_PATCHES,
         Override(

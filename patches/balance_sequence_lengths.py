@@ -1,13 +1,11 @@
-"""`--balance-sequence-lengths`: data-parallel ranks train on micro-batches of equal attention cost.
+"""`--balance-sequence-lengths`: equal attention cost on data-parallel ranks.
 
-Reaches `build_pretraining_data_loader`, through which every loader of Megatron's training goes, and gives it the
-training set behind a proxy: its samplers, loaders, counts of consumed samples and resumption stay Megatron's. The
-proxy takes a place among a step's samples for another one of the same step. Micro-batches are taken whole, so that
-each has the samples, the loss and the weight that it has without; the rank that trains on it changes, and when.
+Reaches `build_pretraining_data_loader`, through which every training loader goes, and wraps the training set: samplers,
+consumed samples and resumption stay Megatron's. Whole micro-batches of one step change ranks, so each keeps its
+samples, loss and weight. Every rank reads document lengths off the `GPTDataset` indices, without communication.
 
-Lengths of documents are read off the indices of `GPTDataset`, not off tokens, on each rank by itself: no message.
-Leaves validation, test and other data sets alone; for the latter it falls back with a reason. A loader that was built
-with the feature keeps its order when that is turned off: it has read ahead.
+Leaves validation and test sets alone; falls back for other data sets. A loader that is already built keeps its order
+when the feature is turned off, because it has prefetched.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _CHANGING = ("--rampup-batch-size", "--step-batch-size-schedule", "--decrease-ba
 
 
 class BalancedDataset(torch.utils.data.Dataset[Any]):
-    """A data set whose samples stand at other places of the same step."""
+    """A data set whose samples change places within their step."""
 
     def __init__(self, dataset: Any, order: StepOrder) -> None:
         self._dataset, self._order = dataset, order

@@ -1,16 +1,12 @@
-"""`--balanced-moe-experts`: for each micro-batch the hottest experts are copied to every rank that shares experts.
+"""`--balanced-moe-experts`: copy the hottest experts of a micro-batch to every rank.
 
-Tokens of a copied expert stay on the rank that they come from, so that the rank which holds it has fewer. Which ones
-are copied follows from the exact counts of the micro-batch; no copy is made that takes fewer tokens off the fullest
-rank than it costs. Parameters travel while tokens are permuted and exchanged. Gradients of copies are added up on the
-owner of the expert and go to its main gradients before these are reduced.
+Tokens of a copied expert stay on their rank. The exact counts of the micro-batch decide, and a copy must save more than
+it costs. Parameters travel while tokens are permuted and exchanged; gradients of copies are added to the owner's main
+gradients before reduction.
 
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`: it is given a routing over places, the experts of a rank and
-slots for copies, and counts as many experts a rank; its exchange, gathers and sorting then do what they always do, and
-what goes to a slot never leaves its rank. `SequentialMLP.forward` computes with the copies behind its own experts, in a
-loop or in one grouped product (`--moe-grouped-gemm`). `MoELayer.forward` says which experts a dispatcher serves.
-Parameters, optimizer and checkpoints are left alone: a copy is an intermediate tensor. Falls back for other experts
-than these, frozen ones, and those in fp8 or fp4.
+Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, which gets a routing over own experts and copy slots;
+`SequentialMLP.forward`, which computes with the copies; and `MoELayer.forward`, which links the two. Leaves parameters,
+optimizer and checkpoints alone. Falls back for other experts, frozen experts, fp8 and fp4.
 """
 
 from __future__ import annotations
@@ -30,14 +26,21 @@ from mindspeed_lite.parallel.balance.placement import SentTokens, hot_experts
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS, conflict_reasons
-from ._shared.given_flags import given_flags, require_first
+from ._shared.conditions import (
+    CUDA_GRAPH_ARGS,
+    FSDP_ARGS,
+    config_reasons,
+    given_flags,
+    holding,
+    require_first,
+)
 from ._shared.proxies import AttributeOverride
+from ._shared.wrappers import before
 
 NAME, FLAG = "balanced_moe_experts", "--balanced-moe-experts"
 NUMBER = "balanced_moe_hot_expert_num"
 BREAK_EVEN = "balanced_moe_break_even"
-# What a dispatcher knows of the number of experts.
+# Dispatcher attributes that depend on the number of experts.
 _SIZES = (
     "num_experts",
     "num_local_experts",
@@ -52,14 +55,14 @@ _PADS = {
 
 
 class _State:
-    """What a session keeps of dispatchers and experts."""
+    """Experts and copies by dispatcher."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.experts: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        # Dispatchers as Megatron built them.
+        # Sizes of dispatchers as built.
         self.built: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        # Copies that experts compute with at their next call.
+        # Copies for the next call of the experts.
         self.copies: weakref.WeakKeyDictionary[Any, ExpertCopies] = weakref.WeakKeyDictionary()
         self.pending = PendingGradients()
         self.break_even: dict[tuple[int, ...], float] = {}
@@ -71,7 +74,7 @@ class _State:
             vars(dispatcher).update(sizes)
 
     def experts_of(self, dispatcher: Any) -> Any:
-        """The experts that a dispatcher serves; None with the reason logged where they are not copied."""
+        """The experts of a dispatcher; None, with the reason logged, if they are not copied."""
         experts = self.experts.get(dispatcher)
         reasons = ["its layer is not known"] if experts is None else _reasons_of(experts)
         if reasons:
@@ -84,34 +87,30 @@ def _state(session: Session) -> _State:
 
 
 def _reasons_of(experts: Any) -> list[str]:
-    """What the configuration says, so that all ranks give the same reasons."""
+    """Reasons from the configuration, the same on all ranks."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     if type(experts) is not SequentialMLP:
         return [f"experts are a {type(experts).__name__}: copies are made of SequentialMLP's"]
     is_narrow = bool(experts.config.fp8) or bool(getattr(experts.config, "fp4", None))
     found = ["experts compute in fp8 or fp4"] if is_narrow else []
-    return found + conflict_reasons(_PADS, lambda name: getattr(experts.config, name, None))
+    return found + config_reasons(_PADS, experts.config)
 
 
 def _reasons_of_rank(experts: Any) -> list[str]:
-    """What this rank's parameters say; those of another rank may differ."""
+    """Reasons from this rank's parameters."""
     parameters = [*experts.parameters()]
     reasons = {
         "a frozen parameter of an expert": not all(each.requires_grad for each in parameters),
         "parameters of experts of several dtypes": len({each.dtype for each in parameters}) > 1,
-        # One sees the tokens that stay on its rank alone.
+        # A hook would only see the tokens that stay on its rank.
         moe.HOOKED: any(map(moe.has_hooks, (each for expert in experts.local_experts for each in expert.modules()))),
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return holding(reasons)
 
 
-def _layer(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _state(session).experts[self.token_dispatcher] = self.experts
-        return wrapped(self, *args, **kwargs)
-
-    return forward
+def _link_experts(session: Session, layer: Any) -> None:
+    _state(session).experts[layer.token_dispatcher] = layer.experts
 
 
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -122,7 +121,7 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
         experts = state.experts_of(self)
         if experts is not None:
             slots = _choose(state, self, built, experts, routing_map)
-            # Of a pass that has failed.
+            # Left by a pass that has failed.
             state.copies.pop(experts, None)
             if slots.copied:
                 vars(self).update(_sizes(self, built, slots))
@@ -134,10 +133,10 @@ def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., 
 
 
 def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any, routing_map: torch.Tensor) -> Slots:
-    """Which experts are copied for a micro-batch; every rank that shares experts decides alike."""
+    """The experts to copy for a micro-batch; all expert-parallel ranks decide alike."""
     for expert in experts.local_experts:
         for layer in (expert.linear_fc1, expert.linear_fc2):
-            # Parameters that are gathered late are read here first.
+            # With overlapped gathers, parameters are first read here.
             moe.before_call(layer)
     ranks, local = dispatcher.ep_size, built["num_local_experts"]
     reasons = _reasons_of_rank(experts)
@@ -152,7 +151,7 @@ def _choose(state: _State, dispatcher: Any, built: dict[str, Any], experts: Any,
 
 
 def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> float:
-    """Tokens that a copy must take off the fullest rank: as the flag says, or as measured once."""
+    """Tokens that a copy must take off the fullest rank: the flag's value, or measured once."""
     given: float | None = state.session.settings[BREAK_EVEN]
     if given is not None:
         return given
@@ -170,7 +169,7 @@ def _break_even(state: _State, dispatcher: Any, experts: Any, rows: int) -> floa
 
 
 def _sizes(dispatcher: Any, built: dict[str, Any], slots: Slots) -> dict[str, Any]:
-    """What the dispatcher would hold if each rank had as many experts as it has places."""
+    """The dispatcher's sizes with own experts and copy slots."""
     places = slots.local + len(slots.copied)
     first = dispatcher.ep_group.rank() * places
     device = built["sort_input_by_local_experts"].device
@@ -222,7 +221,7 @@ def _experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _with_parameters(module: Any, parameters: Iterator[torch.Tensor]) -> Any:
-    """A module that computes as this one does with other parameters, in its order; its hooks are for its own."""
+    """A copy of a module with other parameters and without hooks."""
     found = copy.copy(module)
     vars(found).update(
         _parameters={name: None if each is None else next(parameters) for name, each in module._parameters.items()},
@@ -248,10 +247,10 @@ def _why_not(context: Context) -> Sequence[str]:
     require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
-    reasons = moe.why_not("experts")(context)
+    reasons = moe.local_expert_reasons("experts")(context)
     if moe.expert_sizes(context)[1] == 1:
         reasons.append("--expert-model-parallel-size 1: every rank has all experts")
-    return [*reasons, *moe.why_not_dispatched(context, "alltoall")]
+    return [*reasons, *moe.dispatcher_reasons(context, "alltoall")]
 
 
 FEATURE = Feature(
@@ -299,7 +298,9 @@ FEATURE = Feature(
     not_auto="what it gains depends on the skew of the router: enable it with its flag",
     patches=(
         Around(
-            "megatron.core.transformer.moe.moe_layer:MoELayer.forward", _layer, reads=("experts", "token_dispatcher")
+            "megatron.core.transformer.moe.moe_layer:MoELayer.forward",
+            before(_link_experts),
+            reads=("experts", "token_dispatcher"),
         ),
         Override(
             f"{moe.DISPATCHER}.dispatch_preprocess",

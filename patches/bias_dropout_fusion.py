@@ -1,11 +1,9 @@
-"""`--bias-dropout-fusion`: bias, dropout and residual of a transformer layer in one pass, without torch.compile.
+"""`--bias-dropout-fusion`: bias, dropout and residual of a layer in one pass.
 
-Reaches `bias_dropout_add_fused_train`, the function that Megatron calls after attention and after the MLP wherever its
-configuration has `bias_dropout_fusion`, which is its default. Megatron leaves the fusion to torch.compile, which serves
-on CUDA; on a CPU its draws are slower than the whole pass here, and an NPU has the single steps. Leaves inference and
-layers without the fusion alone, and Megatron's warm-up of its function, behind which initial weights are drawn. Falls
-back, with a reason, for `--no-bias-dropout-fusion`, on CUDA, and where residual and output differ in dtype, of which
-the releases make different things.
+Reaches `bias_dropout_add_fused_train`, which Megatron calls after attention and MLP when its configuration has
+`bias_dropout_fusion` (the default). Megatron fuses by torch.compile, which is slow on CPU and absent on NPU. Leaves
+inference, layers without the fusion and Megatron's warm-up call alone. Falls back for `--no-bias-dropout-fusion`, on
+CUDA, and where residual and output differ in dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.bias_dropout_add import bias_dropout_add
 
-from ._shared.megatron_defaults import explicitly_disabled_reasons
+from ._shared.conditions import explicitly_disabled_reasons
 
 ARGUMENT = "bias_dropout_fusion"
 
@@ -30,8 +28,7 @@ def _train(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
             session.fallback(FEATURE.name, f"the residual is {residual.dtype} and what is added to it {x.dtype}")
             return wrapped(x_with_bias, residual, prob)
         if bias is not None and bias.numel() != x.shape[-1]:
-            # Megatron's warm-up, which hands over a bias of the size of x. What it draws decides which initial weights
-            # are drawn behind it.
+            # Megatron's warm-up, whose draws decide the initial weights drawn after it.
             return wrapped(x_with_bias, residual, prob)
         if session.verifier is not None:
             _verify(session, wrapped, x, residual, bias, prob)

@@ -1,14 +1,12 @@
-"""`--context-parallel-algo`: context parallelism on the local implementation, by ring, Ulysses, both or gathered keys.
+"""`--context-parallel-algo`: ring, Ulysses, hybrid or gathered-key context parallelism.
 
-Reaches the core attention of the local implementation, whose constructor refuses context parallelism and is the only
-place that does; its `forward` then computes this rank's rows of the whole sequence's attention. Every algorithm takes
-Megatron's own split, two chunks of the sequence for each rank, so that batches, rotary embedding, masks, losses and
-multi-token prediction stay Megatron's. `--context-parallel-algo` (MindSpeed's) or `--cp-comm-type` (Megatron's, of each
-layer too) chooses; without either the least predicted exposed communication does.
+Reaches the core attention of the local implementation: its constructor is the only place that refuses context
+parallelism, and its `forward` then computes this rank's rows. All algorithms use Megatron's split (two chunks per
+rank), so batches, rotary embedding, masks and losses stay Megatron's. `--context-parallel-algo` or `--cp-comm-type`
+chooses; by default the algorithm with the least predicted exposed communication runs.
 
-Packed sequences are split sequence by sequence. Megatron takes that split from Transformer Engine; the same is provided
-where it looks for it. Leaves Transformer Engine's attention alone. Never hands a call back, since the original has no
-context parallelism: what it cannot do is an error.
+Packed sequences are split sequence by sequence; the partition that Megatron takes from Transformer Engine is provided.
+Leaves Transformer Engine's attention alone. Never falls back: unsupported calls raise OptionError.
 """
 
 from __future__ import annotations
@@ -31,18 +29,27 @@ from ._shared.attention_core import (
     READS,
     RELIES_ON,
     dropout_generator,
+    pack_reasons,
     packing_of,
     read_call,
-    why_not_packed,
     without_head_sizes,
 )
-from ._shared.context_flags import NAME, algorithm_named, check, check_heads, splits_as_one
-from ._shared.context_groups import ALGORITHMS, Options, algorithm_of, group_of, least_exposed
-from ._shared.given_flags import given_flags
+from ._shared.conditions import given_flags, transformer_engine_reasons
+from ._shared.context_parallel import (
+    ALGORITHMS,
+    NAME,
+    Options,
+    algorithm_named,
+    algorithm_of,
+    check,
+    check_heads,
+    group_of,
+    least_exposed,
+    splits_as_one,
+)
 
 _UTILS = "megatron.core.utils"
 _OF_CONFIG = (f"{CONFIG}.context_parallel_size", f"{CONFIG}.cp_comm_type")
-# What a session keeps of models that were split.
 _SPLIT = "split models"
 _CAUSAL, _FREE = (-1, 0), (-1, -1)
 # What a micro-batch holds besides its rows.
@@ -55,7 +62,7 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
         sizes = {size: keywords.pop(size) for size in HEAD_SIZES if size in keywords}
         given = signature.bind(self, *arguments, **keywords).arguments
-        # Megatron asserts that there is no context parallelism, and reads the size for nothing else.
+        # Megatron only asserts that the size is 1.
         config = given["config"]
         given["config"] = copy.copy(config)
         given["config"].context_parallel_size = 1
@@ -81,7 +88,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         attention_bias: Any = None,
         packed_seq_params: Any = None,
     ) -> Any:
-        # A model without context parallelism, as an image encoder's, may stand beside one that has it.
+        # A model may have parts without context parallelism, such as an image encoder.
         group = group_of(self, packed_seq_params) if self.config.context_parallel_size > 1 else None
         if group is None:
             return wrapped(self, query, key, value, attention_mask, attn_mask_type, attention_bias, packed_seq_params)
@@ -89,8 +96,8 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         call = read_call(self, query, attention_mask, is_pack)
         reasons = [] if attention_bias is None else ["an attention bias"]
         if is_pack:
-            reasons += why_not_packed(self, query, packed_seq_params)
-            reasons += [] if reasons else _why_not_split(packed_seq_params)
+            reasons += pack_reasons(self, query, packed_seq_params)
+            reasons += [] if reasons else _split_reasons(packed_seq_params)
         elif query.shape[0] != key.shape[0]:
             reasons.append(f"{query.shape[0]} queries and {key.shape[0]} keys on a rank, as in cross attention")
         if reasons:
@@ -122,7 +129,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
 
 
 def _warn_at_end(core: Any, ranks: int, session: Session) -> tuple[Any, int]:
-    """Say, when the feature ends for good, what a model whose sequences are split then lacks; returns the first two."""
+    """Warn, when the feature ends for good, that the model is left without context parallelism."""
 
     def warn() -> None:
         # With other flags the feature goes on.
@@ -147,13 +154,13 @@ def _layout(query: Any, group: Any) -> layouts.Layout:
     return layouts.zigzag(rows * ranks, ranks)
 
 
-def _why_not_split(params: Any) -> list[str]:
+def _split_reasons(params: Any) -> list[str]:
     packing = packing_of(params)
     return [] if packing.q == packing.k else ["a pack whose queries and keys have sequences of different lengths"]
 
 
 def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layouts.Layout:
-    """The split of a pack; Megatron's cumulative lengths are those of the whole sequences."""
+    """The split of a pack; Megatron's cumulative lengths count whole sequences."""
     total = query.shape[0] * group.size()
     starts = params.cu_seqlens_q_padded if params.cu_seqlens_q_padded is not None else params.cu_seqlens_q
     padded = ((0, total),) if splits_as_one(context) else _spans(starts, total)
@@ -161,7 +168,7 @@ def _pack_layout(query: Any, params: Any, group: Any, context: Context) -> layou
 
 
 def _spans(cu_seqlens: Any, total: int) -> layouts.Spans:
-    """Each sequence with its padding, and as one more what stands behind them in `total` rows."""
+    """Each sequence with its padding, and the remaining rows up to `total` as one more."""
     ends = cu_seqlens.tolist()
     return tuple(itertools.pairwise([*ends, total] if ends[-1] < total else ends))
 
@@ -186,12 +193,12 @@ def _thd_batch(wrapped: Callable[..., Any], session: Session) -> Callable[..., A
     ) -> Any:
         from megatron.core import parallel_state
 
-        # For one rank the original only describes the pack.
+        # With one rank the original only describes the pack.
         batch, params = wrapped(batch, cu_seqlens, cu_seqlens_padded, max_seqlen, 1, 0)
         size = parallel_state.get_context_parallel_world_size() if cp_size is None else cp_size
         rank = parallel_state.get_context_parallel_rank() if cp_rank is None else cp_rank
         if size > 1:
-            # Megatron's own data set of packs pads its sequences and says no more; a last stage has no tokens.
+            # Megatron's own packed data set gives padded lengths only; a last stage has no tokens.
             ends = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
             rows = {name: its for name, its in batch.items() if its is not None and name not in _NOT_OF_ROWS}
             index = thd_partition(ends, next(iter(rows.values())).size(1), size, rank)
@@ -232,21 +239,21 @@ def _is_split(settings: Settings) -> bool:
     return (settings.get("context_parallel_size") or 1) > 1
 
 
-def _given_beside(settings: Settings) -> list[str]:
-    """The flags given that say how a sequence is split."""
+def _given_options(settings: Settings) -> list[str]:
+    """The given flags about how a sequence is split."""
     return given_flags(FEATURE.options[1:], settings)
 
 
 def _enabled(settings: Settings) -> bool:
-    return _is_split(settings) or bool(_given_beside(settings))
+    return _is_split(settings) or bool(_given_options(settings))
 
 
 def _why_not(context: Context) -> Sequence[str]:
     if not _is_split(context.settings):
-        given = _given_beside(context.settings)
-        return [f"{', '.join(given)} beside --context-parallel-size 1: no sequence is split"] if given else []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        return ["--transformer-impl transformer_engine uses Transformer Engine's own attention"]
+        given = _given_options(context.settings)
+        return [f"{', '.join(given)} with --context-parallel-size 1: no sequence is split"] if given else []
+    if reasons := transformer_engine_reasons(context, "uses Transformer Engine's own attention"):
+        return reasons
     check(context)
     return []
 
@@ -302,7 +309,7 @@ FEATURE = Feature(
         ),
         Option(
             "--use-cp-send-recv-overlap",
-            help="Ring: send gradients and outer hops on a second communicator, not behind the keys.",
+            help="Ring: send gradients and outer hops on a second communicator, not after the keys.",
         ),
         Option(
             "--context-parallel-kv-cache-policy",

@@ -1,17 +1,13 @@
-"""`--delay-wgrad-compute`: the schedule that overlaps expert communication computes weight gradients when it asks.
+"""`--delay-wgrad-compute`: compute weight gradients when the schedule asks for them.
 
-Reaches the column and row parallel linear layers of the local implementation inside transformer layers: their
-backward pass computes the gradient of the input and puts that of the weight aside until `backward_dw()`, which
-Megatron calls in the combined schedule of `--overlap-moe-expert-parallel-comm` (its only caller, and without it
-Megatron refuses the flag). The linear layer has a way to leave its weight gradient to other code, made for the
-output layer: a buffer that takes the output's gradient. Each call is given a buffer of its own, so that no line of
-the layer is replaced. Gradient reduction then waits for the delayed gradient as it does with Transformer Engine's.
-Leaves the embedding, the output layer, which the schedule skips, and Transformer Engine's layers alone. Falls back
-where gradients are not accumulated in the product (`--gradient-accumulation-fusion`), for frozen weights, and where
-gradient reduction overlaps the backward pass without knowing of the delay.
+Reaches the local linear layers inside transformer layers: their backward pass queues the weight gradient until
+`backward_dw()`, which Megatron's combined schedule calls. The queue enters through the layer's own
+`grad_output_buffer`, and gradient reduction waits as for Transformer Engine's layers. Same products in the same order:
+same bits.
 
-Same products, same order for each weight: the same bits as without the delay. What has not been asked for when
-gradients are reduced is computed then, and said.
+Leaves the embedding, the output layer and Transformer Engine's layers alone. Falls back without
+`--gradient-accumulation-fusion`, for frozen weights, and where overlapped reduction does not know of the delay.
+Gradients that no schedule asks for are computed before reduction.
 """
 
 from __future__ import annotations
@@ -27,23 +23,26 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Pr
 from mindspeed_lite.pipeline.wgrad import WgradQueue
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared import combined_schedule, pipeline_orders, wgrad_accumulation
-from ._shared.delayed_wgrads import QUEUE as _QUEUE
+from . import moe_fb_overlap
+from ._shared import pipeline_orders, wgrad_accumulation
+from ._shared.conditions import transformer_engine_reasons
+from ._shared.pipeline_passes import QUEUE as _QUEUE
+from ._shared.wrappers import after, before
 
 ARGUMENT = "delay_wgrad_compute"
 _LAYERS = "megatron.core.tensor_parallel.layers"
 _DDP = "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel"
 _READS = ("config", "gradient_accumulation_fusion", "weight")
 _HANDOVERS = "wgrad_handovers"
-# How many gradients Megatron may leave in a buffer of ours, each of which is for one.
+# Each buffer takes one gradient.
 _LIMIT = 1
-# What Megatron's gradient reduction looks for in a parameter and in its module.
+# Attributes that Megatron's gradient reduction looks for.
 _PARAMETER_IS_LATE = "skip_backward_post_hook"
 _TELL_WHEN_DONE = "register_wgrad_accumulation_and_reduce_hooks"
 
 
 class _Handover:
-    """Where Megatron's linear layer leaves the gradient of its output instead of computing that of its weight."""
+    """Buffer in which Megatron's linear layer leaves dY instead of computing the weight gradient."""
 
     def __init__(self, layer: Any, input_: torch.Tensor, sequence_parallel: bool) -> None:
         self.layer = layer
@@ -52,7 +51,7 @@ class _Handover:
         self.taken = False
 
     def __len__(self) -> int:
-        """Full once the feature has ended since the forward pass: no schedule would ask for what is put aside."""
+        """Full once the feature has ended: nothing would compute a queued gradient."""
         return _LIMIT if getattr(self.layer, _QUEUE, None) is None else 0
 
     def append(self, grad_output: torch.Tensor) -> None:
@@ -68,7 +67,7 @@ class _Handover:
             if self.sequence_parallel:
                 total = mappings.gather_from_sequence_parallel_region(total, group=self.layer.tp_group)
             wgrad_accumulation.add(weight.main_grad, grad_output.flatten(0, -2), total.flatten(0, -2))
-        # What autograd was given in its stead is nothing to add.
+        # Autograd's placeholder must not be added.
         weight.grad_added_to_main_grad = True
 
 
@@ -81,7 +80,7 @@ def put(layer: Any, compute: Callable[[], None]) -> bool:
 
 
 def _order_asks(session: Session) -> bool:
-    return pipeline_orders.delays_weight_gradients(pipeline_orders.in_force(session))
+    return pipeline_orders.delays_weight_gradients(pipeline_orders.active_settings(session))
 
 
 def _is_asked_for(config: Any, session: Session) -> bool:
@@ -101,27 +100,27 @@ def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]
         session.mark(self, _QUEUE, queue)
         session.mark(self, _TELL_WHEN_DONE, queue.call_when_done)
         session.mark(self.weight, _PARAMETER_IS_LATE, True)
-        # Before the marks go: gradients put aside belong to a backward pass that has been.
+        # Before the marks go.
         session.on_end(functools.partial(_end, session, weakref.ref(self), queue))
 
     return __init__
 
 
 def _end(session: Session, reference: weakref.ref[Any], queue: WgradQueue) -> None:
-    """Compute what was put aside, and leave to autograd what comes later in this step."""
+    """Compute queued gradients; later ones of this step come from autograd."""
     layer = reference()
     handovers = session.find(_HANDOVERS) or ()
     to_come = any(each.layer is layer and not each.taken for each in handovers)
     if queue.drain(announce=not to_come) and layer is not None:
         layer.weight.grad_added_to_main_grad = False
         if to_come:
-            # What autograd was given in the gradient's stead; its next one is real.
+            # A placeholder; the next gradient is real.
             layer.weight.grad = None
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
-        # Without a main gradient there is no training step, and a weight that is handed in is not the layer's.
+        # Not for a weight that is passed in, nor outside training.
         if (
             getattr(self, _QUEUE, None) is not None
             and weight is self.weight
@@ -130,33 +129,28 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             and torch.is_grad_enabled()
         ):
             handover = _Handover(self, input, kwargs["sequence_parallel"])
-            # A backward pass that is still to come has its hold on it.
             under_way: weakref.WeakSet[_Handover] = session.state(_HANDOVERS, weakref.WeakSet)
             under_way.add(handover)
             kwargs["grad_output_buffer"] = handover
             kwargs["wgrad_deferral_limit"] = _LIMIT
             bias = kwargs.get("bias")
             if bias is not None:
-                # Megatron's way to defer, made for a layer without bias, would round the sum over tokens twice.
+                # Deferred in Megatron, a bias's gradient would be rounded twice.
                 return wrapped(self, input, weight, *args, **{**kwargs, "bias": None}) + bias
         return wrapped(self, input, weight, *args, **kwargs)
 
     return _forward_impl
 
 
-def _backward_dw(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def backward_dw(self: Any) -> None:
-        wrapped(self)
-        _drain_when_asked(self)
-
-    return backward_dw
-
-
-def _drain_when_asked(layer: Any) -> None:
-    """What Megatron calls as `backward_dw`; a pipeline schedule may have a step for it instead."""
+def backward_dw(layer: Any) -> None:
+    """Compute the queued gradients, unless a pipeline schedule has steps for them."""
     queue = getattr(layer, _QUEUE, None)
     if queue and not queue.is_kept:
         queue.drain()
+
+
+def _drain_asked(session: Session, layer: Any) -> None:
+    backward_dw(layer)
 
 
 def _drain(layer: Any) -> int:
@@ -188,7 +182,7 @@ def _reduction(wrapped: Callable[..., None], session: Session) -> Callable[..., 
 
 
 def _reduce_as_it_comes(reduction: weakref.ref[Any], queued: weakref.ref[Any]) -> None:
-    """Let autograd call what the queue has called, as where a parameter is not late when its model is wrapped."""
+    """Let autograd call the queue's hooks, as for a parameter without delay."""
     ddp, layer = reduction(), queued()
     queue = getattr(layer, _QUEUE, None)
     if ddp is None or layer is None or queue is None or not queue.hooks:
@@ -197,31 +191,24 @@ def _reduce_as_it_comes(reduction: weakref.ref[Any], queued: weakref.ref[Any]) -
         accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
     for hook in queue.hooks:
         accumulator.register_hook(hook)
-    # Nothing else keeps it.
     ddp.grad_accs.append(accumulator)
 
 
-def _end_of_step(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def finish_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-        if sum(map(_drain, _queued(self.module))):
-            session.fallback(FEATURE.name, "no schedule has asked for some weight gradients before they are reduced")
-        wrapped(self, *args, **kwargs)
-
-    return finish_grad_sync
+def _end_step(session: Session, ddp: Any) -> None:
+    if sum(map(_drain, _queued(ddp.module))):
+        session.fallback(FEATURE.name, "no schedule has asked for some weight gradients before they are reduced")
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine delays weight gradients itself")
+    reasons = transformer_engine_reasons(context, "delays weight gradients itself")
     settings = context.settings
     if not settings.get("use_gradient_accumulation_fusion", True) and not settings.get("mindspeed_lite_auto", False):
         reasons.append("--gradient-accumulation-fusion is off: the delayed product is the one that accumulates")
     is_step = pipeline_orders.delays_weight_gradients(settings)
-    is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not combined_schedule.why_not(context))
-    if not is_step and (lacking := combined_schedule.lacking(context)):
-        reasons += lacking
-    elif context.host_args is not None and not context.arg(combined_schedule.ARGUMENT, False) and not is_asked_for:
+    is_asked_for = is_step or (settings.get("moe_fb_overlap", False) and not moe_fb_overlap.layout_reasons(context))
+    if not is_step and (found := moe_fb_overlap.release_reasons(context)):
+        reasons += found
+    elif context.host_args is not None and not context.arg(moe_fb_overlap.ARGUMENT, False) and not is_asked_for:
         reasons.append("--overlap-moe-expert-parallel-comm is off: no other schedule asks for delayed gradients")
     if context.arg("cpu_offloading_num_layers", 0):
         reasons.append("--cpu-offloading-num-layers takes inputs away that are still needed")
@@ -256,11 +243,16 @@ FEATURE = Feature(
         Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=_READS),
         Override(f"{_LAYERS}:ColumnParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
         Override(f"{_LAYERS}:RowParallelLinear._forward_impl", _forward, reads=("weight", "tp_group")),
-        Around(f"{_LAYERS}:ColumnParallelLinear.backward_dw", _backward_dw, versions=">=0.16", absent_in="<0.16"),
-        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", _backward_dw, versions=">=0.17", absent_in="<0.16"),
+        Around(
+            f"{_LAYERS}:ColumnParallelLinear.backward_dw",
+            after(_drain_asked),
+            versions=">=0.16",
+            absent_in="<0.16",
+        ),
+        Around(f"{_LAYERS}:RowParallelLinear.backward_dw", after(_drain_asked), versions=">=0.17", absent_in="<0.16"),
         Provide(
             f"{_LAYERS}:RowParallelLinear.backward_dw",
-            lambda session: _drain_when_asked,
+            lambda session: backward_dw,
             versions=">=0.16,<0.17",
             wanted_by="megatron.core.transformer.mlp",
         ),
@@ -269,6 +261,6 @@ FEATURE = Feature(
             _reduction,
             reads=(f"{DDP_CONFIG}.overlap_grad_reduce", f"{DDP_CONFIG}.delay_wgrad_compute"),
         ),
-        Around(f"{_DDP}.finish_grad_sync", _end_of_step, reads=("module",)),
+        Around(f"{_DDP}.finish_grad_sync", before(_end_step), reads=("module",)),
     ),
 )

@@ -1,17 +1,12 @@
-"""`--enable-expert-placement`: every N steps experts change places among ranks, so that ranks have equal load.
+"""`--enable-expert-placement`: exchange experts between ranks every N steps to balance load.
 
-The load of each expert is predicted by an exponential average of what the router chose. Experts of the same local slot
-change places: all tensors of an expert (parameters, main parameters or their shard, optimizer states in every form) are
-then laid out alike on all ranks that share experts, and are exchanged as bytes between an optimizer's step and the
-next forward pass. Experts move only if that saves more time by the next placement than it takes.
+An exponential average of the router's choices predicts load. Experts of one local slot are exchanged with all their
+tensors between an optimizer step and the next forward pass, if that saves more time than it takes.
 
-Reaches `MoELayer.route`, whose result every release hands to the dispatcher: its columns are put in the order of
-places. Router, auxiliary losses, biases of experts and `--moe-record-load` see experts by their own numbers; dispatcher
-and experts see places. `ChainedOptimizer.step` says that a step has ended. `SequentialMLP.sharded_state_dict` and
-`ChainedOptimizer.sharded_state_dict` first put experts back, so that checkpoints are Megatron's own; after the next
-step they return to their places. `state_dict` and `load_state_dict` may be called by some ranks alone: refused while
-experts are elsewhere. Leaves the exchange of tokens and the product of experts alone. Falls back for other experts than
-SequentialMLP's, and for ranks whose experts differ in shape or in what is trained.
+Reaches `MoELayer.route`, whose columns are reordered: the router sees experts, dispatcher and experts see places.
+`ChainedOptimizer.step` ends a step. `sharded_state_dict` first moves experts back, so checkpoints are Megatron's own;
+`state_dict` and `load_state_dict` raise while experts are away. Falls back for experts other than SequentialMLP's and
+where ranks' experts differ in shape or in what is trained.
 """
 
 from __future__ import annotations
@@ -28,9 +23,9 @@ from mindspeed_lite.parallel.balance.placer import PlacedExperts, PlacementGroup
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS, FSDP_ARGS
-from ._shared.given_flags import given_flags, require_first
-from ._shared.training_state import finish_gathers, leaves, main_params, training_state
+from ._shared.conditions import CUDA_GRAPH_ARGS, FSDP_ARGS, given_flags, require_first
+from ._shared.optimizer_state import finish_gathers, leaves, main_params, training_state
+from ._shared.wrappers import after, before
 
 NAME, FLAG = "enable_expert_placement", "--enable-expert-placement"
 INTERVAL, BREAK_EVEN = "expert_placement_freq", "expert_placement_break_even"
@@ -38,7 +33,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 class _Placements(Placer):
-    """The layers of a session, and the optimizers of its last step."""
+    """The placed layers of a session, and the optimizers of its last step."""
 
     def __init__(self, session: Session) -> None:
         super().__init__(session.settings[INTERVAL], session.settings.get(BREAK_EVEN))
@@ -49,11 +44,11 @@ class _Placements(Placer):
         session.on_end(self.end)
 
     def routed(self, layer: Any, probs: torch.Tensor, routing_map: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the dispatcher is given instead; counts it."""
+        """Count a routing and return it in the order of places."""
         if layer not in self.layers:
             self.layers[layer] = PlacedExperts(layer.config.num_moe_experts, layer.ep_group, routing_map.device)
         found = self.layers[layer]
-        # A layer that is computed again has no graph the first time.
+        # The first pass of a recomputed layer has no graph.
         if layer.training and torch.is_grad_enabled():
             self._is_in_step = True
             with torch.no_grad():
@@ -64,10 +59,6 @@ class _Placements(Placer):
         self._is_in_step = False
         self._optimizers = [weakref.ref(each) for each in leaves(optimizer)]
         self.end_step()
-
-    def refuse_elsewhere(self) -> None:
-        if self.away:
-            _refuse()
 
     def end(self) -> None:
         is_late = self._is_in_step and bool(self.away)
@@ -107,7 +98,7 @@ class _Placements(Placer):
         return lambda parameters: training_state(parameters, mains)
 
     def has_moved(self) -> None:
-        """A layer whose experts are elsewhere gives and takes no state."""
+        """Refuse state dicts of layers whose experts are away."""
         self._remove_hooks()
         for each in self.away:
             self._hooks.append(each.experts.register_state_dict_pre_hook(_refuse))
@@ -147,35 +138,17 @@ def _route(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return route
 
 
-def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def step(self: Any) -> Any:
-        found = wrapped(self)
-        placements.end_step_of(self)
-        return found
-
-    return step
+def _end_step(session: Session, optimizer: Any) -> None:
+    _state(session).end_step_of(optimizer)
 
 
-def _sharded_state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        placements.go_home()
-        return wrapped(self, *args, **kwargs)
-
-    return sharded_state_dict
+def _go_home(session: Session, _: Any) -> None:
+    _state(session).go_home()
 
 
-def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    placements = _state(session)
-
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
-        placements.refuse_elsewhere()
-        return wrapped(self, *args, **kwargs)
-
-    return state_dict
+def _refuse_elsewhere(session: Session, _: Any) -> None:
+    if _state(session).away:
+        _refuse()
 
 
 def _enabled(settings: Settings) -> bool:
@@ -191,7 +164,7 @@ def _why_not(context: Context) -> Sequence[str]:
     require_first(FEATURE.options, context.settings)
     if context.host_args is None:
         return []
-    reasons = [*moe.why_not("experts")(context), *moe.why_not_dispatched(context, "alltoall", "allgather")]
+    reasons = [*moe.local_expert_reasons("experts")(context), *moe.dispatcher_reasons(context, "alltoall", "allgather")]
     ranks, experts = moe.expert_sizes(context)[1], context.arg("num_experts", None)
     if ranks == 1:
         reasons.append("--expert-model-parallel-size 1: every rank has all experts")
@@ -254,12 +227,12 @@ FEATURE = Feature(
         ),
         Around(
             "megatron.core.optimizer.optimizer:ChainedOptimizer.step",
-            _step,
+            after(_end_step),
             reads=("chained_optimizers",),
         ),
-        Around("megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict", _sharded_state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", _sharded_state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict", _state_dict),
-        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict", _state_dict),
+        Around("megatron.core.transformer.moe.experts:SequentialMLP.sharded_state_dict", before(_go_home)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.sharded_state_dict", before(_go_home)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.state_dict", before(_refuse_elsewhere)),
+        Around("megatron.core.optimizer.optimizer:ChainedOptimizer.load_state_dict", before(_refuse_elsewhere)),
     ),
 )

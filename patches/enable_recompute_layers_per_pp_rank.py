@@ -1,10 +1,8 @@
-"""`--enable-recompute-layers-per-pp-rank`: `--recompute-num-layers` counts for a pipeline rank, not for each chunk.
+"""`--enable-recompute-layers-per-pp-rank`: count recomputed layers per rank, not per chunk.
 
-With virtual stages Megatron recomputes that many layers of every model chunk of a rank. MindSpeed's flag makes it the
-number of a rank, which the chunks take in turns: the first layer of each chunk, then the second ones.
-
-Reaches `TransformerBlock.__init__`: the block of a chunk reads its own number. Leaves the method `uniform` alone, in
-which the number is how many layers are recomputed at once, and models without virtual stages.
+With virtual stages Megatron recomputes that many layers of every model chunk. With MindSpeed's flag the number is
+divided over the chunks of a rank, first layers first. Reaches `TransformerBlock.__init__`, whose block then reads its
+own number. Leaves `--recompute-method uniform` and models without virtual stages alone.
 """
 
 from __future__ import annotations

@@ -1,21 +1,18 @@
-"""`--gradient-accumulation-fusion`: weight gradients are added to the main gradient by the product that computes them.
+"""`--gradient-accumulation-fusion`: wgrad GEMMs add into the main gradient, without Apex.
 
-Reaches every linear layer of the local implementation with a weight to train: column and row parallel, experts, the
-output layer with its own or with the embedding's weight. Megatron's linear layer has the fusion and calls an extension
-of Apex for it; this is that extension, by its name and on every device, so that no line of the layer is replaced and
-its communication, hooks and tied weights stay Megatron's. Leaves Transformer Engine's layers alone, which accumulate
-themselves, and an Apex that is installed. Falls back, with a reason, for `--no-gradient-accumulation-fusion` and for
-FSDP, which has no main gradients to add to.
+Reaches every trained linear layer of the local implementation. Megatron's layer already calls Apex's extension for the
+fusion; this provides the extension under its name on every device, so communication, hooks and tied weights stay
+Megatron's. Megatron's default is on and is switched off where Apex is missing; this flag keeps it on.
 
-Megatron's default is on and is switched off where Apex is missing; this flag keeps it on. In Python the field
-`gradient_accumulation_fusion` of the model's configuration decides, and this feature makes it possible.
+Leaves Transformer Engine's layers and an installed Apex alone. Falls back for `--no-gradient-accumulation-fusion` and
+FSDP, which has no main gradients.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -25,9 +22,9 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Pr
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad, reference
 
 from ._shared import wgrad_accumulation
-from ._shared.conflicts import fsdp_reasons
-from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
-from ._shared.until_end import config_field
+from ._shared.conditions import explicitly_disabled_reasons, fsdp_reasons, reenable_default, transformer_engine_reasons
+from ._shared.config_restore import config_field
+from ._shared.wrappers import after
 
 EXTENSION = "fused_weight_gradient_mlp_cuda"
 ARGUMENT = "gradient_accumulation_fusion"
@@ -35,7 +32,7 @@ _LAYERS = "megatron.core.tensor_parallel.layers"
 
 
 def _extension(session: Session) -> ModuleType:
-    """What Megatron uses of Apex's module."""
+    """The functions of Apex's module that Megatron calls."""
     verifier = session.verifier
 
     def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
@@ -48,15 +45,15 @@ def _extension(session: Session) -> ModuleType:
     return module  # type: ignore[no-any-return]
 
 
-class _WhileInForce:
-    """True while the feature is in force, also for a backward pass to which a forward pass has handed it."""
+class _WhileEnabled:
+    """True while the feature is enabled, also for a backward pass that holds it from its forward pass."""
 
     on = True
 
     def __bool__(self) -> bool:
         return self.on
 
-    def __deepcopy__(self, memo: Any) -> _WhileInForce:
+    def __deepcopy__(self, memo: Any) -> _WhileEnabled:
         return self
 
     def __reduce__(self) -> tuple[type[bool], tuple[bool]]:
@@ -69,27 +66,23 @@ def _is_there() -> bool:
     return bool(layers._grad_accum_fusion_available)
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        if not self.gradient_accumulation_fusion:
+def _fuse_while_enabled(session: Session, layer: Any) -> None:
+    if not layer.gradient_accumulation_fusion:
+        return
+    layer.gradient_accumulation_fusion = enabled = session.state(ARGUMENT, _WhileEnabled)
+    reference = weakref.ref(layer)
+
+    def end() -> None:
+        enabled.on = _is_there()
+        found = reference()
+        if found is None:
             return
-        self.gradient_accumulation_fusion = in_force = session.state(ARGUMENT, _WhileInForce)
-        layer = weakref.ref(self)
+        found.gradient_accumulation_fusion = enabled.on
+        if not enabled.on and hasattr(found.weight, "grad_added_to_main_grad"):
+            # The next gradient of this step comes from autograd and must be added.
+            found.weight.grad_added_to_main_grad = False
 
-        def end() -> None:
-            in_force.on = _is_there()
-            found = layer()
-            if found is None:
-                return
-            found.gradient_accumulation_fusion = in_force.on
-            if not in_force.on and hasattr(found.weight, "grad_added_to_main_grad"):
-                # The next gradient of this step comes from autograd, and is still to be added.
-                found.weight.grad_added_to_main_grad = False
-
-        session.on_end(end)
-
-    return __init__
+    session.on_end(end)
 
 
 def _verify(verifier: Any, main_grad: torch.Tensor, grad_output: torch.Tensor, total_input: torch.Tensor) -> None:
@@ -111,11 +104,11 @@ def _verify(verifier: Any, main_grad: torch.Tensor, grad_output: torch.Tensor, t
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine accumulates weight gradients itself")
-    reasons += explicitly_disabled_reasons(context, ARGUMENT, "--no-gradient-accumulation-fusion")
-    return reasons + fsdp_reasons(context, "has no main gradients that a layer could add to")
+    return [
+        *transformer_engine_reasons(context, "accumulates weight gradients itself"),
+        *explicitly_disabled_reasons(context, ARGUMENT, "--no-gradient-accumulation-fusion"),
+        *fsdp_reasons(context, "has no main gradients that a layer could add to"),
+    ]
 
 
 FEATURE = Feature(
@@ -136,12 +129,18 @@ FEATURE = Feature(
     arguments=lambda context: reenable_default(context, ARGUMENT),
     operators=("accumulate_wgrad",),
     patches=(
-        # For functions that import it when they run, and by value for the layers, which have tried already.
+        # As a module, and by value for the layers, which have tried to import it.
         Provide(EXTENSION, _extension, wanted_by=_LAYERS),
         Provide(f"{_LAYERS}:{EXTENSION}", lambda session: sys.modules[EXTENSION]),
         Override(f"{_LAYERS}:_grad_accum_fusion_available", lambda wrapped, session: True),
-        Around(f"{_LAYERS}:ColumnParallelLinear.__init__", _init, reads=("gradient_accumulation_fusion",)),
-        Around(f"{_LAYERS}:RowParallelLinear.__init__", _init, reads=("gradient_accumulation_fusion",)),
+        Around(
+            f"{_LAYERS}:ColumnParallelLinear.__init__",
+            after(_fuse_while_enabled),
+            reads=("gradient_accumulation_fusion",),
+        ),
+        Around(
+            f"{_LAYERS}:RowParallelLinear.__init__", after(_fuse_while_enabled), reads=("gradient_accumulation_fusion",)
+        ),
         wgrad_accumulation.PATCH,
         config_field(ARGUMENT, _is_there),
     ),

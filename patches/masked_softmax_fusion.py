@@ -1,10 +1,8 @@
-"""`--masked-softmax-fusion`: scale, mask and softmax of Megatron's own attention in one pass, without its extension.
+"""`--masked-softmax-fusion`: scale, mask and softmax of local attention in one pass.
 
-Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls for the scores wherever attention is not one
-operator: without `--use-flash-attn`, and in the layers that it leaves to Megatron. Megatron's fusion is on by default
-and calls extensions for CUDA that have to be built apart; without them scores are widened to fp32, masked and
-normalised in passes of their own, and the fp32 result is kept. Leaves `--no-masked-softmax-fusion` and an extension
-that is there alone. Falls back, with a reason, for sliding windows, softmax offsets and masking functions of others.
+Reaches `FusedScaleMaskSoftmax.forward`, which the local attention calls where attention is not one operator. Megatron's
+fusion needs CUDA extensions; without them it makes several passes in fp32. Leaves `--no-masked-softmax-fusion` and an
+installed extension alone. Falls back for sliding windows, softmax offsets and other masking functions.
 """
 
 from __future__ import annotations
@@ -19,9 +17,15 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Se
 from mindspeed_lite.ops.masked_softmax import masked_softmax, why_not
 
 from ._shared.attention_core import SOFTMAX_AND_MASKS
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
-from ._shared.megatron_defaults import explicitly_disabled_reasons, reenable_default
-from ._shared.until_end import config_field, switch_off
+from ._shared.conditions import (
+    CUDA_GRAPH_ARGS,
+    conflict_reasons,
+    explicitly_disabled_reasons,
+    holding,
+    reenable_default,
+)
+from ._shared.config_restore import config_field, switch_off
+from ._shared.wrappers import after
 
 ARGUMENT = "masked_softmax_fusion"
 
@@ -30,12 +34,8 @@ def _is_there() -> bool:
     return importlib.util.find_spec("scaled_masked_softmax_cuda") is not None
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        switch_off(self, "scaled_masked_softmax_fusion", session, _is_there)
-
-    return __init__
+def _switch_off(session: Session, softmax: Any) -> None:
+    switch_off(softmax, "scaled_masked_softmax_fusion", session, _is_there)
 
 
 def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -45,15 +45,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(self: Any, input: Any, mask: Any, softmax_offset: Any = None) -> Any:
         if not self.scaled_masked_softmax_fusion:
             return wrapped(self, input, mask, softmax_offset)
-        # As in Megatron's path without the extension, a mask that is given stands for the causal one.
+        # As in Megatron's path without the extension, a given mask replaces the causal one.
         causal = self.attn_mask_type == AttnMaskType.causal and mask is None and input.size(2) > 1
         scale = 1.0 if self.scale is None else float(self.scale)
-        reasons = _in_the_way(self, mask, softmax_offset, attention_mask_func)
-        # Megatron's passes rather than the reference, which widens scores that Megatron may leave as they are.
+        reasons = _call_reasons(self, mask, softmax_offset, attention_mask_func)
         reasons = reasons or why_not(input, mask, causal=causal, scale=scale)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
-            # Not Megatron's choice between this and its extension, which is absent.
+            # Not `wrapped`, which would choose the absent extension.
             return self.forward_torch_softmax(input, mask, *(() if softmax_offset is None else (softmax_offset,)))
         if session.verifier is not None:
             session.verifier.check(
@@ -70,14 +69,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _in_the_way(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> list[str]:
+def _call_reasons(layer: Any, mask: Any, softmax_offset: Any, mask_func: Any) -> list[str]:
     found = {
         "a softmax offset has one number more in its sum": softmax_offset is not None,
         "the window of this layer is a mask of Megatron's making": getattr(layer, "window_size", None) is not None,
         "the masking function is not Megatron's": layer.mask_func is not mask_func,
         "the mask is not one of booleans": mask is not None and mask.dtype != torch.bool,
     }
-    return [reason for reason, holds in found.items() if holds]
+    return holding(found)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -124,7 +123,7 @@ FEATURE = Feature(
             ),
             relies_on=SOFTMAX_AND_MASKS,
         ),
-        Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", _init),
+        Around("megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax.__init__", after(_switch_off)),
         config_field(ARGUMENT, _is_there),
     ),
 )

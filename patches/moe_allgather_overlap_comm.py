@@ -1,17 +1,13 @@
-"""`--moe-allgather-overlap-comm`: gathering of tokens and scattering of results behind what needs neither.
+"""`--moe-allgather-overlap-comm`: overlap token collectives with shared expert and wgrads.
 
-The `allgather` dispatcher gives every rank all tokens, and each takes those of its experts. Within one micro-batch
-the shared expert needs no token from elsewhere: its first product and activation run beside the gathering of tokens,
-its second beside the scattering of results, and their backward passes beside the gradients of both. The choice of the
-tokens that are here, which needs the routing map alone, runs beside the gathering too. Weight gradients of the experts,
-which `--moe-grouped-gemm` computes, run beside the gradient of the gathering.
+For the `allgather` dispatcher: the shared expert's first product overlaps with the gather of tokens, its second with
+the scatter of results, and their backward passes with both gradients; weight gradients of `--moe-grouped-gemm` overlap
+with the gather's gradient.
 
-Reaches `MoEAllGatherTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
-`gather_from_sequence_parallel_region` and `reduce_scatter_to_sequence_parallel_region`, for these alone;
-`dispatch_postprocess` and `permute`, before which messages must have arrived; `MoELayer.shared_experts_compute` and
-`postprocess`, between which the shared expert is put off; and `_ParamAndGradBucketGroup.start_grad_sync`, the first
-reader of a main gradient. A shared expert with a gate, or one whose activation is recomputed, runs where Megatron has
-it; the reason is logged once.
+Reaches `token_dispatch` and `token_combine`, which mark their collectives; the two mappings that issue them;
+`dispatch_postprocess` and `permute`, which wait; `MoELayer.shared_experts_compute` and `postprocess`, which defer the
+shared expert; and `start_grad_sync`, the first reader of main gradients. Falls back for gated or recomputed shared
+experts.
 """
 
 from __future__ import annotations
@@ -26,8 +22,9 @@ from mindspeed_lite.parallel.expert.exchange import AllGather, ReduceScatter, is
 
 from . import recompute_activation_function
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
-from ._shared.proxies import AttributeOverride, FunctionModule
+from ._shared.conditions import CUDA_GRAPH_ARGS, holding
+from ._shared.proxies import RECOMPUTED, AttributeOverride, FunctionModule
+from ._shared.wrappers import before
 
 NAME = expert_messages.ALLGATHER
 _DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher"
@@ -37,10 +34,10 @@ _FIRST = torch.iinfo(torch.int).max
 
 
 class _SharedExpert:
-    """The shared expert of one layer and micro-batch, in two parts."""
+    """The shared expert of one layer and micro-batch, in two steps."""
 
     def __init__(self, mlp: Any, hidden: torch.Tensor) -> None:
-        # A node that is as old as the whole expert would be: gradients add up in the same order.
+        # A graph node as old as the whole expert would be, so that gradients add up in the same order.
         self._mlp, self._hidden = mlp, hidden.view_as(hidden)
         self._middle: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
@@ -53,7 +50,7 @@ class _SharedExpert:
             part = AttributeOverride(
                 self._mlp,
                 linear_fc2=FunctionModule(lambda y: (y, None)),
-                **{recompute_activation_function.CHOSEN: False},
+                **{RECOMPUTED: False},
             )
             self._middle = MLP.forward(part, self._hidden)[0]
         return self._middle
@@ -66,7 +63,7 @@ class _SharedExpert:
 
 
 class _State(expert_messages.MessageState):
-    """And the shared expert that runs beside them."""
+    """The messages, and the shared expert that overlaps with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,10 +90,10 @@ def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
         # Probabilities come first, tokens last.
         if use_global_buffer and state.shared is not None:
             state.is_dispatch = None
-            beside: Any = state.shared.first().grad_fn
-            if beside is not None and out.grad_fn is not None:
-                # Behind the gradients of both messages, which leave first.
-                beside._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
+            shared: Any = state.shared.first().grad_fn
+            if shared is not None and out.grad_fn is not None:
+                # After the gradients of both messages, which are sent first.
+                shared._set_sequence_nr(max(0, out.grad_fn._sequence_nr() - 3))
         return out
 
     return gather_from_sequence_parallel_region
@@ -123,13 +120,9 @@ def _scatter(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return reduce_scatter_to_sequence_parallel_region
 
 
-def _postprocess_tokens(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def dispatch_postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # The tokens' message is the last one; probabilities are read first.
-        _state(session).messages.wait(leaving=1)
-        return wrapped(self, *args, **kwargs)
-
-    return dispatch_postprocess
+def _wait_for_probs(session: Session, _: Any) -> None:
+    # Probabilities are read first; the tokens' message is the last one.
+    _state(session).messages.wait(leaving=1)
 
 
 def _permute(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -148,7 +141,7 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
         state.shared = None
         if not self.use_shared_expert or type(self.token_dispatcher) is not MoEAllGatherTokenDispatcher:
             return wrapped(self, hidden_states)
-        reasons = _cannot(self, session)
+        reasons = _layer_reasons(self, session)
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
             return wrapped(self, hidden_states)
@@ -158,21 +151,19 @@ def _shared_expert(wrapped: Callable[..., Any], session: Session) -> Callable[..
     return shared_experts_compute
 
 
-def _cannot(layer: Any, session: Session) -> list[str]:
-    """Why the shared expert of a layer is not taken apart."""
+def _layer_reasons(layer: Any, session: Session) -> list[str]:
+    """Why the shared expert of a layer is not split."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
-    reasons = []
-    if type(layer.shared_experts.linear_fc1) is not ColumnParallelLinear:
+    shared = layer.shared_experts
+    reasons = {
         # It may read its input more than once, and gradients add up in another order then.
-        reasons.append("a shared expert whose first linear layer is not Megatron's own (LoRA) runs before the router")
-    if layer.shared_experts.use_shared_expert_gate:
-        reasons.append("a shared expert with a gate (--moe-shared-expert-gate) runs before the router")
-    if recompute_activation_function.is_recomputed(layer.shared_experts, session):
-        reasons.append("a shared expert whose activation is recomputed runs before the router")
-    if layer.shared_experts_recompute:
-        reasons.append("a shared expert that is recomputed as a whole runs before the router")
-    return reasons
+        "whose first linear layer is not Megatron's own (LoRA)": type(shared.linear_fc1) is not ColumnParallelLinear,
+        "with a gate (--moe-shared-expert-gate)": shared.use_shared_expert_gate,
+        "whose activation is recomputed": recompute_activation_function.is_recomputed(shared, session),
+        "that is recomputed as a whole": layer.shared_experts_recompute,
+    }
+    return [f"a shared expert {which} runs before the router" for which in holding(reasons)]
 
 
 def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -188,34 +179,34 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
-    reasons = moe.why_no_experts(context)
+    reasons = moe.no_expert_reasons(context)
     if not reasons and moe.expert_sizes(context) == (1, 1):
         reasons = ["experts are not divided among ranks (--expert-model-parallel-size): tokens stay where they are"]
-    return [*reasons, *moe.why_not_dispatched(context, "allgather")]
+    return [*reasons, *moe.dispatcher_reasons(context, "allgather")]
 
 
 FEATURE = Feature(
     name=NAME,
-    summary="gathering of tokens behind the shared expert and behind experts' weight gradients",
+    summary="token all-gather and reduce-scatter overlapped with the shared expert and weight gradients",
     options=(
         Option(
             "--moe-allgather-overlap-comm",
-            help="Run the shared expert and experts' weight gradients beside the messages of the allgather dispatcher.",
+            help="Overlap the allgather dispatcher's messages with the shared expert and experts' weight gradients.",
         ),
     ),
     numerics="bitwise",
     theme="experts",
-    unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step behind the combine"},
+    unsupported={"<0.16": "before Megatron 0.16 its layer of experts has no step after the combine"},
     memory="not predicted: what the weight gradients of one layer's experts read stays a message longer",
     condition=_why_not,
     conflicting_args=CUDA_GRAPH_ARGS,
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     patches=(
-        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
-        Around(f"{_DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Around(f"{_DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
+        Around(f"{_DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
         Override(f"{_MAPPINGS}:gather_from_sequence_parallel_region", _gather),
         Override(f"{_MAPPINGS}:reduce_scatter_to_sequence_parallel_region", _scatter),
-        Around(f"{_DISPATCHER}.dispatch_postprocess", _postprocess_tokens),
+        Around(f"{_DISPATCHER}.dispatch_postprocess", before(_wait_for_probs)),
         Around("megatron.core.transformer.moe.moe_utils:permute", _permute),
         Override(
             f"{_LAYER}.shared_experts_compute",

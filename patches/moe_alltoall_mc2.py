@@ -1,12 +1,9 @@
-"""`--moe-alltoall-mc2`: experts' exchange and their products in one operator of an NPU.
+"""`--moe-alltoall-mc2`: all-to-all and expert GEMM in one NPU operator.
 
-The all-to-all to the experts goes with their first product, the one from them with their second one; likewise in the
-backward pass. Megatron's `alltoall` dispatcher keeps its steps, but neither sends rows of tokens nor sorts them: the
-operators of `--moe-grouped-gemm`, which this needs, do both.
-
-Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, whose `all_to_all` then hands rows of tokens on
-(probabilities are sent as ever), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs`
-sorts probabilities alone. Falls back, with a reason, to separate steps for sizes that the operators do not take.
+The exchange to the experts is fused with their first product, the exchange back with their second. Reaches
+`token_dispatch` and `token_combine` of the `alltoall` dispatcher, whose `all_to_all` then passes token rows through
+(probabilities are sent as usual), and `dispatch_postprocess` and `combine_preprocess`, whose `sort_chunks_by_idxs` then
+sorts probabilities alone. Needs `--moe-grouped-gemm`. Falls back to separate steps for unsupported sizes.
 """
 
 from __future__ import annotations
@@ -22,14 +19,15 @@ from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError,
 from mindspeed_lite.parallel.expert.alltoall_mc2 import AlltoAllMC2, ExpertCounts, RowsOfRank
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.wrappers import within
 
 NAME = "moe_alltoall_mc2"
 _OPERATORS = ("npu_alltoallv_gmm", "npu_gmm_alltoallv")
 
 
 class _State:
-    """The exchange that experts are to do, how many of its two products are left, and whether its dispatcher runs."""
+    """The exchange fused with the experts' products, the products left, and whether a dispatcher's method runs."""
 
     def __init__(self) -> None:
         self.exchange: AlltoAllMC2 | None = None
@@ -50,9 +48,9 @@ def _state(session: Session) -> _State:
 
 
 def product_of(session: Session) -> Callable[..., Any] | None:
-    """The product that the experts' next linear layer is to do: of (rows, weights, take_gradients); None for its own.
+    """The fused product of the experts' next linear layer (rows, weights, take_gradients); None if there is none.
 
-    The first layer's brings the rows, the second one's sends them back.
+    The first layer's receives the rows, the second one's sends them back.
     """
     state: _State | None = session.find(NAME)
     if state is None or state.exchange is None or not state.left:
@@ -66,7 +64,7 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         state = _state(session)
         with state.dispatcher_call():
             found = wrapped(self, *args, **kwargs)
-        # Behind the dispatcher's own wait for these numbers.
+        # The dispatcher has waited for these counts.
         received = self.num_global_tokens_per_local_expert if self.num_local_experts > 1 else self.output_splits
         counts = ExpertCounts(
             self.routing_map.sum(0).tolist(), [*map(int, torch.as_tensor(received).flatten().tolist())]
@@ -79,12 +77,8 @@ def _dispatch(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return token_dispatch
 
 
-def _dispatcher_call(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _state(session).dispatcher_call():
-            return wrapped(self, *args, **kwargs)
-
-    return run
+def _dispatcher_call(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    return _state(session).dispatcher_call()
 
 
 def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
@@ -98,13 +92,9 @@ def check_exchanged(session: Session, reasons: Sequence[str] = ()) -> None:
         )
 
 
-def _after_experts(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def combine_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        check_exchanged(session)
-        with _state(session).dispatcher_call():
-            return wrapped(self, *args, **kwargs)
-
-    return combine_preprocess
+def _call_after_experts(session: Session, dispatcher: Any) -> contextlib.AbstractContextManager[None]:
+    check_exchanged(session)
+    return _dispatcher_call(session, dispatcher)
 
 
 def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
@@ -139,7 +129,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = _why_not_here(context.device)
     if context.host_args is None:
         return reasons
-    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
+    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if moe.expert_sizes(context)[0] > 1:
         reasons.append("experts are split over tensor-parallel ranks: --expert-tensor-parallel-size 1")
     if context.arg("add_bias_linear", False):
@@ -188,9 +178,9 @@ FEATURE = Feature(
                 "routing_map",
             ),
         ),
-        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _dispatcher_call),
-        Around(f"{moe.DISPATCHER}.combine_preprocess", _after_experts),
-        Around(f"{moe.DISPATCHER}.token_combine", _dispatcher_call),
+        Around(f"{moe.DISPATCHER}.dispatch_postprocess", within(_dispatcher_call)),
+        Around(f"{moe.DISPATCHER}.combine_preprocess", within(_call_after_experts)),
+        Around(f"{moe.DISPATCHER}.token_combine", within(_dispatcher_call)),
         moe.all_to_all_patch(_all_to_all, order=1),
         Override(f"{moe.UTILS}:sort_chunks_by_idxs", _sort_chunks, order=1),
     ),

@@ -1,28 +1,25 @@
-"""`--moe-alltoall-overlap-comm`: experts' exchange behind the shared expert and behind weight gradients.
+"""`--moe-alltoall-overlap-comm`: overlap expert all-to-alls with shared expert and wgrads.
 
-Within one micro-batch two things need no token from elsewhere: the shared expert, and in the backward pass the weight
-gradients of the experts. The all-to-alls of Megatron's `alltoall` dispatcher are issued and waited for apart. The
-shared expert runs between: Megatron's dispatcher has its parts at the right places (`--moe-shared-expert-overlap`,
-which this turns on where there is a shared expert), its first product beside the dispatch and its second beside the
-combine, and their backward passes beside those of both. Weight gradients of the experts, which `--moe-grouped-gemm`
-computes, run beside the backward exchange of the dispatch.
+The all-to-alls of the `alltoall` dispatcher are issued asynchronously. Megatron's `--moe-shared-expert-overlap`, which
+this turns on, runs the shared expert meanwhile. Weight gradients of `--moe-grouped-gemm` overlap with the backward
+exchange of the dispatch.
 
-Reaches `MoEAlltoAllTokenDispatcher.token_dispatch` and `token_combine`, which say whose messages they are;
-`tensor_parallel.mappings.all_to_all`, for these alone; the places before which messages must have arrived: behind
-`SharedExpertMLP.linear_fc1_forward_and_act` and `linear_fc2_forward`, before `dispatch_postprocess` and
-`combine_postprocess`; and `_ParamAndGradBucketGroup.start_grad_sync`, the first reader of a main gradient.
+Reaches `token_dispatch` and `token_combine`, which mark their messages; `all_to_all`, for these alone; the places that
+must wait (after `linear_fc1_forward_and_act` and `linear_fc2_forward`, before both postprocess steps); and
+`start_grad_sync`, the first reader of main gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.parallel.expert.exchange import AllToAll, issue
 
 from ._shared import expert_messages, moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.wrappers import after, before
 
 NAME = expert_messages.ALLTOALL
 SHARED = "moe_shared_expert_overlap"
@@ -42,32 +39,14 @@ def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
     return issue(call.rows, AllToAll(received, sent, call.group), state.messages, state.is_dispatch)
 
 
-def _behind(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = wrapped(self, *args, **kwargs)
-        _state(session).messages.wait()
-        return found
-
-    return run
+def _wait(session: Session, _: Any) -> None:
+    _state(session).messages.wait()
 
 
-def _before(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _state(session).messages.wait()
-        return wrapped(self, *args, **kwargs)
-
-    return postprocess
-
-
-def _before_without_shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Up to 0.17 the shared expert's products stand at its beginning."""
-
-    def postprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.shared_experts is None:
-            _state(session).messages.wait()
-        return wrapped(self, *args, **kwargs)
-
-    return postprocess
+def _wait_without_shared(session: Session, dispatcher: Any) -> None:
+    """Up to 0.17 the postprocess steps begin with the shared expert's products."""
+    if dispatcher.shared_experts is None:
+        _wait(session, dispatcher)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -75,7 +54,7 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons: list[str] = []
     if context.host_args is None:
         return reasons
-    reasons += [*moe.why_not_sent(context), *moe.why_not_dispatched(context, "alltoall")]
+    reasons += [*moe.exchange_reasons(context), *moe.dispatcher_reasons(context, "alltoall")]
     if arg("moe_shared_expert_intermediate_size", None) and "shared_experts" in (arg("recompute_modules", None) or ()):
         reasons.append("--recompute-modules shared_experts runs the shared expert whole, which is taken apart here")
     return reasons
@@ -88,11 +67,11 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="experts' exchange behind the shared expert and behind weight gradients",
+    summary="expert all-to-alls overlapped with the shared expert and weight gradients",
     options=(
         Option(
             "--moe-alltoall-overlap-comm",
-            help="Run the shared expert and experts' weight gradients beside the all-to-alls of tokens.",
+            help="Overlap the all-to-alls of tokens with the shared expert and experts' weight gradients.",
         ),
     ),
     numerics="ulp",
@@ -102,28 +81,30 @@ FEATURE = Feature(
     condition=_why_not,
     conflicting_args={
         **CUDA_GRAPH_ARGS,
-        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm hides the messages behind another "
+        "overlap_moe_expert_parallel_comm": "--overlap-moe-expert-parallel-comm overlaps the messages with another "
         "micro-batch",
     },
-    conflicts=(Relation("moe_fb_overlap", "it hides the same messages behind another micro-batch"),),
+    conflicts=(Relation("moe_fb_overlap", "it overlaps the same messages with another micro-batch"),),
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.during(NAME, True)),
-        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.during(NAME, False)),
+        Around(f"{moe.DISPATCHER}.token_dispatch", expert_messages.track_exchange(NAME, True)),
+        Around(f"{moe.DISPATCHER}.token_combine", expert_messages.track_exchange(NAME, False)),
         moe.all_to_all_patch(_all_to_all),
-        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", _behind),
-        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", _behind),
-        Around(f"{moe.DISPATCHER}.dispatch_postprocess", _before, versions=">=0.18"),
-        Around(f"{moe.DISPATCHER}.combine_postprocess", _before, versions=">=0.18"),
-        Around(
-            f"{moe.DISPATCHER}.dispatch_postprocess",
-            _before_without_shared,
-            versions="<0.18",
-            reads=("shared_experts",),
-        ),
-        Around(
-            f"{moe.DISPATCHER}.combine_postprocess", _before_without_shared, versions="<0.18", reads=("shared_experts",)
+        Around(f"{_SHARED_EXPERT}.linear_fc1_forward_and_act", after(_wait)),
+        Around(f"{_SHARED_EXPERT}.linear_fc2_forward", after(_wait)),
+        *(
+            patch
+            for step in ("dispatch_postprocess", "combine_postprocess")
+            for patch in (
+                Around(f"{moe.DISPATCHER}.{step}", before(_wait), versions=">=0.18"),
+                Around(
+                    f"{moe.DISPATCHER}.{step}",
+                    before(_wait_without_shared),
+                    versions="<0.18",
+                    reads=("shared_experts",),
+                ),
+            )
         ),
         expert_messages.before_gradients_are_reduced(NAME),
     ),

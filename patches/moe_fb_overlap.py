@@ -1,15 +1,10 @@
-"""`--moe-fb-overlap`: the forward pass of one micro-batch beside the backward pass of another.
+"""`--moe-fb-overlap`: overlap one micro-batch's forward with another's backward.
 
-Tokens are dispatched and combined while the other micro-batch computes: attention beside the combine's backward
-exchange, weight gradients beside the dispatch, experts beside the dispatch's backward exchange. Megatron has had that
-schedule since 0.14 (`--overlap-moe-expert-parallel-comm`), without Transformer Engine too. It hides little without
-weight gradients that wait, which it has for Transformer Engine alone. MindSpeed's flag turns both on: this sets
-Megatron's argument before validation, and turns on `delay_wgrad_compute`, whose linear layers are those of the local
-implementation.
-
-Reaches `TransformerLayerSchedulePlan.run`, which gets layers whose parts issue messages as soon as what they read is
-there, and `ScheduleNode.default_backward_func`, which asks every output of a part for a gradient: behind frozen weights
-some need none. Leaves the schedule of micro-batches and every computation alone.
+Turns on Megatron's `--overlap-moe-expert-parallel-comm`, whose schedule computes one micro-batch while tokens of the
+other travel, and `delay_wgrad_compute`, without which it overlaps little. Reaches `TransformerLayerSchedulePlan.run`,
+the order of one pair of layers, to issue each message as soon as its input exists; and
+`ScheduleNode.default_backward_func`, which must skip outputs that need no gradient. Leaves the order of micro-batches
+and every computation alone.
 """
 
 from __future__ import annotations
@@ -17,19 +12,94 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Context, Feature, Option, Override, Session, matches
+from mindspeed_lite.platform import megatron
 
-from ._shared import combined_schedule, early_issue
-from ._shared.combined_schedule import ARGUMENT
+from ._shared import moe, pipeline_orders
+
+ARGUMENT = "overlap_moe_expert_parallel_comm"
+_PLAN = "megatron.core.models.common.model_chunk_schedule_plan:TransformerLayerSchedulePlan"
+_UNSUPPORTED = {
+    "<0.16": "before Megatron 0.16 its combined schedule asks no layer of the local implementation for weight gradients"
+}
+_STAGES = (
+    "virtual_pipeline_model_parallel_size",
+    "num_layers_per_virtual_pipeline_stage",
+    "num_virtual_stages_per_pipeline_rank",
+    "pipeline_model_parallel_layout",
+)
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    # In Python the configuration says what its owner has set, when the model is built.
-    return [] if context.host_args is None else combined_schedule.why_not(context)
+def _run(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    """The schedule of two layers: forward (F) of one micro-batch, backward (B) of another.
+
+    Megatron issues the F dispatch after the B experts and relies on the device's queue to overlap them. Here each
+    message is issued as soon as its input exists, and weight gradients (W) run during the next message:
+
+        message       computed meanwhile
+        B combine     W of the previous pair, F attention
+        F dispatch    B experts
+        B dispatch    F experts (and W experts, in the last layer or without a forward pass)
+        F combine     B attention
+
+    Each gradient is summed in the same order as in Megatron: same bits.
+    """
+
+    def run(
+        f_layer: Any, b_layer: Any, f_input: Any = None, b_grad: Any = None, is_last_layer_in_bwd: bool = False
+    ) -> Any:
+        wgrads: list[Callable[[], None]] = session.state("delayed wgrads", list)
+
+        def compute_wgrads() -> None:
+            while wgrads:
+                wgrads.pop(0)()
+
+        if b_layer is not None:
+            b_grad = b_layer.mtp_post_process.backward(b_grad)
+            b_grad = b_layer.moe_combine.backward(b_grad)
+            compute_wgrads()
+
+        if f_layer is not None:
+            f_input = _forward(f_layer, _attention(f_layer), f_input)
+            f_input = _forward(f_layer, f_layer.moe_dispatch, f_input)
+
+        if b_layer is not None:
+            b_grad = b_layer.mlp.backward(b_grad)
+            wgrads.append(b_layer.mlp.backward_dw)
+            b_grad = b_layer.moe_dispatch.backward(b_grad)
+            if f_layer is None or is_last_layer_in_bwd:
+                compute_wgrads()
+            if b_layer.config.ep_overlap_early_attn_memory_release:
+                b_grad = _attention(b_layer).backward(b_grad)
+
+        if f_layer is not None:
+            f_input = _forward(f_layer, f_layer.mlp, f_input)
+            f_input = _forward(f_layer, f_layer.moe_combine, f_input)
+
+        if b_layer is not None and not b_layer.config.ep_overlap_early_attn_memory_release:
+            b_grad = _attention(b_layer).backward(b_grad)
+
+        if f_layer is not None:
+            f_input = _forward(f_layer, f_layer.mtp_post_process, f_input)
+
+        # The last layer's attention wgrad overlaps with pipeline messages, where Megatron calls it.
+        if b_layer is not None and not is_last_layer_in_bwd:
+            wgrads.append(_attention(b_layer).backward_dw)
+
+        return f_input, b_grad
+
+    return run
 
 
-def _arguments(context: Context) -> Mapping[str, Any]:
-    return {} if context.host_args is None else {ARGUMENT: True}
+def _attention(layer: Any) -> Any:
+    """The part of a layer before its dispatch; renamed in 0.19."""
+    return layer.pre_dispatch_computation if hasattr(layer, "pre_dispatch_computation") else layer.attn
+
+
+def _forward(layer: Any, part: Any, x: Any) -> Any:
+    renamed = getattr(layer, "get_low_precision_context", None)
+    with layer.get_fp8_context() if renamed is None else renamed():
+        return part.forward(x)
 
 
 def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -42,23 +112,72 @@ def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
     return default_backward_func
 
 
+def release_reasons(context: Context) -> list[str]:
+    """Why the combined schedule does not run on this release; [] if the release is unknown."""
+    release = context.versions.get(megatron.HOST)
+    return [why for releases, why in _UNSUPPORTED.items() if release and matches(releases, release)]
+
+
+def layout_reasons(context: Context) -> list[str]:
+    """Why the combined schedule does not run with these arguments.
+
+    Megatron's own checks are assertions in `TransformerConfig.__post_init__`.
+    """
+    arg = context.arg
+    found = moe.exchange_reasons(context)
+    if not found:
+        each = arg("num_experts", 0) // arg("expert_model_parallel_size", 1)
+        if each == 1 and matches("<0.17", context.versions.get(megatron.HOST, "1")):
+            found.append(
+                "one expert a rank, whose input the schedule of Megatron 0.16 frees: add experts, or take 0.17"
+            )
+    found += moe.dispatcher_reasons(context, "alltoall", "flex")
+    # DualPipeV brings its virtual stages.
+    has_stages = any(arg(name, None) for name in _STAGES) or context.settings.get(pipeline_orders.METHOD)
+    if (arg("pipeline_model_parallel_size", 1) or 1) > 1 and not has_stages:
+        found.append(
+            "--pipeline-model-parallel-size above 1 without virtual stages: no two micro-batches overlap; "
+            "add --num-virtual-stages-per-pipeline-rank 2"
+        )
+    if arg("recompute_granularity", None) == "full":
+        found.append("--recompute-granularity full runs whole layers, which the schedule takes apart")
+    if "moe" in (arg("recompute_modules", None) or ()):
+        found.append("--recompute-modules moe runs the layer of experts whole, which the schedule takes apart")
+    if not (arg("bf16", False) or arg("fp16", False)):
+        found.append("neither --bf16 nor --fp16 is given, which the schedule needs")
+    if arg("moe_shared_expert_overlap", False):
+        found.append("--moe-shared-expert-overlap overlaps the same messages with the shared expert: give only one")
+    if (arg("mtp_num_layers", 0) or 0) > 1:
+        found.append("--mtp-num-layers above 1: the schedule takes one such layer")
+    return found
+
+
+def _why_not(context: Context) -> Sequence[str]:
+    # In Python the model's configuration is checked when the model is built.
+    return [] if context.host_args is None else layout_reasons(context)
+
+
+def _arguments(context: Context) -> Mapping[str, Any]:
+    return {} if context.host_args is None else {ARGUMENT: True}
+
+
 FEATURE = Feature(
     name="moe_fb_overlap",
-    summary="experts' exchange behind the computation of another micro-batch",
+    summary="expert all-to-alls overlapped with the computation of another micro-batch",
     options=(
         Option(
             "--moe-fb-overlap",
-            help="Run the forward pass of one micro-batch beside the backward pass of another.",
+            help="Overlap the forward pass of one micro-batch with the backward pass of another.",
         ),
     ),
     numerics="ulp",
     theme="experts",
-    unsupported=combined_schedule.UNSUPPORTED,
+    unsupported=_UNSUPPORTED,
     condition=_why_not,
     not_auto="two micro-batches are under way at once, which takes memory: enable it explicitly with its flag",
     arguments=_arguments,
     patches=(
-        early_issue.PATCH,
+        Override(f"{_PLAN}.run", _run),
         Override("megatron.core.pipeline_parallel.utils:ScheduleNode.default_backward_func", _backward),
     ),
 )

@@ -1,17 +1,12 @@
-"""`--moe-grouped-gemm`: all experts of a rank in one grouped product per layer, without Transformer Engine.
+"""`--moe-grouped-gemm`: one grouped GEMM per layer for all experts of a rank.
 
-Megatron's local implementation has one MLP per expert and a Python loop over them (since 0.17 whatever the flag says;
-before, the flag asks for an extension). The module stays what it is: one parameter per expert, so that initialisation,
-gradient buffers, optimizer and checkpoints are those of the loop. Its forward is still Megatron's, called for one
-expert that stands for all: its two linear layers are grouped products over the experts' weights, and what lies between
-them is run by Megatron's own MLP, so that activation, per-token probabilities and what other features change there
-hold.
+Megatron's local implementation loops over one MLP per expert. The module and its parameters stay, so initialisation,
+gradient buffers, optimizer and checkpoints are unchanged. Reaches `SequentialMLP.forward`: it runs for one expert that
+stands for all, whose linear layers are grouped products; Megatron's MLP still runs the activation in between.
 
-Beyond the loop it has `moe_act` in `--recompute-modules`. Weight gradients are added to the main gradient where the
-layers do that (`--gradient-accumulation-fusion`), delayed where the layers are (`--delay-wgrad-compute`) and computed
-beside the rest where that is asked for (`--moe-wgrad-side-stream`). Falls back, with a reason, for fp8 and fp4, frozen
-or further distributed weights, hooks on experts, offloading, and experts that are not Megatron's MLP of its own linear
-layers.
+Serves `moe_act` recomputation, gradient accumulation fusion, delayed weight gradients and `--moe-wgrad-side-stream`.
+Falls back for fp8 and fp4, frozen or further sharded weights, hooks on experts, offloading, and experts that are not
+Megatron's MLP of its own linear layers.
 """
 
 from __future__ import annotations
@@ -39,7 +34,8 @@ from . import (
     recompute_activation_function,
 )
 from ._shared import expert_messages, moe, recompute, wgrad_accumulation
-from ._shared.proxies import AttributeOverride, FunctionModule
+from ._shared.conditions import holding
+from ._shared.proxies import AttributeOverride, FunctionModule, run_activation
 
 _PROVIDER = "megatron.core.models.backends:LocalSpecProvider"
 _REASONS = "grouped_gemm_why_not"
@@ -68,14 +64,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     def forward(
         self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
     ) -> tuple[Any, Any]:
-        released = moe_zero_memory.taken(session, permuted_local_hidden_states)
-        # Of a module: `self` may be a proxy of one call.
+        released = moe_zero_memory.released_of(session, permuted_local_hidden_states)
+        # Marked on an expert: `self` may be a proxy of one call.
         first = self.local_experts[0]
         reasons = getattr(first, _REASONS, None)
         if reasons is None:
-            reasons = _cannot(self)
+            reasons = _layer_reasons(self)
             session.mark(first, _REASONS, reasons)
-        reasons = [*reasons, *_cannot_now(self.local_experts)]
+        reasons = [*reasons, *_call_reasons(self.local_experts)]
         if reasons:
             moe_alltoall_mc2.check_exchanged(session, reasons)
             session.fallback(FEATURE.name, "; ".join(reasons))
@@ -83,7 +79,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
         together = FunctionModule(
             lambda hidden, probs: (_together(session, self, hidden, tokens_per_expert, probs, released), None)
         )
-        # With one expert Megatron hands it everything; it has no tokens to split and no outputs to join.
+        # With one expert Megatron neither splits tokens nor joins outputs.
         one = AttributeOverride(self, num_local_experts=1, local_experts=[together])
         return wrapped(one, permuted_local_hidden_states, tokens_per_expert, permuted_probs)  # type: ignore[no-any-return]
 
@@ -106,22 +102,14 @@ def _together(
         moe.before_call(layer)
 
     def activation(x: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        # What Megatron's MLP does between its two linear layers.
-        middle = AttributeOverride(
-            first,
-            linear_fc1=FunctionModule(lambda _: (x, None)),
-            linear_fc2=FunctionModule(lambda y: (y, None)),
-            # It is recomputed here, if at all: for all experts at once.
-            **{recompute_activation_function.CHOSEN: False},
-        )
-        found: torch.Tensor = type(first).forward(middle, x, probs)[0]
+        found: torch.Tensor = run_activation(type(first).forward, first, x, probs)
         return found
 
     fc1_biases = None if first.linear_fc1.bias is None else [layer.bias for layer in fc1]
     x = _linear(session, fc1, hidden, counts, fc1_biases, released)
     recomputes = _has_moe_act(module.config) or recompute_activation_function.is_recomputed(first, session)
     if not (recomputes or released):
-        y = recompute_activation_function.looked_on(first, activation, x, probs)
+        y = recompute_activation_function.run_observed(first, activation, x, probs)
         return _finish(fc2, _linear(session, fc2, y, counts), counts, probs)
     checkpoint = recompute.checkpoint_without_output()
     out = _linear(session, fc2, checkpoint.checkpoint(activation, x, probs), counts)
@@ -177,10 +165,10 @@ def _verify(
 
 
 def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch.Tensor) -> torch.Tensor:
-    """The second layer's biases, which Megatron adds itself, each times the row's probability."""
+    """Add the second layer's biases, each times the row's probability."""
     if layers[0].bias is None:
         return x
-    # One row per token of a small matrix: index_select has a gradient that sums over the rows of an expert.
+    # index_select's gradient sums over the rows of an expert.
     counts = torch.as_tensor(counts, device=x.device)
     expert = torch.repeat_interleave(torch.arange(len(layers), device=x.device), counts, output_size=x.shape[0])
     biases = torch.stack([layer.bias for layer in layers]).index_select(0, expert)
@@ -190,7 +178,7 @@ def _finish(layers: Sequence[Any], x: torch.Tensor, counts: Counts, probs: torch
 def _gradients(
     session: Session, layers: Sequence[Any], released: moe_zero_memory.ReleasedExperts | None
 ) -> TakeGradients:
-    """What the linear layers of the experts do with their weight gradients, for all of them at once."""
+    """What the experts' linear layers do with their weight gradients, for all at once."""
     weights = [layer.weight for layer in layers]
 
     def accumulates() -> bool:
@@ -215,23 +203,23 @@ def _gradients(
         waiting = [accumulate]
 
         def compute() -> None:
-            # The first layer that is asked computes for all.
+            # The first call computes for all layers.
             if waiting:
                 waiting.pop()()
 
         if not all([delay_wgrad_compute.put(layer, compute) for layer in layers]):
             waiting.clear()
             if not expert_messages.put(session, accumulate):
-                # Before the side stream, which waits for no message.
+                # The side stream waits for no message.
                 arrive()
                 if not moe_wgrad_side_stream.put(session, layers[0].config, accumulate):
                     accumulate()
-        return [wgrad_accumulation.stand_in(weight) for weight in weights]
+        return [wgrad_accumulation.placeholder_grad(weight) for weight in weights]
 
     return take
 
 
-def _cannot(module: Any) -> list[str]:
+def _layer_reasons(module: Any) -> list[str]:
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLP
 
@@ -248,11 +236,11 @@ def _cannot(module: Any) -> list[str]:
         "experts whose weights are distributed further": any(getattr(each, "gtp_remat_size", 1) > 1 for each in layers),
         "cpu_offloading moves what the experts keep": bool(getattr(config, "cpu_offloading", False)),
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return holding(reasons)
 
 
-def _cannot_now(experts: Sequence[Any]) -> list[str]:
-    """What may change from call to call."""
+def _call_reasons(experts: Sequence[Any]) -> list[str]:
+    """Reasons that may change from call to call."""
     linear = [layer for expert in experts for layer in (expert.linear_fc1, expert.linear_fc2)]
     reasons = {
         # A copy of another rank's weight is no parameter (--balanced-moe-experts).
@@ -262,12 +250,12 @@ def _cannot_now(experts: Sequence[Any]) -> list[str]:
         ),
         moe.HOOKED: any(map(moe.has_hooks, (*experts, *linear))),
     }
-    return [reason for reason, holds in reasons.items() if holds]
+    return holding(reasons)
 
 
 def _modules(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def grouped_mlp_modules(self: Any, moe_use_grouped_gemm: Any) -> Any:
-        # Asked for grouped experts, a release may answer with a module that needs an extension.
+        # For grouped experts a release may return a module that needs an extension.
         return wrapped(self, False)
 
     return grouped_mlp_modules
@@ -281,7 +269,7 @@ def _modules_or_legacy(wrapped: Callable[..., Any], session: Session) -> Callabl
 
 
 def _spec(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """0.12, which has no provider of specifications."""
+    """For 0.12, which has no spec provider."""
 
     def get_moe_module_spec(
         use_te: Any = True,
@@ -306,7 +294,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("grouped experts"),
+    condition=moe.local_expert_reasons("grouped experts"),
     arguments=moe.turn_on("moe_grouped_gemm"),
     operators=("grouped_matmul",),
     patches=(

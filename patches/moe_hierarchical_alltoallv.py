@@ -1,27 +1,27 @@
-"""`--moe-hierarchical-alltoallv`: experts' tokens cross the network once for each node, not once for each expert.
+"""`--moe-hierarchical-alltoallv`: tokens cross the network once per node, not per expert.
 
-Megatron's `alltoall` dispatcher sends a copy of a token to each of its experts. Here a token is copied to each node
-that has one of its experts, crosses to the rank of the same place there, and is copied on inside the node. Results are
-added up inside the node, and one row for each token and node comes back.
+A token is sent once to each node that has one of its experts and is copied inside the node. Results are summed inside
+the node, and one row per token and node comes back.
 
-Reaches `MoEAlltoAllTokenDispatcher.dispatch_preprocess`, whose call of `permute` then copies for nodes and keeps the
-way of the tokens in the place of the row ids; `token_dispatch` and `token_combine`, whose calls of `all_to_all` take
-that way; and `unpermute`, which adds up nodes. Experts get the rows that they get without it, in the same order.
-Leaves alone splits, sorting, tensor-parallel gathers, the shared expert, and the other dispatchers. Falls back where
-the ranks that share experts are on one node, or not equally many on each.
+Reaches `dispatch_preprocess` of the `alltoall` dispatcher, whose `permute` then copies per node and returns the route
+as row ids; `token_dispatch` and `token_combine`, whose `all_to_all` takes that route; and `unpermute`, which sums over
+nodes. Experts get the same rows in the same order. Falls back where expert-parallel ranks are on one node or are
+unevenly spread over nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session, Settings
 from mindspeed_lite.parallel.expert.hierarchy import NodeGroups, Route, collect, padded_map, route_of, spread
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
+from ._shared.wrappers import Make, within
 
 NAME = "moe_hierarchical_alltoallv"
 NODE_SIZE = "moe_node_size"
@@ -31,7 +31,7 @@ _NO_SIZE = "neither --moe-node-size nor the launcher (LOCAL_WORLD_SIZE) says how
 
 
 class _State:
-    """The groups of a session, and what the dispatcher's call that runs now is to use."""
+    """The groups of a session, and groups and route of the running dispatcher call."""
 
     def __init__(self) -> None:
         self.made: dict[Any, NodeGroups | None] = {}
@@ -66,16 +66,14 @@ def _nodes_of(group: Any, session: Session) -> NodeGroups | None:
     return made[group]
 
 
-def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def dispatch_preprocess(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = _state(session)
-        state.nodes = _nodes_of(self.ep_group, session)
-        try:
-            return wrapped(self, *args, **kwargs)
-        finally:
-            state.nodes = None
-
-    return dispatch_preprocess
+@contextlib.contextmanager
+def _with_nodes(session: Session, dispatcher: Any) -> Iterator[None]:
+    state = _state(session)
+    state.nodes = _nodes_of(dispatcher.ep_group, session)
+    try:
+        yield
+    finally:
+        state.nodes = None
 
 
 def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation) -> Any:
@@ -90,20 +88,20 @@ def _permute(session: Session, plain: Callable[..., Any], call: moe.Permutation)
     return spread(call.tokens, route.tokens.to_nodes), spread(call.probs.reshape(-1), route.probs.to_nodes), route
 
 
-def _during(is_dispatch: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
-    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        def exchange(self: Any, *args: Any, **kwargs: Any) -> Any:
-            state = _state(session)
-            route = getattr(self, _ROUTE)
-            state.route, state.is_dispatch = route if isinstance(route, Route) else None, is_dispatch
-            try:
-                return wrapped(self, *args, **kwargs)
-            finally:
-                state.route = None
+def _on_route(is_dispatch: bool) -> Make:
+    """Let the dispatcher's `all_to_all` take the route of its tokens."""
 
-        return exchange
+    @contextlib.contextmanager
+    def on_route(session: Session, dispatcher: Any) -> Iterator[None]:
+        state = _state(session)
+        route = getattr(dispatcher, _ROUTE)
+        state.route, state.is_dispatch = route if isinstance(route, Route) else None, is_dispatch
+        try:
+            yield
+        finally:
+            state.route = None
 
-    return make
+    return within(on_route)
 
 
 def _all_to_all(session: Session, call: moe.AllToAllCall) -> Any:
@@ -142,10 +140,10 @@ def _why_not(context: Context) -> Sequence[str]:
         reasons.append(_NO_SIZE)
     if context.host_args is None:
         return reasons
-    not_sent = moe.why_not_sent(context)
+    not_sent = moe.exchange_reasons(context)
     if not not_sent and size is not None and (reason := _layout_reason(context, size)):
         reasons.append(reason)
-    return [*reasons, *not_sent, *moe.why_not_dispatched(context, "alltoall")]
+    return [*reasons, *not_sent, *moe.dispatcher_reasons(context, "alltoall")]
 
 
 FEATURE = Feature(
@@ -177,9 +175,9 @@ FEATURE = Feature(
     not_auto="what it gains has been measured on CPU alone: enable it explicitly with its flag",
     operators=("permute",),
     patches=(
-        Around(f"{moe.DISPATCHER}.dispatch_preprocess", _preprocess, reads=("ep_group",)),
-        Around(f"{moe.DISPATCHER}.token_dispatch", _during(True), reads=(_ROUTE,)),
-        Around(f"{moe.DISPATCHER}.token_combine", _during(False), reads=(_ROUTE,)),
+        Around(f"{moe.DISPATCHER}.dispatch_preprocess", within(_with_nodes), reads=("ep_group",)),
+        Around(f"{moe.DISPATCHER}.token_dispatch", _on_route(True), reads=(_ROUTE,)),
+        Around(f"{moe.DISPATCHER}.token_combine", _on_route(False), reads=(_ROUTE,)),
         moe.all_to_all_patch(_all_to_all, order=1),
         # Outside of --moe-permute-fusion, which serves the calls that are not this dispatcher's.
         *moe.permute_patches(_permute, order=1),

@@ -1,11 +1,8 @@
-"""`--moe-permute-fusion`: tokens are permuted for their experts by one operator, without Transformer Engine.
+"""`--moe-permute-fusion`: permute tokens for their experts by one operator.
 
-Reaches the three functions that Megatron's dispatchers move tokens with, when they are asked for their fused form:
-`permute`, `unpermute` and `sort_chunks_by_idxs`. Without the flag they sort all pairs of token and expert to find a
-few, and add rows up one rounding at a time. The names that Megatron imports from Transformer Engine for the fused
-form are supplied too, since its configuration refuses the flag where they are missing.
-
-Falls back for padding to the tile of a quantised product, which only Transformer Engine's form has.
+Reaches `permute`, `unpermute` and `sort_chunks_by_idxs`, with which all dispatchers move tokens, when called in their
+fused form. Provides the names that Megatron imports from Transformer Engine, because its configuration refuses the flag
+without them. Raises for padding to the tile of a quantised product, which only Transformer Engine has.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from mindspeed_lite.ops import permute as ops
 from mindspeed_lite.ops.permute import reference
 
 from ._shared import moe
-from ._shared.until_end import config_field
+from ._shared.config_restore import config_field
 
 # What TransformerConfig looks for.
 _NAMES = (
@@ -31,7 +28,7 @@ _NAMES = (
 
 
 def _topk(tokens: Any, probs: Any, num_out_tokens: Any, drop_and_pad: bool) -> int | None:
-    """How many experts each token has, where the caller knows it is the same number for all.
+    """Experts per token, if the caller knows that all tokens have as many.
 
     Only the all-to-all dispatcher gives both probabilities and a plain number of rows, and only where nothing is
     dropped or padded; the others count rows on the device, or keep the part of the map that is their own.
@@ -120,11 +117,7 @@ def _sort_chunks(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _supplied(session: Session) -> Callable[..., Any]:
-    """What stands under the names of Transformer Engine's functions, for the configuration to find.
-
-    The functions above serve every other call. One that pads to a tile, which Megatron makes with fp8 or fp4 alone, and
-    third-party code get here.
-    """
+    """Functions under Transformer Engine's names, for the configuration to find; called only to pad for fp8 or fp4."""
 
     def fused_form(*args: Any, **kwargs: Any) -> Any:
         raise OptionError(
@@ -153,7 +146,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("a permutation"),
+    condition=moe.local_expert_reasons("a permutation"),
     arguments=moe.turn_on("moe_permute_fusion"),
     operators=("permute",),
     patches=(

@@ -1,14 +1,12 @@
-"""`--moe-record-load`: how many tokens each expert and each rank had, by layer and step, in a file.
+"""`--moe-record-load`: record the tokens of each expert and rank by layer and step.
 
-Reaches `TopKRouter.forward`, whose routing map every dispatcher (all-to-all, all-gather, flex) is given: one reduction
-and one addition for a layer and micro-batch, into a tensor on the device that the host does not wait for. And
-`finalize_model_grads`, which every schedule calls on every rank once a step: there a step ends, and every few steps
-all ranks add their counts up in one message that rank 0 writes. Neither changes what it wraps.
+Reaches `TopKRouter.forward`, whose routing map every dispatcher gets: one asynchronous reduction per layer and
+micro-batch. And `finalize_model_grads`, which every schedule calls once a step: every few steps ranks sum their counts
+and rank 0 writes them. Both targets' results are unchanged.
 
-Counts where the router runs for a backward pass: not in evaluation, and once where a layer is computed again, since
-its first pass then builds no graph. A rank counts its own tokens; where the ranks of a tensor-parallel group hold the
-same ones, without sequence parallelism, the first of them does. Falls back for a model without experts, and where the
-groups of ranks are not Megatron's own.
+Counts only where a graph is built: not in evaluation, and once where a layer is recomputed. Without sequence
+parallelism the first rank of a tensor-parallel group counts for all. Falls back for models without experts and for
+process groups other than Megatron's own.
 """
 
 from __future__ import annotations
@@ -25,14 +23,14 @@ from mindspeed_lite.parallel.balance.counts import ExpertPlace, LoadCounter
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared.conditions import CUDA_GRAPH_ARGS
 
 NAME = "moe_record_load"
 INTERVAL = "moe_record_load_interval"
 
 
 class _Recorder:
-    """The counts of a session, and the file they go to."""
+    """Counts the load of a session and writes it to a file."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -47,7 +45,7 @@ class _Recorder:
         from megatron.core import parallel_state
 
         config = router.config
-        # 0.12 has its one group of ranks without saying so.
+        # 0.12 has one global group.
         group = getattr(router, "tp_group", None) or parallel_state.get_tensor_model_parallel_group(False)
         if group is not None and not config.sequence_parallel and group.rank():
             return
@@ -60,12 +58,12 @@ class _Recorder:
             return
         with torch.no_grad():
             if config.moe_pad_expert_input_to_capacity:
-                # The map holds the padding too, whose probability is 0.
+                # Padding has probability 0.
                 routing_map = routing_map & (probs != 0)
             counter.add(row, routing_map)
 
     def end_step(self, model: Sequence[Any]) -> None:
-        """End a step; every few steps and at the end of the training read what has been counted."""
+        """End a step; write the counts every few steps and after the last one."""
         from megatron.core import parallel_state
         from megatron.core.utils import get_model_config
 
@@ -91,7 +89,7 @@ class _Recorder:
             self._write(config, place, rows, steps)
 
     def _experts_at(self, counter: LoadCounter) -> dict[int, Sequence[int]]:
-        """By row, the expert at each place, of layers whose experts are at other places."""
+        """By row, the expert at each place, for layers with moved experts."""
         placed = self._session.find("enable_expert_placement")
         layers = {} if placed is None else placed.layers
         found = {_row(layer.router): each.experts_at for layer, each in layers.items() if not each.is_home}
@@ -113,7 +111,7 @@ class _Recorder:
             self._session.fallback(NAME, f"{self._file} cannot be written: {error.strerror or error}")
 
     def _counter_of(self, config: Any, device: torch.device) -> LoadCounter | None:
-        """The counter, made at the first call; None for a model that it does not fit."""
+        """The counter; None for a model that does not fit it."""
         if not config.num_moe_experts:
             self._session.fallback(NAME, "a model without experts is not counted")
             return None
@@ -126,7 +124,7 @@ class _Recorder:
         return self._counter
 
     def _say_what_is_missing(self) -> None:
-        # No message: ranks need not end together.
+        # No collective: ranks need not end together.
         if self._counter is not None and self._counter.steps:
             self._session.log_decision(
                 f"{NAME}: the last steps, {self._counter.steps}, are not in {self._file}: the feature ended between "
@@ -135,14 +133,14 @@ class _Recorder:
 
 
 def _row(router: Any) -> int:
-    """The place of a layer among all, from 0; those of multi-token prediction are last."""
-    # Before 0.17 these are numbered so.
+    """Index of a layer; multi-token prediction layers are last."""
+    # Before 0.17 Megatron numbers them so.
     beyond = router.config.num_layers if getattr(router, "is_mtp_layer", False) else 0
     return (router.layer_number or 0) + beyond - 1  # type: ignore[no-any-return]
 
 
 def _iteration(context: Context) -> int | None:
-    """The number of the step under way by Megatron's arguments, from 1; None where no script counts."""
+    """The current step by Megatron's arguments, from 1; None without a script."""
     before = context.arg("curr_iteration", None)
     return before + 1 if isinstance(before, int) else None
 
@@ -181,7 +179,7 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"--moe-record-load-interval takes a number of steps, at least 1, not {interval}.")
     if file and os.environ.get("RANK", "0") == "0" and (reason := record.why_not_writable(file)):
         raise OptionError(f"--moe-record-load {file}: {reason}.")
-    return moe.why_no_experts(context)
+    return moe.no_expert_reasons(context)
 
 
 FEATURE = Feature(

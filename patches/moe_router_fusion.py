@@ -1,10 +1,9 @@
-"""`--moe-router-fusion`: scores, choice and probabilities of the router by one operator, without Transformer Engine.
+"""`--moe-router-fusion`: the router's scores, top-k and probabilities in one operator.
 
-Reaches the functions that Megatron's router calls with its fused form in mind: `topk_routing_with_score_function`,
-`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Same choices as Megatron's own code, ties
-included. Leaves alone the calls that Megatron makes without asking for the fused form, and falls back for routing
-that is replayed or chosen by the caller, and before 0.18, which rounds scores to the logits' dtype before it chooses,
-for 16-bit logits.
+Reaches the functions that the router calls in their fused form: `topk_routing_with_score_function`,
+`compute_routing_scores_for_aux_loss` and `switch_load_balancing_loss_func`. Choices equal Megatron's, ties included.
+Leaves unfused calls alone. Falls back for replayed or given routing, and before 0.18 for 16-bit logits, whose scores
+that release rounds before it chooses.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from mindspeed_lite.engine import Feature, Option, Override, Session
 from mindspeed_lite.ops import moe_router as ops
 
 from ._shared import moe
-from ._shared.until_end import config_field
+from ._shared.config_restore import config_field
 
 _UTILS = "megatron.core.transformer.moe.moe_utils"
 _ROUNDED = (
@@ -32,11 +31,11 @@ _CHOSEN = "the experts are chosen or recorded outside the router, which Megatron
 def _route(
     session: Session, plain: Callable[..., Any], fused: bool, why_not: str, logits: Any, topk: int, how: Any
 ) -> Any:
-    """The operator where the fused form is asked for; else, and for what it has not, `plain`."""
+    """Route by the operator if the fused form is requested and served, else by `plain`."""
     if fused and not why_not:
         if session.verifier is not None:
             functions = (lambda x: ops.topk_routing(x, topk, **how)[0], lambda x: plain(x, topk)[0])
-            # The choice depends on rounding.
+            # Choices depend on rounding.
             moe.compare(session, FEATURE, "topk_routing", *functions, {"logits": logits}, widened=False)
         return ops.topk_routing(logits, topk, **how)
     if fused:
@@ -45,7 +44,7 @@ def _route(
 
 
 def _rounded(logits: Any, rounds: bool) -> str:
-    """Why logits are left to a release that `rounds` their scores to the logits' dtype before it chooses."""
+    """The reason for 16-bit logits in a release that `rounds` scores to the logits' dtype."""
     return _ROUNDED if rounds and logits.dtype in (torch.bfloat16, torch.float16) else ""
 
 
@@ -64,8 +63,15 @@ def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -
         dense_output: bool = False,
         precomputed_indices: Any = None,
     ) -> Any:
-        how = _how(use_pre_softmax, num_groups, group_topk, scaling_factor, score_function, expert_bias)
-        how["dense_output"] = dense_output
+        how = {
+            "use_pre_softmax": use_pre_softmax,
+            "num_groups": num_groups,
+            "group_topk": group_topk,
+            "scaling_factor": scaling_factor,
+            "score_function": score_function,
+            "expert_bias": expert_bias,
+            "dense_output": dense_output,
+        }
         why_not = _CHOSEN
         if router_replay is None and precomputed_indices is None:
             why_not = _rounded(logits, rounds)
@@ -73,24 +79,6 @@ def _topk(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -
         return _route(session, functools.partial(wrapped, **how, **rest), fused, why_not, logits, topk, how)
 
     return topk_routing_with_score_function
-
-
-def _how(
-    use_pre_softmax: bool,
-    num_groups: int | None,
-    group_topk: int | None,
-    scaling_factor: float | None,
-    score_function: str,
-    expert_bias: Any,
-) -> dict[str, Any]:
-    return {
-        "use_pre_softmax": use_pre_softmax,
-        "num_groups": num_groups,
-        "group_topk": group_topk,
-        "scaling_factor": scaling_factor,
-        "score_function": score_function,
-        "expert_bias": expert_bias,
-    }
 
 
 def _aux_scores(wrapped: Callable[..., Any], session: Session, rounds: bool = False) -> Callable[..., Any]:
@@ -159,7 +147,7 @@ FEATURE = Feature(
     ),
     numerics="ulp",
     theme="experts",
-    condition=moe.why_not("a fused router"),
+    condition=moe.local_expert_reasons("a fused router"),
     arguments=moe.turn_on("moe_router_fusion"),
     operators=("moe_router",),
     unsupported={"<0.14": "Megatron's router has no function of its own for a fused form before 0.14"},

@@ -1,9 +1,8 @@
-"""`--moe-tp-extend-ep`: tensor-parallel ranks hold whole experts, as users of MindSpeed know it.
+"""`--moe-tp-extend-ep`: tensor-parallel ranks hold whole experts (MindSpeed's flag).
 
-Without the flag the ranks of a tensor-parallel group share each expert. With it `--expert-model-parallel-size` EP
-becomes EP x TP and each rank holds experts / (EP x TP) whole ones: larger products, no gather and scatter inside an
-expert. Megatron can be told the same since 0.10 with `--expert-tensor-parallel-size 1` and the larger expert-parallel
-size; this flag sets both before Megatron validates its arguments, and changes no code.
+`--expert-model-parallel-size` EP becomes EP x TP, so each rank holds whole experts: larger products, no gather inside
+an expert. Sets Megatron's `expert_tensor_parallel_size` and `expert_model_parallel_size` before validation and changes
+no code.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def _sizes(context: Context) -> tuple[int, int]:
 def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return ["in Python, set expert_tensor_parallel_size=1 and the larger expert_model_parallel_size yourself"]
-    reasons = moe.why_no_experts(context)
+    reasons = moe.no_expert_reasons(context)
     experts = context.arg("num_experts", None)
     tensor, expert = _sizes(context)
     if not reasons and experts % (tensor * expert):

@@ -1,34 +1,31 @@
-"""`--moe-wgrad-side-stream`: weight gradients of experts on a stream beside the vector work of the backward pass.
+"""`--moe-wgrad-side-stream`: compute weight gradients of experts on a side stream.
 
-In the backward pass of an expert layer nothing waits for the GEMMs of the weight gradients. They go to a
-stream of their own, where they run beside the backward passes of activation, permutation, router and norms and beside
-the dispatcher's messages; autograd runs what stays on the stream it always had. `auto` takes turns, a step with and a
-step without, and keeps what is faster.
+They overlap with activation, permutation, router, norms and the dispatcher's messages. `auto` alternates steps with and
+without and keeps the faster.
 
-Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients (`--gradient-accumulation-fusion`);
-`_ParamAndGradBucketGroup.start_grad_sync`, which is the first to read a main gradient and waits for them;
-`DistributedDataParallel.__init__`, where a model gets its main gradients; and `zero_grad_buffer`, where a step begins.
-Leaves other layers' gradients alone: those of sequence parallel layers read a buffer that the next layer writes. Falls
-back, with a reason, on CPU, which has one order of computation, for CUDA graphs, for the schedule that overlaps expert
-communication, which has streams of its own, and where gradients are not added in the product.
+Reaches the weight gradients that `--moe-grouped-gemm` adds to main gradients; `start_grad_sync`, their first reader,
+which waits; `DistributedDataParallel.__init__`, where a model gets main gradients; and `zero_grad_buffer`, where a step
+begins. Leaves other layers alone, because sequence parallel layers reuse the buffer they read. Falls back on CPU, with
+CUDA graphs, the combined expert schedule, and without gradient accumulation fusion.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Around, Feature, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
 from mindspeed_lite.platform.side_stream import DeviceStream, SideStream, StreamExecutor
 from mindspeed_lite.tuning.ab_test import StepABTest
 
 from ._shared import moe
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons
+from ._shared.wrappers import before
 
 NAME = "moe_wgrad_side_stream"
 AUTO, ALWAYS = "auto", "always"
@@ -40,7 +37,7 @@ CONFLICTING_ARGS = {
 
 
 class _SideStreamState:
-    """The side stream of a session, which all chunks of its model share."""
+    """The side stream that all chunks of a model share."""
 
     def __init__(self, session: Session, executor: StreamExecutor) -> None:
         self.side = SideStream(executor)
@@ -59,7 +56,7 @@ class _SideStreamState:
         return self._ab_test is None or self._ab_test.on
 
     def begin_step(self, chunk: Any) -> None:
-        """Called for each chunk of the model; the first one says when a step begins."""
+        """Called for each chunk of the model; a step begins with the first one."""
         if self._leader is None or self._leader() is None:
             self._leader = weakref.ref(chunk)
         if self._ab_test is not None and self._leader() is chunk:
@@ -67,17 +64,13 @@ class _SideStreamState:
 
 
 def put(session: Session, config: Any, compute: Callable[[], None]) -> bool:
-    """Let a weight gradient of a layer of `config` be computed beside what comes next; False if it is not to be."""
-    beside = session.find(NAME)
-    # A model that falls back may stand beside one that does not.
-    if beside is None or not beside.on or _conflict_reasons(config):
+    """Submit a weight gradient of a layer of `config` to the side stream; False if there is none."""
+    state = session.find(NAME)
+    # One model may fall back while another does not.
+    if state is None or not state.on or config_reasons(CONFLICTING_ARGS, config):
         return False
-    beside.side.submit(compute)
+    state.side.submit(compute)
     return True
-
-
-def _conflict_reasons(config: Any) -> list[str]:
-    return conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(config, name, None))
 
 
 def _executor_of(device: torch.device) -> StreamExecutor:
@@ -91,45 +84,37 @@ def _why_not_here(device: str) -> list[str]:
 def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         wrapped(self, config, *args, **kwargs)
-        # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = _conflict_reasons(config)
+
+        reasons = config_reasons(CONFLICTING_ARGS, config)
         first = next(self.parameters(), None)
         if not config.gradient_accumulation_fusion:
             reasons.append("the model's configuration has no gradient_accumulation_fusion")
         if reasons:
             session.fallback(NAME, "; ".join(reasons))
         elif first is not None and session.find(NAME) is None:
-            beside = session.state(NAME, lambda: _SideStreamState(session, _executor_of(first.device)))
-            # A backward pass that is still to come finds no side stream: nothing would wait for it.
-            session.on_end(beside.side.wait_all)
+            state = session.state(NAME, lambda: _SideStreamState(session, _executor_of(first.device)))
+
+            session.on_end(state.side.wait_all)
 
     return __init__
 
 
-def _zero(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def zero_grad_buffer(self: Any) -> None:
-        beside = session.find(NAME)
-        if beside is not None:
-            beside.side.wait_all()
-            beside.begin_step(self)
-        wrapped(self)
-
-    return zero_grad_buffer
+def _begin_step(session: Session, chunk: Any) -> None:
+    _wait(session)
+    state = session.find(NAME)
+    if state is not None:
+        state.begin_step(chunk)
 
 
 def _wait(session: Session) -> None:
-    beside = session.find(NAME)
-    if beside is not None:
-        beside.side.wait_all()
-
-
-def _why_not(context: Context) -> Sequence[str]:
-    return _why_not_here(context.device)
+    state = session.find(NAME)
+    if state is not None:
+        state.side.wait_all()
 
 
 FEATURE = Feature(
     name=NAME,
-    summary="weight gradients of experts on a stream beside the vector work of the backward pass",
+    summary="weight gradients of experts on a side stream during the backward pass",
     options=(
         Option(
             "--moe-wgrad-side-stream",
@@ -143,7 +128,7 @@ FEATURE = Feature(
     numerics="bitwise",
     theme="experts",
     memory="not predicted: inputs of at most two products stay until the side stream has read them",
-    condition=_why_not,
+    condition=lambda context: _why_not_here(context.device),
     conflicting_args=CONFLICTING_ARGS,
     not_auto="what it gains has not been measured on any device: enable it explicitly with its flag",
     requires=(
@@ -152,7 +137,7 @@ FEATURE = Feature(
     ),
     patches=(
         Around(f"{_DDP}.__init__", _init, reads=(f"{CONFIG}.gradient_accumulation_fusion",)),
-        Around(f"{_DDP}.zero_grad_buffer", _zero),
+        Around(f"{_DDP}.zero_grad_buffer", before(_begin_step)),
         moe.before_gradients_are_reduced(_wait),
     ),
 )

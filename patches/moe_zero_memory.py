@@ -1,19 +1,12 @@
-"""`--moe-zero-memory`: what experts are given and what they compute is not kept for the backward pass.
+"""`--moe-zero-memory`: release expert inputs and activations, recompute them in backward.
 
-`level0` releases the rows that a rank's experts were given and the output of their activation. In the backward pass the
-tokens, which the router keeps anyway, are permuted and exchanged again, and the activation runs again from its input.
-No gradient of a row needs the rows themselves; they are read by the weight gradients of the first layer alone. So the
-message leaves when the experts' gradient is there and is waited for behind all of those. level1 releases the
-activation's input too: the rows are exchanged before the gradient travels, and the first layer runs again, beside it
-with `--moe-alltoall-overlap-comm`. With `--moe-zero-memory-num-layers N` the first N layers of each pipeline rank have
-level1 and the others level0; with level0, the first N have it and the others none.
+level0 releases the experts' input rows and the activation's output; the backward pass permutes and exchanges tokens
+again, overlapped with the experts' backward, and reruns the activation. level1 also releases the activation's input and
+reruns the first layer. `--moe-zero-memory-num-layers N`: level1 for the first N layers of a rank.
 
-Reaches `dispatch_preprocess` and `dispatch_postprocess` of `MoEAlltoAllTokenDispatcher`: from the one it keeps the
-tokens, from the other a copy of the dispatcher with its counts, whose own functions put rows in order once more. And
-`token_combine`, whose gradient is the first that comes. The experts are those of `--moe-grouped-gemm`. Layers are
-chosen where `TransformerLayer` builds them. The calls of the two linear layers of a shared expert are seen in
-`SharedExpertMLP`, which `--moe-shared-expert-overlap` runs in parts: the output of its activation is released in both
-levels, and its input in level1. Runs in Megatron's combined schedule too (`--moe-fb-overlap`).
+Reaches `dispatch_preprocess`, `dispatch_postprocess` and `token_combine` of the `alltoall` dispatcher, which know
+tokens and counts; `TransformerLayer.__init__`, which chooses layers; and `SharedExpertMLP`. Needs `--moe-grouped-gemm`.
+Falls back for other dispatchers and for layers recomputed as a whole.
 """
 
 from __future__ import annotations
@@ -33,20 +26,21 @@ from mindspeed_lite.parallel.expert.recomputed_rows import RecomputedRows
 from mindspeed_lite.platform.megatron import CONFIG
 
 from . import recompute_activation_function
-from ._shared import expert_messages, moe, recompute, released_mlp
+from ._shared import expert_messages, moe, recompute
+from ._shared.proxies import LinearCall, run_activation, seen
 
 NAME = "moe_zero_memory"
 NUMBER = "moe_zero_memory_num_layers"
 FLAG = "--moe-zero-memory"
 _SHARED_EXPERT = "megatron.core.transformer.moe.shared_experts:SharedExpertMLP"
 OFF, LEVEL0, LEVEL1 = "disable", "level0", "level1"
-# Of dispatchers and shared experts that were built with the feature on: the turn of their layer, None if they keep
-# everything. It stays while they live, so that the feature can be turned off and on again.
+# Dispatchers and shared experts -> recompute index of their layer, None if they keep everything. Kept while they live,
+# so that the feature can be turned off and on again.
 _BUILT: weakref.WeakKeyDictionary[Any, int | None] = weakref.WeakKeyDictionary()
 
 
 class ReleasedExperts:
-    """What one layer and micro-batch releases between its forward and its backward pass."""
+    """What one layer and micro-batch has released until its backward pass."""
 
     def __init__(self, rows: RecomputedRows, level: str, session: Session) -> None:
         self._rows, self.level, self._session = rows, level, session
@@ -54,7 +48,7 @@ class ReleasedExperts:
         self._again: Callable[[], torch.Tensor] | None = None
 
     def release(self, x: torch.Tensor, middle: torch.Tensor, out: torch.Tensor, again: Callable[[], Any]) -> None:
-        """Release the rows x, and at level1 `again()` of them, until the gradient of `out` is there."""
+        """Release the rows x, and at level1 `middle`, which `again()` recomputes, until `out` has a gradient."""
         self._rows.release(x)
         if self.level == LEVEL1:
             self._middle, self._again = ReleasedTensor(middle), again
@@ -63,15 +57,15 @@ class ReleasedExperts:
             out.register_hook(lambda _: run())  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """The backward pass has something to hide a message behind."""
+        """Send the rows: the backward pass can overlap with it."""
         self._rows.leave()
 
     def arrive(self) -> None:
-        """The rows are read now."""
+        """Wait for the rows."""
         self._rows.arrive()
 
     def compute(self) -> None:
-        """What level1 has released is read now."""
+        """Recompute what level1 has released."""
         self.arrive()
         middle, again = self._middle, self._again
         self._middle = self._again = None
@@ -80,7 +74,7 @@ class ReleasedExperts:
                 middle.fill(again())
 
     def before_the_gradient(self) -> None:
-        """The gradient of what was combined is there, and is about to travel."""
+        """Called when the gradient of the combined output is about to be sent."""
         self.begin()
         messages = self._session.find(expert_messages.ALLTOALL)
         if messages is not None:
@@ -88,22 +82,22 @@ class ReleasedExperts:
 
 
 class _State:
-    """Tokens and level of dispatchers that are between their two halves, and the rows that experts are given next."""
+    """Tokens and level by dispatcher within a dispatch, and the rows that experts get next."""
 
     def __init__(self) -> None:
         self.tokens: weakref.WeakKeyDictionary[Any, tuple[torch.Tensor, str]] = weakref.WeakKeyDictionary()
         self.given: tuple[torch.Tensor, ReleasedExperts] | None = None
         self.combined: weakref.WeakKeyDictionary[Any, ReleasedExperts] = weakref.WeakKeyDictionary()
-        # First halves of shared experts whose second halves are to come.
-        self.shared: weakref.WeakKeyDictionary[Any, released_mlp.LinearCall] = weakref.WeakKeyDictionary()
+        # First layer's calls of shared experts that run in two steps.
+        self.shared: weakref.WeakKeyDictionary[Any, LinearCall] = weakref.WeakKeyDictionary()
 
 
 def _state(session: Session) -> _State:
     return session.state(NAME, _State)
 
 
-def taken(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
-    """What experts with these rows release; None if they keep it."""
+def released_of(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
+    """The release of experts with these rows; None if they keep everything."""
     state = session.find(NAME)
     if state is None or state.given is None:
         return None
@@ -111,7 +105,7 @@ def taken(session: Session, rows: torch.Tensor) -> ReleasedExperts | None:
     return found if given is rows else None
 
 
-def _prepare(layer: Any, session: Session, turn: int | None) -> None:
+def _prepare(layer: Any, session: Session, index: int | None) -> None:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     dispatcher = getattr(layer.mlp, "token_dispatcher", None)
@@ -123,31 +117,31 @@ def _prepare(layer: Any, session: Session, turn: int | None) -> None:
     if reasons:
         session.fallback(NAME, "; ".join(reasons))
     serves = not reasons and recompute.can_release(NAME, layer.config, session)
-    _BUILT[dispatcher] = turn if serves else None
+    _BUILT[dispatcher] = index if serves else None
     shared = getattr(layer.mlp, "shared_experts", None)
     if shared is not None:
         # One that is computed again as a whole keeps nothing.
         is_whole = getattr(layer.mlp, "shared_experts_recompute", False)
-        _BUILT[shared] = turn if serves and not is_whole else None
+        _BUILT[shared] = index if serves and not is_whole else None
 
 
 def _level(session: Session, built: Any) -> str | None:
-    """The level of the layer of a dispatcher or a shared expert; None if it keeps everything."""
+    """The level of a dispatcher's or shared expert's layer; None if it keeps everything."""
     if recompute.is_checkpointed(NAME, session):
         return None
-    turn, level = _BUILT.get(built), session.settings[NAME]
+    index, level = _BUILT.get(built), session.settings[NAME]
     if built not in _BUILT:
         session.fallback(NAME, "a layer that was built before the feature was enabled")
         return None
-    if recompute.is_among(turn, session.settings[NUMBER]):
+    if recompute.is_among(index, session.settings[NUMBER]):
         return str(level)
-    return LEVEL0 if level == LEVEL1 and turn is not None else None
+    return LEVEL0 if level == LEVEL1 and index is not None else None
 
 
 def _preprocess(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def dispatch_preprocess(self: Any, hidden_states: Any, routing_map: Any, probs: Any) -> Any:
         tokens = _state(session).tokens
-        # Of a pass that has failed.
+        # Left by a pass that has failed.
         tokens.pop(self, None)
         if torch.is_grad_enabled() and (level := _level(session, self)):
             tokens[self] = hidden_states.detach(), level
@@ -163,7 +157,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
         if kept is None:
             return wrapped(self, global_input_tokens, global_probs)
         tokens, level = kept
-        # Its counts are this micro-batch's own until the next one comes.
+        # A copy: the next micro-batch overwrites the counts.
         counts = copy.copy(self)
         counts.shared_experts = counts.probs = None
         found = wrapped(self, global_input_tokens, global_probs)
@@ -175,7 +169,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
 
 
 def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
-    """The rows that a dispatcher with these counts makes of its tokens [s, b, hidden]."""
+    """The rows that a dispatcher with these counts makes of tokens [s, b, hidden]."""
     from megatron.core.transformer.moe import moe_utils
 
     def permute() -> torch.Tensor:
@@ -189,7 +183,7 @@ def _rows(dispatcher: Any, tokens: torch.Tensor) -> RecomputedRows:
         return rows
 
     def order(received: torch.Tensor) -> torch.Tensor:
-        # Megatron's own, which no feature that waits for a message stands around.
+        # Megatron's own, without features that wait for messages.
         postprocess = inspect.unwrap(type(dispatcher).dispatch_postprocess)
         rows: torch.Tensor = postprocess(dispatcher, received, received.new_zeros(len(received)))[0]
         return rows
@@ -212,31 +206,66 @@ def _combine(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return token_combine
 
 
+def _is_deterministic(layer: Any) -> bool:
+    """Whether a linear layer gives the same output again; adapters may have dropout, hooks may change it."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    return type(layer) is ColumnParallelLinear and not layer._forward_hooks
+
+
+def release_mlp(mlp: Any, first: LinearCall, second: LinearCall, with_input: bool) -> None:
+    """Release the activation's output until the gradient of the second layer's output is there; rerun it then.
+
+    with_input: release the activation's input too, and rerun the first layer.
+    """
+    from megatron.core.transformer.mlp import MLP
+
+    x, before, after, out = first.input, first.output, second.input, second.output
+    if x is None or before is None or after is None or out is None or not out.requires_grad:
+        return
+    if before.untyped_storage()._cdata == after.untyped_storage()._cdata:
+        # An in-place activation has overwritten its input.
+        return
+    x, before = x.detach(), before.detach()
+    waiting = [(ReleasedTensor(after), ReleasedTensor(before) if with_input else None, x, before)]
+
+    def fill(_: torch.Tensor) -> None:
+        if not waiting:
+            return
+        output, input_, x, before = waiting.pop()
+        with torch.no_grad():
+            if input_ is not None:
+                layer = mlp.linear_fc1
+                # Without hooks: its parameters are gathered.
+                input_.fill(type(layer).forward(layer, x)[0])
+            output.fill(run_activation(MLP.forward, mlp, before))
+
+    out.register_hook(fill)  # type: ignore[no-untyped-call]
+
+
 def _shared_level(session: Session, shared: Any) -> str | None:
-    """The level of a shared expert; None if it keeps everything, or is computed again by others."""
+    """The level of a shared expert; None if it keeps everything or is recomputed otherwise."""
     if not torch.is_grad_enabled() or recompute_activation_function.is_recomputed(shared, session):
         return None
     return _level(session, shared)
 
 
-def _release_shared(
-    session: Session, shared: Any, first: released_mlp.LinearCall, second: released_mlp.LinearCall
-) -> None:
+def _release_shared(session: Session, shared: Any, first: LinearCall, second: LinearCall) -> None:
     level = _shared_level(session, shared)
     if level is None:
         return
     with_input = level == LEVEL1
-    if with_input and not released_mlp.runs_again(shared.linear_fc1):
+    if with_input and not _is_deterministic(shared.linear_fc1):
         session.fallback(NAME, "a shared expert whose first layer has an adapter or a user's hook: its output is kept")
         with_input = False
-    released_mlp.release(shared, first, second, with_input)
+    release_mlp(shared, first, second, with_input)
 
 
 def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """A shared expert that runs as a whole."""
+    """A shared expert that runs in one step."""
 
     def forward(self: Any, hidden_states: Any) -> Any:
-        with released_mlp.seen(self.linear_fc1) as first, released_mlp.seen(self.linear_fc2) as second:
+        with seen(self.linear_fc1) as first, seen(self.linear_fc2) as second:
             found = wrapped(self, hidden_states)
         _release_shared(session, self, first, second)
         return found
@@ -245,10 +274,10 @@ def _shared(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
 
 
 def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The first half of one that runs beside messages."""
+    """The first step of one that overlaps with messages."""
 
     def linear_fc1_forward_and_act(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with released_mlp.seen(self.linear_fc1) as first:
+        with seen(self.linear_fc1) as first:
             found = wrapped(self, *args, **kwargs)
         _state(session).shared[self] = first
         return found
@@ -258,7 +287,7 @@ def _shared_first(wrapped: Callable[..., Any], session: Session) -> Callable[...
 
 def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def linear_fc2_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with released_mlp.seen(self.linear_fc2) as second:
+        with seen(self.linear_fc2) as second:
             found = wrapped(self, *args, **kwargs)
         first = _state(session).shared.pop(self, None)
         if first is not None:
@@ -269,7 +298,7 @@ def _shared_second(wrapped: Callable[..., Any], session: Session) -> Callable[..
 
 
 def _layer_reasons(value_of: Callable[[str], Any]) -> list[str]:
-    """What in a model's arguments leaves nothing to release, or gives experts other rows."""
+    """Arguments that leave nothing to release, or give experts other rows."""
     reasons = []
     if value_of("recompute_granularity") == "selective" and "moe" in (value_of("recompute_modules") or ()):
         reasons.append("--recompute-modules moe computes the layer of experts again as a whole")
@@ -290,8 +319,8 @@ def _why_not(context: Context) -> Sequence[str]:
         raise OptionError(f"{FLAG}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
     if context.host_args is None:
         return []
-    reasons = [*moe.why_not("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
-    return [*reasons, *moe.why_not_dispatched(context, "alltoall"), *recompute.why_whole(context)]
+    reasons = [*moe.local_expert_reasons("experts")(context), *_layer_reasons(lambda name: context.arg(name, None))]
+    return [*reasons, *moe.dispatcher_reasons(context, "alltoall"), *recompute.full_recompute_reasons(context)]
 
 
 FEATURE = Feature(

@@ -1,48 +1,43 @@
-"""`--optimize-send-recv-comm`: messages down the pipeline and messages up it have a process group each.
+"""`--optimize-send-recv-comm`: a process group per direction of pipeline messages.
 
-Megatron sends activations to the next stage and gradients to the previous one over one group. A communicator runs its
-operations one after the other, so between two ranks an activation waits for the gradient that was issued before it.
-Here gradients go over a second group of the same ranks.
-
-Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of every schedule, Megatron's and those of
-`--pipeline-schedule` and `--schedules-method`: they are called once for each direction. Reaches
-`P2PCommunicator.__init__` because all ranks make one at the beginning of a step, and have to make the second groups
-together. Leaves the exchange of lengths, what is waited for and the order of messages alone.
+Megatron sends activations and gradients over one group, whose communicator runs them one after the other. Here
+gradients use a second group of the same ranks. Reaches `_batched_p2p_ops` and `_p2p_ops`, which issue the messages of
+every schedule, and `P2PCommunicator.__init__`, which all ranks call together and where the groups are made. Leaves
+shape exchange, waiting and message order alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
+from mindspeed_lite.engine import Around, Feature, Option, Override, Session
+
+from ._shared.conditions import single_stage_reasons
+from ._shared.wrappers import after
 
 NAME = "optimize_send_recv_comm"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        from megatron.core import parallel_state
+def _make_second_group(session: Session, communicator: Any) -> None:
+    from megatron.core import parallel_state
 
-        wrapped(self, *args, **kwargs)
-        group = self.pp_group
-        if group is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
-            session.fallback(NAME, "a communicator of other ranks than Megatron's pipeline group: it keeps one group")
-        elif group.size() > 1 and group not in _second_groups(session):
-            _make(group, session)
-
-    return __init__
+    group = communicator.pp_group
+    if group is not parallel_state.get_pipeline_model_parallel_group(check_initialized=False):
+        session.fallback(NAME, "a communicator of other ranks than Megatron's pipeline group: it keeps one group")
+    elif group.size() > 1 and group not in _second_groups(session):
+        _make(group, session)
 
 
 def _second_groups(session: Session) -> dict[Any, Any]:
-    """Megatron's group -> another one of the same ranks."""
+    """Megatron's group -> the second one of the same ranks."""
     made: dict[Any, Any] = session.state(NAME, dict)
     return made
 
 
 def _make(group: Any, session: Session) -> None:
-    """Make those of all pipelines: a group is made by all ranks, whichever they belong to."""
+    """Make the second groups of all pipelines; every rank takes part in each."""
     import torch.distributed as dist
 
     pipelines: list[Any] = [None] * dist.get_world_size()
@@ -79,30 +74,24 @@ def _in_two_groups(wrapped: Callable[..., Any], session: Session) -> Callable[..
     return p2p_ops
 
 
-def _why_not(context: Context) -> Sequence[str]:
-    if context.host_args is not None and (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
-        return ["--pipeline-model-parallel-size 1: no messages between stages"]
-    return []
-
-
 FEATURE = Feature(
     name=NAME,
     summary="a process group for each direction of a pipeline's messages",
     options=(
         Option(
             "--optimize-send-recv-comm",
-            help="Send what goes up the pipeline over a second process group, not behind what goes down.",
+            help="Send gradients up the pipeline over a second process group, not after activations.",
         ),
     ),
     numerics="bitwise",
     theme="communication",
     memory="not predicted: the buffers of a second communicator, on devices where one has buffers",
     unsupported={"<0.14": "before Megatron 0.14 ranks make no communicator together, and so no second group"},
-    condition=_why_not,
+    condition=lambda context: single_stage_reasons(context, "no messages between stages"),
     conflicting_args={"use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges both directions in one call"},
     not_auto="a second communicator takes device memory: enable it explicitly with its flag",
     patches=(
-        Around(f"{_P2P}:P2PCommunicator.__init__", _init, reads=("pp_group",)),
+        Around(f"{_P2P}:P2PCommunicator.__init__", after(_make_second_group), reads=("pp_group",)),
         Override(f"{_P2P}:_batched_p2p_ops", _in_two_groups),
         Override(f"{_P2P}:_p2p_ops", _in_two_groups),
     ),

@@ -1,40 +1,37 @@
-"""`--param-gather-once`: with experts, the distributed optimizer gathers every parameter once a step, not twice.
+"""`--param-gather-once`: gather each parameter of a model with experts once a step.
 
-Megatron has one distributed optimizer for dense parameters and one for experts, and each of them gathers the parameters
-of the whole model after its step: the first one those of the experts as they were, the second one the dense ones again.
-Here an optimizer's step gathers the buckets it has updated.
-
-Reaches `_ParamAndGradBucketGroup.start_param_sync` for as long as `DistributedOptimizer.step_with_ready_grads` runs.
-Gathering that is overlapped with the forward pass (`--overlap-param-gather`) is dispatched elsewhere, bucket by bucket
-and once, and stays as it is.
+Megatron has one distributed optimizer for dense parameters and one for experts, and each gathers the whole model after
+its step. Reaches `_ParamAndGradBucketGroup.start_param_sync` during `DistributedOptimizer.step_with_ready_grads`, so
+that a step gathers only the buckets it has updated. Leaves `--overlap-param-gather` alone, which gathers once already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Session
 
-from ._shared.conflicts import fsdp_reasons
+from ._shared.conditions import fsdp_reasons
+from ._shared.wrappers import within
 
-# The parameters whose optimizer is in its step; the innermost is last.
+# Parameters of the optimizers that are in their step, innermost last.
 _stepping: list[Any] = []
 
 
-def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def step_with_ready_grads(self: Any) -> Any:
-        # One without parameters has no map; what it gathers is not known to be anybody else's.
-        updated = getattr(self, "model_param_gbuf_map", None)
-        if updated is None:
-            return wrapped(self)
-        _stepping.append(updated)
-        try:
-            return wrapped(self)
-        finally:
-            _stepping.pop()
-
-    return step_with_ready_grads
+@contextlib.contextmanager
+def _stepping_optimizer(session: Session, optimizer: Any) -> Iterator[None]:
+    # An optimizer without parameters has no map; it is left alone.
+    updated = getattr(optimizer, "model_param_gbuf_map", None)
+    if updated is None:
+        yield
+        return
+    _stepping.append(updated)
+    try:
+        yield
+    finally:
+        _stepping.pop()
 
 
 def _gather(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -70,7 +67,10 @@ FEATURE = Feature(
     memory="none: it moves fewer bytes and keeps the same ones",
     condition=_why_not,
     patches=(
-        Around("megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads", _step),
+        Around(
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+            within(_stepping_optimizer),
+        ),
         Override(
             "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
             _gather,

@@ -1,41 +1,36 @@
-"""`--pipeline-schedule`: the order of forward and backward passes is data, generated, checked, executed and traced.
+"""`--pipeline-schedule`: the order of passes as data, generated, checked and executed.
 
-Megatron's schedules are functions in which order, messages and gradient reduction are woven together. Here a schedule
-is a list of steps for each rank, and the rest follows from it. `1f1b` and `interleaved` are Megatron's own orders,
-`zb-h1` and `zb-auto` have weight gradients as steps of their own, and FILE.py:function is an order of the user's.
-
-Reaches `get_forward_backward_func`, which every training loop calls: with a pipeline it returns a function that
-executes the order. The passes, messages and reductions in it are Megatron's own functions, called. Leaves training
-without a pipeline alone. Hands a call back to Megatron's schedule where that does something an order does not describe:
-overlapped experts' communication, several modules, tensors of other shapes, recorded graphs.
+`1f1b` and `interleaved` are Megatron's orders, `zb-h1` and `zb-auto` have weight gradients as separate steps, and
+FILE.py:function is the user's own. Reaches `get_forward_backward_func`, which every training loop calls: with a
+pipeline it returns a function that executes the order with Megatron's own passes, messages and reductions. Leaves
+training without a pipeline alone. Falls back to Megatron's schedule for what an order does not describe: overlapped
+expert communication, several modules, other tensor shapes, recorded graphs.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 from mindspeed_lite.platform import megatron
 
-from . import delay_wgrad_compute
-from ._shared import combined_schedule, pipeline_orders, schedule_functions
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from . import delay_wgrad_compute, moe_fb_overlap
+from ._shared import pipeline_orders, schedule_functions
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, conflict_reasons, single_stage_reasons
 from ._shared.pipeline_execution import ExecutorState, execute, listed
 
 NAME = pipeline_orders.SCHEDULE
 _PIPELINED = ("forward_backward_pipelining_with_interleaving", "forward_backward_pipelining_without_interleaving")
-# Of ours, only DualPipeV has a place for it.
-_COMBINED = {combined_schedule.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
+# Of our orders, only DualPipeV supports it.
+_COMBINED = {moe_fb_overlap.ARGUMENT: "--overlap-moe-expert-parallel-comm has a schedule of its own"}
 _LEFT_TO_MEGATRON = {
     "moe_paged_stash": "--moe-paged-stash counts the micro-batches of Megatron's schedule",
     "fine_grained_activation_offloading": "--fine-grained-activation-offloading counts those of Megatron's schedule",
     "use_ring_exchange_p2p": "--use-ring-exchange-p2p exchanges tensors in Megatron's order alone",
     **CUDA_GRAPH_ARGS,
 }
-_ALL = {**_COMBINED, **_LEFT_TO_MEGATRON}
 
 
 def _choose(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -56,57 +51,33 @@ def _executing(original: Callable[..., Any], session: Session) -> Callable[..., 
     from megatron.core.pipeline_parallel import schedules
 
     state = session.state(NAME, lambda: ExecutorState(session))
-    conflicts = _Conflicts()
 
     @functools.wraps(original)
     def forward_backward(**given: Any) -> Any:
-        # A training loop holds this function, whatever becomes of the session. Megatron refuses what it does not take.
+        # A training loop may hold this function after the session has ended. Megatron refuses unknown arguments.
         if not state.is_on or not given.keys() <= schedule_functions.parameters(original):
             return original(**given)
-        asked = state.asked(session)
-        if asked.name is None:
+        request = state.request(session)
+        if request.name is None:
             session.fallback(NAME, "the feature whose order it would execute was skipped")
             return original(**given)
         model = listed(given["model"])[0]
         config = schedules.get_model_config(model)
-        reasons = _reasons_to_leave(given, conflicts.of(config, asked.is_v))
-        reasons += schedule_functions.reasons_to_leave(schedules, model)
+        reasons = config_reasons(_LEFT_TO_MEGATRON if request.is_v else {**_COMBINED, **_LEFT_TO_MEGATRON}, config)
+        reasons += _call_reasons(given) + schedule_functions.unsupported_reasons(schedules, model)
         if reasons:
-            if asked.is_v:
+            if request.is_v:
                 raise OptionError(f"{pipeline_orders.METHOD}: the model is placed in a V: {'; '.join(reasons)}")
             session.fallback(NAME, "; ".join(reasons))
             return original(**given)
-        return execute(session, state, asked, config, **given)
+        return execute(session, state, request, config, **given)
 
     return forward_backward
 
 
-def _read_all(config: Any) -> list[Any]:
-    return [getattr(config, name, None) for name in _ALL]
-
-
-class _Conflicts:
-    """What of a configuration Megatron's schedule alone does; looked up again where one of its fields has changed."""
-
-    def __init__(self) -> None:
-        self._type: type | None = None
-        self._values: Any = None
-        self._reasons: list[str] = []
-
-    def of(self, config: Any, is_v: bool) -> list[str]:
-        if type(config) is not self._type:
-            self._type, self._values = type(config), None
-            fields = [name for name in _ALL if hasattr(self._type, name)]
-            self._read = operator.attrgetter(*fields) if fields else _read_all
-        values = is_v, self._read(config)
-        if values != self._values:
-            table = _LEFT_TO_MEGATRON if is_v else _ALL
-            self._values = values
-            self._reasons = conflict_reasons(table, lambda name: getattr(config, name, None))
-        return [*self._reasons]
-
-
-def _reasons_to_leave(given: dict[str, Any], reasons: list[str]) -> list[str]:
+def _call_reasons(given: dict[str, Any]) -> list[str]:
+    """Arguments of a step that only Megatron's schedule supports."""
+    reasons = []
     if given.get("adjust_tensor_shapes_fn") is not None:
         reasons.append("adjust_tensor_shapes_fn: tensors between stages have shapes of their own")
     communicator, groups = given.get("p2p_communicator"), given.get("pg_collection", given.get("grad_finalize_pgs"))
@@ -130,8 +101,8 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
+    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+        return reasons
     if not settings.get(pipeline_orders.METHOD) and (left := conflict_reasons(_COMBINED, context.arg)):
         return left
     if pipeline_orders.delays_weight_gradients(settings):

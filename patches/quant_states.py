@@ -1,13 +1,10 @@
-"""`--quant-states`: the two moments of Adam in 2 bytes (bf16) or in one (fp8), instead of 4 each.
+"""`--quant-states`: Adam's moments in 2 bytes (bf16) or 1 byte (fp8) instead of 4.
 
-The moments are means over many steps, and few of their bits matter; what matters is that small changes are not lost.
-So the fused AdamW (`--use-fused-adamw`, which this flag turns on) computes in fp32 registers, and what it writes back
-is stochastically rounded: unbiased. In fp8, 128 numbers share an exponent. Wants neither Transformer Engine nor the
-distributed optimizer, as Megatron's `--use-precision-aware-optimizer` does.
+The fused AdamW (`--use-fused-adamw`, turned on) computes in fp32 and writes moments back with unbiased stochastic
+rounding; fp8 shares an exponent among 128 values. Needs neither Transformer Engine nor the distributed optimizer.
 
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and the methods of checkpoints
-(`_shared.optimizer_state`): these hold plain fp32 numbers, so they load with the flag, without it, and
-with its other value.
+Reaches Megatron's optimizers after they have made main parameters (`__init__`), and their checkpoint methods
+(`_shared.optimizer_state`): checkpoints hold fp32 and load with or without the flag.
 """
 
 from __future__ import annotations
@@ -17,11 +14,19 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, FP32_PATCHES, PATCHES, patch_optimizer_init
+from ._shared.optimizer_state import (
+    DISTRIBUTED,
+    FLOAT16,
+    FP32,
+    FP32_PATCHES,
+    PATCHES,
+    init_patches,
+    patch_optimizer_init,
+)
 
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.uint8}
 
@@ -41,10 +46,9 @@ _init = patch_optimizer_init("quant_states", _use)
 
 
 def _tied(optimizer: Any) -> set[torch.Tensor]:
-    """Main parameters of weights that other pipeline stages have as well, and must round in the same way.
+    """Main parameters of weights shared between pipeline stages, which must round alike.
 
-    The shards of the distributed optimizer divide such a weight in another place on each stage, and so would the
-    blocks of fp8.
+    Stages shard such a weight at different places, so fp8 blocks would differ.
     """
     return {
         main
@@ -83,9 +87,7 @@ FEATURE = Feature(
     requires=(Relation("use_fused_adamw", "its step alone reads and writes narrow moments"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
+        *init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),
         *PATCHES,
         *FP32_PATCHES,
     ),

@@ -1,12 +1,9 @@
-"""`--recompute-activation-function`: the MLP's activation is released after the second linear layer has used it.
+"""`--recompute-activation-function`: release the MLP activation's output and recompute it.
 
-Reaches every MLP of the local implementation: dense, experts one by one or in a grouped product
-(`--moe-grouped-gemm`), shared experts. The output of the activation, [s, b, ffn / TP], is kept by the second linear
-layer alone; its memory is released as soon as that layer has run, and the activation runs again from its own input,
-which is kept anyway, when the layer's gradient arrives. Neither matrix product runs again. The machinery is Megatron's
-`CheckpointWithoutOutput`, which it uses for norms and grouped experts; the MLP's own forward runs, in two pieces.
-
-With `--recompute-activation-function-num-layers N` that holds for the first N layers of each pipeline rank.
+Reaches every MLP of the local implementation: dense, experts and shared experts. The output, [s, b, ffn / TP], is freed
+once the second linear layer has run; the activation reruns from its kept input when that layer's gradient arrives. No
+GEMM is repeated. Uses Megatron's `CheckpointWithoutOutput`, with the MLP's own forward in two pieces.
+`--recompute-activation-function-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
@@ -20,42 +17,41 @@ from mindspeed_lite.engine import Feature, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import recompute
-from ._shared.proxies import AttributeOverride, FunctionModule
+from ._shared.proxies import RECOMPUTED, run_activation
 
 SWITCH = recompute.Switch(
     "recompute_activation_function",
     help="Release the MLP's activation after use and compute it again in the backward pass.",
 )
-CHOSEN = "activation_is_recomputed"
-_LOOKING = "activation_looked_on"
+_OBSERVERS = "activation_observers"
 
 
 def is_recomputed(mlp: Any, session: Session) -> bool:
-    """Whether the activation of this MLP is recomputed, for features that run it in another way."""
-    chosen = getattr(mlp, CHOSEN, False) and torch.is_grad_enabled()
+    """Whether the activation of this MLP is recomputed in this pass."""
+    chosen = getattr(mlp, RECOMPUTED, False) and torch.is_grad_enabled()
     return chosen and not recompute.is_checkpointed(SWITCH.feature, session)
 
 
-def look_on(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
-    """Call these on the activation's input and output whenever it runs in this MLP; returns what ends that."""
+def observe(mlp: Any, enter: Callable[[Any], None], leave: Callable[[Any], None]) -> Callable[[], None]:
+    """Call `enter` and `leave` on the input and output of this MLP's activation; returns the undo."""
 
     def end() -> None:
-        vars(mlp).pop(_LOOKING, None)
+        vars(mlp).pop(_OBSERVERS, None)
         for handle in handles:
             handle.remove()
 
-    # Experts in a grouped product run no hooks, and call `looked_on`.
+    # Grouped experts run no hooks and call `run_observed`.
     handles = (
         mlp.linear_fc1.register_forward_hook(lambda _, args, out: enter(out[0])),
         mlp.linear_fc2.register_forward_pre_hook(lambda _, args: leave(args[0])),
     )
-    vars(mlp)[_LOOKING] = (enter, leave)
+    vars(mlp)[_OBSERVERS] = (enter, leave)
     return end
 
 
-def looked_on(mlp: Any, activation: Callable[..., Any], x: Any, *rest: Any) -> Any:
-    """`activation(x, *rest)`, which runs for this MLP and others beside it, with those that look on."""
-    enter, leave = vars(mlp).get(_LOOKING, (None, None))
+def run_observed(mlp: Any, activation: Callable[..., Any], x: Any, *rest: Any) -> Any:
+    """`activation(x, *rest)`, observed by the observers of this MLP."""
+    enter, leave = vars(mlp).get(_OBSERVERS, (None, None))
     if enter is None:
         return activation(x, *rest)
     enter(x)
@@ -69,17 +65,17 @@ def prepare(layer: Any, session: Session) -> None:
 
     mlp, modules = layer.mlp, layer.config.recompute_modules or ()
     selective = layer.config.recompute_granularity == "selective"
-    # What is computed again as a whole keeps nothing that could be released.
+    # Modules that are recomputed as a whole keep nothing to release.
     if isinstance(mlp, MLP):
-        session.mark(mlp, CHOSEN, not (selective and "mlp" in modules))
+        session.mark(mlp, RECOMPUTED, not (selective and "mlp" in modules))
     elif not (selective and "moe" in modules):
         for expert in getattr(getattr(mlp, "experts", None), "local_experts", ()):
-            session.mark(expert, CHOSEN, True)
+            session.mark(expert, RECOMPUTED, True)
         shared = getattr(mlp, "shared_experts", None)
         if shared is not None and layer.config.moe_shared_expert_overlap:
             session.fallback(FEATURE.name, "shared experts that overlap communication keep their activation")
         elif shared is not None:
-            session.mark(shared, CHOSEN, not (selective and "shared_experts" in modules))
+            session.mark(shared, RECOMPUTED, not (selective and "shared_experts" in modules))
 
 
 def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -96,9 +92,7 @@ def recomputing_forward(wrapped: Callable[..., Any], session: Session) -> Callab
 
         def activation(x: Any, *rest: Any) -> Any:
             others = dict(zip(names, rest, strict=True))
-            fc1 = FunctionModule(lambda _: (x, others.get("bias")))
-            between = AttributeOverride(self, linear_fc1=fc1, linear_fc2=FunctionModule(lambda y: (y, None)))
-            return wrapped(between, x, others.get("scale"), **kwargs)[0]
+            return run_activation(wrapped, self, x, others.get("scale"), bias=others.get("bias"), **kwargs)
 
         checkpoint = recompute.checkpoint_without_output()
         y = checkpoint.checkpoint(activation, x, *(given[name] for name in names))

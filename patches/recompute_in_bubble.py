@@ -1,15 +1,11 @@
-"""`--recompute-in-bubble`: recomputation as steps of the pipeline schedule, as `--recompute-in-advance` too (ripipe).
+"""`--recompute-in-bubble`: recomputation as steps of the pipeline schedule (ripipe).
 
-A recomputation needs its inputs alone, but Megatron runs it when the gradient has arrived. As a step before that it
-runs while a rank waits. `--recompute-in-advance` puts one before each backward of a model that recomputes all its
-layers, but those of the last stage, whose gradient is on the rank. `--recompute-in-bubble` is for a model that
-recomputes nothing: it recomputes the few micro-batches above a bound on chunk activations, in gaps of the schedule.
+A recomputation needs only its inputs, but Megatron runs it when the gradient has arrived. As a step of its own it runs
+while the rank waits. `--recompute-in-advance` does so before each backward pass of a fully recomputed model, except on
+the last stage. `--recompute-in-bubble` recomputes only the micro-batches above a bound on live activations.
 
-Reaches Megatron's `tensor_parallel.checkpoint`. Its autograd function stays: it is given a function whose second run
-has been made already. Where the second flag stores a micro-batch, the checkpoint is a plain call. Leaves selective
-recomputation, evaluations and calls outside a schedule alone. `pipeline_schedule` executes the order.
-
-The same functions on the same inputs with the same random numbers: the bits of recomputation in the backward pass.
+Reaches `tensor_parallel.checkpoint`, which gets a function whose second run has already been made. Leaves selective
+recomputation, evaluation and calls outside a schedule alone. Bitwise equal to recomputation in the backward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +15,8 @@ from typing import Any
 
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Override, Relation, Session
 
-from ._shared import pipeline_orders, recompute, recomputed_units
-from ._shared.conflicts import CUDA_GRAPH_ARGS
+from ._shared import pipeline_execution, pipeline_orders, recompute
+from ._shared.conditions import CUDA_GRAPH_ARGS, single_stage_reasons
 
 NAME = "recompute_in_bubble"
 _IN_BUBBLE, _IN_ADVANCE = pipeline_orders.IN_BUBBLE, pipeline_orders.IN_ADVANCE
@@ -38,7 +34,7 @@ _CONFLICTING_ARGS = {
 
 
 def _checkpoint(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    units = recomputed_units.of(session)
+    units = pipeline_execution.recomputed_units(session)
 
     def checkpoint(function: Callable[..., Any], distribute_saved_activations: bool, *args: Any) -> Any:
         return units.checkpoint(wrapped, function, (distribute_saved_activations,), args)
@@ -50,7 +46,7 @@ def _why_not(context: Context) -> Sequence[str]:
     settings = context.settings
     if settings[_IN_BUBBLE] and settings[_IN_ADVANCE]:
         raise OptionError(f"{NAME}: --recompute-in-bubble and --recompute-in-advance: leave one out.")
-    # Whether an order of the user's has weight gradients of its own is seen when it is made.
+    # An order of the user's is checked when it is made.
     is_own = ":" in (settings.get(pipeline_orders.SCHEDULE) or "")
     if settings[_IN_BUBBLE] and pipeline_orders.delays_weight_gradients(settings) and not is_own:
         raise OptionError(
@@ -59,8 +55,8 @@ def _why_not(context: Context) -> Sequence[str]:
         )
     if context.host_args is None:
         return []
-    if (context.arg("pipeline_model_parallel_size", 1) or 1) == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has no bubble"]
+    if reasons := single_stage_reasons(context, "one rank has no bubble"):
+        return reasons
     if settings[_IN_ADVANCE] and context.arg("recompute_granularity", None) != "full":
         return ["--recompute-in-advance: nothing is recomputed: add --recompute-granularity full"]
     return []

@@ -1,15 +1,10 @@
-"""`--recompute-norm`: the two norms of a layer are released after use and recomputed from the layer's input.
+"""`--recompute-norm`: release a layer's two norms after use and recompute them.
 
-Reaches the norm before attention and the one before the MLP or the experts. Each output, [s, b, h] (divided by TP
-under sequence parallelism), is kept by the linear layers behind it; its memory is released when attention or the MLP
-has run, and the norm runs again when their gradient arrives. Megatron has that for all layers as `layernorm` in
-`--recompute-modules`, for selective recomputation alone; this flag turns it on layer by layer and beside
-`--recompute-granularity full` with its method `block`.
-
-Megatron's machinery for it takes its own default for a sign of fp8 and fails without Transformer Engine, and gives an
-output without a gradient where the layer's input needs none (a frozen embedding); both are put right.
-
-With `--recompute-norm-num-layers N` that holds for the first N layers of each pipeline rank.
+Reaches the norms before attention and MLP in each layer. Each output, [s, b, h], is freed when attention or the MLP has
+run. Megatron has this for all layers as `--recompute-modules layernorm`; this flag works layer by layer and with
+`--recompute-granularity full --recompute-method block`. Two faults of Megatron's checkpoint are corrected: it takes its
+own default for fp8 and fails without Transformer Engine, and drops gradients where the layer's input needs none.
+`--recompute-norm-num-layers N` limits it to the first N layers of each pipeline rank.
 """
 
 from __future__ import annotations
@@ -30,14 +25,14 @@ SWITCH = recompute.Switch(
 def prepare(layer: Any, session: Session) -> None:
     from megatron.core.transformer.identity_op import IdentityOp
 
-    # Norms that are part of the linear layer behind them have an empty module in their place.
+    # A norm that is fused into a linear layer is an IdentityOp.
     for name, checkpoint in (
         ("input_layernorm", "input_layernorm_checkpoint"),
         ("pre_mlp_layernorm", "pre_mlp_norm_checkpoint"),
     ):
         switch = f"recompute_{name}"
         if not getattr(layer, switch, False):
-            # Megatron keeps the last checkpoint in the layer; a backward pass to come has its own hold on it.
+            # Megatron keeps the last checkpoint in the layer.
             session.on_end(functools.partial(_forget, weakref.ref(layer), checkpoint))
         session.mark(layer, switch, not isinstance(getattr(layer, name), IdentityOp))
 

@@ -1,27 +1,24 @@
-"""`--reset-bucket-group-order`: parameters are gathered in the order of the first forward pass, from the step's end on.
+"""`--reset-bucket-group-order`: all-gather parameters in first-forward order.
 
-With `--overlap-param-gather` each bucket's gather is started when the one before it is waited for, along a chain that
-Megatron links by the order in which parameters were registered. Where a model uses them in another order, a bucket
-that is needed late is fetched early and the one that is needed waits. The first bucket of a chain is fetched when it is
-needed, behind nothing. Reaches `DistributedDataParallel.__init__`, which links the chains (one of dense parameters, one
-of experts), `_ParamAndGradBucketGroup.finish_param_sync`, in which a bucket is waited for: the first step's order
-becomes the chain's; and `DistributedOptimizer.step_with_ready_grads`, after which the first bucket's parameters are
-what the next forward pass uses: its gather starts there, behind the end of the step, its logging and the next batch.
-Leaves the gathers themselves alone. Falls back where others decide when gathers start: `--align-param-gather`,
-`--overlap-param-gather-with-optimizer-step`.
+With `--overlap-param-gather` Megatron links buckets in registration order and starts the first gather when it is
+needed. Reaches `DistributedDataParallel.__init__`, which links the chains; `finish_param_sync`, where the first step
+shows the order of use; and `DistributedOptimizer.step_with_ready_grads`, after which the first gather starts early.
+Leaves the gathers themselves alone. Falls back for `--align-param-gather` and
+`--overlap-param-gather-with-optimizer-step`, which start gathers themselves.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Session
 from mindspeed_lite.platform.megatron import DDP_CONFIG
 
-from ._shared.conflicts import conflict_reasons, fsdp_reasons
+from ._shared.conditions import conflict_reasons, fsdp_reasons
+from ._shared.wrappers import after, before
 
 NAME = "reset_bucket_group_order"
 _GROUP = "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup"
@@ -30,7 +27,7 @@ _NEXT = "next_param_gather_bucket_group"
 
 
 class Order:
-    """The bucket groups of one chain, linked again once it is known in which order they are used."""
+    """The bucket groups of one chain, linked in order of use once that is known."""
 
     def __init__(self, groups: Sequence[Any], session: Session) -> None:
         # Megatron links them from the last to the first.
@@ -40,16 +37,16 @@ class Order:
         self.known = False
         for group in groups:
             session.mark(group, _ORDER, self)
-            # Until the order is known each is fetched when it is needed.
+            # Until the order is known, each is gathered when it is needed.
             session.mark(group, _NEXT, None)
 
     def begin(self) -> None:
-        """Start the first gather of the next forward pass, if it is known which that is."""
+        """Start the first gather of the next forward pass, if the order is known."""
         if self.known and not self._used[0].param_gather_dispatched:
             self._used[0].start_param_sync()
 
     def is_of(self, parameters: Container[Any]) -> bool:
-        """Whether the chain is of these parameters."""
+        """Whether the chain has any of these parameters."""
         return any(parameter in parameters for group in self._registered for parameter in group.params)
 
     def wait_for(self, group: Any) -> None:
@@ -59,13 +56,13 @@ class Order:
             if len(self._used) == len(self._registered):
                 self._link()
         elif not group.param_gather_dispatched:
-            # The next step has begun, and some groups have not been used at all.
+            # The next step has begun; some groups are unused.
             self._link()
 
     def _link(self) -> None:
         for one, other in itertools.pairwise(self._used):
             self._session.mark(one, _NEXT, other)
-        # What is not used stays out: nothing would wait for it, and Megatron starts no gather twice.
+        # Unused groups stay out, because nothing would wait for their gather.
         for group in self._registered:
             delattr(group, _ORDER)
         self.known = True
@@ -78,49 +75,32 @@ class Order:
         )
 
 
-def _init(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def __init__(self: Any, config: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, config, ddp_config, *args, **kwargs)
-        reasons = conflict_reasons(
-            CONFLICTING_ARGS, lambda name: getattr(self.ddp_config, name, getattr(self, name, False))
-        )
-        if not self.ddp_config.overlap_param_gather:
-            return
-        if reasons:
-            session.fallback(NAME, "; ".join(reasons))
-            return
-        chains = [each for each in (self.bucket_groups, self.expert_parallel_bucket_groups) if each]
-        if all(len(each) == 1 for each in chains):
-            session.log_decision(
-                f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)"
-            )
-        chains_of: Any = session.state(NAME, weakref.WeakKeyDictionary)
-        chains_of[self] = [Order(groups, session) for groups in chains]
-
-    return __init__
+def _link_chains(session: Session, ddp: Any) -> None:
+    if not ddp.ddp_config.overlap_param_gather:
+        return
+    reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(ddp.ddp_config, name, getattr(ddp, name, False)))
+    if reasons:
+        session.fallback(NAME, "; ".join(reasons))
+        return
+    chains = [each for each in (ddp.bucket_groups, ddp.expert_parallel_bucket_groups) if each]
+    if all(len(each) == 1 for each in chains):
+        session.log_decision(f"{NAME}: one bucket holds all parameters: no order, an early start (--ddp-bucket-size)")
+    chains_of: Any = session.state(NAME, weakref.WeakKeyDictionary)
+    chains_of[ddp] = [Order(groups, session) for groups in chains]
 
 
-def _finish(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-    def finish_param_sync(self: Any, skip_next_bucket_dispatch: bool = False) -> None:
-        order = getattr(self, _ORDER, None)
-        if order is not None:
-            order.wait_for(self)
-        wrapped(self, skip_next_bucket_dispatch)
-
-    return finish_param_sync
+def _wait_for(session: Session, group: Any) -> None:
+    order = getattr(group, _ORDER, None)
+    if order is not None:
+        order.wait_for(group)
 
 
-def _step(wrapped: Callable[..., bool], session: Session) -> Callable[..., bool]:
-    def step_with_ready_grads(self: Any) -> bool:
-        done = wrapped(self)
-        for model in getattr(self, "model_chunks", ()):
-            for order in (session.find(NAME) or {}).get(model, ()):
-                # Dense parameters and experts have an optimizer each.
-                if order.is_of(self.model_param_gbuf_map):
-                    order.begin()
-        return done
-
-    return step_with_ready_grads
+def _begin_gathers(session: Session, optimizer: Any) -> None:
+    for model in getattr(optimizer, "model_chunks", ()):
+        for order in (session.find(NAME) or {}).get(model, ()):
+            # Dense parameters and experts have an optimizer each.
+            if order.is_of(optimizer.model_param_gbuf_map):
+                order.begin()
 
 
 CONFLICTING_ARGS = {
@@ -155,7 +135,7 @@ FEATURE = Feature(
     patches=(
         Around(
             "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-            _init,
+            after(_link_chains),
             reads=(
                 "bucket_groups",
                 "ddp_config",
@@ -164,10 +144,10 @@ FEATURE = Feature(
                 f"{_GROUP}.{_NEXT}",
             ),
         ),
-        Around(f"{_GROUP}.finish_param_sync", _finish, reads=(_NEXT, "param_gather_dispatched")),
+        Around(f"{_GROUP}.finish_param_sync", before(_wait_for), reads=(_NEXT, "param_gather_dispatched")),
         Around(
             "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-            _step,
+            after(_begin_gathers),
             reads=(
                 "model_param_gbuf_map",
                 *(f"{_GROUP}.{name}" for name in ("param_gather_dispatched", "params", "start_param_sync")),

@@ -1,25 +1,24 @@
-"""`--reuse-fp32-param`: the bf16 weights are one half of the fp32 main parameters, which exist no more beside them.
+"""`--reuse-fp32-param`: store fp32 main parameters as bf16 weights plus 16 low bits.
 
-Mixed precision keeps a weight twice, as bf16 for the model and as fp32 for the optimizer. The upper half of an fp32
-number, rounded to nearest even, is that bf16; so the optimizer keeps the lower 16 bits alone. The fused AdamW
-(`--use-fused-adamw`, which this flag turns on) puts both together in registers, updates the number and takes it apart
-again: there are no passes that convert and at no time a second copy. One bit more than 32 is needed to undo the
-rounding; it stands in the sign of the second moment.
+The bf16 weight is the rounded upper half of the fp32 value, so the optimizer keeps only the lower 16 bits. The fused
+AdamW (`--use-fused-adamw`, turned on) joins both in registers, updates and splits again. The bit that undoes the
+rounding is the sign of the second moment.
 
-Reaches the mixed-precision optimizers where they have made their main parameters (`__init__`), and every method that
-reads or writes these beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
-between keep shape and dtype and read as NaN.
+Reaches the mixed-precision optimizers after they have made main parameters (`__init__`), and every method that reads or
+writes these outside the step, checkpoints included (`_shared.optimizer_state`). Main parameters are placeholders that
+read as NaN elsewhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, Override, Relation, Session
+from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 from mindspeed_lite.optim.split_params import SplitFP32Params
 
@@ -27,12 +26,13 @@ from . import use_fused_adamw
 from ._shared.optimizer_state import (
     DISTRIBUTED,
     FLOAT16,
+    MAIN_PARAM_PATCHES,
     PATCHES,
-    copy_main,
-    main_params_are_used,
+    init_patches,
+    main_param_reasons,
     patch_optimizer_init,
-    with_materialized_state,
 )
+from ._shared.wrappers import within
 
 
 def _split_params_of(optimizer: Any) -> SplitFP32Params | None:
@@ -60,56 +60,45 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
 _init = patch_optimizer_init("reuse_fp32_param", _use)
 
 
-def _dummy_step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The step that makes states for a checkpoint leaves the weights alone, which are the model's."""
-
-    def _init_optimizer_states_with_dummy_values(self: Any) -> Any:
-        if _split_params_of(self) is None:
-            return wrapped(self)
-        groups = self.optimizer.param_groups
-        rates = [group["lr"] for group in groups]
-        try:
-            for group in groups:
-                group["lr"] = 0.0
-            return wrapped(self)
-        finally:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-
-    return _init_optimizer_states_with_dummy_values
+@contextlib.contextmanager
+def _without_update(session: Session, optimizer: Any) -> Iterator[None]:
+    """Let the step that only creates states for a checkpoint leave the weights unchanged."""
+    groups = optimizer.optimizer.param_groups if _split_params_of(optimizer) is not None else []
+    rates = [group["lr"] for group in groups]
+    try:
+        for group in groups:
+            group["lr"] = 0.0
+        yield
+    finally:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.host_args is not None and not context.arg("bf16", False):
         reasons.append("--bf16 is not given: only a bf16 weight is half of an fp32 number")
-    return reasons + main_params_are_used(context)
+    return reasons + main_param_reasons(context)
 
 
 FEATURE = Feature(
     name="reuse_fp32_param",
     summary="bf16 weights and fp32 main parameters in one storage of 4 bytes",
-    options=(
-        Option("--reuse-fp32-param", help="Keep no fp32 copy of the weights: 16 bits beside the bf16 ones hold it."),
-    ),
+    options=(Option("--reuse-fp32-param", help="Store fp32 main parameters as the bf16 weights plus 16 low bits."),),
     numerics="bitwise",
     theme="memory",
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone updates weights in halves"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
-        Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
         Around(
             f"{DISTRIBUTED}._init_optimizer_states_with_dummy_values",
-            _dummy_step,
+            within(_without_update),
             absent_in="<0.14",
             reads=("optimizer",),
         ),
-        Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
+        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FLOAT16, DISTRIBUTED)),
+        *MAIN_PARAM_PATCHES,
         *PATCHES,
     ),
 )

@@ -1,15 +1,12 @@
-"""`--schedules-method`: DualPipeV, a pipeline that goes down the ranks and up again, with both ends on the first rank.
+"""`--schedules-method`: DualPipeV, a pipeline in a V with both ends on rank 0.
 
-Every rank holds two model chunks: rank r of P the stages r and 2P-1-r. A micro-batch goes down the ranks through the
-first chunks and up through the second ones, so the embedding, the output layer and the loss are all on rank 0. Forward
-passes of one half fill the bubble of backward passes of the other, at the activations of 1F1B (2P+1 chunks).
+Rank r of P holds stages r and 2P-1-r. Forward passes of one half fill the bubble of backward passes of the other, at
+the activation memory of 1F1B (2P+1 chunks).
 
-Reaches the four places of Megatron from which its model is built: which layers a chunk has
-(`get_transformer_layer_offset`) and which chunk is the last (`is_vp_last_stage`, `is_pp_last_stage`,
-`is_pipeline_last_stage`). Layers keep their numbers, so checkpoints interchange with other layouts.
-`mtp_on_this_rank` lets rank 0 have tokens and labels of a batch. The order is executed by `pipeline_schedule`, which is
-turned on too. Leaves the model, its messages' form and the optimizer alone. The two passes of an overlapped pair run
-one after the other, or with `--moe-fb-overlap` through Megatron's combined plan.
+Reaches the functions from which Megatron's model is built: `get_transformer_layer_offset`, `is_vp_last_stage`,
+`is_pp_last_stage` and `is_pipeline_last_stage`; and `mtp_on_this_rank`, so that rank 0 gets tokens and labels. Layers
+keep their numbers, so checkpoints interchange with other layouts. `pipeline_schedule` executes the order. The two
+passes of an overlapped pair run in sequence, or through Megatron's combined plan with `--moe-fb-overlap`.
 """
 
 from __future__ import annotations
@@ -21,6 +18,7 @@ from mindspeed_lite.engine import Context, Feature, Option, OptionError, Overrid
 from mindspeed_lite.platform.megatron import CONFIG
 
 from ._shared import pipeline_orders
+from ._shared.conditions import single_stage_reasons
 
 NAME = pipeline_orders.METHOD
 _UTILS = "megatron.core.pipeline_parallel.utils"
@@ -103,9 +101,8 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.host_args is None:
         return []
     size, layers = arg("pipeline_model_parallel_size", 1) or 1, arg("num_layers", 0)
-    if size == 1:
-        return ["--pipeline-model-parallel-size 1: one rank has nothing to schedule"]
-    reasons = []
+    if reasons := single_stage_reasons(context, "one rank has nothing to schedule"):
+        return reasons
     chunks = pipeline_orders.chunks_of(context)
     if chunks is not None and chunks > 2:
         reasons.append(f"a rank has 2 model chunks, not {chunks}: leave out --num-virtual-stages-per-pipeline-rank")

@@ -1,34 +1,30 @@
-"""`--swap-attention`: activations of chosen modules wait for the backward pass in host memory.
+"""`--swap-attention`: offload activations of chosen modules until the backward pass.
 
-What autograd saves within the modules of `--swap-modules`, by default the norms and attention, is copied to pinned
-host memory while the next layer computes, and its device memory is freed; it comes back while the layer behind it
-computes its gradients. The last layer of every pass stays, for its backward pass comes next. Copies run on streams of
-their own beside compute, in buffers that are used again; `--swap-attention-budget` limits the host memory they take.
+What autograd saves within `--swap-modules` (norms and attention by default) is copied to pinned host memory while the
+next layer computes, and prefetched in the backward pass. The last layer of a pass stays on the device. Copies run on
+side streams in reused buffers; `--swap-attention-budget` limits host memory.
 
-Every pass through the layers of a chunk keeps its own order, so 1F1B and interleaved schedules, where passes of
-several microbatches are under way, need nothing of their own. Layers that recomputation runs again move nothing when
-they do, and an output that is recomputed (`--recompute-norm`, `--recompute-activation-function`) is not moved.
-
-Reaches the block that runs the layers (`TransformerBlock.forward`) and each layer where it is built, by hooks of
-PyTorch's modules and of its saved tensors.
+Reaches `TransformerBlock.forward`, which keeps the order of layers per pass (so interleaved schedules work), and each
+layer when it is built, by module and saved-tensor hooks. Leaves recomputed layers and outputs alone.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
+from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.offload import Offload
 
 from ._shared import wgrad_accumulation
-from ._shared.conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from ._shared.conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
+from ._shared.wrappers import after, within
 
 _DEFAULT = "input_layernorm,self_attention,pre_mlp_layernorm"
 # MindSpeed's names of modules that have other names in Megatron.
@@ -61,7 +57,7 @@ def _why_not_here(device: str) -> list[str]:
 
 
 def _shared(session: Session, device: torch.device) -> Offload:
-    """The one that all chunks of this session share, as they share its buffers."""
+    """The offload, with its buffers, that all chunks of a session share."""
 
     def make() -> Offload:
         budget = session.settings.swap_attention_budget
@@ -71,45 +67,9 @@ def _shared(session: Session, device: torch.device) -> Offload:
     return session.state(FEATURE.name, make)
 
 
-def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        offload = session.find(FEATURE.name)
-        with contextlib.nullcontext() if offload is None else offload.forward_pass():
-            return wrapped(self, *args, **kwargs)
-
-    return forward
-
-
-class HookedModule:
-    """Two hooks of a module that keep a context open while it runs, also when it is left by an exception."""
-
-    def __init__(self, module: torch.nn.Module, make: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
-        self._make = make
-        self._open: list[tuple[contextlib.AbstractContextManager[Any], Any]] = []
-        self.handles = (
-            module.register_forward_pre_hook(self._enter),
-            module.register_forward_hook(self._leave, always_call=True),
-        )
-
-    def __reduce__(self) -> Any:
-        """A copy of the module, which nothing would unhook, moves nothing."""
-        return _idle, ()
-
-    def _enter(self, module: torch.nn.Module, args: Any) -> None:
-        context = self._make()
-        self._open.append((context, context.__enter__()))
-
-    def _leave(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        context, entered = self._open.pop()
-        context.__exit__(None, None, None)
-        if callable(entered) and output is not None:
-            entered(output[0] if isinstance(output, tuple) else output)
-
-
-def _idle() -> HookedModule:
-    found = HookedModule.__new__(HookedModule)
-    found._make, found._open, found.handles = contextlib.nullcontext, [], ()  # type: ignore[assignment]
-    return found
+def _forward_pass(session: Session, _: Any) -> contextlib.AbstractContextManager[None]:
+    offload = session.find(FEATURE.name)
+    return contextlib.nullcontext() if offload is None else offload.forward_pass()
 
 
 def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
@@ -128,29 +88,19 @@ def _chosen(layer: torch.nn.Module, given: str) -> list[torch.nn.Module]:
     return [each for each in modules if not isinstance(each, (IdentityOp, IdentityFuncOp))]
 
 
-def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        wrapped(self, *args, **kwargs)
-        modules = _chosen(self, session.settings.swap_modules)
-        # The condition has seen the arguments of a script; a model may be built without any.
-        reasons = conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(self.config, name, None))
-        if reasons:
-            session.fallback(FEATURE.name, "; ".join(reasons))
-            return
-        offload = _shared(session, next(self.parameters()).device)
-        key = next(_keys)
-        hooked = [
-            HookedModule(self, lambda: offload.layer(key, self.parameters())),
-            *(HookedModule(each, offload.saving) for each in modules),
-        ]
-        session.on_end(functools.partial(_unhook, [handle for each in hooked for handle in each.handles]))
-
-    return __init__
-
-
-def _unhook(handles: Sequence[torch.utils.hooks.RemovableHandle]) -> None:
-    for handle in handles:
-        handle.remove()
+def _hook_layer(session: Session, layer: Any) -> None:
+    modules = _chosen(layer, session.settings.swap_modules)
+    if reasons := config_reasons(CONFLICTING_ARGS, layer.config):
+        session.fallback(FEATURE.name, "; ".join(reasons))
+        return
+    offload = _shared(session, next(layer.parameters()).device)
+    key = next(_keys)
+    for hooked in (
+        HookedModule(layer, lambda: offload.layer(key, layer.parameters())),
+        *(HookedModule(each, offload.saving) for each in modules),
+    ):
+        for handle in hooked.handles:
+            session.on_end(handle.remove)
 
 
 def _why_not(context: Context) -> Sequence[str]:
@@ -160,8 +110,7 @@ def _why_not(context: Context) -> Sequence[str]:
     if context.settings.get("swap_attention"):
         _names(context.settings.get("swap_modules") or "")
     reasons = _why_not_here(context.device)
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own --cpu-offloading")
+    reasons += transformer_engine_reasons(context, "has its own --cpu-offloading")
     if context.arg("recompute_granularity", None) == "full" and context.arg("recompute_method", None) != "block":
         reasons.append("--recompute-granularity full keeps nothing within a layer")
     return reasons
@@ -193,8 +142,12 @@ FEATURE = Feature(
     conflicting_args=CONFLICTING_ARGS,
     not_auto="it trades host memory and its link for device memory: enable it explicitly with its flag",
     patches=(
-        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", _forward),
-        Around("megatron.core.transformer.transformer_layer:TransformerLayer.__init__", _init, reads=("config",)),
+        Around("megatron.core.transformer.transformer_block:TransformerBlock.forward", within(_forward_pass)),
+        Around(
+            "megatron.core.transformer.transformer_layer:TransformerLayer.__init__",
+            after(_hook_layer),
+            reads=("config",),
+        ),
         wgrad_accumulation.PATCH,
     ),
 )

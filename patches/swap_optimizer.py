@@ -1,13 +1,12 @@
-"""`--swap-optimizer`: fp32 main parameters and Adam's moments in host memory, on the device for their part of a step.
+"""`--swap-optimizer`: offload main parameters and Adam's moments between steps.
 
-Twelve bytes a parameter are needed once a step, and a part of them at a time. They stand in pinned memory of the host;
-the fused AdamW (`--use-fused-adamw`, which this flag turns on) goes over groups of consecutive parameters, and while
-one is updated on the device, the next comes in and the one before goes out. Parameters that are the model's own
-weights, and those in halves (`--reuse-fp32-param`), stay: of them the moments alone move.
+The fused AdamW (`--use-fused-adamw`, turned on) updates groups of parameters while the next group comes in from pinned
+memory and the previous one goes out. The model's own weights and split parameters (`--reuse-fp32-param`) stay; only
+their moments move.
 
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`), and every method that reads or
-writes these or the moments beside the step, those of checkpoints among them (`_shared.optimizer_state`). The objects in
-between keep shape and dtype and read as NaN. Leaves gradients alone, and with them norms, clipping and skipped steps.
+Reaches Megatron's optimizers after they have made main parameters (`__init__`), and every method that reads or writes
+them outside the step, checkpoints included (`_shared.optimizer_state`). Elsewhere they are placeholders that read as
+NaN. Leaves gradients, norms, clipping and skipped steps alone.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Override, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, StreamCopyEngine
 from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
@@ -28,11 +27,11 @@ from ._shared.optimizer_state import (
     FLOAT16,
     FP32,
     FP32_PATCHES,
+    MAIN_PARAM_PATCHES,
     PATCHES,
-    copy_main,
-    main_params_are_used,
+    init_patches,
+    main_param_reasons,
     patch_optimizer_init,
-    with_materialized_state,
 )
 
 
@@ -56,10 +55,9 @@ def _use(optimizer: Any, inner: FusedAdam | FusedAdamW, session: Session) -> Non
         times = session.settings.swap_optimizer_times
         return SwappedOptimizerState(_copy_engine_of(parameters[0].device), times, session.fallback_of(FEATURE.name))
 
-    # One for all optimizers, which make their steps one after the other.
+    # Shared by all optimizers, which step one after the other.
     placement = session.state(FEATURE.name, make)
     inner.placement = placement
-    # What is copied into weights is not the weights.
     placement.register(use_fused_adamw.cast_targets(optimizer))
 
 
@@ -74,8 +72,7 @@ def _why_not(context: Context) -> Sequence[str]:
             f"--swap-optimizer-times {times}: `swap_optimizer` takes a number of groups from 1 on; MindSpeed's 0, all "
             "in one order of its own, does not exist here"
         )
-    reasons = _no_copy_engine(context.device) + main_params_are_used(context)
-    return reasons
+    return _no_copy_engine(context.device) + main_param_reasons(context)
 
 
 FEATURE = Feature(
@@ -102,13 +99,8 @@ FEATURE = Feature(
     conflicts=(Relation("virtual_optimizer", "both keep Adam's moments in host memory, each in its own way"),),
     operators=("adamw",),
     patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer", *use_fused_adamw.FLOAT16_READS)),
-        Around(f"{FLOAT16}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{FLOAT16}._copy_main_params_to_model_params", copy_main),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer", *use_fused_adamw.DISTRIBUTED_READS)),
-        Around(f"{DISTRIBUTED}._copy_model_params_to_main_params", with_materialized_state),
-        Override(f"{DISTRIBUTED}._copy_main_params_to_model_params", copy_main),
+        *init_patches(_init, use_fused_adamw.CAST_TARGET_READS, (FP32, FLOAT16, DISTRIBUTED)),
+        *MAIN_PARAM_PATCHES,
         *PATCHES,
         *FP32_PATCHES,
     ),

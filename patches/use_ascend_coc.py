@@ -1,15 +1,10 @@
-"""`--use-ascend-coc`: tensor-parallel communication behind the products of the linear layers it belongs to.
+"""`--use-ascend-coc`: overlap tensor-parallel communication with the layer's own GEMM.
 
-Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation: attention, MLP, shared experts and
-the output layer with its own or with the embedding's weight, through the seam of `_shared.tp_linear`. Bias, frozen
-weights, gradient accumulation fusion, delayed weight gradients and recomputation are served. `--tp-comm-overlap` asks
-for the same; it is off again once it has been read, or Megatron would build Transformer Engine's buffers. Leaves
-experts alone, whose dispatcher communicates, and Transformer Engine's layers. Falls back, with a reason, for weights
-that are not whole and under autocast.
+Megatron overlaps only the backward collectives of a column parallel layer. Here each collective is cut into chunks that
+overlap with the GEMM. Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`.
+`--tp-comm-overlap` asks for the same and is reset, or Megatron would build Transformer Engine's buffers.
 
-Megatron hides the gather and the scatter of a column parallel layer's backward pass; its forward gather, and the
-scatter and gather of a row parallel one, wait for each other. Q, K and V are one layer in Megatron, as are the two
-halves of a gated fc1: their input is gathered once.
+Leaves experts and Transformer Engine's layers alone. Falls back for distributed weights and under autocast.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from mindspeed_lite.platform import cache
 from mindspeed_lite.tuning.chunk_autotuner import CANDIDATES, ChunkAutotuner
 
 from ._shared import tp_linear
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.tp_linear import LAYERS, LayerCall
 
 NAME = "use_ascend_coc"
@@ -115,14 +111,14 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if settings.get("coc_mode", -1) == 0:
         reasons.append("--coc-mode 0 asks for Megatron's own linear layers")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine overlaps by itself, with --tp-comm-overlap")
+    if found := transformer_engine_reasons(context, "overlaps by itself, with --tp-comm-overlap"):
+        reasons += found
     elif settings.get("tp_comm_overlap", False) and context.arg("tp_comm_overlap_cfg", None):
         raise OptionError(
             "--tp-comm-overlap-cfg describes buffers of Transformer Engine, which --transformer-impl local does not "
             "have. Leave it out; --coc-parallel-num says how many chunks."
         )
-    reasons += tp_linear.in_the_way(context)
+    reasons += tp_linear.no_group_reasons(context)
     if settings.get("coc_fused_kernel", False) and context.device != "cuda":
         other = "--use-ascend-mc2 has those of an NPU" if context.device == "npu" else "leave it out"
         raise OptionError(
@@ -137,9 +133,9 @@ def _arguments(context: Context) -> Mapping[str, Any]:
 
 FEATURE = Feature(
     name=NAME,
-    summary="tensor-parallel communication behind the products of its own linear layers",
+    summary="tensor-parallel communication overlapped with the GEMMs of its own linear layers",
     options=(
-        Option("--use-ascend-coc", help="Hide tensor-parallel communication behind products, in chunks."),
+        Option("--use-ascend-coc", help="Overlap tensor-parallel communication with GEMMs, in chunks."),
         Option(
             "--coc-parallel-num",
             help="Messages a pass of a layer is cut into: 1, 2, 4, 8, or auto, which tries them at the first step.",

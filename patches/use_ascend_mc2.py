@@ -1,10 +1,8 @@
-"""`--use-ascend-mc2`: gather and product, product and scatter in one operator of an NPU, for sequence parallel layers.
+"""`--use-ascend-mc2`: fused collective and GEMM operators of an NPU.
 
-Reaches `ColumnParallelLinear` and `RowParallelLinear` of the local implementation through the seam of
-`_shared.tp_linear`, as `--use-ascend-coc` does, which is the same in chunks on every device. Forward gathers and
-scatters and their likes in the backward pass of the input's gradient become one operator each; the weight's gradient,
-gradient accumulation fusion, delayed weight gradients, bias and recomputation are as there. Leaves alone what is not
-sequence parallel, and experts. Falls back, with a reason, for products that the operators do not take.
+Reaches the local `ColumnParallelLinear` and `RowParallelLinear` through `_shared.tp_linear`, for sequence parallel
+layers, forward and input gradient; weight gradients are as in `--use-ascend-coc`. Leaves other layers and experts
+alone. Falls back for unsupported shapes.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ from mindspeed_lite.parallel.mc2 import MC2
 from mindspeed_lite.parallel.tp_linear import TPCommConfig, fixed_chunks
 
 from ._shared import tp_linear
+from ._shared.conditions import transformer_engine_reasons
 from ._shared.tp_linear import LayerCall
 
 NAME = "use_ascend_mc2"
@@ -32,9 +31,8 @@ def _why_not(context: Context) -> Sequence[str]:
     reasons = []
     if context.device != "npu":
         reasons.append(f"the operators are CANN's, for an NPU, and the device is {context.device}: --use-ascend-coc")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine has its own layers")
-    reasons += tp_linear.in_the_way(context)
+    reasons += transformer_engine_reasons(context, "has its own layers")
+    reasons += tp_linear.no_group_reasons(context)
     if context.host_args is not None and not context.arg("sequence_parallel", False):
         reasons.append("--sequence-parallel is not given: nothing is gathered or scattered")
     return reasons

@@ -1,21 +1,12 @@
-"""`--use-flash-attn`: attention without the matrix of scores; also `--attention-backend flash` and `fused`.
+"""`--use-flash-attn`: attention without the score matrix.
 
-Reaches the core attention of the local implementation. `DotProductAttention.forward` is the whole of it, its
-signature and body are the same in every supported release, and the module around it (heads per rank, scale, masks,
-softmax offset) stays Megatron's. Serves packed sequences, which the original refuses. Its constructor takes the head
-sizes that multi-latent attention names, and for which it has no parameters in any release; the operator reads them off
-the tensors. Leaves the projections, rotary embedding, Transformer Engine's attention and multi-latent up-projections
-alone. Steps aside, with a reason, for what the operator's backend cannot do and for an attention bias. With context
-parallelism `context_parallel_algo` computes attention, with the same operator, and no call comes here.
+`--attention-backend flash` and `fused` ask for it too. Reaches the local `DotProductAttention.forward`, which is the
+same in every supported release; the module around it stays Megatron's. Serves packed sequences, which the original
+refuses. Its constructor accepts the head sizes of multi-latent attention. On CUDA the first call activates an installed
+FA3 or FA4. Without document resets the data loader builds no causal mask.
 
-On CUDA the first call puts an installed FA3 or FA4 in the place of PyTorch's flash kernels, until the feature ends.
-
-A causal mask is not built: when the data has no document resets, the data loader is told not to make one
-(`--no-create-attention-mask-in-dataloader`), and the kernel masks by position.
-
-`--attention-backend flash` and `fused` ask for the same in Megatron's words, which mean Transformer Engine there;
-`unfused` asks for Megatron's own and contradicts `--use-flash-attn`; `auto`, its default, and `local` ask for neither.
-What Megatron does besides on those words (environment variables for Transformer Engine) stays.
+Leaves projections, rotary embedding and Transformer Engine's attention alone; with context parallelism
+`context_parallel_algo` serves the call. Falls back for attention biases and for what the backend lacks.
 """
 
 from __future__ import annotations
@@ -32,13 +23,14 @@ from ._shared.attention_core import (
     CORE,
     READS,
     RELIES_ON,
+    check,
     dropout_generator,
+    pack_reasons,
     packing_of,
     read_call,
-    why_not_packed,
     without_head_sizes,
 )
-from ._shared.verify_attention import check
+from ._shared.conditions import transformer_engine_reasons
 
 _BACKENDS = ("flash", "fused", "unfused", "local", "auto")
 
@@ -73,7 +65,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
                 spec = prepare(query, key, value, mask=call.mask, **call.options)
                 reasons = fallback_reasons(spec)
         else:
-            reasons += why_not_packed(self, query, packed_seq_params)
+            reasons += pack_reasons(self, query, packed_seq_params)
             if not reasons:
                 packing = packing_of(packed_seq_params)
                 spec = packed.prepare(query, key, value, packing, **call.options)
@@ -109,27 +101,25 @@ def _backend(text: str) -> str:
     return text
 
 
-def _asked_backend(settings: Mapping[str, Any]) -> str:
-    """The word, which Megatron's parser turns into a member of an enumeration."""
+def _attention_backend(settings: Mapping[str, Any]) -> str:
+    """The flag's word; Megatron's parser makes it an enumeration member."""
     value = settings.get("attention_backend", "auto")
     return str(getattr(value, "name", value))
 
 
 def _enabled(settings: Settings) -> bool:
-    return bool(settings.get("use_flash_attn", False)) or _asked_backend(settings) in ("flash", "fused")
+    return bool(settings.get("use_flash_attn", False)) or _attention_backend(settings) in ("flash", "fused")
 
 
 def _why_not(context: Context) -> Sequence[str]:
     reasons = []
-    if _asked_backend(context.settings) == "unfused":
+    if _attention_backend(context.settings) == "unfused":
         if context.settings.get("use_flash_attn", False):
             raise OptionError(
                 "--use-flash-attn and --attention-backend unfused contradict each other: leave one of them out."
             )
         reasons.append("--attention-backend unfused asks for Megatron's own attention")
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own attention")
-    return reasons
+    return reasons + transformer_engine_reasons(context, "uses Transformer Engine's own attention")
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:

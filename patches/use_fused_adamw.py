@@ -1,24 +1,21 @@
-"""`--use-fused-adamw`: Adam, clipping and the copy into the model's weights in one pass over the parameters.
+"""`--use-fused-adamw`: Adam, clipping and the copy into the weights in one pass.
 
-Without Transformer Engine and Apex, Megatron's step is torch's Adam tensor by tensor, and around it a pass that reads
-all gradients for their norm, one that multiplies them by the clip coefficient and one that copies the new fp32
-parameters into the model's 16-bit ones. Here the norm is one pass and everything else another.
+Without Transformer Engine and Apex Megatron runs torch's Adam with separate passes for norm, clipping and copy. Reaches
+`MegatronOptimizer.__init__`, where torch's Adam or AdamW gets the fused step and keeps its state format;
+`clip_grad_by_total_norm_fp32` and `step_with_ready_grads`, which hand clip coefficients and copy targets to it;
+`prepare_grads`, which drops leftovers; and `local_multi_tensor_l2_norm` and `_scale`.
 
-Reaches the inner optimizer where each of Megatron's optimizers takes it (`MegatronOptimizer.__init__`, the same in
-every release): torch's Adam or AdamW gets another step and stays what it is, so state and checkpoints are its own.
-`clip_grad_by_total_norm_fp32` hands its coefficient to that step; `step_with_ready_grads` hands it the tensors which
-`_copy_main_params_to_model_params` would have written. What is deferred is dropped by the next `prepare_grads`.
-`local_multi_tensor_l2_norm` and `local_multi_tensor_scale` are what Megatron falls back to without Apex. Leaves the
-unscaling of fp16 gradients alone, which must know of infinities before the step. Falls back for other optimizers,
-for groups whose options only torch knows, and from deferred clipping where gradients are read after it.
+Leaves fp16 unscaling alone. Falls back for other optimizers and options, and from deferred clipping where gradients are
+read after it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +26,12 @@ from mindspeed_lite.ops.adamw import adamw
 from mindspeed_lite.ops.l2norm import l2norm
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW, StepData, adopt, release
 
-from ._shared.conflicts import fsdp_reasons
-from ._shared.held_before import held_before
+from ._shared.conditions import fsdp_reasons
 from ._shared.optimizer_state import DISTRIBUTED, FLOAT16
+from ._shared.wrappers import before, within
+
+# Optimizers that the feature has adopted, and whether Megatron counts zeros in their gradients.
+_adopted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def is_ours(optimizer: Any) -> bool:
@@ -44,20 +44,20 @@ def _init(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         if optimizer is not None and not is_ours(optimizer):
             _take(optimizer, bool(getattr(config, "log_num_zeros_in_grad", False)), session)
 
-    for optimizer, counts_zeros in [*held_before(FEATURE.name).items()]:
+    for optimizer, counts_zeros in [*_adopted.items()]:
         if not is_ours(optimizer):
             _take(optimizer, counts_zeros, session)
     return __init__
 
 
 def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
-    """Give an optimizer the fused step until the feature ends; counts_zeros: Megatron reads the clipped gradients."""
+    """Give an optimizer the fused step until the feature ends; counts_zeros: Megatron reads clipped gradients."""
     fused = adopt(optimizer)
     if fused is None:
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         session.fallback(FEATURE.name, f"the optimizer is {kind}, not torch's Adam or AdamW")
         return
-    held_before(FEATURE.name)[fused] = counts_zeros
+    _adopted[fused] = counts_zeros
     owner = weakref.ref(fused)
     session.on_end(lambda: release(owner()))
     fused.on_fallback = lambda reasons: session.fallback(FEATURE.name, "; ".join(reasons))
@@ -66,19 +66,14 @@ def _take(optimizer: Any, counts_zeros: bool, session: Session) -> None:
     if counts_zeros:
         session.fallback(FEATURE.name, "--log-num-zeros-in-grad reads the clipped gradients: clipping is a pass")
     else:
-        # To find the optimizer that owns a parameter.
-        adopted: weakref.WeakSet[Any] = session.state(FEATURE.name, weakref.WeakSet)
-        adopted.add(fused)
+        owners: weakref.WeakSet[Any] = session.state(FEATURE.name, weakref.WeakSet)
+        owners.add(fused)
 
 
-def _prepare_grads(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def prepare_grads(self: Any) -> Any:
-        if is_ours(self.optimizer):
-            # Of a step that was skipped after its clipping.
-            self.optimizer.step_data = StepData()
-        return wrapped(self)
-
-    return prepare_grads
+def _drop_deferred(session: Session, optimizer: Any) -> None:
+    """Drop what a step that was skipped after its clipping has deferred."""
+    if is_ours(optimizer.optimizer):
+        optimizer.optimizer.step_data = StepData()
 
 
 def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
@@ -103,7 +98,7 @@ def _clip(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
 
 
 def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tensor, Any]] | None:
-    """Each parameter that has a gradient with the optimizer that updates it; None if one has none of ours."""
+    """Each parameter with a gradient and its fused optimizer; None if one has none."""
     if isinstance(parameters, torch.Tensor):
         return None
     owner = {
@@ -118,22 +113,22 @@ def _owners(optimizers: Iterable[Any], parameters: Any) -> list[tuple[torch.Tens
     return [(parameter, owner[parameter]) for parameter in having]
 
 
-def _step(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    def step_with_ready_grads(self: Any) -> Any:
-        inner = self.optimizer
-        if not is_ours(inner):
-            return wrapped(self)
-        inner.step_data = replace(inner.step_data, cast_targets=cast_targets(self), casts_done=False)
-        try:
-            return wrapped(self)
-        finally:
-            inner.step_data = replace(inner.step_data, cast_targets={}, casts_done=False)
-
-    return step_with_ready_grads
+@contextlib.contextmanager
+def _with_cast_targets(session: Session, optimizer: Any) -> Iterator[None]:
+    """Let the fused step write the model's weights."""
+    inner = optimizer.optimizer
+    if not is_ours(inner):
+        yield
+        return
+    inner.step_data = replace(inner.step_data, cast_targets=cast_targets(optimizer), casts_done=False)
+    try:
+        yield
+    finally:
+        inner.step_data = replace(inner.step_data, cast_targets={}, casts_done=False)
 
 
 def cast_targets(optimizer: Any) -> dict[torch.Tensor, torch.Tensor]:
-    """fp32 main parameter -> the memory into which Megatron would copy it; empty where it does more than copy."""
+    """fp32 main parameter -> memory that Megatron would copy it to; empty where it does more than copy."""
     if hasattr(optimizer, "fp32_from_float16_groups"):
         pairs = zip(optimizer.fp32_from_float16_groups, optimizer.float16_groups, strict=True)
         return {main: model.data for mains, models in pairs for main, model in zip(mains, models, strict=True)}
@@ -265,24 +260,17 @@ def _why_not(context: Context) -> Sequence[str]:
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _COPY = "_copy_main_params_to_model_params"
 _BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
-# What `copies` reads off each of the two.
-FLOAT16_READS = tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups"))
-DISTRIBUTED_READS = (
-    *(
-        f"{DISTRIBUTED}.{name}"
-        for name in (
-            "_get_model_param_range_map",
-            "buffers",
-            "model_float16_groups",
-            "model_fp32_groups",
-            "model_param_gbuf_map",
-            "shard_fp32_from_float16_groups",
-            "shard_fp32_groups",
-        )
+# What `cast_targets` reads, by optimizer.
+CAST_TARGET_READS = {
+    FLOAT16: tuple(f"{FLOAT16}.{name}" for name in ("float16_groups", "fp32_from_float16_groups")),
+    DISTRIBUTED: (
+        *(f"{DISTRIBUTED}._get_model_param_range_map", f"{DISTRIBUTED}.buffers", f"{DISTRIBUTED}.model_param_gbuf_map"),
+        *(f"{DISTRIBUTED}.model_{kind}_groups" for kind in ("float16", "fp32")),
+        *(f"{DISTRIBUTED}.shard_{kind}_groups" for kind in ("fp32_from_float16", "fp32")),
+        f"{_BUFFERS}:_ParamAndGradBuffer.buckets",
+        f"{_BUFFERS}:_ParamAndGradBucket.param_data",
     ),
-    f"{_BUFFERS}:_ParamAndGradBuffer.buckets",
-    f"{_BUFFERS}:_ParamAndGradBucket.param_data",
-)
+}
 
 FEATURE = Feature(
     name="use_fused_adamw",
@@ -299,12 +287,12 @@ FEATURE = Feature(
     operators=("adamw", "l2norm"),
     patches=(
         Around(f"{_OPTIMIZER}:MegatronOptimizer.__init__", _init),
-        Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", _prepare_grads, reads=("optimizer",)),
-        Around(f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", _prepare_grads, reads=("optimizer",)),
+        Around(f"{_OPTIMIZER}:MixedPrecisionOptimizer.prepare_grads", before(_drop_deferred), reads=("optimizer",)),
+        Around(f"{_OPTIMIZER}:FP32Optimizer.prepare_grads", before(_drop_deferred), reads=("optimizer",)),
         Around(
             f"{_OPTIMIZER}:MixedPrecisionOptimizer.step_with_ready_grads",
-            _step,
-            reads=("optimizer", *FLOAT16_READS, *DISTRIBUTED_READS),
+            within(_with_cast_targets),
+            reads=("optimizer", *CAST_TARGET_READS[FLOAT16], *CAST_TARGET_READS[DISTRIBUTED]),
         ),
         Override(f"{FLOAT16}.{_COPY}", _copy, reads=("optimizer",)),
         Override(f"{DISTRIBUTED}.{_COPY}", _copy, reads=("optimizer",)),

@@ -1,10 +1,8 @@
-"""`--use-fused-cross-entropy`: the loss in one pass over the logits, its gradient in another, in their own memory.
+"""`--use-fused-cross-entropy`: the loss in one pass over the logits, gradient in place.
 
-Reaches both functions through which `LanguageModule.compute_language_model_loss` gets the loss of GPT, BERT, T5,
-Mamba and multi-token prediction: `vocab_parallel_cross_entropy`, and `fused_vocab_parallel_cross_entropy` of
-`--cross-entropy-loss-fusion`. They are the same functions in every supported release, but for the group that the
-first one takes since 0.19. Leaves Transformer Engine's loss (`--cross-entropy-fusion-impl te`) alone. Falls back for
-a call with label smoothing, which no loss of Megatron's asks for.
+Reaches `vocab_parallel_cross_entropy` and `fused_vocab_parallel_cross_entropy`, through which
+`LanguageModule.compute_language_model_loss` gets the loss of every model. Leaves Transformer Engine's loss alone. Falls
+back for label smoothing, which no loss of Megatron's asks for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""`--use-fused-embedding`: the embedding without an assignment to masked positions, its gradient in the rows looked up.
+"""`--use-fused-embedding`: embedding without masked assignment, row-sparse gradient.
 
-Reaches `VocabParallelEmbedding.forward`, the one place where a rank looks up its slice of the vocabulary. Under tensor
-parallelism Megatron assigns zeros to the positions of other ranks' tokens, twice, for which a device has to tell the
-host how many there are; and lets all of them borrow row 0, whose gradient then is summed from mostly zeros. Under
-sequence parallelism the rows are also looked up in the order they are sent in, which saves a copy. Everywhere the
-weight's gradient is a tensor of the vocabulary's size, zeros but for the rows of a micro-batch, which Megatron's hook
-adds to the main gradient; here it is those rows. Leaves the collectives and the hook alone. Falls back in
-deterministic mode, which asks for another gradient kernel, for weights that are distributed further, and for the
-inference-optimised collectives; keeps the dense gradient where it is not added to a main gradient.
+Reaches `VocabParallelEmbedding.forward`, the one place of the lookup. Megatron assigns zeros to other ranks' tokens,
+which syncs the device, and makes a dense gradient of the vocabulary's size in each micro-batch. Under sequence
+parallelism rows are looked up in the order they are sent in. Leaves collectives and gradient hooks alone. Falls back in
+deterministic mode, for sharded weights and for inference collectives; the gradient stays dense without a main gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import torch
 from mindspeed_lite.engine import Context, Feature, Option, Override, Session
 from mindspeed_lite.ops.vocab_embedding import vocab_embedding
 
-from ._shared.conflicts import fsdp_reasons
+from ._shared.conditions import fsdp_reasons, holding
 
 # Devices whose PyTorch adds a sparse tensor to a dense one.
 _ADDS_SPARSE = ("cpu", "cuda")
@@ -31,17 +27,16 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     from megatron.core.tensor_parallel import mappings
 
     def forward(self: Any, input_: Any) -> Any:
-        reasons = _in_the_way(self)
+        reasons = _call_reasons(self)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
             return wrapped(self, input_)
-        # 0.12 has its one group of ranks without saying so.
+        # 0.12 has one global group.
         group = getattr(self, "tp_group", None)
         among = {} if group is None else {"group": group}
         ranks = parallel_state.get_tensor_model_parallel_group() if group is None else group
         alone = ranks.size() == 1
         dense = _dense_because(self.weight)
-        # That a device has no such gradients is on the feature's page, and no news.
         if dense and self.weight.device.type in _ADDS_SPARSE and torch.is_grad_enabled() and self.weight.requires_grad:
             session.fallback(FEATURE.name, f"the weight's gradient is of the vocabulary's size: {dense}")
         if alone and dense:
@@ -51,7 +46,7 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
             session.verifier.leave_out(FEATURE.name, "vocab_embedding", why)
         ids = input_.transpose(0, 1) if self.reduce_scatter_embeddings else input_  # [b, s] -> [s, b]
         if alone:
-            # As Megatron does it: an id that is not in the vocabulary is an error.
+            # As in Megatron, an unknown id raises.
             return torch.nn.functional.embedding(ids, self.weight, sparse=True)
         rows: torch.Tensor = vocab_embedding(ids, self.weight, self.vocab_start_index, sparse=not dense)
         if self.reduce_scatter_embeddings:
@@ -61,14 +56,14 @@ def _forward(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any
     return forward
 
 
-def _in_the_way(layer: Any) -> list[str]:
+def _call_reasons(layer: Any) -> list[str]:
     found = {
         "deterministic mode asks for another gradient kernel": layer.deterministic_mode,
         "the weight is distributed further": getattr(layer, "gtp_remat_size", 1) > 1,
         "inference has collectives of its own": getattr(layer, "use_inference_optimized_reduce_scatter", False)
         and not layer.training,
     }
-    return [reason for reason, holds in found.items() if holds]
+    return holding(found)
 
 
 def _dense_because(weight: torch.Tensor) -> str:

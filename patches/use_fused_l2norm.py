@@ -1,9 +1,8 @@
-"""`--use-fused-l2norm`: the L2 norm of queries and keys (`--qk-l2-norm`) as one operator.
+"""`--use-fused-l2norm`: the L2 norm of queries and keys as one operator.
 
-Reaches `L2Norm.forward`, which every layer specification takes for queries and keys under `--qk-l2-norm`, with
-Megatron's own layers and with Transformer Engine's; it is the same in every supported release. Megatron widens to fp32,
-squares, averages and multiplies in passes of their own and keeps the fp32 copies for backward. The operator keeps its
-input and one number per row. It is RMSNorm with a weight of ones. Leaves every other norm alone.
+Reaches `L2Norm.forward`, which every layer specification uses for `--qk-l2-norm` and which is the same in every
+release. Megatron makes four passes and keeps fp32 copies; this is RMSNorm with a weight of ones. Leaves other norms
+alone.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""`--use-fused-linear-cross-entropy`: GPT's output layer and loss in one, with few of the logits in memory.
+"""`--use-fused-linear-cross-entropy`: output layer and loss in one, with few logits.
 
-Reaches `GPTModel._postprocess`, in which the output layer gives logits and `compute_language_model_loss` takes them,
-once for the model and once for each multi-token prediction. No release has a symbol for both: so within this call the
-output layer hands on what it would have multiplied, and the loss, which is the second target, multiplies. Everything
-between stays Megatron's. Tied and untied weights, tensor and sequence parallelism and gradient accumulation fusion
-are served; multi-token prediction until 0.18 (since 0.19 it counts in its logits how many of its tokens would be
-accepted). Leaves the loss of BERT, T5, Mamba and hybrid models alone, whose forward has no such seam; that of a
-call that falls back is the matter of `--use-fused-cross-entropy`. Falls back where other code wants the logits
-or puts his own loss in place, and where their gradient is to be kept for a delayed weight gradient.
+Reaches `GPTModel._postprocess`, within which the output layer returns its operands instead of logits, and
+`compute_language_model_loss`, which multiplies them in chunks. Serves tied weights, tensor and sequence parallelism,
+gradient accumulation fusion, and multi-token prediction until 0.18. Leaves BERT, T5, Mamba and hybrid models alone.
+Falls back where other code needs the logits, replaces the loss, or delays the output layer's weight gradient.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from mindspeed_lite.platform.megatron import CONFIG
 
 from . import use_fused_cross_entropy
 from ._shared import wgrad_accumulation
+from ._shared.conditions import holding
 
 MODEL = "megatron.core.models.gpt.gpt_model:GPTModel._postprocess"
 LOSS = "megatron.core.models.common.language_module.language_module:LanguageModule.compute_language_model_loss"
@@ -55,7 +52,7 @@ _WIDENED = 1 << 23
 
 @dataclass(frozen=True)
 class Deferred:
-    """Logits that are not computed yet: what the output layer was about to multiply."""
+    """Operands of the output layer, in place of logits."""
 
     hidden: torch.Tensor  # [s, b, H], or [s / ranks, b, H] under sequence parallelism
     weight: torch.Tensor  # [V / ranks, H]
@@ -79,12 +76,12 @@ class Deferred:
 
 
 def _into(main_grad: torch.Tensor, weight: torch.Tensor) -> Accumulate:
-    """Gradient accumulation fusion as Megatron's own linear layers do it: the gradient goes past autograd."""
+    """Gradient accumulation fusion, which bypasses autograd."""
 
     def add(rows: slice, dlogits: torch.Tensor, hidden: torch.Tensor) -> None:
         wgrad_accumulation.add(main_grad[rows], dlogits, hidden)
 
-    return Accumulate(add, lambda: wgrad_accumulation.stand_in(weight))
+    return Accumulate(add, lambda: wgrad_accumulation.placeholder_grad(weight))
 
 
 @contextlib.contextmanager
@@ -120,7 +117,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
         if labels is None or not self.post_process:
             return wrapped(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs)
         given = signature.bind(self, hidden_states, input_ids, position_ids, labels, *args, **kwargs).arguments
-        reasons = _in_the_way(self, given)
+        reasons = _call_reasons(self, given)
         if reasons:
             session.fallback(FEATURE.name, "; ".join(reasons))
         with contextlib.nullcontext() if reasons else _deferring(self.output_layer):
@@ -129,7 +126,7 @@ def _postprocess(wrapped: Callable[..., Any], session: Session) -> Callable[...,
     return _postprocess
 
 
-def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
+def _call_reasons(model: Any, given: Mapping[str, Any]) -> list[str]:
     """Why this call needs its logits."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -160,7 +157,7 @@ def _in_the_way(model: Any, given: Mapping[str, Any]) -> list[str]:
         or hasattr(_weight(model), "__fsdp_param__"),
         **{why: getattr(config, name, False) for name, why in CONFLICTING_ARGS.items()},
     }
-    return [reason for reason, holds in found.items() if holds]
+    return holding(found)
 
 
 CONFLICTING_ARGS = {

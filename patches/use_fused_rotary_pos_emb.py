@@ -1,10 +1,9 @@
-"""`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys, forward and backward.
+"""`--use-fused-rotary-pos-emb`: rotary embedding in one pass over queries and keys.
 
-Reaches `apply_rotary_pos_emb`, to which every attention comes, whatever Megatron's own fusion is set to: plain and
-packed sequences, YaRN's factor, multi-latent attention's regrouped pairs; and the two functions with which
-multi-latent attention rotates under Megatron's fusion. Leaves the angles alone, and with them every long-context
-scaling: they are computed where they were. Megatron's `apply_rope_fusion` needs no Transformer Engine then: what it
-looks for is provided where it is absent. Falls back, with a reason, for shapes that only broadcasting would fit.
+Reaches `apply_rotary_pos_emb`, which every attention calls, for plain and packed sequences, YaRN and multi-latent
+attention, and the two functions of multi-latent attention's fused path. Provides what `apply_rope_fusion` imports from
+Transformer Engine. Leaves the angles, and so every long-context scaling, alone. Falls back for shapes that only
+broadcasting would fit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from mindspeed_lite.ops.rope import Pairs, reference, rope
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.platform.megatron import CONFIG, HOST
 
-from ._shared.until_end import config_field
+from ._shared.conditions import transformer_engine_reasons
+from ._shared.config_restore import config_field
 
 UTILITIES = "megatron.core.models.common.embeddings.rope_utils"
 LATENT = "megatron.core.fusions.fused_mla_yarn_rope_apply"
@@ -28,6 +28,8 @@ _READS = tuple(f"{CONFIG}.{name}" for name in ("apply_rope_fusion", "multi_laten
 
 
 def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+    from megatron.core import parallel_state
+
     def apply_rotary_pos_emb(
         t: Any,
         freqs: Any,
@@ -43,51 +45,34 @@ def _rotate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]
                 t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved, max_seqlen=max_seqlen
             )
 
-        # Before 0.19 it is a property of the model, and no parameter.
+        # [s, b, n, d] or packed [t, n, d]; freqs [s, 1 or b, 1, R]
+        reasons = _misfits(t, freqs, cu_seqlens)
+        # Before 0.19 it is a property of the model, not a parameter.
         regrouped = config.multi_latent_attention if mla_rotary_interleaved is None else mla_rotary_interleaved
-        return _apply(session, original, t, freqs, config, cu_seqlens, mscale, cp_group, regrouped)
+        if regrouped and config.rotary_interleaved:
+            reasons.append("regrouped and interleaved pairs together")
+        if reasons:
+            session.fallback(FEATURE.name, "; ".join(reasons))
+            return original(t, config)
+        how: dict[str, Any] = {"pairs": _pairs(config.rotary_interleaved, regrouped), "scale": mscale}
+        if cu_seqlens is not None:
+            group = parallel_state.get_context_parallel_group() if cp_group is None else cp_group
+            ranks = {"cp_size": group.size(), "cp_rank": group.rank()}
+            how["positions"] = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], **ranks)
+
+        def unfused(t: Any) -> Any:
+            # Megatron's fused path may be ours.
+            changed = copy.copy(config)
+            changed.apply_rope_fusion = False
+            return original(t, changed)
+
+        return _turn(session, t, cos_sin(freqs), how, unfused)
 
     return apply_rotary_pos_emb
 
 
-def _apply(
-    session: Session,
-    original: Callable[[Any, Any], Any],
-    t: Any,
-    freqs: Any,
-    config: Any,
-    cu_seqlens: Any,
-    mscale: float,
-    cp_group: Any,
-    regrouped: bool,
-) -> Any:
-    # [s, b, n, d] or packed [t, n, d]; freqs [s, 1 or b, 1, R]
-    reasons = _misfits(t, freqs, cu_seqlens)
-    if regrouped and config.rotary_interleaved:
-        reasons.append("regrouped and interleaved pairs together")
-    if reasons:
-        session.fallback(FEATURE.name, "; ".join(reasons))
-        return original(t, config)
-    how: dict[str, Any] = {"pairs": _pairs(config.rotary_interleaved, regrouped), "scale": mscale}
-    if cu_seqlens is not None:
-        if cp_group is None:
-            from megatron.core import parallel_state
-
-            cp_group = parallel_state.get_context_parallel_group()
-        size, rank = cp_group.size(), cp_group.rank()
-        how["positions"] = packed_positions(cu_seqlens, t.shape[0], freqs.shape[0], cp_size=size, cp_rank=rank)
-
-    def unfused(t: Any) -> Any:
-        # Megatron's fused path may be ours; this is what is replaced.
-        changed = copy.copy(config)
-        changed.apply_rope_fusion = False
-        return original(t, changed)
-
-    return _turn(session, t, cos_sin(freqs), how, unfused)
-
-
 def _misfits(t: Any, freqs: Any, cu_seqlens: Any) -> list[str]:
-    """What Megatron computes by broadcasting, or refuses."""
+    """Shapes that Megatron computes by broadcasting, or refuses."""
     shape, angles = t.shape, freqs.shape
     if len(shape) != (4 if cu_seqlens is None else 3) or len(angles) != 4 or angles[2] != 1:
         return [f"a tensor {tuple(shape)} with angles {tuple(angles)}"]
@@ -111,7 +96,7 @@ def _turn(
     how: Mapping[str, Any],
     original: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The operator; verified against `original`, or against the definition where Megatron has nothing that runs."""
+    """Rotate by the operator; verify against `original`, or the definition where Megatron cannot run."""
     if session.verifier is not None:
 
         def definition(t: torch.Tensor) -> torch.Tensor:
@@ -189,7 +174,7 @@ def _latent_key_value(wrapped: Callable[..., Any], session: Session) -> Callable
             return wrapped(
                 kv, k_pos_emb, cos, sin, emb_dim, k_dim, v_dim, cu_seqlens_kv, cp_rank, cp_size, rotary_interleaved
             )
-        # One head of positions [..., 1, emb_dim] serves all: it is turned once and written into each.
+        # One head of positions [..., 1, emb_dim] serves all heads.
         turned = _turn(session, k_pos_emb, (cos, sin), _latent(k_pos_emb, 0, cu_seqlens_kv, cp_rank, cp_size))
         key, value = kv.split([k_dim, v_dim], -1)
         return torch.cat((key, turned.expand(*key.shape[:-1], emb_dim)), -1), value
@@ -205,9 +190,7 @@ def _latent(t: Any, start: int, cu_seqlens: Any, cp_rank: int, cp_size: int) -> 
 
 
 def _why_not(context: Context) -> Sequence[str]:
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own rotary embedding")
+    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own rotary embedding")
     position = context.arg("position_embedding_type", "rope")
     if position not in ("rope", "yarn", "mrope") and not context.arg("multi_latent_attention", False):
         reasons.append(f"the model has --position-embedding-type {position}, not a rotary one")
@@ -215,7 +198,7 @@ def _why_not(context: Context) -> Sequence[str]:
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
-    """Megatron's own fusion is on again where Megatron allows it; without Transformer Engine it was switched off."""
+    """Turn Megatron's own fusion on again where its configuration allows it."""
     latent = context.arg("multi_latent_attention", False)
     refused = (
         context.host_args is None

@@ -1,14 +1,9 @@
-"""`--use-fused-swiglu`: the MLP's activation, with its bias and per-token weights, as one operator.
+"""`--use-fused-swiglu`: the MLP's activation with bias and weights as one operator.
 
-Reaches the functions of `megatron.core.fusions` that MLP, shared experts and local experts call: SwiGLU, GeGLU and
-quick GeGLU, GELU with bias, each as they come with weights; and squared ReLU, a function of its own since 0.14. They
-change little between releases, while the code that calls them does. Keeps only their input for the backward pass.
-
-A model calls these functions only where its configuration has `bias_activation_fusion`. `TransformerConfig` gets it as
-it is made, if it has SwiGLU without it, since that is the same mathematics. Leaves alone what Megatron then still
-computes with torch's own activation: GELU without bias (one operator already) and, in a configuration without
-`bias_activation_fusion`, exact GELU and other gated activations. Falls back, with a reason, for storing the input in
-fp8, for Transformer Engine's activation offloading, and for a clamp beside a bias.
+Reaches the functions of `megatron.core.fusions` that MLPs call (SwiGLU, GeGLU, quick GeGLU, GELU with bias, squared
+ReLU) and `TransformerConfig.__post_init__`, which turns `bias_activation_fusion` on for SwiGLU. Keeps only their input
+for the backward pass. Leaves activations that torch computes in one operator alone. Falls back for fp8 input storage,
+Transformer Engine's activation offloading, and a clamp with a bias.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""`--virtual-optimizer`: Adam's moments in memory of the host that the device addresses, as much as a budget allows.
+"""`--virtual-optimizer`: Adam's moments in host memory that the device addresses.
 
-A device has less memory than its host, and the moments are needed once a step. Kernels can read and write the host's
-memory by themselves, so the moments can stand there: the fused AdamW (`--use-fused-adamw`, which this flag turns on)
-goes over them where they are, and no code moves them. A budget per pipeline stage says how many, since stages hold
-different amounts of activations; the first parameters go first.
-
-Reaches Megatron's optimizers where they have made their main parameters (`__init__`). Keys, shapes and dtypes of the
-state are what they were, so checkpoints are Megatron's own.
+The fused AdamW (`--use-fused-adamw`, turned on) reads and writes the moments where they are, so nothing is copied. A
+budget per pipeline stage says how many, first parameters first. Reaches Megatron's optimizers after they have made main
+parameters (`__init__`). Keys, shapes and dtypes of the state are unchanged, so checkpoints are Megatron's own.
 """
 
 from __future__ import annotations
@@ -14,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Feature, Option, OptionError, Relation, Session
+from mindspeed_lite.engine import Context, Feature, Option, OptionError, Relation, Session
 from mindspeed_lite.memory import host
 from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
 
-from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, patch_optimizer_init
+from ._shared.optimizer_state import DISTRIBUTED, FLOAT16, FP32, init_patches, patch_optimizer_init
 
 _ALL = "all"
 
@@ -51,7 +47,7 @@ def _budget(given: Sequence[str | float], stage: int, stages: int) -> int | None
 
 
 def _shared(session: Session) -> HostMappedMoments:
-    """The one that all optimizers of this session share, as they share the budget."""
+    """The placement and budget that all optimizers of a session share."""
 
     def make() -> HostMappedMoments:
         from megatron.core import parallel_state
@@ -77,7 +73,7 @@ _init = patch_optimizer_init("virtual_optimizer", _use)
 def _why_not(context: Context) -> Sequence[str]:
     given = context.settings.get("virtual_optimizer")
     if given:
-        # Of a command, whose mistake is reported before anything is built.
+        # Reports a mistake before anything is built.
         _budget(given, 0, context.arg("pipeline_model_parallel_size", None) or len(given))
     reasons = host.why_not(context.device)
     if context.arg("rl_offload_optimizer_during_inference", False):
@@ -104,9 +100,5 @@ FEATURE = Feature(
     condition=_why_not,
     requires=(Relation("use_fused_adamw", "its step alone goes over moments where they are"),),
     operators=("adamw",),
-    patches=(
-        Around(f"{FP32}.__init__", _init, reads=("optimizer",)),
-        Around(f"{FLOAT16}.__init__", _init, reads=("optimizer",)),
-        Around(f"{DISTRIBUTED}.__init__", _init, reads=("optimizer",)),
-    ),
+    patches=(*init_patches(_init, {}, (FP32, FLOAT16, DISTRIBUTED)),),
 )

@@ -370,7 +370,7 @@ def test_a_row_without_keys_is_padding_on_both_sides():
 @pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
 @forked("megatron")
 def test_large_attention_is_judged_by_one_sequence(case):
-    from mindspeed_lite.patches._shared import verify_attention as patch
+    from mindspeed_lite.patches._shared import attention_core as patch
 
     patch._SCORES = HEADS * SEQUENCE**2 * 8
     mindspeed_lite.enable(use_flash_attn=True, verify=2, strict=True)
@@ -382,11 +382,12 @@ def test_large_attention_is_judged_by_one_sequence(case):
 
 @forked("megatron")
 def test_a_planted_fault_in_an_operator_stops_a_strict_run():
-    from mindspeed_lite.patches import use_flash_attn, use_fused_rmsnorm
+    from mindspeed_lite.patches import use_flash_attn
+    from mindspeed_lite.patches.use_fused_rmsnorm import FusedRMSNorm
 
-    attend, rms_norm = use_flash_attn.attend, use_fused_rmsnorm.rms_norm
+    attend, rms_norm = use_flash_attn.attend, FusedRMSNorm.operator
     use_flash_attn.attend = lambda *given: (attend(*given)[0] * 1.01, None)
-    use_fused_rmsnorm.rms_norm = lambda *given: rms_norm(*given) * 1.01
+    FusedRMSNorm.operator = staticmethod(lambda *given: rms_norm(*given) * 1.01)
     with mindspeed_lite.enabled(use_flash_attn=True, use_fused_rmsnorm=True, verify=1, strict=True):
         with pytest.raises(VerifyError, match=r"--use-flash-attn.*attention on float32 q\[24,2,4,16\].* causal"):
             run_attention(torch.float32)

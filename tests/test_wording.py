@@ -19,9 +19,7 @@ IDIOMS = re.compile(
     re.IGNORECASE,
 )
 # Files that have yet to be rewritten; each leaves this list when it is. None is added.
-TO_REWRITE = {
-    "patches/use_flash_attn.py",
-}
+TO_REWRITE: set[str] = set()
 # `Case` is one word for every operator's call. The others are to be renamed; none is added.
 SHARED_NAMES = {
     "Case",

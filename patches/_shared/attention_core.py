@@ -1,18 +1,20 @@
-"""What a call of Megatron's local core attention asks for: read in one place for all that compute it."""
+"""What a call of Megatron's local core attention asks for, and its comparison with Megatron's result."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.engine import Session
-from mindspeed_lite.ops.attention.packed import Packing
+from mindspeed_lite.engine import Feature, Session
+from mindspeed_lite.ops.attention import AttentionSpec, packed, reference
 from mindspeed_lite.platform.megatron import CONFIG
+from mindspeed_lite.verify import Part
 
 CORE = "megatron.core.transformer.dot_product_attention:DotProductAttention"
 _SOFTMAX = "megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax"
@@ -30,7 +32,7 @@ READS = (
     f"{_PACK}.qkv_format",
     *(f"{_PACK}.cu_seqlens_{name}" for name in ("q", "kv", "q_padded", "kv_padded")),
 )
-# What the operator repeats of Megatron's: which scores are hidden, and the softmax of the others.
+# Megatron code that the operator repeats: masks and softmax.
 SOFTMAX_AND_MASKS = (
     f"{_SOFTMAX}.forward_torch_softmax",
     "megatron.core.fusions.fused_softmax:SoftmaxOne",
@@ -39,15 +41,12 @@ SOFTMAX_AND_MASKS = (
 )
 RELIES_ON = (f"{_SOFTMAX}.forward", *SOFTMAX_AND_MASKS)
 
-# What multi-latent attention tells a core attention's constructor besides.
+# Constructor arguments of multi-latent attention.
 HEAD_SIZES = ("k_channels", "v_channels")
 
 
 class CoreCall(NamedTuple):
-    """What is asked of one attention besides its tensors, in the words of `ops.attention`; mask: where one is read.
-
-    A mask and a window hide together.
-    """
+    """Arguments of one attention call besides its tensors, as `ops.attention` names them."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -58,7 +57,7 @@ class CoreCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """As keywords of the operator, the mask left out."""
+        """Keywords of the operator, without the mask."""
         return {
             "causal": self.causal,
             "window": self.window,
@@ -69,14 +68,14 @@ class CoreCall(NamedTuple):
 
 
 def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> CoreCall:
-    """Read a call off the module, whose own mask type counts: Megatron's local path ignores the argument."""
+    """Read a call off the module, whose own mask type counts: Megatron ignores the argument."""
     from megatron.core.transformer.enums import AttnMaskType
 
     # Before 0.15 there are no windows and no sinks.
     softmax, sink = module.scale_mask_softmax, getattr(module, "softmax_offset", None)
     window = getattr(softmax, "window_size", None)
     if is_pack:
-        # As Transformer Engine: a pack's masks are its lengths and the module's kind.
+        # As in Transformer Engine, lengths and mask type replace the mask of a pack.
         causal = module.attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
         mask = None
     else:
@@ -101,12 +100,12 @@ def read_call(module: Any, query: Any, attention_mask: Any, is_pack: bool) -> Co
     )
 
 
-# By the softmax of a release, what it reads of a mask and a window that are given together: the mask, the window.
+# Whether a release's softmax reads the mask and the window, where both are given.
 _READ_TOGETHER: weakref.WeakKeyDictionary[Any, tuple[bool, bool]] = weakref.WeakKeyDictionary()
 
 
 def _read_together(softmax: Any, device: torch.device) -> tuple[bool, bool]:
-    """Megatron up to 0.19 drops a mask beside a window; later ones join them. The loaded code is asked."""
+    """Probe the loaded softmax: Megatron up to 0.19 drops a mask given with a window, later ones join them."""
     function = type(softmax).forward_torch_softmax
     if function not in _READ_TOGETHER:
         probe = copy.copy(softmax)
@@ -118,7 +117,7 @@ def _read_together(softmax: Any, device: torch.device) -> tuple[bool, bool]:
 
 
 def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> Any:
-    """The mask by which the loaded Megatron hides scores [b, n, sq, sk] of this shape, or None."""
+    """The mask that the loaded Megatron applies to scores [b, n, sq, sk] of this shape, or None."""
     given: list[Any] = []
 
     def record(scores: Any, mask: Any) -> Any:
@@ -131,8 +130,8 @@ def applied_mask(softmax: Any, scores: tuple[int, ...], attention_mask: Any) -> 
     return given[-1] if given else None
 
 
-def why_not_packed(module: Any, query: Any, params: Any) -> list[str]:
-    """What keeps a pack from the operator."""
+def pack_reasons(module: Any, query: Any, params: Any) -> list[str]:
+    """Why the operator does not serve a pack."""
     from megatron.core.transformer.enums import AttnMaskType
 
     reasons = []
@@ -145,15 +144,15 @@ def why_not_packed(module: Any, query: Any, params: Any) -> list[str]:
     return reasons
 
 
-def packing_of(params: Any) -> Packing:
-    """Where the sequences of a pack stand."""
-    return Packing.of(
+def packing_of(params: Any) -> packed.Packing:
+    """The layout of a pack."""
+    return packed.Packing.of(
         params.cu_seqlens_q, params.cu_seqlens_kv, params.cu_seqlens_q_padded, params.cu_seqlens_kv_padded
     )
 
 
 def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractContextManager[Any]:
-    """The generator that a call draws dropout from; under sequence parallelism Megatron has forked it already."""
+    """The random state for dropout; under sequence parallelism Megatron has forked it already."""
     from megatron.core import tensor_parallel
 
     if dropout_p > 0.0 and not module.config.sequence_parallel:
@@ -163,7 +162,7 @@ def dropout_generator(module: Any, dropout_p: float) -> contextlib.AbstractConte
 
 
 def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The constructor without the head sizes that multi-latent attention names; the operator reads them off tensors."""
+    """Drop head sizes from the constructor's arguments; the operator reads them off tensors."""
 
     def __init__(self: Any, *arguments: Any, **keywords: Any) -> None:
         for size in HEAD_SIZES:
@@ -171,3 +170,153 @@ def without_head_sizes(wrapped: Callable[..., Any], session: Session) -> Callabl
         wrapped(self, *arguments, **keywords)
 
     return __init__
+
+
+# Bytes of scores up to which a verification computes Megatron's attention in a wider type.
+_SCORES = 1 << 31
+_EVERY = slice(None)
+
+
+def check(
+    verifier: Any,
+    feature: Feature,
+    operator: Callable[..., torch.Tensor],
+    original: Callable[..., Any],
+    module: Any,
+    qkv: Sequence[torch.Tensor],
+    attention_mask: Any,
+    spec: AttentionSpec,
+    packing: packed.Packing | None,
+) -> None:
+    """Compare `operator(q, k, v)` with `original`, Megatron's forward of `module`, for `--mindspeed-lite-verify`.
+
+    Megatron computes the sequences of a pack one by one. What it cannot compute is compared with the definition. A
+    softmax offset counts as a constant.
+    """
+    if spec.dropout_p > 0.0:
+        verifier.leave_out(feature.name, "attention", "dropout is on, and each draws in its own way")
+        return
+    against = "Megatron's DotProductAttention"
+    parts: list[Part] | None = []
+    clear = _padding_cleared(module, qkv, attention_mask)
+
+    def megatrons(*given: Any, batch: slice = _EVERY) -> torch.Tensor:
+        return clear(_without_buffers(original, *given), batch)
+
+    def theirs(*qkv: torch.Tensor) -> torch.Tensor:
+        return megatrons(*qkv, attention_mask)
+
+    unsupported = _unsupported(module, qkv, packing)
+    if unsupported:
+        against = f"the plain definition, since Megatron's local attention takes no {unsupported}"
+        theirs = _definition(spec, packing)
+    elif packing is not None:
+        against += ", one sequence after the other"
+        theirs = _by_sequence(functools.partial(_without_buffers, original), packing)
+    else:
+        parts = _parts(megatrons, qkv, attention_mask)
+    verifier.check(
+        feature.name,
+        "attention",
+        feature.numerics,
+        lambda *qkv: clear(operator(*qkv).flatten(-2)),
+        theirs,
+        dict(zip("qkv", qkv, strict=True)),
+        against=against,
+        parts=parts or (),
+        widened=parts is not None,
+        variant=_variant(spec, packing),
+    )
+
+
+def _variant(spec: AttentionSpec, packing: packed.Packing | None) -> str:
+    words = ["causal"] if spec.causal else []
+    if spec.mask is not None:
+        words.append("mask")
+    if spec.window is not None:
+        words.append("window({},{})".format(*spec.window))
+    if packing is not None:
+        words.append("packed")
+    if spec.sink is not None:
+        words.append("offset")
+    return " ".join(words)
+
+
+def _unsupported(module: Any, qkv: Sequence[torch.Tensor], packing: packed.Packing | None) -> str:
+    """The part of a call that Megatron's local attention does not support, or an empty text."""
+    if qkv[2].shape[-1] != module.hidden_size_per_attention_head:
+        return "values of this size"
+    if packing is not None and (packing.q != packing.k or module.attn_mask_type.name not in ("causal", "no_mask")):
+        return "packed sequences of this kind"
+    return ""
+
+
+def _definition(spec: AttentionSpec, packing: packed.Packing | None) -> Callable[..., torch.Tensor]:
+    def definition(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        found = reference.attention(q, k, v, spec) if packing is None else reference.packed(q, k, v, packing, spec)
+        flat: torch.Tensor = found[0].flatten(-2)
+        return flat
+
+    return definition
+
+
+def _by_sequence(original: Callable[..., Any], packing: packed.Packing) -> Callable[..., torch.Tensor]:
+    def of_pack(*qkv: torch.Tensor) -> torch.Tensor:
+        # Rows of no sequence are zero, with a graph to all three.
+        out = sum(t.sum() for t in qkv) * qkv[0].new_zeros(qkv[0].shape[0], qkv[0].shape[1] * qkv[2].shape[2])
+        for first, last in packing.q:
+            if last > first:
+                its = original(*(t[first:last].unsqueeze(1) for t in qkv), None)
+                out = torch.cat([out[:first], its.squeeze(1), out[last:]])
+        return out
+
+    return of_pack
+
+
+def _padding_cleared(module: Any, qkv: Sequence[torch.Tensor], attention_mask: Any) -> Callable[..., torch.Tensor]:
+    """Clear rows that see no key: ours are zero, Megatron's an average."""
+    if attention_mask is None or qkv[0].dim() != 4:
+        return lambda context, batch=_EVERY: context
+    (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
+
+    @functools.cache
+    def rows() -> torch.Tensor:
+        """[sq, b, n, 1]"""
+        mask = applied_mask(module.scale_mask_softmax, (b, n, sq, sk), attention_mask)
+        empty: torch.Tensor = mask.all(-1).expand(b, n, sq).permute(2, 0, 1).unsqueeze(-1)
+        return empty
+
+    def clear(context: torch.Tensor, batch: slice = _EVERY) -> torch.Tensor:
+        by_head = context.reshape(*context.shape[:2], n, -1)
+        return by_head.masked_fill(rows()[:, batch], 0.0).flatten(-2)
+
+    return clear
+
+
+def _without_buffers(original: Callable[..., Any], *given: Any) -> Any:
+    """Call without leaving score buffers in Megatron's global memory buffer."""
+    from megatron.core import parallel_state
+
+    buffers = parallel_state.get_global_memory_buffer().buffer
+    kept = dict(buffers)
+    try:
+        return original(*given)
+    finally:
+        buffers.clear()
+        buffers.update(kept)
+
+
+def _parts(original: Callable[..., Any], qkv: Sequence[torch.Tensor], mask: Any) -> list[Part] | None:
+    """What is computed in a wider type: all ([]), one sequence at a time if that is too large, or nothing (None)."""
+    (sq, b, n, _), sk = qkv[0].shape, qkv[1].shape[0]
+    bytes_of_one = n * sq * sk * (8 if qkv[0].dtype == torch.float32 else 4)
+    if b * bytes_of_one <= _SCORES:
+        return []
+    if bytes_of_one > _SCORES:
+        return None
+
+    def part(batch: slice) -> Part:
+        its = mask[batch] if mask is not None and mask.dim() == 4 and mask.shape[0] > 1 else mask
+        return Part(lambda *qkv: original(*qkv, its, batch=batch), (_EVERY, batch), [(_EVERY, batch)] * 3)
+
+    return [part(slice(each, each + 1)) for each in range(b)]

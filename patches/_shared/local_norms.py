@@ -1,4 +1,4 @@
-"""Patches the factory of the local implementation's norms, and gives the conditions that hold for both kinds."""
+"""Fused norms in place of torch's, for `--use-fused-layernorm` and `--use-fused-rmsnorm`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,93 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from mindspeed_lite.engine import Context, Override, Session
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .held_before import held_before
+from .conditions import transformer_engine_reasons
 
 
-def instead_of(kind: str, make: type[Any]) -> Override:
-    """The patch that has `make` build every norm of `kind`, from size, epsilon, zero-centred and sequence parallel."""
+class FusedNorm(torch.nn.Module):
+    """Mixin that makes a norm of torch compute over the last dimension by an operator of `mindspeed_lite.ops`.
 
-    def hold(norm: Any, session: Session) -> None:
+    kind: name of torch's class. operator_name: name in the report. operator, definition: functions of
+    (x, *parameters, eps, zero_centered).
+    """
+
+    kind: ClassVar[str]
+    operator_name: ClassVar[str]
+    parameter_names: ClassVar[tuple[str, ...]] = ("weight",)
+    operator: ClassVar[Callable[..., torch.Tensor]]
+    definition: ClassVar[Callable[..., torch.Tensor]]
+    weight: torch.nn.Parameter
+    eps: Any
+    verifier: Any = None
+
+    def __init__(
+        self, hidden_size: int, eps: float, zero_centered: bool = False, sequence_parallel: bool = False
+    ) -> None:
+        """
+        Args:
+            hidden_size: length of the last dimension.
+            eps: added to the variance or the mean square.
+            zero_centered: the stored weight is gamma - 1 and starts at zero (layernorm_zero_centered_gamma).
+            sequence_parallel: mark parameters so that Megatron sums their gradients over the tensor-parallel group.
+        """
+        super().__init__(hidden_size, eps=eps)  # type: ignore[call-arg]
+        self.zero_centered = zero_centered
+        if zero_centered:
+            torch.nn.init.zeros_(self.weight)
+        # Set only when it holds: some of Megatron's code asks for the attribute, not its value.
+        if sequence_parallel:
+            for parameter in self.parameters():
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = [getattr(self, name) for name in self.parameter_names]
+        if self.verifier is not None:
+            self._verify(x, dict(zip(self.parameter_names, parameters, strict=True)))
+        return type(self).operator(x, *parameters, self.eps, self.zero_centered)
+
+    def _verify(self, x: torch.Tensor, parameters: dict[str, torch.Tensor]) -> None:
+        def torchs(x: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+            original = vars(self).get("original") or _torchs_class(self)(self.normalized_shape, self.eps)
+            given = dict(zip(parameters, tensors, strict=True))
+            found: torch.Tensor = torch.func.functional_call(original, given, (x,))
+            return found
+
+        def with_options(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+            return lambda *tensors: function(*tensors, self.eps, self.zero_centered)
+
+        against = f"torch.nn.{self.kind}"
+        if self.zero_centered:
+            against = f"the plain definition, since Megatron's local path has no {self.kind} with zero-centred gamma"
+        elif getattr(self.weight, "sequence_parallel", False):
+            against += ", which Megatron's local path refuses under sequence parallelism"
+        self.verifier.check(
+            f"use_fused_{self.kind.lower()}",
+            self.operator_name,
+            "ulp",
+            with_options(type(self).operator),
+            with_options(type(self).definition) if self.zero_centered else torchs,
+            {"x": x, **parameters},
+            against=against,
+            variant="zero-centred" if self.zero_centered else "",
+        )
+
+
+def norm_patch(norm_class: type[FusedNorm]) -> Override:
+    """Build every norm of a kind as `norm_class`; norms of earlier sessions are converted in place."""
+    kind, adopted = norm_class.kind, weakref.WeakKeyDictionary[Any, None]()
+
+    def adopt(norm: Any, session: Session) -> None:
         if session.verifier is not None:
             norm.verifier = session.verifier
-        held_before(kind)[norm] = None
-        session.on_end(functools.partial(_give_back, weakref.ref(norm)))
+        adopted[norm] = None
+        session.on_end(functools.partial(_restore_class, weakref.ref(norm)))
 
     def new(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def __new__(
@@ -35,22 +104,23 @@ def instead_of(kind: str, make: type[Any]) -> Override:
             zero_centered_gamma: bool = False,
             normalization: str = "LayerNorm",
         ) -> Any:
-            # Megatron's own answer to a memory-efficient norm is a refusal that should stand.
-            if config.normalization != kind or config.memory_efficient_layer_norm:
+            def original() -> Any:
                 return wrapped(cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization)
-            norm = make(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
+
+            # Megatron refuses a memory-efficient norm.
+            if config.normalization != kind or config.memory_efficient_layer_norm:
+                return original()
+            norm = norm_class(hidden_size, eps, config.layernorm_zero_centered_gamma, config.sequence_parallel)
             if session.verifier is not None:
                 with contextlib.suppress(AssertionError):  # what Megatron refuses has no original
-                    vars(norm)["original"] = wrapped(
-                        cls, config, hidden_size, eps, persist_layer_norm, zero_centered_gamma, normalization
-                    )
-            hold(norm, session)
+                    vars(norm)["original"] = original()
+            adopt(norm, session)
             return norm
 
-        for norm in [*held_before(kind)]:
-            if type(norm) is not make:
-                norm.__class__, norm.zero_centered = make, False
-            hold(norm, session)
+        for norm in [*adopted]:
+            if type(norm) is not norm_class:
+                norm.__class__, norm.zero_centered = norm_class, False
+            adopt(norm, session)
         return __new__
 
     # Outside the device layer's wrap of the same symbol, so that sequence parallelism reaches this one.
@@ -63,8 +133,8 @@ def instead_of(kind: str, make: type[Any]) -> Override:
     )
 
 
-def _give_back(reference: weakref.ref[Any]) -> None:
-    """Make a norm torch's own again; one with zero-centred gamma, which torch has not, goes on as it is."""
+def _restore_class(reference: weakref.ref[Any]) -> None:
+    """Make a norm torch's own again, unless it has zero-centred gamma, which torch lacks."""
     norm = reference()
     if norm is None or norm.zero_centered:
         return
@@ -73,33 +143,16 @@ def _give_back(reference: weakref.ref[Any]) -> None:
     norm.__class__ = _torchs_class(norm)
 
 
-def why_not(context: Context, kind: str) -> list[str]:
-    """Reasons that hold for both kinds."""
-    reasons = []
-    if context.arg("transformer_impl", "local") == "transformer_engine":
-        reasons.append("--transformer-impl transformer_engine uses Transformer Engine's own fused norm")
+def _torchs_class(norm: Any) -> type[Any]:
+    return next(each for each in type(norm).__mro__ if each.__module__.startswith("torch.nn.modules.normalization"))
+
+
+def norm_reasons(context: Context, kind: str) -> list[str]:
+    """The condition of both features."""
+    reasons = transformer_engine_reasons(context, "uses Transformer Engine's own fused norm")
     normalization = context.arg("normalization", kind)
     if normalization != kind:
         reasons.append(f"the model has --normalization {normalization}, not {kind}")
     if context.arg("memory_efficient_layer_norm", False):
         reasons.append("--memory-efficient-layer-norm is a property of Apex's norm")
     return reasons
-
-
-def torchs(norm: Any, x: torch.Tensor, **parameters: torch.Tensor) -> torch.Tensor:
-    """What Megatron has instead of `norm`, with these parameters."""
-    original = vars(norm).get("original") or _torchs_class(norm)(norm.normalized_shape, norm.eps)
-    found: torch.Tensor = torch.func.functional_call(original, parameters, (x,))
-    return found
-
-
-def _torchs_class(norm: Any) -> type[Any]:
-    return next(each for each in type(norm).__mro__ if each.__module__.startswith("torch."))
-
-
-def compared_with(kind: str, norm: Any) -> str:
-    """What `--mindspeed-lite-verify` says it compares `norm` with."""
-    if norm.zero_centered:
-        return f"the plain definition, since Megatron's local path has no {kind} with zero-centred gamma"
-    refused = ", which Megatron's local path refuses under sequence parallelism"
-    return f"torch.nn.{kind}" + (refused if getattr(norm.weight, "sequence_parallel", False) else "")

@@ -1,8 +1,7 @@
-"""Replaces Megatron's defaults that demand a package which is not installed.
+"""Replaces Megatron's defaults that need a package which is not installed.
 
-Megatron's plain defaults name Transformer Engine and Apex; without them the script stops before it starts. A
-default is switched to what this machine has, with a notice that names the flag. A value the user asked for by flag
-is never switched: that is an error which says what is missing.
+Megatron's defaults name Transformer Engine and Apex. A default is switched to what this machine has, with a notice; a
+value that the user gave by flag is an error instead.
 """
 
 from __future__ import annotations
@@ -12,27 +11,24 @@ import itertools
 import os
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_lite.engine import Context, OptionError
+from mindspeed_lite.engine import OptionError
 
 
 @dataclass(frozen=True)
 class Default:
-    """One argument whose value may demand something absent.
+    """One argument whose value may need something absent.
 
     Attributes:
         dest: name in Megatron's arguments.
-        demanding: the value that demands it.
-        instead: the value that does not.
-        flag: how a user writes `instead`.
-        asking: how a user writes `demanding`; empty if it can only be the default.
-        missing: given the device, what is missing (a phrase), or None if it is there.
-        needs: what the demanding value needs, for the docs.
-        when: in which environments it is missing, for the docs.
-        stand_in: dest of our flag that supplies what is missing; empty if there is none.
+        demanding: the value that needs it; `asking`: its flag, empty if it can only be the default.
+        instead: the value that does not; `flag`: its flag.
+        missing: device -> what is missing (a phrase), or None.
+        needs, when: what is needed and where it is missing, for the docs.
+        stand_in: dest of our flag that supplies it, or empty.
     """
 
     dest: str
@@ -47,7 +43,7 @@ class Default:
 
 
 def _absent(module: str) -> bool:
-    # What we have put there ourselves, for features of an earlier session, has no loader.
+    # Modules provided by a session of ours have no loader.
     found = importlib.util.find_spec(module)
     return getattr(found, "loader", found) is None
 
@@ -56,10 +52,6 @@ def _transformer_engine(device: str) -> str | None:
     if device != "cuda":
         return f"Transformer Engine, which has no {device} kernels"
     return "Transformer Engine" if _absent("transformer_engine") else None
-
-
-def _rope_kernel(device: str) -> str | None:
-    return _transformer_engine(device)
 
 
 def _wgrad_kernel(device: str) -> str | None:
@@ -81,7 +73,7 @@ def _softmax_kernel(device: str) -> str | None:
 def _compiler(device: str) -> str | None:
     if device != "cpu":
         return None
-    # As torch's inductor looks for it (torch/_inductor/config.py, cpp.cxx).
+    # As torch/_inductor/config.py (cpp.cxx) looks for it.
     found = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     return None if found else "a C++ compiler for torch.compile"
 
@@ -97,7 +89,13 @@ DEFAULTS: tuple[Default, ...] = (
         "Transformer Engine",
     ),
     Default(
-        "apply_rope_fusion", True, False, "--no-rope-fusion", "", _rope_kernel, "Transformer Engine's rotary kernel"
+        "apply_rope_fusion",
+        True,
+        False,
+        "--no-rope-fusion",
+        "",
+        _transformer_engine,
+        "Transformer Engine's rotary kernel",
     ),
     Default(
         "gradient_accumulation_fusion",
@@ -135,12 +133,12 @@ DEFAULTS: tuple[Default, ...] = (
     ),
 )
 
-# Switches that Megatron's validation refuses for the local implementation and that a feature of ours makes work there.
+# Switches that Megatron refuses for the local implementation and that a feature of ours serves.
 REFUSED = ("delay_wgrad_compute",)
 
 
 def hide(args: Any) -> list[str]:
-    """Turn off in `args` what Megatron's validation refuses and a feature of ours makes work; returns the names."""
+    """Turn the `REFUSED` switches off for Megatron's validation; returns their names."""
     local = getattr(args, "transformer_impl", "") == "local"
     hidden = [dest for dest in REFUSED if local and getattr(args, dest, False)]
     for dest in hidden:
@@ -149,13 +147,9 @@ def hide(args: Any) -> list[str]:
 
 
 def disable_compile(args: Any, device: str) -> Callable[[], None] | None:
-    """Make `--disable-jit-fuser` hold for functions that Megatron decorated before it parsed its arguments.
+    """Run compiled functions eagerly if there is no C++ compiler, with `--disable-jit-fuser`; returns the undo or None.
 
-    Megatron applies torch.compile when its modules are imported, before it reads the flag. Without a C++ compiler each
-    of these functions fails at its first call, so all of torch.compile is told to run functions as they are written.
-
-    Returns:
-        What takes it back, or None if nothing had to be done: the flag is not set, or a compiler is there.
+    Megatron applies torch.compile at import, before it reads the flag.
     """
     if not getattr(args, "disable_jit_fuser", False) or _compiler(device) is None:
         return None
@@ -166,17 +160,12 @@ def disable_compile(args: Any, device: str) -> Callable[[], None] | None:
 
 
 def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
-    """Set every default that demands something absent to what is there; returns notices, each with its dest.
-
-    Args:
-        args: Megatron's arguments before validation; changed in place.
-        device: the active device's name.
-        explicit: dests that the user gave by flag.
+    """Switch defaults of `args` that need something absent, in place; returns notices with their dests.
 
     Raises:
-        OptionError: the user asked by flag for something absent; `args` is unchanged then.
+        OptionError: the user gave such a value by flag (`explicit`); `args` is unchanged then.
     """
-    # The doctor reads the table without torch.
+    # `doctor` reads the table without torch.
     from mindspeed_lite.platform import megatron
 
     switches = []
@@ -199,29 +188,3 @@ def switch(args: Any, device: str, explicit: Collection[str]) -> dict[str, str]:
         setattr(holder, default.dest, default.instead)
         notices[f"{default.flag} set: Megatron's default needs {missing}"] = default.dest
     return notices
-
-
-def explicitly_disabled_reasons(context: Context, argument: str, flag: str) -> list[str]:
-    """Why the user does not want a fusion: `flag`, which makes `argument` false, or a YAML file that says so."""
-    reasons = []
-    if argument in context.explicit and not context.arg(argument, True):
-        reasons.append(f"{flag} is given")
-    if any(getattr(part, argument, True) is False for part in _sections(context)):
-        reasons.append(f"`{argument}` is false in the arguments of the YAML file, which this flag does not change")
-    return reasons
-
-
-def reenable_default(context: Context, argument: str) -> Mapping[str, Any]:
-    """Megatron's `argument` as true again, which may have been switched off for lack of what the feature supplies.
-
-    Nothing without the script's arguments, and nothing with a YAML file, which decides itself.
-    """
-    return {} if context.host_args is None or _sections(context) else {argument: True}
-
-
-def _sections(context: Context) -> list[Any]:
-    """Where the arguments of a YAML file have the model's fields."""
-    from mindspeed_lite.platform import megatron
-
-    found = (context.arg(name) for name in megatron.SECTIONS)
-    return [section for section in found if section is not None]

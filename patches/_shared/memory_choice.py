@@ -1,7 +1,7 @@
-"""The steps of `--adaptive-memory`: record, choose for all ranks of a pipeline stage, run, measure, keep.
+"""The steps of `--adaptive-memory`: record, choose, run, measure, keep.
 
-Ranks of one stage run the same collectives in a layer that runs again, so they choose alike. Rank 0 solves for every
-stage; records, moments and measurements are the largest of a stage's ranks.
+Ranks of a pipeline stage run the same collectives, so they choose alike: rank 0 solves for every stage, from the
+largest records, moments and measurements of its ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite import _version, json_file
+from mindspeed_lite import _version
 from mindspeed_lite.engine import OptionError, Session
 from mindspeed_lite.memory.copy_engine import CopyEngine, bandwidths
+from mindspeed_lite.memory.kept_choices import Choice, KeptChoices
 from mindspeed_lite.memory.layer_records import LAYER, LayerRecorder
 from mindspeed_lite.memory.offload import Offload
 from mindspeed_lite.memory.recompute_choice import (
@@ -39,36 +40,26 @@ from mindspeed_lite.platform import cache
 from .. import swap_attention
 from .recomputed_layers import RecomputedLayer
 
-# The first step of a process is slower than the others, so its times are left out where there is a second one.
+# The first step is slower, so times are those of the second.
 RECORD_STEPS = 2
 NOTHING_MOVES = "no part of a layer has anything that could be"
-# How often a choice that turned out too large is made again with less.
+# Attempts to find a choice whose measured memory fits.
 MAX_CHECKS = 3
-# Bytes of a copy that is timed, at most: that of the layer that would move most, if it is less.
+# Largest copy that is timed, in bytes.
 TIMED_BYTES = 64 << 20
-#: Of a layer: the parts computed again, those moved to the host.
-_Parts = tuple[frozenset[str], frozenset[str]]
-
-
-def _parts(value: Any) -> _Parts:
-    again, swapped = json_file.rows(json_file.rows(json_file.text("a part of a layer")), count=2)(value)
-    return frozenset(again), frozenset(swapped)
-
-
-_KEPT = json_file.fields({"layers": json_file.table(json_file.rows(_parts), r"\d{1,6}", "the number of a stage")})
 
 
 class MemoryChoice:
-    """What one process keeps of a session's layers."""
+    """The layers of one process and their choice."""
 
     def __init__(self, session: Session, budget: int, explains: bool) -> None:
         self._session, self._budget, self._explains = session, budget, explains
         self._layers: list[RecomputedLayer] = []
         self._steps, self._checks, self._is_done, self._reads_kept = 0, 0, False, True
-        self._file = ""
-        #: What the layers of each stage did before a choice, and which choice that was.
-        self._before: tuple[str, dict[int, list[_Parts]]] = ("", {})
-        self._told: dict[int, StageRecord] = {}
+        self._kept: KeptChoices | None = None
+        #: The previous choice's name and its parts by stage.
+        self._before: tuple[str, Choice] = ("", {})
+        self._records: dict[int, StageRecord] = {}
         self._budgets: dict[int, int] = {}
         self._synchronize = functools.partial(_synchronize, session.context.device)
         self._engine: CopyEngine | None = None
@@ -77,7 +68,7 @@ class MemoryChoice:
         self._recorder: LayerRecorder | None = None
 
     def add(self, layer: Any) -> None:
-        """One more layer of this rank."""
+        """Add a layer of this rank."""
         if self._offload is None and not self._why_kept:
             device = torch.device(self._session.context.device)
             self._engine = swap_attention._copy_engine_of(device)
@@ -87,7 +78,7 @@ class MemoryChoice:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around the forward pass of the layers of a chunk."""
+        """Context of the forward pass of a chunk's layers."""
         with contextlib.ExitStack() as stack:
             if self._offload is not None:
                 stack.enter_context(self._offload.forward_pass())
@@ -96,7 +87,7 @@ class MemoryChoice:
             yield
 
     def step(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
-        """Run the forward and backward passes of a step, recorded or measured while there is something to learn."""
+        """Run a step, recorded or measured until a choice is final."""
         if self._is_done or given.get("forward_only", False):
             return original(**given)
         if self._steps == 0 and not any(map(any, _by_stage(bool(self._layers)).values())):
@@ -132,16 +123,16 @@ class MemoryChoice:
                 self._recorder = None
         self._steps = RECORD_STEPS if self._explains else self._steps + 1
         if self._steps == RECORD_STEPS:
-            told = self._record_of(recorder)
-            self._told = {stage: merged(each) for stage, each in _by_stage(told).items()}
-            self._budgets = dict.fromkeys(self._told, self._budget)
+            record = self._record_of(recorder)
+            self._records = {stage: merged(each) for stage, each in _by_stage(record).items()}
+            self._budgets = dict.fromkeys(self._records, self._budget)
             self._solve(given)
             if self._explains:
                 sys.exit(0)
         return result
 
     def _record_of(self, recorder: LayerRecorder) -> StageRecord:
-        """What the recorder has seen, and how fast copies are."""
+        """The recorder's result, with the bandwidth of copies."""
         can = [layer.can for layer in self._layers]
         found = StageRecord(can, recorder.layers, recorder.moments, [layer.can_swap for layer in self._layers])
         if self._engine is None or self._offload is None:
@@ -158,11 +149,11 @@ class MemoryChoice:
         return found
 
     def _solve(self, given: dict[str, Any]) -> None:
-        """Choose for every stage on rank 0, print, and run like that from the next step on."""
+        """Choose for every stage on rank 0, apply and print."""
         answer: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                answer = [{stage: self._chosen(stage) for stage in sorted(self._told)}]
+                answer = [{stage: self._chosen(stage) for stage in sorted(self._records)}]
             except BudgetError as error:
                 answer = [str(error)]
         dist.broadcast_object_list(answer, 0)
@@ -170,32 +161,32 @@ class MemoryChoice:
             raise OptionError(f"{self._session.feature}: {answer[0]}{_what_reaches_it(given)}")
         self._apply(answer[0])
         for stage, choice in answer[0].items():
-            told = self._told[stage]
+            record = self._records[stage]
             why_kept = self._why_kept or NOTHING_MOVES
-            text = table(choice, told.everything(), self._budget, stage, len(answer[0]), told.rates, why_kept)
+            text = table(choice, record.everything(), self._budget, stage, len(answer[0]), record.rates, why_kept)
             self._session.log_decision(text)
             what, before = self._before
             if choice.options and len(before.get(stage, ())) == len(choice.options):
                 self._session.log_decision(changes(before[stage], choice, what, stage))
 
     def _chosen(self, stage: int) -> LayerChoice:
-        told = self._told[stage]
-        options, transfers = told.options(), told.transfers()
+        record = self._records[stage]
+        options, transfers = record.options(), record.transfers()
         try:
-            return choose(options, told.moments, self._budgets[stage], transfers)
+            return choose(options, record.moments, self._budgets[stage], transfers)
         except BudgetError as error:
             if self._budgets[stage] == self._budget:
                 raise BudgetError(error.least, self._budget, stage) from None
-        # More was measured than predicted, and the training runs: it takes as little as there is.
+        # More was measured than predicted: take the least.
         self._session.log_decision(f"{self._session.feature}: stage {stage} runs with the least possible from here on")
-        return leanest(options, told.moments, transfers)
+        return leanest(options, record.moments, transfers)
 
     def _apply(self, choices: dict[int, LayerChoice]) -> None:
         for layer, option in zip(self._layers, choices[_stage()].options, strict=True):
             layer.run_again(option.again, option.swapped)
 
     def _check(self, measured: int, given: dict[str, Any]) -> None:
-        """Compare with what was measured; choose again where it is above the budget."""
+        """Compare the measured memory with the budget; choose again if it is above."""
         self._checks += 1
         found = {stage: max(each) for stage, each in _by_stage(measured).items()}
         shown = ", ".join(
@@ -204,8 +195,8 @@ class MemoryChoice:
         self._session.log_decision(f"{self._session.feature}: measured {shown}; the budget is {gib(self._budget)}")
         above = {stage: size - self._budget for stage, size in found.items() if size > self._budget}
         self._is_done = not above or self._checks == MAX_CHECKS
-        if above and not self._told:
-            # What an earlier run has kept does not fit any more: record again.
+        if above and not self._records:
+            # A kept choice does not fit any more: record again.
             self._steps, self._is_done, self._reads_kept, self._checks = 0, False, False, MAX_CHECKS - 1
             self._before = "the choice that was kept", self._now()
             for layer in self._layers:
@@ -219,13 +210,15 @@ class MemoryChoice:
             self._keep()
 
     def _take_kept(self, given: dict[str, Any]) -> bool:
-        """Run as an earlier run of the same training chose; False where none did within this budget."""
-        # Once: a training loop may set functions in the configuration after its first step.
-        training = f"memory-{self._key(given)}"
-        self._file = f"{training}-{self._budget}.json"
+        """Apply the choice of an earlier run with this budget; False if there is none."""
+        # Once: training loops may change the configuration after the first step.
+        name = self._session.feature
+        files = self._kept = KeptChoices(
+            f"memory-{self._key(given)}", self._budget, lambda text: self._session.log_decision(f"{name}: {text}")
+        )
         found: list[Any] = [None, None]
         if dist.get_rank() == 0:
-            found = [None if self._explains else self._read(self._file), self._read_another(training)]
+            found = [None if self._explains else files.read(), files.read_other()]
         dist.broadcast_object_list(found, 0)
         kept, self._before = found[0] or {}, found[1]
         mine = kept.get(_stage(), [])
@@ -235,77 +228,52 @@ class MemoryChoice:
         )
         if not all(all(each) for each in _by_stage(fits).values()):
             if kept:
-                self._session.log_decision(f"{self._session.feature}: {self._file} is of other layers: recorded again")
+                self._session.log_decision(f"{name}: {files.name} is of other layers: recorded again")
             return False
         for layer, (again, swapped) in zip(self._layers, mine, strict=True):
             layer.run_again(again, swapped)
-        self._session.log_decision(f"{self._session.feature}: runs as an earlier run chose ({self._file})")
+        self._session.log_decision(f"{name}: runs as an earlier run chose ({files.name})")
         return True
 
-    def _read(self, name: str) -> dict[int, list[_Parts]] | None:
-        """What a file says of each stage's layers; None where there is none, and a line where it is damaged."""
-        try:
-            file = cache.folder() / name
-            if not file.is_file():
-                return None
-            stages = json_file.read(file, _KEPT)["layers"]
-        except cache.NoCache:
-            return None
-        except json_file.JsonFileError as error:
-            self._session.log_decision(f"{self._session.feature}: recorded again: {error}")
-            return None
-        return {int(stage): layers for stage, layers in stages.items()}
-
-    def _read_another(self, training: str) -> tuple[str, dict[int, list[_Parts]]]:
-        """The latest choice of the same training within another budget, and what it is called."""
-        with contextlib.suppress(OSError, cache.NoCache, ValueError):
-            files = [each for each in cache.folder().glob(f"{training}-*.json") if each.name != self._file]
-            for file in sorted(files, key=lambda each: each.stat().st_mtime, reverse=True)[:1]:
-                budget = int(file.stem.rpartition("-")[2])
-                return f"the choice within {gib(budget)}", self._read(file.name) or {}
-        return "", {}
-
-    def _now(self) -> dict[int, list[_Parts]]:
-        """What the layers of each stage do."""
+    def _now(self) -> Choice:
+        """The current choice by stage."""
         return {
             stage: each[0]
             for stage, each in _by_stage([(layer.again, layer.swapped) for layer in self._layers]).items()
         }
 
     def _keep(self) -> None:
-        stages = self._now()
-        if dist.get_rank() == 0 and self._told:
-            layers = {
-                stage: [(sorted(again), sorted(swapped)) for again, swapped in each] for stage, each in stages.items()
-            }
+        choice = self._now()
+        if dist.get_rank() == 0 and self._records and self._kept is not None:
             try:
-                (cache.folder() / self._file).write_text(json.dumps({"layers": layers}, indent=1))
+                self._kept.write(choice)
             except (OSError, cache.NoCache) as error:
                 self._session.notice(f"{self._session.feature}: the choice is not kept for the next run: {error}")
 
     def _key(self, given: dict[str, Any]) -> str:
-        """Of everything that decides what is saved, the budget aside."""
+        """Hash of everything that decides what is saved, but for the budget."""
         from megatron.core import package_info, parallel_state
         from megatron.core.utils import get_model_config
 
         config = get_model_config(_models(given)[0])
-        told: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
-        told |= {"device": self._session.context.device}
-        told |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
-        told |= {"world": dist.get_world_size(), "torch": torch.__version__}
-        told |= {"megatron": package_info.__version__, "lite": _version.__version__}
-        told |= {"vocabulary": sum(each.numel() for model in _models(given) for each in model.parameters())}
-        # But for the budget, which names the file.
+        training: dict[str, Any] = {name: _plain(value) for name, value in vars(config).items()}
+        training |= {"device": self._session.context.device}
+        training |= {name: given.get(name) for name in ("seq_length", "micro_batch_size", "num_microbatches")}
+        training |= {"world": dist.get_world_size(), "torch": torch.__version__}
+        training |= {"megatron": package_info.__version__, "lite": _version.__version__}
+        training |= {"vocabulary": sum(each.numel() for model in _models(given) for each in model.parameters())}
         flags = {**self._session.settings, "memory_budget": None, "mindspeed_lite_explain_memory": None}
-        told |= {"flags": flags}
-        told |= {"data": parallel_state.get_data_parallel_world_size()}
+        training |= {"flags": flags}
+        training |= {"data": parallel_state.get_data_parallel_world_size()}
         keys = [None] * dist.get_world_size()
-        dist.all_gather_object(keys, hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest())
+        dist.all_gather_object(
+            keys, hashlib.sha256(json.dumps(training, sort_keys=True, default=str).encode()).hexdigest()
+        )
         return hashlib.sha256(json.dumps(keys).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """What JSON takes, alike in every run; None for what has no such form."""
+    """A JSON form that is the same in every run, or None."""
     if isinstance(value, (int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -320,7 +288,7 @@ def _models(given: dict[str, Any]) -> list[Any]:
 
 
 def _excluded(given: dict[str, Any]) -> Callable[[int], bool]:
-    """Whether an address is that of weights, which autograd saves too."""
+    """Predicate for addresses of weights, which autograd saves too."""
     parameters = [each for model in _models(given) for each in model.parameters()]
     return {each.untyped_storage().data_ptr() for each in parameters}.__contains__
 
@@ -337,7 +305,7 @@ def _stage() -> int:
 
 
 def _by_stage(mine: Any) -> dict[int, list[Any]]:
-    """What every rank has, by its pipeline stage."""
+    """The values of all ranks by pipeline stage."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (_stage(), mine))
     stages: dict[int, list[Any]] = {}

@@ -1,4 +1,4 @@
-"""Shares condition, argument adjustment, seams and verification among the features for mixtures of experts."""
+"""Conditions, targets and verification that the features for mixtures of experts share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 
 from mindspeed_lite.engine import Around, Context, Feature, Override, Session
 
+from .conditions import transformer_engine_reasons
+from .wrappers import before
+
 UTILS = "megatron.core.transformer.moe.moe_utils"
 DISPATCHER = "megatron.core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher"
 HOOKED = "a hook on an expert or its linear layers"
-# What makes the hook of --overlap-param-gather, in every release since 0.12.
+# Name of the hook of --overlap-param-gather.
 _GATHERING = "DistributedDataParallel._make_forward_pre_hook"
 
 
 class Permutation(NamedTuple):
-    """What Megatron's `permute` is called with, in order."""
+    """Arguments of Megatron's `permute`, in order."""
 
     tokens: Any
     routing_map: Any
@@ -26,7 +29,7 @@ class Permutation(NamedTuple):
 
 
 class AllToAllCall(NamedTuple):
-    """What Megatron's `all_to_all` is called with; `received` and `sent` are rows by rank, None for equal parts."""
+    """Arguments of Megatron's `all_to_all`; `received` and `sent`: rows by rank, None for equal parts."""
 
     group: Any
     rows: Any
@@ -37,11 +40,9 @@ class AllToAllCall(NamedTuple):
 def permute_patches(
     serve: Callable[[Session, Callable[..., Any], Permutation], Any], order: int = 0
 ) -> tuple[Override, ...]:
-    """Overrides `permute` of every release.
+    """Override `permute` of every release by `serve(session, original, call)`.
 
-    Args:
-        serve: (session, Megatron's function, call) -> (rows, probabilities, row ids); None where Megatron's is to run,
-            which pads an expert's rows to a tile itself.
+    `serve` returns (rows, probabilities, row ids), or None to run the original.
     """
 
     def make_of(has_padding: bool) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
@@ -74,7 +75,7 @@ def permute_patches(
 
 
 def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int = 0) -> Override:
-    """Overrides the dispatchers' `all_to_all`; `serve` returns the rows, or None where Megatron's is to run."""
+    """Override the dispatchers' `all_to_all`; `serve` returns rows, or None to run the original."""
 
     def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def all_to_all(
@@ -94,59 +95,53 @@ def all_to_all_patch(serve: Callable[[Session, AllToAllCall], Any], order: int =
 
 
 def before_gradients_are_reduced(finish: Callable[[Session], object]) -> Around:
-    """Calls `finish` before the first reader of main gradients."""
+    """Call `finish` before the first reader of main gradients."""
 
-    def make(wrapped: Callable[..., None], session: Session) -> Callable[..., None]:
-        def start_grad_sync(self: Any, *args: Any, **kwargs: Any) -> None:
-            finish(session)
-            wrapped(self, *args, **kwargs)
+    def act(session: Session, _: Any) -> None:
+        finish(session)
 
-        return start_grad_sync
-
-    return Around("megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", make)
+    return Around(
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync", before(act)
+    )
 
 
 def expert_sizes(context: Context) -> tuple[int, int]:
-    """The ranks that share an expert, and those that experts are divided among."""
+    """(tensor-parallel size of an expert, expert-parallel size)."""
     arg = context.arg
     shared = arg("expert_tensor_parallel_size", None) or arg("tensor_model_parallel_size", 1) or 1
     return shared, arg("expert_model_parallel_size", 1) or 1
 
 
-def why_no_experts(context: Context) -> list[str]:
-    """The reason of a feature that is about experts."""
+def no_expert_reasons(context: Context) -> list[str]:
+    """The reason of a feature for models with experts."""
     has_none = context.host_args is not None and not context.arg("num_experts", None)
     return ["--num-experts is not given: the model has no experts"] if has_none else []
 
 
-def why_not_dispatched(context: Context, *dispatchers: str) -> list[str]:
-    """The reason of a feature that is written for these dispatchers alone."""
+def dispatcher_reasons(context: Context, *dispatchers: str) -> list[str]:
+    """The reason of a feature for these dispatchers."""
     given = context.arg("moe_token_dispatcher_type", dispatchers[0])
     return [] if given in dispatchers else [f"--moe-token-dispatcher-type {given}: it takes {' or '.join(dispatchers)}"]
 
 
-def why_not_sent(context: Context) -> list[str]:
-    """The reason of a feature that is about the messages between the ranks that experts are divided among."""
-    found = why_no_experts(context)
+def exchange_reasons(context: Context) -> list[str]:
+    """The reasons of a feature for messages between expert-parallel ranks."""
+    found = no_expert_reasons(context)
     if context.host_args is not None and not found and expert_sizes(context)[1] == 1:
         found = ["--expert-model-parallel-size 1: tokens stay where they are"]
     return found
 
 
-def why_not(theirs: str) -> Callable[[Context], list[str]]:
-    """The condition of a feature beside whose place Transformer Engine has `theirs`."""
-
-    def reasons(context: Context) -> list[str]:
-        found = []
-        if context.arg("transformer_impl", "local") == "transformer_engine":
-            found.append(f"--transformer-impl transformer_engine has {theirs} of its own")
-        return found + why_no_experts(context)
-
-    return reasons
+def local_expert_reasons(theirs: str) -> Callable[[Context], list[str]]:
+    """The condition of an expert feature; `theirs`: what Transformer Engine has instead."""
+    return lambda context: [
+        *transformer_engine_reasons(context, f"has {theirs} of its own"),
+        *no_expert_reasons(context),
+    ]
 
 
 def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
-    """Sets Megatron's own argument, by which its configuration asks for the fused form."""
+    """Set Megatron's own argument for the fused form."""
 
     def adjust(context: Context) -> Mapping[str, Any]:
         return {} if context.host_args is None else {argument: True}
@@ -155,17 +150,14 @@ def turn_on(argument: str) -> Callable[[Context], Mapping[str, Any]]:
 
 
 def before_call(layer: Any) -> None:
-    """Wait for the parameters of a linear layer that is read and not called, as its hook does (--overlap-param-gather).
-
-    `has_hooks` tells of others.
-    """
+    """Run the parameter-gather hook of a linear layer whose weight is read without calling it."""
     for hook in layer._forward_pre_hooks.values():
         if _is_gathering(hook):
             hook(layer, ())
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether a module has hooks besides Megatron's for --overlap-param-gather and those of this package."""
+    """Whether a module has hooks other than Megatron's parameter gather and this package's."""
     kinds = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
     return any(not (_is_gathering(hook) or _is_own(hook)) for hooks in kinds for hook in hooks.values())
 
@@ -189,9 +181,9 @@ def compare(
     widened: bool = True,
     variant: str = "",
 ) -> None:
-    """Have the session's verifier compare an operator whose number of rows each batch decides.
+    """Verify an operator whose number of rows changes with each batch.
 
-    widened: whether both are measured from `theirs` in a wider type.
+    widened: measure both against `theirs` in a wider type.
     """
     session.verifier.check(
         feature.name,

@@ -1,22 +1,26 @@
-"""Converts checkpoints of optimizers whose state is split, quantized or in host memory between steps.
+"""Optimizer state that is split, quantized or in host memory: checkpoints, and access to all tensors of a parameter.
 
-fp32 copies go into a checkpoint, what comes out of one is converted on arrival, and a method of Megatron's that reads
-or writes values in place runs inside `materialized()`. So checkpoints are the same with and without the features.
-Every feature that stores optimizer state in a form of its own lists these patches; applied twice they do the same.
+Checkpoints hold fp32 copies, so they are the same with and without the features. Every feature with such state lists
+`PATCHES`; applied twice they do the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from mindspeed_lite.engine import Around, Context, Session
+import torch
+
+from mindspeed_lite.engine import Around, Context, Override, Session
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
+
+from .wrappers import Make, after, within
 
 
 def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None:
-    """The inner optimizer of one of Megatron's, if it has numbers in other forms, or elsewhere."""
+    """The inner optimizer, if its state is split, quantized or in host memory."""
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, (FusedAdam, FusedAdamW)):
         return None
@@ -24,56 +28,49 @@ def optimizer_with_custom_state(optimizer: Any) -> FusedAdam | FusedAdamW | None
     return inner if elsewhere or inner.split_params is not None or inner.quantized_moments is not None else None
 
 
-def main_params_are_used(context: Context) -> list[str]:
-    """Flags with which Megatron reads or writes main parameters in more places than the patches here reach."""
-    return [
-        what
-        for name, what in (
-            ("fp8_param_gather", "--fp8-param-gather keeps weights in fp8"),
-            ("fp4_param_gather", "--fp4-param-gather keeps weights in fp4"),
-            ("reuse_grad_buf_for_mxfp8_param_ag", "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself"),
-            ("qk_clip", "--qk-clip changes main parameters inside attention"),
-            ("log_params_norm", "--log-params-norm reads the fp32 main parameters"),
-            ("rl_offload_optimizer_during_inference", "--rl-offload-optimizer-during-inference moves main parameters"),
-        )
-        if context.arg(name, None)
-    ]
+def main_param_reasons(context: Context) -> list[str]:
+    """Flags with which Megatron uses main parameters in places that the patches here do not reach."""
+    used = {
+        "fp8_param_gather": "--fp8-param-gather keeps weights in fp8",
+        "fp4_param_gather": "--fp4-param-gather keeps weights in fp4",
+        "reuse_grad_buf_for_mxfp8_param_ag": "--reuse-grad-buf-for-mxfp8-param-ag copies main parameters itself",
+        "qk_clip": "--qk-clip changes main parameters inside attention",
+        "log_params_norm": "--log-params-norm reads the fp32 main parameters",
+        "rl_offload_optimizer_during_inference": "--rl-offload-optimizer-during-inference moves main parameters",
+    }
+    return [what for name, what in used.items() if context.arg(name, None)]
 
 
-def with_materialized_state(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """Runs Megatron's method with fp32 state on the device."""
+def _materialized(session: Session, optimizer: Any) -> contextlib.AbstractContextManager[Any]:
+    inner = optimizer_with_custom_state(optimizer)
+    return contextlib.nullcontext() if inner is None else inner.materialized()
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        inner = optimizer_with_custom_state(self)
-        if inner is None:
-            return wrapped(self, *args, **kwargs)
-        with inner.materialized():
-            return wrapped(self, *args, **kwargs)
 
-    return method
+#: Runs a method of Megatron's optimizers with fp32 state on the device.
+with_materialized_state = within(_materialized)
 
 
 def copy_main(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """The copy into the model's weights, of parameters that are plain, where the step has not written them."""
-    materialized = with_materialized_state(wrapped, session)
+    """The copy into the model's weights, unless the step has written them."""
 
     def _copy_main_params_to_model_params(self: Any) -> Any:
         inner = optimizer_with_custom_state(self)
         if inner is not None and inner.step_data.casts_done:
             return None
-        return materialized(self)
+        with _materialized(session, self):
+            return wrapped(self)
 
     return _copy_main_params_to_model_params
 
 
 def _state_dict(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-    """What is saved holds its tensors on, beyond this call: so copies go into it."""
+    """Put fp32 copies into what is saved, which outlives the call."""
 
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> Any:
         found, inner = wrapped(self, *args, **kwargs), optimizer_with_custom_state(self)
         if inner is None:
             return found
-        # torch numbers the parameters in the order of the groups.
+        # torch's state dict numbers parameters in the order of the groups.
         mains = [main for group in inner.param_groups for main in group["params"]]
         plain = {main: inner.fp32_copy(main) for main in mains}
         groups = getattr(self, "fp32_from_float16_groups", None)
@@ -111,34 +108,27 @@ def _set(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     return _set_main_param_and_optimizer_states
 
 
-def patch_optimizer_init(
-    feature: str, use: Callable[[Any, FusedAdam | FusedAdamW, Session], None]
-) -> Callable[..., Any]:
-    """For a wrap of an optimizer's `__init__`: what `use(optimizer, inner, session)` does where there is a fused step.
+def patch_optimizer_init(feature: str, use: Callable[[Any, FusedAdam | FusedAdamW, Session], None]) -> Make:
+    """Wrap an optimizer's `__init__`: call `use(optimizer, inner, session)` if the inner one has the fused step.
 
-    An inner optimizer without it is left alone; the reason is logged. When the features end, the inner one's state is
-    restored to fp32 on the device: what is trained on then is an ordinary optimizer.
+    When the features end, its state becomes fp32 on the device again.
     """
 
-    def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            wrapped(self, *args, **kwargs)
-            inner = self.optimizer
-            if inner is None or getattr(self, "is_stub_optimizer", False):
-                return
-            if not isinstance(inner, (FusedAdam, FusedAdamW)):
-                session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
-                return
-            use(self, inner, session)
-            end_with(session, inner)
+    def adopt(session: Session, optimizer: Any) -> None:
+        inner = optimizer.optimizer
+        if inner is None or getattr(optimizer, "is_stub_optimizer", False):
+            return
+        if not isinstance(inner, (FusedAdam, FusedAdamW)):
+            session.fallback(feature, f"the optimizer is {type(inner).__qualname__}, without the fused step")
+            return
+        use(optimizer, inner, session)
+        end_with(session, inner)
 
-        return __init__
-
-    return around
+    return after(adopt)
 
 
 def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
-    """Make its numbers plain when the features end."""
+    """Restore its state to fp32 on the device when the features end."""
     owner = weakref.ref(optimizer)
 
     def end() -> None:
@@ -147,6 +137,70 @@ def end_with(session: Session, optimizer: FusedAdam | FusedAdamW) -> None:
             found.restore()
 
     session.on_end(end)
+
+
+# Model parameter -> (inner optimizer, tensor that it updates).
+MainParams = Mapping[torch.Tensor, tuple[Any, torch.Tensor]]
+# Attribute that tells Megatron's optimizers apart -> (model parameters, main parameters).
+_GROUPS = (
+    ("fp32_from_float16_groups", (("float16_groups", "fp32_from_float16_groups"), ("fp32_from_fp32_groups",) * 2)),
+    (
+        "shard_fp32_from_float16_groups",
+        (("model_float16_groups", "shard_fp32_from_float16_groups"), ("model_fp32_groups", "shard_fp32_groups")),
+    ),
+)
+
+
+def leaves(optimizer: Any) -> list[Any]:
+    """The optimizers with parameters in a (nested) chain."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is not None:
+        return [leaf for each in chained for leaf in leaves(each)]
+    return [] if optimizer.optimizer is None or getattr(optimizer, "is_stub_optimizer", False) else [optimizer]
+
+
+def main_params(optimizers: Sequence[Any]) -> dict[torch.Tensor, tuple[Any, torch.Tensor]]:
+    """What each parameter's optimizer updates: an fp32 copy, a shard, or the parameter."""
+    found = {}
+    for each in optimizers:
+        tables = next((tables for name, tables in _GROUPS if hasattr(each, name)), None)
+        if tables is None:
+            pairs = [(main, main) for group in each.optimizer.param_groups for main in group["params"]]
+        else:
+            groups = [pair for names in tables for pair in zip(*(getattr(each, name) for name in names), strict=True)]
+            pairs = [pair for models, mains in groups for pair in zip(models, mains, strict=True)]
+        found.update({model: (each.optimizer, main) for model, main in pairs if main is not None})
+    return found
+
+
+@contextlib.contextmanager
+def training_state(parameters: Sequence[torch.Tensor], mains: MainParams) -> Iterator[list[torch.Tensor]]:
+    """Within it, all tensors of the parameters: themselves, main parameters and fp32 states; writes persist."""
+    held = [(each, *mains[each]) for each in parameters if each in mains]
+    with contextlib.ExitStack() as stack:
+        for inner in {id(inner): inner for _, inner, _ in held}.values():
+            if isinstance(inner, (FusedAdam, FusedAdamW)):
+                stack.enter_context(inner.materialized([main for _, its, main in held if its is inner]))
+        found = list(parameters)
+        for parameter, inner, main in held:
+            # Main parameters may be views of the parameter.
+            if main.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
+                found.append(main)
+            state = inner.state.get(main, {})
+            found += [
+                state[name]
+                for name in sorted(state)
+                if isinstance(state[name], torch.Tensor) and state[name].dim() and state[name].shape == main.shape
+            ]
+        yield found
+
+
+def finish_gathers(optimizers: Sequence[Any]) -> None:
+    """Wait for pending gathers of experts' parameters (--overlap-param-gather) without starting the next one."""
+    for model in {id(model): model for each in optimizers for model in getattr(each, "model_chunks", ())}.values():
+        for group in model.expert_parallel_bucket_groups:
+            if getattr(group, "param_gather_handle", None) is not None:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
 
 
 OPTIMIZERS = "megatron.core.optimizer"
@@ -161,8 +215,22 @@ PATCHES = (
     Around(f"{DISTRIBUTED}._set_main_param_and_optimizer_states", _set, reads=("model_param_group_index_map",)),
     Around(f"{DISTRIBUTED}.load_parameter_state_from_dp_zero_legacy", with_materialized_state),
 )
-# Of an optimizer whose parameters are the model's own.
+# For optimizers whose parameters are the model's own.
 FP32_PATCHES = (
     Around(f"{FP32}.state_dict", _state_dict),
     Around(f"{FP32}.load_state_dict", with_materialized_state),
 )
+# For features whose main parameters are placeholders outside the step.
+MAIN_PARAM_PATCHES = tuple(
+    patch
+    for optimizer in (FLOAT16, DISTRIBUTED)
+    for patch in (
+        Around(f"{optimizer}._copy_model_params_to_main_params", with_materialized_state),
+        Override(f"{optimizer}._copy_main_params_to_model_params", copy_main),
+    )
+)
+
+
+def init_patches(make: Make, reads: Mapping[str, Sequence[str]], optimizers: Sequence[str]) -> tuple[Around, ...]:
+    """Patches of the optimizers' `__init__`; reads: what `make` reads besides, by optimizer."""
+    return tuple(Around(f"{each}.__init__", make, reads=("optimizer", *reads.get(each, ()))) for each in optimizers)

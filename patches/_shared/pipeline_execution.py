@@ -1,34 +1,38 @@
-"""One training step or evaluation by a schedule that is data, with what Megatron's schedules do before and after.
-
-Megatron's parts are called: its passes, communicator, reductions and `finalize_model_grads`.
-"""
+"""Runs a training step or evaluation by a schedule that is data, with Megatron's parts."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mindspeed_lite.engine import Session, Settings
+from mindspeed_lite.engine import OptionError, Session, Settings
+from mindspeed_lite.memory.recompute_ahead import RecomputedUnits, Unit
+from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import Joining, RankProgram, compile_program
 from mindspeed_lite.pipeline.run import Trace, run
 from mindspeed_lite.pipeline.steps import Kind, Schedule
 
-from . import combined_passes, pipeline_orders, recomputed_units, schedule_functions
-from .combined_passes import CombinedPasses
-from .data_parallel_sync import DataParallelSync, SyncPlan, sync_plan
-from .delayed_wgrads import DelayedWgrads
-from .pipeline_orders import Asked
-from .pipeline_passes import MegatronPasses, MegatronTransport, OverlappedTransport, TrainingStep
+from . import pipeline_orders, schedule_functions
+from .pipeline_orders import ScheduleRequest
+from .pipeline_passes import (
+    CombinedPasses,
+    DelayedWgrads,
+    MegatronPasses,
+    MegatronTransport,
+    OverlappedTransport,
+    TrainingStep,
+)
 from .proxies import AttributeOverride
-from .schedule_functions import taken
+from .schedule_functions import filter_kwargs
 
 
 class PlannedStep:
-    """What a shape of training step runs on this rank."""
+    """Program and communication of this rank for one shape of training step."""
 
     def __init__(self, schedule: Schedule, program: RankProgram, sync: SyncPlan) -> None:
         self.schedule, self.program, self.sync = schedule, program, sync
@@ -37,23 +41,23 @@ class PlannedStep:
         kinds = [step.kind for step in program.steps]
         forwards = [step for step in program.steps if step.kind is Kind.FORWARD]
         ahead = next((place for place, kind in enumerate(kinds) if kind is not Kind.FORWARD), len(kinds))
-        # Megatron recomputes those of each window of so many forwards wholly that have this number or a later one.
+        # Megatron recomputes forwards fully from some index on, within windows of this length.
         self.place_in_window = {step: place % ahead for place, step in enumerate(forwards)}
 
 
 class ExecutorState:
-    """What a session keeps: programs by shape, delayed weight gradients by model chunk, and whether it is in force."""
+    """State of a session: programs by shape, delayed weight gradients by chunk, whether the feature is on."""
 
     def __init__(self, session: Session) -> None:
         self.planned: dict[Any, PlannedStep] = {}
         self.delayed: weakref.WeakKeyDictionary[Any, DelayedWgrads] = weakref.WeakKeyDictionary()
         self.is_on = True
-        self._asked: tuple[Settings, Asked] | None = None
+        self._request: tuple[Settings, ScheduleRequest] | None = None
         session.on_end(self.end)
 
     @functools.cached_property
     def modules(self) -> tuple[Any, Any, Any]:
-        """What a step calls; to import it takes a step longer than to run some."""
+        """Modules that a step calls; importing them at each step is slow."""
         import torch
         from megatron.core import parallel_state
         from megatron.core.pipeline_parallel import schedules
@@ -63,12 +67,12 @@ class ExecutorState:
     def end(self) -> None:
         self.is_on = False
 
-    def asked(self, session: Session) -> Asked:
-        """What the session's flags ask for; another set of features has other settings."""
+    def request(self, session: Session) -> ScheduleRequest:
+        """The request of the session's current settings."""
         settings = session.settings
-        if self._asked is None or self._asked[0] is not settings:
-            self._asked = settings, Asked.of(pipeline_orders.in_force(session))
-        return self._asked[1]
+        if self._request is None or self._request[0] is not settings:
+            self._request = settings, ScheduleRequest.of(pipeline_orders.active_settings(session))
+        return self._request[1]
 
     def delayed_of(self, model: Any) -> DelayedWgrads:
         if model not in self.delayed:
@@ -83,7 +87,7 @@ def listed(given: Any) -> list[Any]:
 def execute(
     session: Session,
     state: ExecutorState,
-    asked: Asked,
+    request: ScheduleRequest,
     config: Any,
     *,
     forward_step_func: Callable[..., Any],
@@ -112,20 +116,20 @@ def execute(
         p2p_communicator = schedule_functions.communicator(schedules, pp, config)
     ranks, rank = p2p_communicator.pp_group.size(), p2p_communicator.pp_group.rank()
     group = config.microbatch_group_size_per_vp_stage if len(models) > 1 else 0
-    delays = asked.delays and not forward_only
-    # A call that waits for its message's receiver would hold up the weight gradients that are to run meanwhile.
+    delays = request.delays and not forward_only
+    # A blocking send would hold up the weight gradients that run meanwhile.
     is_async = config.overlap_p2p_comm or (delays and not config.use_ring_exchange_p2p)
     shape = (ranks, num_microbatches, len(models), group)
-    is_combined = not forward_only and combined_passes.is_asked_for(config)
-    planned = _planned(asked, state, shape, rank, forward_only, config, is_async, is_combined)
+    is_combined = not forward_only and bool(getattr(config, "overlap_moe_expert_parallel_comm", False))
+    planned = _planned(request, state, shape, rank, forward_only, config, is_async, is_combined)
     last_rank = planned.last_rank
     finalizes = config.finalize_model_grads_func is not None and not forward_only
     if finalizes:
         clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
-        embedding = clear(config, model, **taken(clear, is_last_stage=rank == last_rank))
+        embedding = clear(config, model, **filter_kwargs(clear, is_last_stage=rank == last_rank))
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    # Only the loss of each token divides by it; a rank that gets the losses gets it too.
+    # A per-token loss needs the count, and it travels with the losses.
     counts = config.calculate_per_token_loss or last_rank != ranks - 1
     this = TrainingStep(
         forward_step_func,
@@ -145,8 +149,8 @@ def execute(
     is_synced = not forward_only and DataParallelSync.is_asked_for(config)
     sync = DataParallelSync(config, models, planned.sync, is_first_stage=rank == 0) if is_synced else None
     delayed = [state.delayed_of(each) for each in models] if delays else []
-    is_recomputed = asked.recomputes and not forward_only
-    recomputed = recomputed_units.for_step(session, config, planned.recomputed) if is_recomputed else None
+    is_recomputed = request.recomputes and not forward_only
+    recomputed = _units_of_step(session, config, planned.recomputed) if is_recomputed else None
     made = CombinedPasses if is_combined else MegatronPasses
     passes = made(schedules, this, planned.schedule, rank, planned.sync, delayed, recomputed)
     tensor_shapes = schedules.get_tensor_shapes(
@@ -155,7 +159,7 @@ def execute(
         # With several chunks Megatron goes by the other length alone.
         decoder_seq_length=decoder_seq_length if len(models) == 1 else None,
         config=config,
-        **schedule_functions.of_tensor_shapes(schedules, tp, cp, rank),
+        **schedule_functions.tensor_shape_kwargs(schedules, tp, cp, rank),
     )
     communicator = p2p_communicator
     if is_async and config.batch_p2p_comm:
@@ -163,7 +167,7 @@ def execute(
         single = AttributeOverride(config, batch_p2p_comm=False)
         communicator = schedule_functions.communicator(schedules, p2p_communicator.pp_group, single)
     transport = (OverlappedTransport if is_async else MegatronTransport)(communicator, tensor_shapes[0])
-    trace = None if forward_only or asked.trace is None else _trace(asked.trace, rank)
+    trace = None if forward_only or request.trace is None else _trace(request.trace, rank)
     before, after = ({}, {}) if sync is None else sync.hooks()
     if sync is not None:
         sync.begin()
@@ -175,11 +179,11 @@ def execute(
     if last_rank != ranks - 1:
         _hand_on(this, p2p_communicator.pp_group, last_rank)
     if finalizes:
-        finish(config, embedding, **taken(finish, is_last_stage=rank == last_rank, tp_group=tp))
+        finish(config, embedding, **filter_kwargs(finish, is_last_stage=rank == last_rank, tp_group=tp))
         config.finalize_model_grads_func(
             models,
             this.num_tokens if config.calculate_per_token_loss else None,
-            **schedule_functions.of_finalization(schedules, groups, force_all_reduce),
+            **schedule_functions.finalize_kwargs(schedules, groups, force_all_reduce),
         )
     if config.timers is not None:
         config.timers("forward-backward").stop()
@@ -187,13 +191,13 @@ def execute(
 
 
 def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
-    """Give the losses to the last rank of the pipeline, which Megatron asks for them, and the count of tokens."""
+    """Send losses and token count to the last rank of the pipeline, which Megatron reads them from."""
     import torch.distributed as dist
 
     source, target = dist.get_global_rank(group, source), dist.get_global_rank(group, group.size() - 1)
     given: list[Any] = [this.losses, this.num_tokens]
     if dist.get_rank() == source:
-        # A tensor arrives on the device that it was on, which is not the receiver's.
+        # Tensors arrive on the device they were sent from.
         dist.send_object_list(_on("cpu", given), target, group=group)
     elif dist.get_rank() == target:
         dist.recv_object_list(given, source, group=group)
@@ -201,7 +205,7 @@ def _hand_on(this: TrainingStep, group: Any, source: int) -> None:
 
 
 def _on(device: Any, given: list[Any]) -> list[Any]:
-    """The same with every tensor on a device."""
+    """Move every tensor."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -210,7 +214,7 @@ def _on(device: Any, given: list[Any]) -> list[Any]:
 
 
 def _planned(
-    asked: Asked,
+    request: ScheduleRequest,
     state: ExecutorState,
     shape: tuple[int, int, int, int],
     rank: int,
@@ -223,12 +227,12 @@ def _planned(
     exchanges_lengths = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
     joining: Joining = "none" if exchanges_lengths else "one way" if is_async else "all"
     lookahead = int(is_async)
-    # Flags of other features may be turned on between two steps.
-    key = (shape, rank, forward_only, joining, lookahead, is_combined, asked.flags)
+    # Features may be turned on between two steps.
+    key = (shape, rank, forward_only, joining, lookahead, is_combined, request.flags)
     found = state.planned.get(key)
     if found is None:
-        schedule = pipeline_orders.schedule_of(asked.settings, PipelineShape(*shape), forward_only)
-        # A receive that is begun a step early runs beside that step.
+        schedule = pipeline_orders.schedule_of(request.settings, PipelineShape(*shape), forward_only)
+        # With lookahead a receive starts one step early.
         program = compile_program(schedule, rank, lookahead, joining, is_combined)
         plan = sync_plan(program.steps, schedule.num_chunks, rank)
         found = state.planned[key] = PlannedStep(schedule, program, plan)
@@ -240,3 +244,43 @@ def _trace(folder: str, rank: int) -> Trace:
 
     Path(folder).mkdir(parents=True, exist_ok=True)
     return Trace(rank, Path(folder) / f"rank{torch.distributed.get_rank()}.jsonl")
+
+
+def recomputed_units(session: Session) -> RecomputedUnits:
+    """The session's recorder of checkpoints."""
+    stores_others = bool(session.settings.get(pipeline_orders.IN_BUBBLE))
+    found: RecomputedUnits | None = session.find(pipeline_orders.RECORDED)
+    return found or session.state(pipeline_orders.RECORDED, lambda: RecomputedUnits(_snapshot, stores_others))
+
+
+def _units_of_step(session: Session, config: Any, units: frozenset[Unit]) -> RecomputedUnits:
+    """The recorder of `units` in a training step. Raises OptionError if the model has no full recomputation."""
+    if config.recompute_granularity != "full":
+        raise OptionError(
+            "recompute_in_bubble: the model's configuration has no full recomputation, which steps could run: set "
+            "recompute_granularity to 'full', recompute_method to 'uniform' and recompute_num_layers to 1"
+        )
+    found = recomputed_units(session)
+    found.begin(units)
+    return found
+
+
+def _snapshot() -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Take Megatron's random states; returns the context of a second run."""
+    from megatron.core.tensor_parallel import random
+
+    states = random._get_all_rng_states()
+    # Before 0.16 there are no such functions.
+    begin, end = (getattr(random, f"_{name}_checkpointing", lambda: None) for name in ("set", "unset"))
+
+    @contextlib.contextmanager
+    def restored() -> Iterator[None]:
+        begin()
+        try:
+            with random._fork_rng():
+                random._set_all_rng_states(*states)
+                yield
+        finally:
+            end()
+
+    return restored

@@ -1,7 +1,4 @@
-"""Which pipeline schedule the flags ask for, and what it demands of the model's layout.
-
-`--pipeline-schedule` names an order; `--schedules-method dualpipev` is MindSpeed's flag for one of them.
-"""
+"""Which pipeline schedule the flags ask for, and what it needs of the model's layout."""
 
 from __future__ import annotations
 
@@ -17,54 +14,53 @@ SCHEDULE = "pipeline_schedule"
 METHOD = "schedules_method"
 AUTOMATIC = "zb-auto"
 IN_BUBBLE, IN_ADVANCE = "recompute_in_bubble", "recompute_in_advance"
-# What the features keep in a session while they apply, by which the executor knows that they do.
+# Keys of session state that exist while these features are active.
 PLACED, RECORDED = "stages in a V", "recomputed units"
 # Megatron's own order, with or without virtual stages.
 _MEGATRONS = "megatron's"
-# DualPipeV whose backwards are whole.
+# DualPipeV without separate weight gradients.
 WHOLE = "dualpipev-whole"
 # Megatron's own orders, and those of ours that run on its placement of layers.
 NAMES = ("1f1b", "interleaved", "zb-h1", AUTOMATIC)
 _ONE_CHUNK = ("1f1b", "zb-h1")
-# Flags from which Megatron derives how many model chunks a rank has.
+# Arguments from which Megatron derives the number of model chunks.
 _DERIVED_FROM = ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout")
 
 
 def parse_name(text: str) -> str:
-    """The flag's value: a name, or a function of the user's. Raises ValueError with what it takes."""
+    """Parse the flag's value: a name, or a function of the user's."""
     if text not in NAMES and ":" not in text:
         raise ValueError(f"one of {', '.join(NAMES)}, or an order of your own as FILE.py:function")
     return text
 
 
 def name_of(settings: Mapping[str, Any]) -> str | None:
-    """The order that is asked for."""
+    """The requested order."""
     if settings.get(METHOD) and settings.get("dualpipev_dw_detach"):
         return "dualpipev-dw-detach"
     if settings.get(METHOD):
-        # What puts weight gradients aside is the product that accumulates them.
+        # Only fused accumulation can delay weight gradients.
         is_fused = settings.get("use_gradient_accumulation_fusion") or settings.get("mindspeed_lite_auto")
         return "dualpipev" if is_fused else WHOLE
     return settings.get(SCHEDULE) or (_MEGATRONS if recomputes_in_steps(settings) else None)
 
 
-def in_force(session: Session) -> Settings:
-    """The settings without the flags of features that were skipped: those stay set in a session's."""
+def active_settings(session: Session) -> Settings:
+    """The session's settings without the flags of features that were skipped."""
     settings = session.settings
-    without: dict[str, None] = {}
+    skipped: dict[str, None] = {}
     if settings.get(METHOD) and session.find(PLACED) is None:
-        without[METHOD] = None
+        skipped[METHOD] = None
     if recomputes_in_steps(settings) and session.find(RECORDED) is None:
-        without.update({IN_BUBBLE: None, IN_ADVANCE: None})
-    return Settings({**settings, **without}) if without else settings
+        skipped |= {IN_BUBBLE: None, IN_ADVANCE: None}
+    return Settings({**settings, **skipped}) if skipped else settings
 
 
-class Asked(NamedTuple):
-    """What the flags of a session ask of a training step.
+class ScheduleRequest(NamedTuple):
+    """What the active flags ask of a training step.
 
-    settings: without the flags of features that were skipped. name: of the order. delays: whether it may have weight
-    gradients as steps of their own. recomputes: whether recomputation is steps of their own.
-    trace: the folder for records. flags: what the order follows from.
+    delays: whether weight gradients may be steps. recomputes: whether recomputations are steps.
+    trace: folder for records. flags: the values that decide the order.
     """
 
     settings: Settings
@@ -75,7 +71,7 @@ class Asked(NamedTuple):
     flags: tuple[Any, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Asked:
+    def of(cls, settings: Settings) -> ScheduleRequest:
         return cls(
             settings,
             name_of(settings),
@@ -87,7 +83,7 @@ class Asked(NamedTuple):
 
     @property
     def is_v(self) -> bool:
-        """Whether the model is placed in a V."""
+        """Whether stages are placed in a V."""
         return bool(self.settings.get(METHOD))
 
 
@@ -102,7 +98,7 @@ def delays_weight_gradients(settings: Mapping[str, Any]) -> bool:
 
 
 def chunks_of(context: Context) -> int | None:
-    """How many model chunks a rank has; None while Megatron has not derived it from other arguments."""
+    """Model chunks per rank; None while Megatron has not derived it."""
     derived = context.arg("virtual_pipeline_model_parallel_size", None)
     given = context.arg("num_virtual_stages_per_pipeline_rank", None)
     if derived or given:
@@ -112,7 +108,7 @@ def chunks_of(context: Context) -> int | None:
 
 
 def check_layout(context: Context) -> None:
-    """Raise OptionError where the order has another number of model chunks than the arguments say."""
+    """Raise OptionError if order and arguments differ in the number of model chunks."""
     name, chunks = name_of(context.settings), chunks_of(context)
     if name in _ONE_CHUNK and chunks is not None and chunks > 1:
         raise OptionError(
@@ -127,20 +123,21 @@ def check_layout(context: Context) -> None:
 
 
 def schedule_of(settings: Mapping[str, Any], shape: PipelineShape, forward_only: bool) -> Schedule:
-    """Return the schedule of a step. Raises ValueError (one line) if there is none for this shape."""
+    """The schedule of a step. Raises ValueError if there is none for this shape."""
     if forward_only:
         return orders.build("forward-only-v" if settings.get(METHOD) else "forward-only", shape)
-    found, alike = _base(settings, shape), costs.uniform(shape.ranks * shape.chunks)
-    # An order of the user's may say itself what is recomputed.
+    found = _base(settings, shape)
+    # An order of the user's may have recomputations itself.
     if found.recomputed:
         return found
     if settings.get(IN_BUBBLE):
-        return recompute_plan.in_bubble(found, settings.get("pipeline_schedule_max_live"), alike)
+        uniform = costs.uniform(shape.ranks * shape.chunks)
+        return recompute_plan.in_bubble(found, settings.get("pipeline_schedule_max_live"), uniform)
     return recompute_plan.in_advance(found) if settings.get(IN_ADVANCE) else found
 
 
 def _base(settings: Mapping[str, Any], shape: PipelineShape) -> Schedule:
-    """The order that is named."""
+    """The named order."""
     name = name_of(settings)
     assert name is not None
     if name == _MEGATRONS:

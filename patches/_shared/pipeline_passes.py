@@ -1,32 +1,68 @@
-"""The passes and messages of Megatron, as the executor of `mindspeed_lite.pipeline.run` calls them.
+"""The computations and messages of a training step, by Megatron's functions, for `mindspeed_lite.pipeline.run`.
 
-Megatron's own `forward_step`, `backward_step`, `deallocate_output_tensor` and `P2PCommunicator` do the work. Nothing of
-them is repeated here.
+`MegatronPasses` calls `forward_step` and `backward_step`. `CombinedPasses` runs the plans of
+`--overlap-moe-expert-parallel-comm`, in which the layers of one micro-batch's forward and another's backward alternate.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from mindspeed_lite.memory.recompute_ahead import RecomputedUnits
+from mindspeed_lite.pipeline.data_parallel_sync import SyncPlan
 from mindspeed_lite.pipeline.steps import Schedule
+from mindspeed_lite.pipeline.wgrad import WgradBatches
 
-from .data_parallel_sync import SyncPlan
-from .delayed_wgrads import DelayedWgrads
-from .schedule_functions import in_stage, parameters, taken
+from .schedule_functions import filter_kwargs, in_stage, parameters
+
+# Attribute of a linear layer that delays its weight gradient.
+QUEUE = "wgrad_queue"
+
+
+class DelayedWgrads:
+    """The delayed weight gradients of one model chunk, a batch per backward pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._layers = [each for each in model.modules() if getattr(each, QUEUE, None) is not None]
+        self._batches = WgradBatches([getattr(each, QUEUE) for each in self._layers])
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Within it `backward_dw`, which Megatron's plans call, computes nothing."""
+        self._keep(True)
+        try:
+            yield
+        finally:
+            self._keep(False)
+
+    def _keep(self, is_kept: bool) -> None:
+        for layer in self._layers:
+            getattr(layer, QUEUE).is_kept = is_kept
+
+    def seal(self, is_last: bool) -> None:
+        """End a backward pass; only the last one keeps autograd's placeholder, which gradient reduction needs."""
+        self._batches.seal()
+        if not is_last:
+            for layer in self._layers:
+                layer.weight.grad = None
+
+    def run(self, is_last: bool) -> None:
+        """Compute the gradients of the oldest backward pass; the last one notifies gradient reduction."""
+        self._batches.run(announce=is_last)
 
 
 @dataclass
 class TrainingStep:
-    """What Megatron's loop hands to every forward pass of a training step, and what these return.
+    """Arguments and results of the forward passes of a training step.
 
-    models, iterators: those of each model chunk.
-    checkpointed: by (chunk, micro-batch), whether all layers are recomputed, where Megatron recomputes some partially.
+    models, iterators: one per model chunk.
+    checkpointed: by (chunk, micro-batch), whether all layers are recomputed rather than some.
     """
 
     forward_step_func: Callable[..., Any]
@@ -44,10 +80,10 @@ class TrainingStep:
 
 
 class MegatronPasses:
-    """The computations of a rank, by Megatron's functions; what does not change between micro-batches is bound once.
+    """Passes by Megatron's functions; what all micro-batches share is bound once.
 
-    delayed: the weight gradients of each chunk, in orders that have steps for them.
-    recomputed: in orders that have steps for recomputation, what forwards leave to them.
+    delayed: weight gradients of each chunk, if they are steps of the order.
+    recomputed: recorder of checkpoints, if recomputations are steps of the order.
     """
 
     def __init__(
@@ -68,7 +104,7 @@ class MegatronPasses:
         self._vp_stages = [None] if schedule.num_chunks == 1 else list(range(schedule.num_chunks))
         last = schedule.num_stages - 1
         self._is_last = [stage == last for stage in schedule.placement[rank]]
-        # Up to 0.16 it takes a type of model too, which it does not read for one tensor.
+        # Up to 0.16 backward_step has an unused argument for the type of model.
         has_type = "model_type" in parameters(schedules.backward_step)
         self._more = (schedules.get_model_type(this.models[0]), this.config) if has_type else (this.config,)
 
@@ -77,9 +113,9 @@ class MegatronPasses:
         function, iterator, model = this.forward_step_func, this.iterators[chunk], this.models[chunk]
         count, losses, config, collects = this.num_microbatches, this.losses, this.config, this.collect_non_loss_data
         stage = {"vp_stage": self._vp_stages[chunk], "is_last_stage": self._is_last[chunk]}
-        more = taken(self._schedules.forward_step, cp_group_size=this.cp_size, **stage)
+        more = filter_kwargs(self._schedules.forward_step, cp_group_size=this.cp_size, **stage)
         fully = this.checkpointed
-        # What the loss is divided by at the end of the step; else nothing reads it.
+        # Only a per-token loss reads the count.
         num_tokens = this.num_tokens if config.calculate_per_token_loss else None
         is_first = self._schedules.check_first_val_step
         first, later = (is_first(this.first_val_step, this.forward_only, each) for each in (True, False))
@@ -154,8 +190,80 @@ class MegatronPasses:
         self._schedules.deallocate_output_tensor(output, True)
 
 
+class CombinedPasses(MegatronPasses):
+    """Passes by Megatron's `combined_forward_backward_step`, in pairs or alone.
+
+    Each layer part has its own graph, so the backward of a planned forward must be planned too.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        from megatron.core.pipeline_parallel import combined_1f1b
+
+        super().__init__(*args)
+        self._step = combined_1f1b.combined_forward_backward_step
+        has_priority = hasattr(self._this.config, "high_priority_a2a_comm_stream")
+        priority = {"high_priority": self._this.config.high_priority_a2a_comm_stream} if has_priority else {}
+        combined_1f1b.set_streams(**priority)
+
+    def forward(self, chunk: int) -> Callable[[int, Any], Any]:
+        run = self._run(chunk, None)
+        return lambda microbatch, received: run(microbatch, received, None, None, None, None)[0]
+
+    def backward(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        run = self._run(None, chunk)
+        return lambda *of_backward: run(None, None, *of_backward)[1]
+
+    def input_grad(self, chunk: int) -> Callable[[int, Any, Any, Any], Any]:
+        run, delayed, last = self._run(None, chunk), self._delayed[chunk], self._last_backward[chunk]
+
+        def input_grad(microbatch: int, received: Any, output: Any, gradient: Any) -> Any:
+            with delayed.kept():
+                _, found = run(None, None, microbatch, received, output, gradient)
+            delayed.seal(microbatch == last)
+            return found
+
+        return input_grad
+
+    def pair(self, ahead: int, back: int) -> Callable[[int, Any, int, Any, Any, Any], tuple[Any, Any]]:
+        """The forward of one chunk and the backward of another or the same, for two micro-batches."""
+        return self._run(ahead, back)
+
+    def _run(self, ahead: int | None, back: int | None) -> Callable[..., tuple[Any, Any]]:
+        this, step = self._this, self._step
+        config, losses, total = this.config, this.losses, this.num_tokens
+        iterator, model = (None, None) if ahead is None else (this.iterators[ahead], this.models[ahead])
+        other = None if back is None else this.models[back]
+        is_first = self._schedules.check_first_val_step
+
+        def run(
+            microbatch: int | None, received: Any, _: int | None, other_received: Any, output: Any, gradient: Any
+        ) -> tuple[Any, Any]:
+            made, tokens, found = step(
+                this.forward_step_func,
+                iterator,
+                model,
+                this.num_microbatches,
+                received,
+                losses,
+                other,
+                other_received,
+                output,
+                gradient,
+                config,
+                f_model_chunk_id=ahead,
+                collect_non_loss_data=this.collect_non_loss_data,
+                is_first_microbatch=is_first(this.first_val_step, this.forward_only, microbatch == 0),
+                current_microbatch=microbatch,
+            )
+            if ahead is not None and config.calculate_per_token_loss:
+                total.add_(tokens)
+            return made, found
+
+        return run
+
+
 class MegatronTransport:
-    """Messages by Megatron's communicator; `shape`: that of every tensor. A call returns when all of it is done."""
+    """Blocking messages by Megatron's communicator; `shape`: of every tensor."""
 
     is_async = False
 
@@ -166,7 +274,7 @@ class MegatronTransport:
 
 
 class OverlappedTransport:
-    """The same, but a call returns when it has begun. It moves tensors one way."""
+    """Asynchronous messages; each call moves tensors one way."""
 
     is_async = True
 
@@ -174,7 +282,7 @@ class OverlappedTransport:
         self._communicator, self._shape = communicator, shape
 
     def exchange(self, to_next: Any, to_prev: Any, from_prev: bool, from_next: bool) -> tuple[Any, ...]:
-        """Begin to send and receive."""
+        """Start to send and receive; returns tensors and what waits for them."""
         if to_next is not None or from_prev:
             tensor, handles = self._communicator.send_forward_recv_forward(
                 to_next, recv_prev=from_prev, tensor_shape=self._shape, overlap_p2p_comm=True

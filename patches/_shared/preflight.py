@@ -1,4 +1,4 @@
-"""Checks arguments for what Megatron finds out deep inside a run, where its answer is a traceback of every rank."""
+"""Checks arguments that Megatron would refuse deep inside a run, with a traceback on every rank."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ _FILES = ("data_args_path", "per_split_data_args_path")
 
 
 def check(args: Mapping[str, Any]) -> None:
-    """Check Megatron's arguments before Megatron validates them.
-
-    Raises:
-        OptionError: training cannot work with them; the text names the flag, the reason and what to do.
-    """
+    """Raise OptionError if training cannot work with these arguments of Megatron."""
     problem = next(iter((*_processes(args), *_data(args))), None)
     if problem is not None:
         raise OptionError(problem)
 
 
 def _processes(args: Mapping[str, Any]) -> Iterator[str]:
-    """What `validate_args` asserts of the number of processes, in every supported release."""
+    """Assertions of `validate_args` about the number of processes."""
     sizes = {name: 1 if (size := args.get(f"{name}_parallel_size")) is None else size for name in _LAYOUT}
     wrong = [f"{_flag(name)}-parallel-size {size}: must be at least 1." for name, size in sizes.items() if size < 1]
     yield from wrong
@@ -43,7 +39,7 @@ def _processes(args: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _data(args: Mapping[str, Any]) -> Iterator[str]:
-    # Rank 0 reads data in every layout; others need not have the files.
+    # Only rank 0 is sure to read data.
     if args.get("mock_data") or os.environ.get("RANK", "0") != "0":
         return
     for name in _FILES:
@@ -76,6 +72,3 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-__all__ = ["check"]

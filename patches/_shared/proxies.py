@@ -1,15 +1,16 @@
-"""Proxies that take the place of a layer or one of its parts, so that Megatron's own code runs on them."""
+"""Proxies that make Megatron's own code run on parts of its modules."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 
 class FunctionModule(torch.nn.Module):
-    """A function where Megatron asks for a module; without parameters, so `Module.__init__` is skipped."""
+    """A function as a module without parameters, so `Module.__init__` is skipped."""
 
     function: Callable[..., Any]
 
@@ -28,7 +29,48 @@ class AttributeOverride:
         self.__dict__.update(others)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy is asked for attributes before it has one.
+        # copy.copy reads attributes before it sets any.
         if name == "_original":
             raise AttributeError(name)
         return getattr(self._original, name)
+
+
+# Attribute of an MLP whose activation is recomputed (--recompute-activation-function).
+RECOMPUTED = "activation_is_recomputed"
+
+
+def run_activation(forward: Callable[..., Any], mlp: Any, x: Any, *rest: Any, bias: Any = None, **kwargs: Any) -> Any:
+    """What `forward(mlp, x, *rest)` of Megatron's MLP computes between its two linear layers.
+
+    x: output of the first layer; bias: the first layer's second output.
+    """
+    between = AttributeOverride(
+        mlp,
+        linear_fc1=FunctionModule(lambda _: (x, bias)),
+        linear_fc2=FunctionModule(lambda y: (y, None)),
+        **{RECOMPUTED: False},
+    )
+    return forward(between, x, *rest, **kwargs)[0]
+
+
+class LinearCall:
+    """Input and output of one call of a linear layer; None until it has run."""
+
+    def __init__(self) -> None:
+        self.input: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+
+@contextlib.contextmanager
+def seen(layer: Any) -> Iterator[LinearCall]:
+    """Record the call of a linear layer that Megatron's code makes inside."""
+    call = LinearCall()
+
+    def keep(_: Any, given: Any, found: Any) -> None:
+        call.input, call.output = given[0], found[0]
+
+    handle = layer.register_forward_hook(keep)
+    try:
+        yield call
+    finally:
+        handle.remove()

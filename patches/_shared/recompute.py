@@ -1,8 +1,7 @@
-"""Chooses the transformer layers that release an output and recompute it, and says when that is no use.
+"""Chooses the transformer layers that release an output and recompute it.
 
-Layers are taken in the order in which their outputs are kept longest: with virtual pipeline stages the first layer of
-every chunk, then the second one, so that all chunks release as much. Layers that `--recompute-granularity full`
-computes again as a whole are passed over.
+Layers whose outputs are kept longest come first: with virtual pipeline stages the first layer of every chunk, then the
+second ones. Layers that `--recompute-granularity full` recomputes as a whole are skipped.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from mindspeed_lite.engine import Around, Context, Option, OptionError, Override, Session, Settings
 from mindspeed_lite.platform.megatron import CONFIG
 
-from .conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from .conditions import CUDA_GRAPH_ARGS, config_reasons, transformer_engine_reasons
 
 NOT_AUTO = "it trades speed for memory: enable it explicitly with its flag"
 CONFLICTING_ARGS = {
@@ -38,7 +37,7 @@ _READS = (
 
 
 class Switch:
-    """`flag`, which releases an output in all layers, and `flag`-num-layers, which does so in the first ones alone."""
+    """A feature's flag, and `flag`-num-layers, which limits it to the first layers of a rank."""
 
     def __init__(self, feature: str, help: str) -> None:
         self.feature = feature
@@ -56,31 +55,29 @@ class Switch:
         )
 
     def enabled(self, settings: Settings) -> bool:
-        """By either of the two: a number of layers says that they are to do it."""
+        """Either flag turns the feature on."""
         return bool(settings.get(self.feature)) or settings.get(self.number) is not None
 
     def why_not(self, context: Context) -> list[str]:
-        """The feature's condition. Raises OptionError for a number of layers that is none."""
+        """The feature's condition. Raises OptionError for an invalid number of layers."""
         number = context.settings.get(self.number)
         if number is not None and number < 1:
             raise OptionError(f"{self.flag}-num-layers {number}: want how many layers of a pipeline rank, at least 1")
-        reasons = []
-        if context.arg("transformer_impl", "local") == "transformer_engine":
-            reasons.append("--transformer-impl transformer_engine has its own --recompute-modules")
-        return reasons + why_whole(context)
+        reasons = transformer_engine_reasons(context, "has its own --recompute-modules")
+        return reasons + full_recompute_reasons(context)
 
     def in_chosen_layers(self, prepare: Callable[[Any, Session], None], reads: Sequence[str]) -> Around:
-        """The patch that calls `prepare(layer, session)`, which `reads`, for every chosen layer that is built."""
+        """Patch that calls `prepare(layer, session)` for every chosen layer."""
 
-        def prepare_chosen(layer: Any, session: Session, turn: int | None) -> None:
-            if is_among(turn, session.settings[self.number]) and can_release(self.feature, layer.config, session):
+        def prepare_chosen(layer: Any, session: Session, index: int | None) -> None:
+            if is_among(index, session.settings[self.number]) and can_release(self.feature, layer.config, session):
                 prepare(layer, session)
 
         return in_layers(prepare_chosen, reads)
 
 
-def why_whole(context: Context) -> list[str]:
-    """The reason of a feature that recomputes parts of layers, where all layers are recomputed as a whole."""
+def full_recompute_reasons(context: Context) -> list[str]:
+    """The reason of a feature for parts of layers, where all layers are recomputed as a whole."""
     is_full = context.arg("recompute_granularity", None) == "full"
     if is_full and context.arg("recompute_method", None) != "block":
         return ["--recompute-granularity full computes every layer again as a whole"]
@@ -88,7 +85,7 @@ def why_whole(context: Context) -> list[str]:
 
 
 def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequence[str]) -> Around:
-    """The patch that calls `prepare(layer, session, turn)`, which `reads`, for every layer that is built."""
+    """Patch that calls `prepare(layer, session, index)` for every layer."""
 
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         from megatron.core import parallel_state
@@ -100,10 +97,10 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
             given = signature.bind(layer, *args, **kwargs).arguments
             chunk = given.get("vp_stage")
             if "vp_stage" not in signature.parameters:
-                # Before 0.13 a layer is not told; Megatron keeps that of the chunk it builds.
+                # Before 0.13 the chunk that is built is global.
                 chunk = parallel_state.get_virtual_pipeline_model_parallel_rank()
-            # The number within the chunk, before Megatron adds those of earlier stages.
-            prepare(layer, session, turn_of(layer.config, given.get("layer_number", 1) - 1, chunk))
+            # `layer_number` counts within the chunk here.
+            prepare(layer, session, recompute_index(layer.config, given.get("layer_number", 1) - 1, chunk))
 
         return __init__
 
@@ -115,19 +112,15 @@ def in_layers(prepare: Callable[[Any, Session, int | None], None], reads: Sequen
 def can_release(
     feature: str, config: Any, session: Session, conflicting_args: Mapping[str, str] = CONFLICTING_ARGS
 ) -> bool:
-    """Whether a model's configuration allows it; says what does not, as the condition may have seen no script."""
-    reasons = conflict_reasons(conflicting_args, lambda name: getattr(config, name, None))
+    """Whether a model's configuration allows it; logs the reasons if not."""
+    reasons = config_reasons(conflicting_args, config)
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
 
 
 def is_checkpointed(feature: str, session: Session) -> bool:
-    """Whether torch.utils.checkpoint without reentrance is around; logs that a feature releases nothing there.
-
-    It computes what is inside again as a whole, in a graph that has no backward pass: what is released in it is never
-    filled.
-    """
+    """Whether a non-reentrant torch.utils.checkpoint is active, in which released tensors would never be refilled."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
     hooks = None if top is None else top(True)
     if hooks is None or hooks[0].__module__ != "torch.utils.checkpoint":
@@ -137,29 +130,25 @@ def is_checkpointed(feature: str, session: Session) -> bool:
 
 
 def checkpoint_without_output() -> Any:
-    """Megatron's checkpoint of a function whose output is released."""
+    """Megatron's `CheckpointWithoutOutput`, made to work without Transformer Engine."""
     from megatron.core import tensor_parallel
 
     kind = tensor_parallel.CheckpointWithoutOutput
-    # Anything but None, its default included, asks Transformer Engine about fp8; before 0.13 it does not.
+    # Anything but None, the default included, asks Transformer Engine about fp8.
     found = kind(fp8=None) if _takes_fp8(kind) else kind()
-    found.checkpoint = functools.partial(_where_needed, found, found.checkpoint)
+    found.checkpoint = functools.partial(_checkpoint_if_needed, found, found.checkpoint)
     return found
 
 
-def _where_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
-    """`own(function, *inputs)` of Megatron's checkpoint, whose output has a gradient if one of its inputs has.
-
-    Where none needs a gradient, weights of the function may, and nothing else would keep the inputs: nothing is
-    released.
-    """
+def _checkpoint_if_needed(checkpoint: Any, own: Callable[..., Any], function: Callable[..., Any], *inputs: Any) -> Any:
+    """Checkpoint if an input needs a gradient; otherwise the output would have none, although weights need one."""
     if torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in inputs):
         return own(function, *inputs)
     return _run_plainly(checkpoint, function, *inputs)
 
 
 def _run_plainly(checkpoint: Any, function: Callable[..., Any], *inputs: Any) -> Any:
-    """The function without a checkpoint; its output is not released."""
+    """Run the function without releasing its output."""
     checkpoint.discard_output_and_register_recompute = lambda hook_tensor: None
     return function(*inputs)
 
@@ -173,21 +162,25 @@ def _no_sign_of_fp8(wrapped: Callable[..., Any], session: Session) -> Callable[.
     return __init__
 
 
-def _checkpoint_where_needed(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+def _checkpoint_with_fallback(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
     def checkpoint(self: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         feature = "recompute_norm" if session.settings.get("recompute_norm") else "adaptive_memory"
         released = not is_checkpointed(feature, session)
         own = functools.partial(wrapped, self)
-        return _where_needed(self, own, run_function, *args) if released else _run_plainly(self, run_function, *args)
+        return (
+            _checkpoint_if_needed(self, own, run_function, *args)
+            if released
+            else _run_plainly(self, run_function, *args)
+        )
 
     return checkpoint
 
 
 _CHECKPOINT = "megatron.core.tensor_parallel.random:CheckpointWithoutOutput"
-#: What makes Megatron's own calls of its checkpoint serve.
+#: Corrections of Megatron's checkpoint.
 CHECKPOINT_PATCHES = (
     Override(f"{_CHECKPOINT}.__init__", _no_sign_of_fp8, absent_in="<0.13"),
-    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_where_needed, reads=("discard_output_and_register_recompute",)),
+    Override(f"{_CHECKPOINT}.checkpoint", _checkpoint_with_fallback, reads=("discard_output_and_register_recompute",)),
 )
 
 
@@ -196,11 +189,8 @@ def _takes_fp8(kind: Any) -> bool:
     return "fp8" in inspect.signature(kind).parameters
 
 
-def turn_of(config: Any, place: int, chunk: int | None) -> int | None:
-    """How many layers of this rank come before that at `place` of its virtual pipeline `chunk`.
-
-    None for one that is computed again as a whole.
-    """
+def recompute_index(config: Any, place: int, chunk: int | None) -> int | None:
+    """How many recomputed layers of this rank come before layer `place` of `chunk`; None for a skipped layer."""
     whole = config.recompute_granularity == "full"
     passed_over = config.recompute_num_layers or 0 if whole and config.recompute_method == "block" else 0
     if place < passed_over or (whole and config.recompute_method != "block"):
@@ -208,6 +198,6 @@ def turn_of(config: Any, place: int, chunk: int | None) -> int | None:
     return (place - passed_over) * (config.virtual_pipeline_model_parallel_size or 1) + (chunk or 0)
 
 
-def is_among(turn: int | None, number: int | None) -> bool:
-    """Whether a layer with this turn is among the first `number`; None is all."""
-    return turn is not None and (number is None or turn < number)
+def is_among(index: int | None, number: int | None) -> bool:
+    """Whether an index is among the first `number`; None is all."""
+    return index is not None and (number is None or index < number)

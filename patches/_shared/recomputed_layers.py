@@ -1,8 +1,7 @@
-"""Runs chosen parts of a transformer layer again in the backward pass or moves what they save, as a recorder looks on.
+"""Recomputes or offloads chosen parts of a transformer layer; the choice may change between steps.
 
-Both may be changed from one step to the next. Norms and the activation are released by the machinery of
-`--recompute-norm` and `--recompute-activation-function`; attention, MLP, experts, shared experts, and a whole layer run
-in Megatron's own `checkpoint`. What is moved goes the way of `--swap-attention`.
+Norms and activation use the code of `--recompute-norm` and `--recompute-activation-function`; attention, MLP, experts,
+shared experts and whole layers run in Megatron's `checkpoint`; offloading is that of `--swap-attention`.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.engine import Session
+from mindspeed_lite.memory.hooked_module import HookedModule
 from mindspeed_lite.memory.layer_records import (
     ACTIVATION,
     ATTENTION,
@@ -31,24 +31,24 @@ from mindspeed_lite.memory.layer_records import (
 from mindspeed_lite.memory.offload import Offload
 
 from .. import recompute_activation_function, recompute_norm
-from ..swap_attention import HookedModule
+from .proxies import RECOMPUTED
 
 _NORMS = {INPUT_NORM: "input_layernorm", MLP_NORM: "pre_mlp_layernorm"}
 _CHECKPOINTED = {ATTENTION: "self_attention", MLP: "mlp"}
 _OF_EXPERTS = {EXPERTS: "experts", SHARED: "shared_experts"}
-# With these, experts and shared experts run in pieces beside messages.
+# With these, experts and shared experts run in pieces.
 _IN_PIECES = ("moe_alltoall_mc2", "moe_alltoall_overlap_comm", "moe_allgather_overlap_comm")
-#: Module -> its layer here, and which part it is.
+#: Module -> (its layer, its part).
 _PARTS: weakref.WeakKeyDictionary[torch.nn.Module, tuple[RecomputedLayer, str]] = weakref.WeakKeyDictionary()
 
 
 class RecomputedLayer:
-    """A transformer layer, of which parts are to run again or to wait in host memory.
+    """A transformer layer whose parts may be recomputed or offloaded.
 
     Attributes:
-        can: the parts that may. again: those that do; the whole layer at first, which takes least memory.
-        can_swap: the parts whose activations may be moved. swapped: those whose are.
-        recorder: what looks on, or None.
+        can, again: parts that may be and that are recomputed; at first the whole layer, which takes least memory.
+        can_swap, swapped: parts whose activations may be and are offloaded.
+        recorder: observer of the parts, or None.
     """
 
     def __init__(self, number: int, layer: Any, session: Session, offload: Offload | None = None) -> None:
@@ -57,7 +57,6 @@ class RecomputedLayer:
         self.swapped: frozenset[str] = frozenset()
         self.recorder: LayerRecorder | None = None
         self._layer, self._session = weakref.ref(layer), session
-        # Which norms and activations can be recomputed is those features' own judgement.
         recompute_norm.prepare(layer, session)
         recompute_activation_function.prepare(layer, session)
         norms = {part for part, name in _NORMS.items() if getattr(layer, f"recompute_{name}")}
@@ -71,7 +70,7 @@ class RecomputedLayer:
         self.run_again(self.again)
 
     def _hook(self, layer: Any, offload: Offload) -> frozenset[str]:
-        """Let what the parts of the layer save go through `offload`; those that have any."""
+        """Offload what swapped parts save; returns the parts that can be."""
         modules = {part: getattr(layer, name) for part, name in {**_NORMS, **_CHECKPOINTED}.items()}
         hooked = {part: each for part, each in modules.items() if any(True for _ in each.parameters())}
 
@@ -87,16 +86,16 @@ class RecomputedLayer:
         return frozenset(hooked)
 
     def _activations(self, part: str) -> list[Any]:
-        """The modules that have such an activation."""
+        """Modules with such an activation."""
         layer = self._layer()
         if layer is None:
             return []
-        shared, name = getattr(layer.mlp, "shared_experts", None), recompute_activation_function.CHOSEN
+        shared, name = getattr(layer.mlp, "shared_experts", None), RECOMPUTED
         every = [each for each in layer.mlp.modules() if name in vars(each)]
         return [each for each in every if (each is shared) == (part == SHARED_ACTIVATION)]
 
     def run_again(self, parts: frozenset[str], swapped: frozenset[str] = frozenset()) -> None:
-        """From now on these parts run again, and what others save waits in host memory."""
+        """Recompute and offload these parts from now on."""
         layer = self._layer()
         if layer is None:
             return
@@ -106,10 +105,10 @@ class RecomputedLayer:
                 self._session.mark(layer, f"recompute_{name}", part in parts)
         for part in (ACTIVATION, SHARED_ACTIVATION):
             for module in self._activations(part):
-                self._session.mark(module, recompute_activation_function.CHOSEN, part in parts)
+                self._session.mark(module, RECOMPUTED, part in parts)
 
     def run(self, part: str, forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a part's own forward pass, now or again later too."""
+        """Run a part, in a checkpoint if it is recomputed."""
         if part not in self.again:
             return forward(*args, **kwargs)
         recorder = self.recorder if part == LAYER else None
@@ -120,7 +119,7 @@ class RecomputedLayer:
 
     @contextlib.contextmanager
     def recorded(self, recorder: LayerRecorder) -> Iterator[None]:
-        """Let a recorder see the parts of this layer."""
+        """Observe the parts of this layer."""
         layer = self._layer()
         acts = {part: self._activations(part) for part in (ACTIVATION, SHARED_ACTIVATION)}
         handles = [] if layer is None else [*_watched(layer, _modules(layer, self._session), acts, recorder)]
@@ -134,9 +133,9 @@ class RecomputedLayer:
 
 
 def _modules(layer: Any, session: Session) -> dict[str, Any]:
-    """The parts that may run again in a checkpoint."""
+    """Parts that may run in a checkpoint."""
     found = {part: getattr(layer, name) for part, name in _CHECKPOINTED.items()}
-    # A bias of experts is an output of theirs in some releases.
+    # Experts return a bias in some releases.
     if not (layer.config.add_bias_linear or any(session.settings.get(name) for name in _IN_PIECES)):
         found |= {part: getattr(layer.mlp, name, None) for part, name in _OF_EXPERTS.items()}
     return {part: each for part, each in found.items() if each is not None and any(True for _ in each.parameters())}
@@ -145,7 +144,7 @@ def _modules(layer: Any, session: Session) -> dict[str, Any]:
 def _watched(
     layer: Any, modules: Mapping[str, Any], acts: Mapping[str, Sequence[Any]], recorder: LayerRecorder
 ) -> Iterator[Callable[[], None]]:
-    """Let a recorder see what runs; what ends that."""
+    """Register a recorder's hooks; yields their undos."""
     for part, module in {**{part: getattr(layer, name) for part, name in _NORMS.items()}, **modules}.items():
         looks = part not in _CHECKPOINTED
         yield module.register_forward_pre_hook(
@@ -159,11 +158,11 @@ def _watched(
     for part, mlps in acts.items():
         for mlp in mlps:
             seen = (functools.partial(recorder.enter, part), functools.partial(recorder.leave, part))
-            yield recompute_activation_function.look_on(mlp, *seen)
+            yield recompute_activation_function.observe(mlp, *seen)
 
 
 def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the place of a module's forward; a copy of the module has no layer here and runs as it is."""
+    """Replaces a module's forward; copies of the module run unchanged."""
     forward = functools.partial(type(module).forward, module)
     layer, part = _PARTS.get(module, (None, ""))
     if layer is None or not torch.is_grad_enabled():
@@ -174,10 +173,7 @@ def _forward(module: Any, *args: Any, **kwargs: Any) -> Any:
 def _checkpointed(
     forward: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], around_again: Callable[..., Any] | None
 ) -> Any:
-    """Call `forward` and keep its inputs alone; what it returns besides its first output needs no gradient from here.
-
-    A bias that a module returns is a parameter, whose gradient is its own.
-    """
+    """Checkpoint `forward`; outputs after the first, such as a bias, get no gradient through it."""
     from megatron.core import tensor_parallel
 
     given: list[Any] = [*args, *kwargs.values()]

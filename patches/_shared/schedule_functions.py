@@ -1,8 +1,8 @@
-"""What Megatron's pipeline functions of a release are told: the arguments of the newest one that this one takes too.
+"""Arguments of Megatron's pipeline functions in each release.
 
-Releases differ in names and arguments, not in what the functions do. Before 0.14 process groups come from
-`parallel_state`, messages are functions of a module, and before 0.13 the virtual stage is a global number. A release is
-known by the parameters of its functions, not by its number.
+Releases differ in names and arguments, not in what the functions do: before 0.14 process groups come from
+`parallel_state` and messages are functions of a module; before 0.13 the virtual stage is global. A release is known by
+the parameters of its functions.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ _MESSAGES = (
 
 @functools.cache
 def parameters(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of what a function takes."""
+    """Names of a function's parameters."""
     return frozenset(inspect.signature(function).parameters)
 
 
-def taken(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """Those of the arguments that a function takes."""
+def filter_kwargs(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """The arguments that a function accepts."""
     names = parameters(function)
     return given if given.keys() <= names else {name: value for name, value in given.items() if name in names}
 
 
-def of_tensor_shapes(schedules: Any, tp: Any, cp: Any, rank: int) -> dict[str, Any]:
-    """What Megatron's shape of messages depends on besides the lengths, for a model that sends one tensor."""
+def tensor_shape_kwargs(schedules: Any, tp: Any, cp: Any, rank: int) -> dict[str, Any]:
+    """Arguments of `get_tensor_shapes` besides the lengths."""
     if "tp_group" in parameters(schedules.get_tensor_shapes):
         return {"tp_group": tp, "cp_group": cp}
     return {"rank": rank, "model_type": None, "encoder_decoder_xattn": False}
 
 
-def of_finalization(schedules: Any, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-    """What Megatron's own schedule tells `finalize_model_grads`, of what it has been told."""
+def finalize_kwargs(schedules: Any, groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
+    """Arguments that Megatron's own schedule passes to `finalize_model_grads`."""
     schedule = schedules.forward_backward_pipelining_without_interleaving
     if groups is None:
-        return taken(schedule, force_all_reduce=force_all_reduce)
-    return taken(schedule, force_all_reduce=force_all_reduce, pg_collection=groups, grad_finalize_pgs=groups)
+        return filter_kwargs(schedule, force_all_reduce=force_all_reduce)
+    return filter_kwargs(schedule, force_all_reduce=force_all_reduce, pg_collection=groups, grad_finalize_pgs=groups)
 
 
-def reasons_to_leave(schedules: Any, model: Any) -> list[str]:
-    """Why the messages of this release's model are not of one tensor and one pipeline; [] if they are."""
+def unsupported_reasons(schedules: Any, model: Any) -> list[str]:
+    """Why the model exchanges several tensors or is in several pipelines."""
     if "model_type" not in parameters(schedules.get_tensor_shapes):
         return []
     reasons = []
@@ -59,7 +59,7 @@ def reasons_to_leave(schedules: Any, model: Any) -> list[str]:
 
 
 def in_stage(schedules: Any, chunk: int | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; where passes are not told their virtual stage, one that sets Megatron's number of it first."""
+    """The function, with Megatron's global virtual stage set first where passes have no argument for it."""
     if chunk is None or "vp_stage" in parameters(schedules.forward_step):
         return function
 
@@ -71,14 +71,14 @@ def in_stage(schedules: Any, chunk: int | None, function: Callable[..., Any]) ->
 
 
 def communicator(schedules: Any, group: Any, config: Any) -> Any:
-    """Megatron's communicator of a pipeline, or its functions under the names of one."""
+    """Megatron's pipeline communicator, or its message functions under the same names."""
     if hasattr(schedules, "P2PCommunicator"):
         return schedules.P2PCommunicator(pp_group=group, config=config)
     return FunctionCommunicator(schedules.p2p_communication, group, config)
 
 
 class FunctionCommunicator:
-    """The messages of a release that has functions for them, which read the group themselves."""
+    """The message functions of releases before 0.14."""
 
     def __init__(self, functions: Any, group: Any, config: Any) -> None:
         self.pp_group = group

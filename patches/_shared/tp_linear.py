@@ -1,8 +1,7 @@
-"""Patches Megatron's two tensor-parallel linear layers for features that change how they communicate.
+"""Patches the tensor-parallel linear layers for features that change their communication.
 
-`_forward_impl` is where both layers hand input, weight and group to Megatron's one linear function, and where
-`--delay-wgrad-compute` sets its buffer; a row parallel layer reduces its output after it, so its `forward` is the
-second place. Experts, whose dispatcher communicates, and groups of one rank are Megatron's own.
+`_forward_impl` is where both layers hand input, weight and group to Megatron's one linear function; a row parallel
+layer reduces its output afterwards, in `forward`. Experts and groups of one rank are left to Megatron.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.engine import Override, Session
+from mindspeed_lite.engine import Context, Override, Session
 from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, WgradHandler, column_linear, row_linear
 
 from . import wgrad_accumulation
-from .conflicts import CUDA_GRAPH_ARGS, conflict_reasons
+from .conditions import CUDA_GRAPH_ARGS, config_reasons, holding
 
 LAYERS = "megatron.core.tensor_parallel.layers"
 _OFFLOADING = "--cpu-offloading-num-layers looks for what Megatron's own linear layer saves"
-# By Megatron's name in its arguments and in its configuration.
 CONFLICTING_ARGS = {"cpu_offloading": _OFFLOADING, "cpu_offloading_num_layers": _OFFLOADING, **CUDA_GRAPH_ARGS}
 UNSUPPORTED = {"<0.14": "before Megatron 0.14 a linear layer has no method that multiplies, which could be replaced"}
 
@@ -39,7 +37,7 @@ _ROW_READS = (
 )
 
 
-# What a row parallel layer calls after its product.
+# The reductions of a row parallel layer.
 _REDUCTIONS = (
     "megatron.core.tensor_parallel.mappings:reduce_from_tensor_model_parallel_region",
     "megatron.core.tensor_parallel.mappings:reduce_scatter_to_sequence_parallel_region",
@@ -60,7 +58,7 @@ class LayerCall:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """In a row parallel layer's call of its linear function, in place of a group: where its output is reduced."""
+    """In place of a group in a row parallel layer's linear function: its output is reduced there."""
 
     group: Any
     scattered: bool
@@ -68,7 +66,7 @@ class _Reduced:
 
 @dataclass(frozen=True)
 class _MainGradWgrad:
-    """The weight's gradient as Megatron's linear function leaves it: in the main gradient, to autograd, or undone."""
+    """Weight gradient as in Megatron's linear function: fused into main_grad, for autograd, or deferred."""
 
     weight: Any
     fused: bool
@@ -82,23 +80,23 @@ class _MainGradWgrad:
         return True
 
     def deferred(self) -> torch.Tensor | None:
-        return wgrad_accumulation.stand_in(self.weight) if self.fused else None
+        return wgrad_accumulation.placeholder_grad(self.weight) if self.fused else None
 
     def __call__(self, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self.fused:
             return AUTOGRAD_WGRAD(dy, x)
         wgrad_accumulation.add(self.weight.main_grad, dy, x)
-        return wgrad_accumulation.stand_in(self.weight)
+        return wgrad_accumulation.placeholder_grad(self.weight)
 
 
 def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCommConfig]) -> tuple[Override, ...]:
-    """Patches that run linear layers with `comm_config_for(call)`, or fall back with a reason of `feature`."""
+    """Patches that run linear layers with `comm_config_for(call)`."""
 
     def linear(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def _forward_impl(self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
             group: Any = kwargs.get("tp_group")
             is_row = isinstance(group, _Reduced)
-            if not is_row and not (_column_talks(group, kwargs) and _can(self, input, weight, session, feature)):
+            if not is_row and not (_column_talks(group, kwargs) and _is_served(self, input, weight, session, feature)):
                 return wrapped(self, input, weight, *args, **kwargs)
             group, scattered = (group.group, group.scattered) if is_row else (group, kwargs["sequence_parallel"])
             fused = kwargs["gradient_accumulation_fusion"] and hasattr(weight, "main_grad")
@@ -119,7 +117,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
             if not self.input_is_parallel:
                 session.fallback(feature, "a row parallel layer has yet to split its input over the ranks")
                 return wrapped(self, input_)
-            if not _can(self, input_, self.weight, session, feature):
+            if not _is_served(self, input_, self.weight, session, feature):
                 return wrapped(self, input_)
             output = self._forward_impl(
                 input=input_,
@@ -138,7 +136,7 @@ def tp_linear_patches(feature: str, comm_config_for: Callable[[LayerCall], TPCom
         return forward
 
     return (
-        # Nearer the original than the wrap of --delay-wgrad-compute, whose buffer it serves.
+        # Inside the wrap of --delay-wgrad-compute, whose buffer it serves.
         Override(f"{LAYERS}:ColumnParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear._forward_impl", linear, reads=("config",), order=-10),
         Override(f"{LAYERS}:RowParallelLinear.forward", row, reads=_ROW_READS, relies_on=_REDUCTIONS),
@@ -149,25 +147,23 @@ def _column_talks(group: Any, given: dict[str, Any]) -> bool:
     return (given["sequence_parallel"] or given["allreduce_dgrad"]) and group is not None and group.size() > 1
 
 
-def _can(layer: Any, input: Any, weight: Any, session: Session, feature: str) -> bool:
-    """True if this call can be served; otherwise records the reason as a fallback."""
-    found = {
-        "input and weight differ in dtype": input.dtype != weight.dtype,
-        "autocast is on": torch.is_autocast_enabled(input.device.type),
-        "the output is to have another dtype": getattr(layer, "output_dtype", None) is not None,
-        "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
-    }
-    reasons = [reason for reason, holds in found.items() if holds]
-    # The condition has seen the arguments of a script; a model may be built without any.
-    reasons += dict.fromkeys(conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(layer.config, name, None)))
+def _is_served(layer: Any, input: Any, weight: Any, session: Session, feature: str) -> bool:
+    """Whether this call can be served; logs the reasons if not."""
+    reasons = holding(
+        {
+            "input and weight differ in dtype": input.dtype != weight.dtype,
+            "autocast is on": torch.is_autocast_enabled(input.device.type),
+            "the output is to have another dtype": getattr(layer, "output_dtype", None) is not None,
+            "a weight is distributed": getattr(layer, "gtp_remat_size", 1) > 1 or hasattr(weight, "__fsdp_param__"),
+        }
+    )
+    reasons += dict.fromkeys(config_reasons(CONFLICTING_ARGS, layer.config))
     if reasons:
         session.fallback(feature, "; ".join(reasons))
     return not reasons
 
 
-def in_the_way(context: Any) -> list[str]:
-    """Why a training, by its arguments, leaves nothing to do for such a feature."""
-    reasons = []
-    if context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2:
-        reasons.append("--tensor-model-parallel-size is 1: nothing travels")
-    return reasons
+def no_group_reasons(context: Context) -> list[str]:
+    """The reason of a feature that needs tensor-parallel ranks."""
+    is_alone = context.host_args is not None and context.arg("tensor_model_parallel_size", 1) < 2
+    return ["--tensor-model-parallel-size is 1: nothing travels"] if is_alone else []

@@ -1,4 +1,4 @@
-"""Adds a layer's weight gradient to its main gradient, past autograd, and makes the gradient that autograd gets."""
+"""Adds a weight gradient to its main gradient, bypassing autograd, which gets a placeholder."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
 
 
 def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
-    """main_grad [N, K] += dy^T x by the extension that Megatron's layers have; dy: [M, N], x: [M, K]."""
+    """main_grad [N, K] += dy^T x by Megatron's extension; dy: [M, N], x: [M, K]."""
     from megatron.core.tensor_parallel import layers
 
     kernels = getattr(layers, "fused_weight_gradient_mlp_cuda", None)
     if kernels is None:
-        # Of a backward pass that was under way when features were taken back.
+        # In a backward pass during which the features were disabled.
         accumulate_wgrad(main_grad, dy.contiguous(), x.contiguous())
         return
     wide = main_grad.dtype == torch.float32
@@ -25,8 +25,8 @@ def add(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> None:
     accumulate(x.contiguous(), dy.contiguous(), main_grad)
 
 
-def stand_in(weight: Any) -> torch.Tensor | None:
-    """The gradient for autograd where the real one is in the main gradient: hooks that reduce gradients need one."""
+def placeholder_grad(weight: Any) -> torch.Tensor | None:
+    """Placeholder for autograd, whose hooks reduce gradients; the real gradient is in main_grad."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -40,13 +40,13 @@ def _backward(wrapped: Callable[..., Any], session: Session) -> Callable[..., An
         if found[1] is not None or not ctx.gradient_accumulation_fusion:
             return found
         weight = getattr(ctx.next_functions[1][0], "variable", None)
-        return found if weight is None else (found[0], stand_in(weight), *found[2:])
+        return found if weight is None else (found[0], placeholder_grad(weight), *found[2:])
 
     return backward
 
 
-# Saved-tensor hooks give Megatron's linear function a copy of the weight without its attributes, and it then gives
-# autograd no gradient.
+# With saved-tensor hooks Megatron's linear function gets a copy of the weight without its attributes and returns no
+# gradient.
 PATCH = Around(
     "megatron.core.tensor_parallel.layers:LinearWithGradAccumulationAndAsyncCommunication.backward", _backward
 )

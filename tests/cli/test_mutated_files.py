@@ -151,9 +151,9 @@ def trials(file):
 
 
 def kept(file):
-    from mindspeed_lite.patches._shared import memory_choice
+    from mindspeed_lite.memory import kept_choices
 
-    json_file.read(file, memory_choice._KEPT)
+    json_file.read(file, kept_choices.FIELDS)
 
 
 def samples():

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import mindspeed_lite
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Context, Feature, Option, OptionError, Settings, swaps
-from mindspeed_lite.patches._shared import combined_schedule
+from mindspeed_lite.patches import moe_fb_overlap
 from mindspeed_lite.platform.megatron import HOST
 from tests.harness import core_loop, places, simulated
 
@@ -162,7 +162,7 @@ def _reasons(features: list[Feature], layout: str, release: str = "") -> list[st
                 reasons.append(str(error))
         # Arguments that a script's parser sets: there is nothing to undo.
         reasons += [] if each.patches else ["it swaps nothing"]
-        if combined_schedule.ARGUMENT in (each.arguments(context) if each.arguments is not None else {}):
+        if moe_fb_overlap.ARGUMENT in (each.arguments(context) if each.arguments is not None else {}):
             reasons.append(COMBINED)
     return reasons
 

@@ -25,7 +25,7 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.memory import host_mapped_moments
 from mindspeed_lite.parallel.balance import placement, placer, record
 from mindspeed_lite.patches import enable_expert_placement as patch
-from mindspeed_lite.patches._shared.training_state import leaves, main_params
+from mindspeed_lite.patches._shared.optimizer_state import leaves, main_params
 from tests.harness import core_loop, simulated, skewed_router
 from tests.harness.expert_load import Received
 

@@ -42,9 +42,9 @@ def bf16_ends_the_process() -> None:
 
 def _around_rms_norm(change: Any) -> None:
     """`change(right, x, *rest)` in the place of what `--use-fused-rmsnorm` calls."""
-    from mindspeed_lite.patches import use_fused_rmsnorm
+    from mindspeed_lite.patches.use_fused_rmsnorm import FusedRMSNorm
 
-    use_fused_rmsnorm.rms_norm = functools.partial(change, use_fused_rmsnorm.rms_norm)
+    FusedRMSNorm.operator = staticmethod(functools.partial(change, FusedRMSNorm.operator))
 
 
 def norms_are_one_percent_off() -> None:

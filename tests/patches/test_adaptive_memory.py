@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches.adaptive_memory import FEATURE
 from tests.harness.swapped import reasons
 
@@ -38,29 +38,7 @@ def test_what_it_leaves_alone(args, text):
     assert text in reason
 
 
-@pytest.mark.usefixtures("solver")
-def test_what_its_flags_say():
-    assert reasons(FEATURE, context()) == [] == reasons(FEATURE, context({}))
-    assert FEATURE.enabled(Settings({"mindspeed_lite_explain_memory": True})) and not FEATURE.enabled(Settings({}))
-    for budget in (None, 0.0, -1.0, float("inf"), float("nan")):
-        with pytest.raises(OptionError, match="--memory-budget"):
-            FEATURE.condition(context({**ON, "memory_budget": budget}))
-
-
-def test_a_budget_alone_is_refused():
-    alone = context({"memory_budget": 4.0})
-    assert FEATURE.is_enabled(alone.settings)
-    with pytest.raises(OptionError, match=r"--memory-budget 4.0 has no effect without --adaptive-memory: add it"):
-        FEATURE.condition(alone)
-
-
 def test_without_a_solver_one_line_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(OptionError, match=r"scipy.*pip install mindspeed-lite\[adaptive\]"):
         FEATURE.condition(context())
-
-
-@pytest.mark.usefixtures("solver")
-def test_auto_leaves_it_off():
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "memory" in left_off

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths, lower_bound
 from mindspeed_lite.parallel.balance.lengths import StepOrder, attention_pairs
 from mindspeed_lite.patches import balance_sequence_lengths as patch
@@ -200,30 +199,3 @@ def test_the_proxy_shows_what_it_holds_and_survives_a_spawned_worker():
     found = pickle.loads(pickle.dumps(patch.BalancedDataset(rows, order)))
     assert len(found) == 4 and sorted(found[each] for each in range(4)) == rows
     assert found.count(10) == 1 and not hasattr(found, "__getitems__") and not hasattr(found, "split")
-
-
-def reasons(**args):
-    given = {**ARGS, **args}
-    context = Context(Settings({"balance_sequence_lengths": True}), "cpu", {}, given)
-    return [*patch.FEATURE.condition(context), *patch.FEATURE.conflict_reasons(given.get)]
-
-
-@pytest.mark.parametrize(
-    ("args", "why"),
-    [
-        ({}, None),
-        ({"micro_batch_size": 4, "moe_router_load_balancing_type": "aux_loss"}, None),
-        ({"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, "global_aux_loss depends on which"),
-        ({"dataloader_inter_document_masking": False}, "--dataloader-inter-document-masking"),
-        ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic"),
-        ({"data_parallel_size": 1}, "one data-parallel rank"),
-        ({"micro_batch_size": 8}, "one micro-batch in a step"),
-        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
-        ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size changes"),
-        ({"step_batch_size_schedule": "0:8 1K:16"}, "--step-batch-size-schedule changes"),
-        ({"decrease_batch_size_if_needed": True}, "--decrease-batch-size-if-needed changes"),
-    ],
-)
-def test_its_reasons(args, why):
-    found = reasons(**args)
-    assert found == [] if why is None else len(found) == 1 and why in found[0]

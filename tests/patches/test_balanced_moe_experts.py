@@ -7,61 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
-from mindspeed_lite.patches.balanced_moe_experts import FEATURE
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import reasons
-
-MODEL = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
-
-
-def context(number=3, break_even=None, **args):
-    settings = {"balanced_moe_hot_expert_num": number, "balanced_moe_break_even": break_even}
-    return Context(Settings(settings), "cpu", {}, {**MODEL, **args})
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ({"num_experts": None}, "--num-experts"),
-        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
-        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
-        ({"transformer_impl": "transformer_engine"}, "transformer_engine"),
-        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
-        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
-        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
-        ({"use_megatron_fsdp": True}, "FSDP"),
-        ({"cuda_graph_impl": "local"}, "records"),
-    ],
-)
-def test_when_it_does_not_apply(args, text):
-    assert reasons(FEATURE, context()) == []
-    (reason,) = reasons(FEATURE, context(**args))
-    assert text in reason
-
-
-def test_numbers_that_make_no_sense_are_refused():
-    with pytest.raises(OptionError, match="--balanced-moe-hot-expert-num takes a number of experts, at least 1, not 0"):
-        reasons(FEATURE, context(0))
-    with pytest.raises(OptionError, match="--balanced-moe-break-even takes a number of tokens, at least 0, not -1"):
-        reasons(FEATURE, context(3, -1.0))
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [((5,), "--balanced-moe-hot-expert-num 5"), ((3, 8.0), "--balanced-moe-break-even 8"), ((3,), "")],
-)
-def test_a_number_without_the_feature_is_refused(given, text):
-    alone = context(*given)
-    assert FEATURE.is_enabled(alone.settings) is bool(text)
-    if text:
-        with pytest.raises(OptionError, match=f"^{text} has no effect without --balanced-moe-experts: add it$"):
-            FEATURE.condition(alone)
-
-
-def test_auto_leaves_it_off():
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "skew of the router" in left_off
 
 
 @forked("megatron")

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import bias_dropout_fusion as patch
 from tests.harness.compare import assert_not_worse
 from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped
 
-FEATURE = patch.FEATURE
 ON = "use_bias_dropout_fusion"
 
 
@@ -108,31 +102,3 @@ def test_verification_compares_without_dropout_and_says_why_not_with_it():
     assert any("each draws in its own way" in each for each in report.notices)
     with mindspeed_lite.enabled(**{ON: True}):
         assert all(torch.equal(a, b) for a, b in zip(run(layer(), given, dy), got, strict=True))
-
-
-def reasons(device="cpu", explicit=(), **host_args):
-    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args, frozenset(explicit))))
-
-
-def test_conditions_name_what_is_in_the_way():
-    assert reasons() == reasons("npu") == reasons(bias_dropout_fusion=True) == []
-    (cuda,) = reasons("cuda")
-    assert "torch.compile" in cuda
-    (against,) = reasons(explicit=["bias_dropout_fusion"], bias_dropout_fusion=False)
-    assert "--no-bias-dropout-fusion" in against
-    (yaml,) = reasons(language_model=SimpleNamespace(bias_dropout_fusion=False))
-    assert "YAML" in yaml
-
-
-@forked("megatron")
-def test_the_report_names_the_target_and_disable_restores_it():
-    from megatron.core.fusions import fused_bias_dropout
-
-    original = fused_bias_dropout.bias_dropout_add_fused_train
-    report = mindspeed_lite.enable(**{ON: True})
-    entry = next(each for each in report.entries if each.feature == FEATURE.name)
-    assert entry.status == "applied" and entry.backends == ["bias_dropout_add:cpu"]
-    assert [each.verified for each in entry.patches] == ["verified"]
-    assert is_swapped(original)
-    assert mindspeed_lite.disable() == [] and not is_swapped(original)
-    assert fused_bias_dropout.bias_dropout_add_fused_train is original

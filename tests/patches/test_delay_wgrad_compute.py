@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import delay_wgrad_compute as patch
 from tests.harness.linear_layers import HIDDEN, config_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 FLAGS = {"use_gradient_accumulation_fusion": True, "delay_wgrad_compute": True}
@@ -152,40 +151,7 @@ def test_a_reduction_that_does_not_know_of_the_delay_turns_it_off():
     assert ["overlap_grad_reduce" in each.reason for each in mindspeed_lite.report().fallbacks] == [True]
 
 
-@forked("megatron")
-def test_undo_restores_every_target():
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.tensor_parallel import layers
-
-    places = [
-        (owner, name)
-        for owner in (layers.ColumnParallelLinear, layers.RowParallelLinear)
-        for name in ("__init__", "_forward_impl", "backward_dw")
-    ] + [(DistributedDataParallel, name) for name in ("__init__", "finish_grad_sync")]
-    before = [vars(owner)[name] for owner, name in places]
-    mindspeed_lite.enable(**FLAGS)
-    assert all(is_swapped(vars(owner)[name]) for owner, name in places)
-    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, before))
-    assert all(vars(owner)[name] is old for (owner, name), old in zip(places, before, strict=True))
-
-
 # ---- flags ----
-
-
-def reasons(settings=None, host_args=None):
-    return list(FEATURE.condition(Context(Settings(settings or {}), "cpu", {}, host_args)))
-
-
-def test_conditions_name_what_is_in_the_way():
-    on = {"use_gradient_accumulation_fusion": True}
-    overlap = {"overlap_moe_expert_parallel_comm": True}
-    assert reasons(on) == reasons(on, overlap) == []
-    assert "--gradient-accumulation-fusion is off" in reasons({"use_gradient_accumulation_fusion": False}, overlap)[0]
-    assert reasons({"use_gradient_accumulation_fusion": False, "mindspeed_lite_auto": True}, overlap) == []
-    assert "--overlap-moe-expert-parallel-comm" in reasons(on, {})[0]
-    assert "--transformer-impl" in reasons(on, {**overlap, "transformer_impl": "transformer_engine"})[0]
-    assert "--cpu-offloading" in reasons(on, {**overlap, "cpu_offloading_num_layers": 1})[0]
-    assert "--cuda-graph-impl" in reasons(on, {**overlap, "cuda_graph_impl": "local"})[0]
 
 
 ARGV = [
@@ -220,11 +186,3 @@ def test_megatrons_flag_is_no_longer_refused_without_transformer_engine():
 def test_all_turns_it_on_where_a_schedule_asks():
     args = validated("--mindspeed-lite-auto")
     assert args.delay_wgrad_compute is True
-
-
-@forked("megatron")
-def test_without_the_flag_nothing_is_delayed():
-    args = validated("--gradient-accumulation-fusion")
-    assert args.delay_wgrad_compute is False
-    status = {each.feature: each.status for each in mindspeed_lite.report().entries}
-    assert status[FEATURE.name] == "off"

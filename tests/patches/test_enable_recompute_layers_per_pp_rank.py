@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches.enable_recompute_layers_per_pp_rank import FEATURE, layers_of_chunk
+from mindspeed_lite.patches.enable_recompute_layers_per_pp_rank import layers_of_chunk
 from tests.harness import checkouts, matrix, recomputed_share
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons
 from tests.harness.training import Trainer
 
 
@@ -24,13 +22,6 @@ def test_the_chunks_take_layers_in_turns(number, chunks):
         expected = sum(layer * chunks + chunk < number for layer in range(10))
         assert layers_of_chunk(number, chunks, chunk) == expected
     assert sum(layers_of_chunk(number, chunks, chunk) for chunk in range(chunks)) == number
-
-
-def test_when_it_is_skipped():
-    settings = Settings({"enable_recompute_layers_per_pp_rank": True})
-    assert reasons(FEATURE, Context(settings, "cpu", {}, {"recompute_method": "block"})) == []
-    (reason,) = reasons(FEATURE, Context(settings, "cpu", {}, {"recompute_method": "uniform"}))
-    assert "--recompute-method block" in reason
 
 
 @forked("megatron")

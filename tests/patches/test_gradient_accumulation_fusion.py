@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import gradient_accumulation_fusion as patch
 from mindspeed_lite.patches._shared import megatron_defaults
 from tests.harness.compare import error
@@ -81,20 +80,6 @@ def test_linear_layers_add_to_the_main_gradient(kind, main):
 
 
 @forked("megatron")
-def test_undo_leaves_nothing_behind():
-    from megatron.core.tensor_parallel import layers
-
-    assert layers._grad_accum_fusion_available is False
-    with mindspeed_lite.enabled(**{ON: True}):
-        assert layers._grad_accum_fusion_available is True
-        assert layers.fused_weight_gradient_mlp_cuda is sys.modules[EXTENSION]
-        # A second training in one process must not take our module for Apex's.
-        assert megatron_defaults._wgrad_kernel("cuda") is not None
-    assert layers._grad_accum_fusion_available is False
-    assert not hasattr(layers, EXTENSION) and EXTENSION not in sys.modules
-
-
-@forked("megatron")
 def test_an_installed_apex_is_left_alone():
     from megatron.core.tensor_parallel import layers
 
@@ -121,24 +106,6 @@ def test_a_frozen_weight_gets_nothing():
 
 
 @forked("megatron")
-def test_the_deferred_output_layer_finds_the_extension_too():
-    """`drain_embedding_wgrad_compute` imports it when it runs, which is why it is a module as well."""
-    from megatron.core.utils import drain_embedding_wgrad_compute
-
-    start()
-    config = config_of(False)
-    config.gradient_accumulation_fusion = True
-    x = [torch.randn(6, 2, HIDDEN).bfloat16() for _ in range(2)]
-    dy = [torch.randn(6, 2, 48).bfloat16() for _ in range(2)]
-    weight = torch.nn.Parameter(torch.zeros(48, HIDDEN, dtype=torch.bfloat16))
-    weight.main_grad = torch.zeros(48, HIDDEN)
-    expected = sum(b.flatten(0, 1).double().t() @ a.flatten(0, 1).double() for a, b in zip(x, dy, strict=True))
-    with mindspeed_lite.enabled(**{ON: True, "strict": True}):
-        drain_embedding_wgrad_compute(config, x, dy, weight, torch.distributed.group.WORLD)
-    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
-
-
-@forked("megatron")
 def test_sequence_parallel_gathers_the_input_first():
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
@@ -153,38 +120,7 @@ def test_sequence_parallel_gathers_the_input_first():
     on_ranks(2, rank)
 
 
-@forked("megatron")
-def test_verification_compares_with_the_unfused_product():
-    start()
-    with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
-        got = train(linear_of("RowParallelLinear", True))
-        entries = mindspeed_lite.report().verifications
-    assert [(each.operator, each.verdict, each.calls) for each in entries] == [("accumulate_wgrad", "ok", 2)]
-    assert entries[0].measured_from == "float64"
-    with mindspeed_lite.enabled(**{ON: True}):
-        assert torch.equal(train(linear_of("RowParallelLinear", True)), got), "verification changes no bit"
-
-
 # ---- flags ----
-
-
-def reasons(explicit=(), **host_args):
-    return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args, frozenset(explicit))))
-
-
-def test_conditions_name_what_is_in_the_way():
-    assert reasons() == reasons(transformer_impl="local") == []
-    (engine,) = reasons(transformer_impl="transformer_engine")
-    assert "--transformer-impl transformer_engine" in engine
-    # Megatron's default was switched off by us; only a user's own flag counts.
-    assert reasons(gradient_accumulation_fusion=False) == []
-    (against,) = reasons(["gradient_accumulation_fusion"], gradient_accumulation_fusion=False)
-    assert "--no-gradient-accumulation-fusion" in against
-    assert "--use-torch-fsdp2" in reasons(use_torch_fsdp2=True)[0]
-    assert "--use-megatron-fsdp" in reasons(use_megatron_fsdp=True)[0]
-    (yaml,) = reasons(model_parallel=SimpleNamespace(gradient_accumulation_fusion=False))
-    assert "YAML" in yaml
-    assert reasons(model_parallel=SimpleNamespace(gradient_accumulation_fusion=True)) == []
 
 
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():

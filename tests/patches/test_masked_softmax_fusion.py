@@ -9,14 +9,10 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import masked_softmax_fusion as patch
 from mindspeed_lite.patches._shared import megatron_defaults
 from tests.harness.compare import Sizes, assert_not_worse
 from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped
 
-FEATURE = patch.FEATURE
 ON = "use_masked_softmax_fusion"
 
 
@@ -98,52 +94,8 @@ def test_what_it_does_not_serve_is_megatrons_without_the_extension():
     assert torch.equal(offset, softmax_of(fusion=False)(scores, None, torch.zeros(4)))
 
 
-@forked("megatron")
-def test_verification_compares_with_megatrons_passes():
-    mindspeed_lite.enable()
-    scores, dy, _ = tensors()
-    with mindspeed_lite.enabled(**{ON: True, "strict": True, "verify": 2}):
-        run(softmax_of(), scores, dy)
-        (entry,) = mindspeed_lite.report().verifications
-    assert (entry.operator, entry.verdict, entry.measured_from) == ("masked_softmax", "ok", "float32")
-
-
-def reasons(device="cpu", explicit=(), **host_args):
-    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args, frozenset(explicit))))
-
-
-def test_conditions_name_what_is_in_the_way():
-    assert reasons() == reasons(masked_softmax_fusion=False) == []
-    assert reasons("npu") == reasons("npu", seq_length=4096) == reasons("cpu", seq_length=48) == []
-    for length in (48, 8192):
-        (said,) = reasons("npu", seq_length=length)
-        assert f"--seq-length {length}" in said
-    (said,) = reasons("npu", cuda_graph_impl="local")
-    assert "--cuda-graph-impl" in said and reasons("cpu", cuda_graph_impl="local") == []
-    (other,) = reasons("cuda")
-    assert "cuda" in other and "--use-flash-attn" in other
-    (against,) = reasons(explicit=["masked_softmax_fusion"], masked_softmax_fusion=False)
-    assert "--no-masked-softmax-fusion" in against
-    (yaml,) = reasons(language_model=SimpleNamespace(masked_softmax_fusion=False))
-    assert "YAML" in yaml
-
-
 def test_the_default_of_megatron_stays_on_under_the_flag_and_is_switched_off_without():
     for on in (False, True):
         args = SimpleNamespace(masked_softmax_fusion=True, use_masked_softmax_fusion=on)
         notices = megatron_defaults.switch(args, "cpu", ())
         assert args.masked_softmax_fusion is on and len(notices) == (not on)
-
-
-@forked("megatron")
-def test_the_report_names_the_target_and_disable_restores_it():
-    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
-
-    original = vars(FusedScaleMaskSoftmax)["forward"]
-    report = mindspeed_lite.enable(**{ON: True})
-    entry = next(each for each in report.entries if each.feature == FEATURE.name)
-    assert entry.status == "applied" and entry.backends == ["masked_softmax:cpu"]
-    assert {each.verified for each in entry.patches} == {"verified"}
-    assert is_swapped(original)
-    assert mindspeed_lite.disable() == [] and not is_swapped(original)
-    assert vars(FusedScaleMaskSoftmax)["forward"] is original

@@ -6,45 +6,8 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings, automatic_reasons
-from mindspeed_lite.patches.moe_allgather_overlap_comm import FEATURE
 from tests.harness.gpt_block import FFN, model_of, same, step
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons
-
-MODEL = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather"}
-
-
-def context(**args):
-    return Context(Settings({}), "cpu", {}, {**MODEL, **args})
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ({"num_experts": None}, "--num-experts"),
-        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size"),
-        (
-            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            "tokens stay where they are",
-        ),
-        ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
-        ({"cuda_graph_impl": "local"}, "records"),
-    ],
-)
-def test_when_it_is_skipped(args, text):
-    (reason,) = reasons(FEATURE, context(**args))
-    assert text in reason
-
-
-def test_ranks_of_one_expert_exchange_tokens_too():
-    assert reasons(FEATURE, context(expert_model_parallel_size=1, tensor_model_parallel_size=2)) == []
-
-
-def test_auto_leaves_it_off():
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "measured" in left_off
-
 
 SHARED = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": FFN, "moe_router_dtype": "fp32",

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches import moe_alltoall_mc2
 from mindspeed_lite.patches.moe_alltoall_mc2 import FEATURE
 from tests.harness.swapped import reasons
@@ -55,11 +55,6 @@ def test_it_needs_an_npu_and_the_operators(wheel):
 def test_when_it_does_not_apply(wheel, args, text):
     (reason,) = reasons(FEATURE, context(**args))
     assert text in reason
-
-
-def test_auto_leaves_it_off(wheel):
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "never been timed" in left_off
 
 
 @pytest.mark.parametrize(("given", "said"), [((), "its reason was logged"), (("a frozen weight",), "a frozen weight")])

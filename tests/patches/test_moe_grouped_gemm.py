@@ -160,18 +160,6 @@ def test_hooks_that_come_and_go_are_called(kind):
     assert "hook" in str(said) and expert.linear_fc1.weight.grad is None
 
 
-@pytest.mark.parametrize("model", ["glu", "bias"])
-@forked("megatron")
-def test_it_is_compared_with_one_layer_after_the_other(model):
-    start()
-    with mindspeed_lite.enabled(**ON, verify=2):
-        for counts in (COUNTS, [1, 2, 3, 4], COUNTS):
-            run(experts_of(**MODELS[model]), counts)
-        found = mindspeed_lite.report().verifications
-    assert len(found) == 2 and {each.operator for each in found} == {"grouped_matmul"}, "one for each layer"
-    assert all((each.verdict, each.calls) == ("ok", 2) for each in found), "batches of other sizes are no other calls"
-
-
 @forked("megatron")
 def test_gradients_of_which_only_some_layers_are_delayed_are_added_once():
     start()

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.patches.moe_hierarchical_alltoallv import FEATURE
 from tests.harness.processes import forked, on_ranks
 from tests.harness.swapped import reasons
@@ -35,31 +35,8 @@ def test_the_size_of_a_node_is_the_flags_or_the_launchers(monkeypatch):
         reasons(FEATURE, context(0))
 
 
-@pytest.mark.parametrize(
-    ("size", "args", "text"),
-    [
-        (4, {"num_experts": None}, "--num-experts"),
-        (4, {"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
-        (4, {"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
-        (8, {}, "the 8 x 1 ranks that share experts are on one node of 8"),
-        (16, {"tensor_model_parallel_size": 2}, "the 8 x 2 ranks that share experts are on one node of 16"),
-        (3, {}, "cannot be divided among nodes of 3"),
-        (12, {}, "cannot be divided among nodes of 12"),
-        (4, {"cuda_graph_impl": "local"}, "records"),
-    ],
-)
-def test_when_it_does_not_apply(size, args, text):
-    (reason,) = reasons(FEATURE, context(size, **args))
-    assert text in reason
-
-
 def test_whole_experts_on_tensor_parallel_ranks_count_once():
     assert reasons(FEATURE, context(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)) == []
-
-
-def test_auto_leaves_it_off():
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "measured" in left_off
 
 
 @forked("megatron")

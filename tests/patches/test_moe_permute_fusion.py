@@ -90,16 +90,3 @@ def test_the_configuration_takes_the_flag_only_while_it_is_on():
         with pytest.raises(OptionError, match=r"^moe_permute_fusion: .* leave --moe-permute-fusion out\.$"):
             moe_utils.permute(tokens, routing_map, probs, T * K, True, False, counts, 16)
     assert moe_utils.fused_permute is None
-
-
-@pytest.mark.parametrize("drop_and_pad", [False, True])
-@forked("megatron")
-def test_it_is_compared_with_megatrons_functions(drop_and_pad):
-    with mindspeed_lite.enabled(**ON, verify=1):
-        there_and_back(True, drop_and_pad)
-        from megatron.core.transformer.moe import moe_utils
-
-        moe_utils.sort_chunks_by_idxs(torch.randn(8, H), torch.tensor([5, 3]), torch.tensor([1, 0]), fused=True)
-        found = mindspeed_lite.report().verifications
-    assert [each.operator for each in found] == ["permute", "permute", "unpermute", "sort_chunks"]
-    assert all(each.verdict == "ok" and not each.problem for each in found)

@@ -23,11 +23,6 @@ def reasons(file, interval=10, **args):
     return list(patch.FEATURE.condition(Context(settings, "cpu", {}, {"num_experts": 4, **args})))
 
 
-def test_a_dense_model_has_no_load(tmp_path):
-    assert reasons(tmp_path / "load") == []
-    assert "--num-experts" in reasons(tmp_path / "load", num_experts=None)[0]
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [(".", "it is a folder"), ("no/load", "no such folder"), ("/dev/full/load", "no such folder"), ("other", "else")],

@@ -83,18 +83,3 @@ def test_experts_that_somebody_else_chose_are_left_to_megatron():
     assert all(torch.equal(a, b) for a, b in zip(on, off, strict=True)) and "outside the router" in said.reason
     with pytest.raises((ValueError, TypeError)):
         moe_utils.topk_routing_with_score_function(logits, 2, fused=True)
-
-
-@pytest.mark.parametrize("router", ROUTERS)
-@forked("megatron")
-def test_it_is_compared_with_megatrons_functions(router):
-    from megatron.core.transformer.moe import moe_utils
-
-    with mindspeed_lite.enabled(**ON, verify=1):
-        logits = logits_of(torch.float32, False)
-        moe_utils.topk_routing_with_score_function(logits, 4, fused=True, **ROUTERS[router])
-        chosen, scores = moe_utils.compute_routing_scores_for_aux_loss(logits, 2, "softmax", fused=True)
-        moe_utils.switch_load_balancing_loss_func(scores, chosen.sum(0), T, 2, E, 0.1, fused=True)
-        found = mindspeed_lite.report().verifications
-    assert [each.operator for each in found] == ["topk_routing", "aux_loss_scores", "load_balancing_loss"]
-    assert all(each.verdict == "ok" and not each.problem for each in found)

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, OptionError, RequirementError, Settings
+from mindspeed_lite.engine import FallbackError, OptionError, RequirementError
 from mindspeed_lite.patches import moe_wgrad_side_stream as patch
 from mindspeed_lite.tuning.ab_test import PAIRS, WARMUP_STEPS
 from tests.harness.lanes import LateLane
 from tests.harness.moe_experts import COUNTS, experts_of
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons as reasons_of
 
 NEEDED = {"moe_grouped_gemm": True, "use_gradient_accumulation_fusion": True}
 
@@ -170,19 +169,6 @@ def test_a_model_whose_gradients_are_not_added_in_the_product_says_so():
     with beside(strict=False) as lane:
         step(reduced(experts_of(gradient_accumulation_fusion=False)))
         assert not lane.ran and [each.feature for each in mindspeed_lite.report().fallbacks] == [patch.NAME]
-
-
-def reasons(device="cuda", settings=None, **arguments):
-    values = {patch.NAME: patch.AUTO, **(settings or {})}
-    return reasons_of(patch.FEATURE, Context(Settings(values), device, {}, arguments or None))
-
-
-def test_it_says_where_it_makes_no_sense():
-    assert reasons() == [] == reasons("npu")
-    assert "streams" in reasons("cpu")[0]
-    assert "streams of its own" in reasons(overlap_moe_expert_parallel_comm=True)[0]
-    assert "records" in reasons(cuda_graph_impl="local")[0]
-    assert "enable it explicitly" in patch.FEATURE.not_auto
 
 
 def test_it_asks_for_the_features_whose_products_it_moves():

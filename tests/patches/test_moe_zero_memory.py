@@ -9,13 +9,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
-from mindspeed_lite.patches.moe_zero_memory import FEATURE
 from mindspeed_lite.planner.experts import experts
 from mindspeed_lite.planner.training import TrainingConfig
 from tests.harness.gpt_block import BATCH, FFN, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons
 
 GROUPED = {"moe_grouped_gemm": True, "strict": True}
 EXPERTS = {
@@ -160,28 +157,16 @@ def test_every_kind_of_shared_expert(fields):
 
 @forked("megatron")
 def test_a_wrong_activation_gives_a_wrong_gradient():
-    from mindspeed_lite.patches._shared import released_mlp
+    from mindspeed_lite.patches import moe_zero_memory
 
     fields = {**EXPERTS, **SHARED}
     with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level0"):
         model = model_of(**fields)
         right = step(model)
-        own = released_mlp._activation
-        released_mlp._activation = lambda mlp, x: own(mlp, x).roll(1, 0)
+        own = moe_zero_memory.run_activation
+        moe_zero_memory.run_activation = lambda *args: own(*args).roll(1, 0)
         wrong = step(model)
     assert not same(wrong, right)
-
-
-@forked("megatron")
-def test_on_a_live_model_it_is_turned_off_and_on_again():
-    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level1"):
-        model = model_of(**EXPERTS)
-        on = step(model)
-    with mindspeed_lite.enabled(**GROUPED):
-        off = step(model)
-    with mindspeed_lite.enabled(**GROUPED, moe_zero_memory="level0"):
-        between = step(model)
-    assert on[0] < between[0] < off[0] and same(on, off) and same(between, off)
 
 
 @forked("megatron")
@@ -242,44 +227,3 @@ def test_an_evaluation_takes_nothing_that_a_failed_pass_left():
         RecomputedRows.release = fail
         with torch.no_grad():
             model(x, attention_mask=None)
-
-
-MODEL = {"num_experts": 8, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "alltoall"}
-
-
-def context(settings=None, **args):
-    return Context(Settings(settings or {"moe_zero_memory": "level0"}), "cpu", {}, {**MODEL, **args})
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ({"num_experts": None}, "--num-experts"),
-        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
-        ({"recompute_granularity": "full", "recompute_method": "uniform"}, "--recompute-granularity full"),
-        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
-        ({"fp8": "hybrid"}, "--fp8-format"),
-    ],
-)
-def test_when_there_is_nothing_to_release(args, text):
-    (reason,) = reasons(FEATURE, context(**args))
-    assert text in reason
-
-
-def test_what_its_flags_say():
-    assert reasons(FEATURE, context()) == []
-    for settings, text in [
-        ({"moe_zero_memory_num_layers": 2}, "add --moe-zero-memory"),
-        ({"moe_zero_memory": "disable", "moe_zero_memory_num_layers": 2}, "add --moe-zero-memory"),
-        ({"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 0}, "at least 1"),
-    ]:
-        assert FEATURE.enabled(Settings(settings))
-        with pytest.raises(OptionError, match=text):
-            FEATURE.condition(context(settings))
-    assert not FEATURE.enabled(Settings({"moe_zero_memory": "disable"})) and not FEATURE.enabled(Settings({}))
-
-
-def test_auto_leaves_it_off():
-    (left_off,) = automatic_reasons([FEATURE], context())[FEATURE.name]
-    assert "memory" in left_off

@@ -5,23 +5,9 @@ from __future__ import annotations
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings, automatic_reasons
 from mindspeed_lite.patches.optimize_send_recv_comm import FEATURE
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import is_swapped, reasons
-
-ON = Settings({"optimize_send_recv_comm": True})
-
-
-def context(**args):
-    return Context(ON, "cpu", {}, {"pipeline_model_parallel_size": 2, **args})
-
-
-def test_it_applies_to_a_pipeline_and_auto_leaves_it_off():
-    assert reasons(FEATURE, context()) == []
-    assert "size 1: no messages" in reasons(FEATURE, context(pipeline_model_parallel_size=1))[0]
-    assert "both directions in one call" in reasons(FEATURE, context(use_ring_exchange_p2p=True))[0]
-    assert "second communicator" in automatic_reasons([FEATURE], context())[FEATURE.name][0]
+from tests.harness.swapped import is_swapped
 
 
 @pytest.mark.parametrize("batched", [True, False])

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
-from mindspeed_lite.patches import param_gather_once as patch
 from tests.harness.processes import forked, on_ranks
 
 
@@ -77,15 +75,3 @@ def test_half_is_gathered_and_it_is_the_same(tmp_path: Path) -> None:
     import functools
 
     on_ranks(2, functools.partial(check, store=str(tmp_path / "store")))
-
-
-def test_conditions() -> None:
-    def reasons(**given: Any) -> list[str]:
-        args = {"use_distributed_optimizer": True, "num_experts": 8, **given}
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, args)))
-
-    assert reasons() == []
-    for name, value in (("use_distributed_optimizer", False), ("num_experts", None), ("overlap_param_gather", True)):
-        (reason,) = reasons(**{name: value})
-        assert f"--{name.replace('_', '-')}" in reason
-    assert list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}))) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches.pipeline_schedule import FEATURE
 from tests.harness.process_groups import start
 from tests.harness.processes import forked
@@ -26,65 +26,11 @@ def context(settings, **args):
     return Context(Settings({**OFF, **settings}), "cpu", {}, {**MODEL, **args})
 
 
-def test_it_applies_to_a_pipeline_and_auto_leaves_it_off():
-    assert reasons(FEATURE, context({"pipeline_schedule": "1f1b"})) == []
-    assert reasons(FEATURE, context({"pipeline_schedule": "zb-h1"})) == []
-    combined = {"overlap_moe_expert_parallel_comm": True}
-    assert reasons(FEATURE, context({"schedules_method": "dualpipev"}, **combined)) == []
-    assert not FEATURE.is_enabled(Settings(OFF))
-    (left_off,) = automatic_reasons([FEATURE], context({"pipeline_schedule": "1f1b"}))[FEATURE.name]
-    assert "same orders" in left_off
-
-
 def test_dualpipev_needs_the_fusion_where_it_puts_weight_gradients_aside():
     off = {"use_gradient_accumulation_fusion": False, "schedules_method": "dualpipev"}
     assert reasons(FEATURE, context(off)) == []
     detached = reasons(FEATURE, context({**off, "dualpipev_dw_detach": True}))
     assert "--gradient-accumulation-fusion is off" in detached[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "args", "text"),
-    [
-        ({"pipeline_schedule": "1f1b"}, {"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
-        ({"pipeline_schedule": "1f1b"}, {"overlap_moe_expert_parallel_comm": True}, "a schedule of its own"),
-        ({"pipeline_schedule": "1f1b"}, {"cuda_graph_impl": "local"}, "records"),
-        (
-            {"pipeline_schedule": "zb-h1", "use_gradient_accumulation_fusion": False},
-            {},
-            "--gradient-accumulation-fusion is off",
-        ),
-        ({"pipeline_schedule": "zb-auto"}, {"transformer_impl": "transformer_engine"}, "--transformer-impl"),
-    ],
-)
-def test_when_it_is_skipped(settings, args, text):
-    assert text in reasons(FEATURE, context(settings, **args))[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"pipeline_schedule_trace": "folder"}, "name it with --pipeline-schedule"),
-        (
-            {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 3},
-            "bounds zb-auto and --recompute-in-bubble, not 1f1b",
-        ),
-        ({"pipeline_schedule": "interleaved"}, "add --num-virtual-stages"),
-    ],
-)
-def test_flags_that_do_not_fit_each_other_are_one_line(settings, text):
-    assert FEATURE.is_enabled(Settings({**OFF, **settings}))
-    with pytest.raises(OptionError, match=text) as error:
-        reasons(FEATURE, context(settings))
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("value", ["0", "many", "-1"])
-def test_a_bound_is_a_number(value):
-    option = next(each for each in FEATURE.options if each.dest == "pipeline_schedule_max_live")
-    assert option.checked("3") == 3
-    with pytest.raises(OptionError, match="a whole number of at least 1"):
-        option.checked(value)
 
 
 @forked("megatron")
@@ -122,23 +68,3 @@ def test_a_call_that_no_order_describes_is_megatrons_and_says_so():
         )  # fmt: skip
     (fallback,) = mindspeed_lite.report().fallbacks
     assert "adjust_tensor_shapes_fn" in fallback.reason
-
-
-def test_a_configuration_that_has_changed_is_looked_at_again():
-    from dataclasses import dataclass
-
-    from mindspeed_lite.patches.pipeline_schedule import _Conflicts
-
-    @dataclass
-    class Config:
-        overlap_moe_expert_parallel_comm: bool = False
-        use_ring_exchange_p2p: bool = False
-
-    conflicts, config = _Conflicts(), Config()
-    assert conflicts.of(config, is_v=False) == []
-    config.use_ring_exchange_p2p = True
-    assert "--use-ring-exchange-p2p" in conflicts.of(config, is_v=False)[0]
-    config = Config(overlap_moe_expert_parallel_comm=True)
-    assert "a schedule of its own" in conflicts.of(config, is_v=False)[0]
-    assert conflicts.of(config, is_v=True) == []
-    assert "--use-ring-exchange-p2p" in conflicts.of(type("Proxy", (), {"use_ring_exchange_p2p": True})(), True)[0]

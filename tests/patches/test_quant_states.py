@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, EngineError, Settings
-from mindspeed_lite.patches import quant_states as patch
 from tests.harness import matrix, optimizers
 from tests.harness.optimizers import (
     KINDS,
@@ -134,22 +132,6 @@ def test_checkpoints_are_plain_and_go_on_to_the_last_bit(
             assert apart < 8e-3, f"{name}: {apart}"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
-@forked("megatron")
-def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:
-    start(groups)
-    with mindspeed_lite.enabled(**on("fp8", kind != "fp32")):
-        model, optimizer = optimizer_of(**KINDS[kind])
-        gradients(model, 0)
-        optimizer.step()
-    assert all(state[name].dtype == torch.float32 for state in inner(optimizer).state.values() for name in MOMENTS)
-    assert not any(main.isnan().any() for main in optimizer.get_parameters())
-    before = [parameter.clone() for parameter in model.parameters()]
-    gradients(model, 1)
-    optimizer.step()
-    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-
-
 @forked("megatron")
 def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:
     start(groups)
@@ -173,21 +155,6 @@ def test_a_weight_that_two_stages_have_keeps_bf16(groups: Path) -> None:
             assert kinds[32 * 8] == torch.bfloat16 and kinds[24 * 40] == torch.uint8
 
 
-@forked("megatron")
-def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:
-    start(groups)
-    report = mindspeed_lite.enable(quant_states="bf16")
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["quant_states"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("quant_states", "the optimizer is SGD, without the fused step") in reasons
-    mindspeed_lite.disable()
-    mindspeed_lite.enable(**on("bf16"))
-    with pytest.raises(EngineError, match="SGD"):
-        optimizer_of(bf16=True, optimizer="sgd")
-
-
 @pytest.mark.parametrize("form", FORMS)
 @forked("megatron")
 def test_verify_compares_the_numbers_that_codes_stand_for(form: str, groups: Path) -> None:
@@ -196,16 +163,3 @@ def test_verify_compares_the_numbers_that_codes_stand_for(form: str, groups: Pat
     train(KINDS["bf16"], 3)
     verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
     assert verdicts["adamw"] == "ok"
-
-
-def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    def reasons(**host_args: Any) -> list[str]:
-        assert patch.FEATURE.condition is not None
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
-
-    assert reasons() == [] and "moments itself" in reasons(rl_offload_optimizer_during_inference=True)[0]
-
-
-def test_another_word_is_refused_with_the_words_there_are() -> None:
-    with pytest.raises(EngineError, match=r"--quant-states takes one of bf16, fp8, not 'int4'"):
-        mindspeed_lite.enable(quant_states="int4")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-import mindspeed_lite
 from mindspeed_lite.engine import Context, OptionError, Settings
-from mindspeed_lite.patches import pipeline_schedule
 from mindspeed_lite.patches._shared import pipeline_orders
 from mindspeed_lite.patches.recompute_in_bubble import FEATURE
 from mindspeed_lite.pipeline.check import ScheduleError
 from mindspeed_lite.pipeline.orders import OrderError, PipelineShape
 from mindspeed_lite.pipeline.steps import Kind
-from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped, reasons
 
 OFF = {
     "recompute_in_bubble": False,
@@ -35,14 +31,6 @@ def context(*given, **args):
     return Context(settings(*given), "cpu", {}, {"pipeline_model_parallel_size": 2, **args})
 
 
-def test_it_turns_the_executor_on():
-    for each in (IN_BUBBLE, IN_ADVANCE):
-        assert FEATURE.is_enabled(settings(each)) and pipeline_schedule.FEATURE.is_enabled(settings(each))
-    assert not FEATURE.is_enabled(settings())
-    assert reasons(FEATURE, context(IN_BUBBLE, {"pipeline_schedule": "own.py:mine"})) == []
-    assert reasons(FEATURE, context(IN_BUBBLE)) == reasons(FEATURE, context(IN_ADVANCE, **FULL)) == []
-
-
 def test_in_the_bubble_every_layer_can_be_recomputed():
     assert FEATURE.arguments(context(IN_BUBBLE))["recompute_granularity"] == "full"
     assert FEATURE.arguments(context(IN_ADVANCE, **FULL)) == {}
@@ -50,32 +38,6 @@ def test_in_the_bubble_every_layer_can_be_recomputed():
         FEATURE.arguments(context(IN_BUBBLE, **FULL))
     with pytest.raises(OptionError, match="leave out --recompute-granularity selective"):
         FEATURE.arguments(context(IN_BUBBLE, recompute_granularity="selective"))
-
-
-@pytest.mark.parametrize(
-    ("given", "args", "text"),
-    [
-        (IN_BUBBLE, {"pipeline_model_parallel_size": 1}, "no bubble"),
-        (IN_ADVANCE, {}, "add --recompute-granularity full"),
-        (IN_ADVANCE, {**FULL, "distribute_saved_activations": True}, "--distribute-saved-activations"),
-        (IN_BUBBLE, {"fp8": "e4m3"}, "--fp8-format"),
-    ],
-)
-def test_when_it_is_skipped(given, args, text):
-    assert text in reasons(FEATURE, context(given, **args))[0]
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ((IN_BUBBLE, IN_ADVANCE), "leave one out"),
-        ((IN_BUBBLE, {"pipeline_schedule": "zb-h1"}), "zb-h1 fills the bubble"),
-    ],
-)
-def test_flags_that_do_not_fit_each_other_are_one_line(given, text):
-    with pytest.raises(OptionError, match=text) as error:
-        reasons(FEATURE, context(*given))
-    assert "\n" not in str(error.value)
 
 
 def test_orders():
@@ -112,20 +74,3 @@ def test_an_order_of_the_users_with_weight_gradients_is_refused_when_it_is_made(
         pipeline_orders.schedule_of(
             settings(IN_BUBBLE, {"pipeline_schedule": f"{file}:mine"}), PipelineShape(2, 4), False
         )
-
-
-@forked("megatron")
-def test_undo_restores_the_checkpoint():
-    import torch
-    from megatron.core import tensor_parallel
-    from megatron.core.tensor_parallel import random
-
-    own = random.checkpoint
-    mindspeed_lite.enable(recompute_in_advance=True)
-    assert is_swapped("megatron.core.tensor_parallel.random:checkpoint")
-    # Outside a schedule it is Megatron's.
-    x = torch.ones(2, requires_grad=True)
-    tensor_parallel.checkpoint(torch.sin, False, x).sum().backward()
-    assert torch.equal(x.grad, torch.cos(torch.ones(2)))
-    assert mindspeed_lite.disable() == [] and not is_swapped("megatron.core.tensor_parallel.random:checkpoint")
-    assert random.checkpoint is own

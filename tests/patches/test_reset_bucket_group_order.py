@@ -10,10 +10,8 @@ from typing import Any
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import reset_bucket_group_order as patch
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import reasons as reasons_of
 
 FEATURE = patch.FEATURE
 LAYERS = 4
@@ -104,15 +102,3 @@ def test_the_order_of_the_first_step_is_that_of_the_next() -> None:
         assert notices == [f"{FEATURE.name}: 4 of 4 bucket groups are used in another place than registered"]
 
     on_ranks(2, body)
-
-
-def test_conditions() -> None:
-    def reasons(**host: Any) -> Any:
-        return reasons_of(FEATURE, Context(Settings.of(FEATURE.options, {FEATURE.name: True}), "cpu", {}, host or None))
-
-    given = {"overlap_param_gather": True}
-    assert reasons() == reasons(**given) == []
-    assert "no gather overlaps" in reasons(overlap_param_gather=False)[0]
-    assert "--use-megatron-fsdp gathers by itself" in reasons(**given, use_megatron_fsdp=True)[0]
-    assert "schedule" in reasons(**given, align_param_gather=True)[0]
-    assert "starts them in the step" in reasons(**given, overlap_param_gather_with_optimizer_step=True)[0]

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, EngineError, Settings
-from mindspeed_lite.patches import reuse_fp32_param as patch
-from mindspeed_lite.patches import use_fused_adamw
 from tests.harness import optimizers
 from tests.harness.optimizers import (
     KINDS,
@@ -127,27 +124,6 @@ def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: P
     assert_equal(*ended)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed"])
-@forked("megatron")
-def test_training_goes_on_after_the_patches_are_gone(kind: str, groups: Path) -> None:
-    start(groups)
-    with mindspeed_lite.enabled(**OFF):
-        model, optimizer = optimizer_of(**KINDS[kind])
-        for step in range(2):
-            gradients(model, step)
-            optimizer.step()
-    expected = [parameter.clone() for parameter in model.parameters()]
-    with mindspeed_lite.enabled(**ON):
-        model, optimizer = optimizer_of(**KINDS[kind])
-        gradients(model, 0)
-        optimizer.step()
-    assert not any(main.isnan().any() for main in optimizer.get_parameters())
-    gradients(model, 1)
-    optimizer.step()
-    for parameter, wanted in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter, wanted, rtol=2**-7, atol=2e-7)
-
-
 @forked("megatron")
 def test_weights_that_are_no_half_are_left_alone_and_that_is_said(groups: Path) -> None:
     start(groups)
@@ -158,36 +134,9 @@ def test_weights_that_are_no_half_are_left_alone_and_that_is_said(groups: Path) 
 
 
 @forked("megatron")
-def test_it_turns_on_the_step_that_it_needs_and_needs_adam(groups: Path) -> None:
-    start(groups)
-    report = mindspeed_lite.enable(reuse_fp32_param=True)
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["reuse_fp32_param"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("reuse_fp32_param", "the optimizer is SGD, without the fused step") in reasons
-    mindspeed_lite.disable()
-    mindspeed_lite.enable(**ON)
-    with pytest.raises(EngineError, match="SGD"):
-        optimizer_of(bf16=True, optimizer="sgd")
-
-
-@forked("megatron")
 def test_verify_compares_numbers_that_are_put_together(groups: Path) -> None:
     start(groups)
     mindspeed_lite.enable(**ON, verify=2)
     train(KINDS["bf16"], 3)
     verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
     assert verdicts["adamw"] == "ok"
-
-
-def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    def reasons(**host_args: Any) -> list[str]:
-        return list(patch.FEATURE.condition(Context(Settings({}), "cpu", {}, {"bf16": True, **host_args})))
-
-    assert reasons() == []
-    assert "--bf16 is not given" in reasons(bf16=False)[0]
-    for flag in ("fp8_param_gather", "qk_clip", "log_params_norm"):
-        (found,) = reasons(**{flag: True})
-        assert f"--{flag.replace('_', '-')}" in found
-    assert use_fused_adamw.FEATURE.is_enabled(Settings({"reuse_fp32_param": True}))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import mindspeed_lite
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches.schedules_method import FEATURE
 from mindspeed_lite.pipeline.steps import v_placement
 from tests.harness.processes import forked
@@ -28,33 +26,6 @@ def test_it_asks_for_two_chunks_a_rank():
     assert reasons(FEATURE, context()) == []
     assert FEATURE.arguments(context()) == {"num_virtual_stages_per_pipeline_rank": 2}
     assert FEATURE.arguments(context(num_layers_per_virtual_pipeline_stage=2)) == {}
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
-        ({"num_layers": 6}, "a multiple of 4"),
-        ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings"),
-        ({"virtual_pipeline_model_parallel_size": 3}, "not 3"),
-        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
-        ({"pipeline_model_parallel_layout": "Et*8L"}, "--pipeline-model-parallel-layout"),
-    ],
-)
-def test_when_it_is_skipped(args, text):
-    assert text in reasons(FEATURE, context(**args))[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"schedules_method": None, "dualpipev_dw_detach": True}, "add --schedules-method dualpipev"),
-        ({"pipeline_schedule": "1f1b"}, "leave one out"),
-    ],
-)
-def test_flags_that_do_not_fit_each_other_are_one_line(settings, text):
-    with pytest.raises(OptionError, match=text):
-        reasons(FEATURE, context(settings))
 
 
 @forked("megatron")

@@ -10,12 +10,11 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches import swap_attention
 from tests.harness.gpt_block import BATCH, HIDDEN, LAYERS, SEQUENCE, model_of, same, step
 from tests.harness.lanes import Lanes
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons as reasons_of
 
 ONE = 2 * SEQUENCE * BATCH * HIDDEN
 
@@ -133,24 +132,6 @@ def test_too_little_room_is_a_fallback_that_names_the_budget():
         (fallback,) = mindspeed_lite.report().fallbacks
     assert same(on, off) and 0 < sum(lanes.allocated) <= 2.5 * ONE
     assert fallback.feature == "swap_attention" and "budget of" in fallback.reason
-
-
-def test_reasons_and_bad_input():
-    def reasons(device="cuda", settings=None, **args):
-        return reasons_of(swap_attention.FEATURE, Context(Settings(settings or {}), device, {}, args))
-
-    assert reasons() == reasons("npu") == []
-    assert reasons("cpu") == ["cpu has one memory: what leaves it is no smaller there"]
-    for name in ("cpu_offloading", "fine_grained_activation_offloading", "enable_cuda_graph", "hybrid_layer_pattern"):
-        assert len(reasons(**{name: True})) == 1
-    assert reasons(cuda_graph_impl="none") == [] and "records" in reasons(cuda_graph_impl="local")[0]
-    assert "keeps nothing" in reasons(recompute_granularity="full", recompute_method="uniform")[0]
-    assert "enable it explicitly" in swap_attention.FEATURE.not_auto
-    for budget in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(OptionError, match=r"--swap-attention-budget .*GiB above 0"):
-            reasons(settings={"swap_attention_budget": budget})
-    with pytest.raises(OptionError, match=r"--swap-modules: .*wants names"):
-        reasons(settings={"swap_attention": True, "swap_modules": " , "})
 
 
 def test_names_of_mindspeed_are_those_of_megatron():

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import ConflictError, Context, EngineError, OptionError, Settings, automatic_reasons
+from mindspeed_lite.engine import EngineError
 from mindspeed_lite.patches import swap_optimizer as patch
-from mindspeed_lite.patches import use_fused_adamw
 from tests.harness import matrix, optimizers, simulated
 from tests.harness.lanes import Lanes
 from tests.harness.optimizers import KINDS, Narrow, assert_equal, gradients, inner, optimizer_of, saved, start, steps
 from tests.harness.processes import forked
-from tests.harness.swapped import reasons as reasons_of
 
 OFF = {"use_fused_adamw": True, "strict": True}
 ON = {"swap_optimizer": True, "swap_optimizer_times": 3, "strict": True}
@@ -182,15 +180,6 @@ def test_weights_that_are_loaded_become_the_main_parameters(kind: str, groups: P
 
 
 @forked("megatron")
-def test_verify_compares_numbers_that_are_there(groups: Path) -> None:
-    begin(groups)
-    mindspeed_lite.enable(**ON, **BESIDE["both"], verify=2)
-    train(KINDS["bf16"])
-    verdicts = {entry.operator: entry.verdict for entry in mindspeed_lite.report().verifications}
-    assert verdicts["adamw"] == "ok"
-
-
-@forked("megatron")
 def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
     begin(groups)
     patch._copy_engine_of = lambda device: Lanes(fail_at=2)
@@ -201,46 +190,3 @@ def test_no_more_room_is_said_and_training_goes_on(groups: Path) -> None:
         (fallback,) = mindspeed_lite.report().fallbacks
         assert fallback.feature == "swap_optimizer" and "bytes of host memory: no more pinned memory" in fallback.reason
     assert_equal(on, off)
-
-
-@forked("megatron")
-def test_it_needs_the_step_that_it_turns_on_and_adam(groups: Path) -> None:
-    begin(groups)
-    report = mindspeed_lite.enable(swap_optimizer=True)
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["swap_optimizer"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("swap_optimizer", "the optimizer is SGD, without the fused step") in reasons
-
-
-@forked("megatron")
-def test_on_cpu_it_names_what_serves_there() -> None:
-    report = mindspeed_lite.enable(swap_optimizer=True)
-    (entry,) = (each for each in report.entries if each.feature == "swap_optimizer")
-    assert entry.status == "skipped" and "cpu has one memory: --virtual-optimizer" in str(entry.reasons)
-    mindspeed_lite.disable()
-    with pytest.raises(ConflictError, match="both keep Adam's moments in host memory"):
-        mindspeed_lite.enable(swap_optimizer=True, virtual_optimizer=["all"])
-
-
-@pytest.mark.parametrize("given", [0, -1, "few", "0", 1.5])
-def test_what_is_no_number_of_groups_is_refused(given: Any) -> None:
-    with pytest.raises(OptionError, match="--swap-optimizer-times"):
-        mindspeed_lite.enable(swap_optimizer=True, swap_optimizer_times=given)
-
-
-def test_conditions_name_the_flag_that_is_in_the_way() -> None:
-    def context(device: str = "cuda", **host_args: Any) -> Context:
-        return Context(Settings({"swap_optimizer": True, "swap_optimizer_times": 16}), device, {}, host_args)
-
-    def reasons(*device: str, **host_args: Any) -> list[str]:
-        return reasons_of(patch.FEATURE, context(*device, **host_args))
-
-    assert reasons() == reasons("npu") == []
-    (left_off,) = automatic_reasons([patch.FEATURE], context())[patch.FEATURE.name]
-    assert "it trades speed for memory" in left_off
-    for flag in ("fp8_param_gather", "qk_clip", "log_params_norm", "rl_offload_optimizer_during_inference"):
-        (found,) = reasons(**{flag: True})
-        assert f"--{flag.replace('_', '-')}" in found
-    assert use_fused_adamw.FEATURE.is_enabled(Settings({"swap_optimizer": True}))

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.parallel import symmetric
 from mindspeed_lite.patches import use_ascend_coc as patch
 from tests.harness.fused_collectives import symmetric_memory_operators
 from tests.harness.linear_layers import HIDDEN, ON, config_of, layer_of, messages, passes, same
 from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import reasons
 
 FEATURE = patch.FEATURE
 
@@ -95,37 +93,6 @@ def test_what_stays_in_one_piece():
 
 def context(host_args=None, **settings):
     return Context(Settings.of(FEATURE.options, settings), "cpu", {}, host_args)
-
-
-def test_conditions():
-    assert FEATURE.condition(context(use_ascend_coc=True)) == []
-    assert "asks for Megatron's own" in FEATURE.condition(context(coc_mode=0))[0]
-    for field, value, reason in (
-        ("tensor_model_parallel_size", 1, "nothing travels"),
-        ("transformer_impl", "transformer_engine", "overlaps by itself"),
-        ("cuda_graph_impl", "local", "records a layer once"),
-        ("cpu_offloading_num_layers", 2, "looks for what"),
-    ):
-        host = {"tensor_model_parallel_size": 2, field: value}
-        assert reason in reasons(FEATURE, context(host, use_ascend_coc=True))[0]
-    with pytest.raises(OptionError, match=r"--coc-mode takes one of -1, 0, 1, 2, not 7"):
-        context(coc_mode=7)
-    for wrong in (3, "3", "many"):
-        with pytest.raises(OptionError, match=r"--coc-parallel-num takes one of 1, 2, 4, 8, auto, not"):
-            context(coc_parallel_num=wrong)
-    assert [context(coc_parallel_num=each).settings["coc_parallel_num"] for each in (4, "8", "auto")] == [4, 8, "auto"]
-    described = SimpleNamespace(tensor_model_parallel_size=2, tp_comm_overlap_cfg="buffers.yaml")
-    with pytest.raises(OptionError, match="Leave it out; --coc-parallel-num says"):
-        FEATURE.condition(context(described, tp_comm_overlap=True))
-    assert FEATURE.condition(context(described, use_ascend_coc=True)) == []
-
-
-@pytest.mark.parametrize(("device", "advice"), [("cpu", "leave it out"), ("npu", "--use-ascend-mc2")])
-def test_fused_kernels_are_cudas(device, advice):
-    settings = Settings.of(FEATURE.options, {"use_ascend_coc": True, "coc_fused_kernel": True})
-    with pytest.raises(OptionError, match=rf"--coc-fused-kernel .* is CUDA's, and the device is {device}: {advice}"):
-        FEATURE.condition(Context(settings, device, {}, None))
-    assert FEATURE.condition(Context(settings, "cuda", {}, None)) == []
 
 
 @forked("megatron")

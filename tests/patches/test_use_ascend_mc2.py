@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, PlanError, Settings
+from mindspeed_lite.engine import PlanError
 from mindspeed_lite.parallel import mc2
 from mindspeed_lite.patches import use_ascend_mc2 as patch
 from tests.harness.fused_collectives import HcclGroup, mc2_operators
@@ -19,22 +19,6 @@ from tests.harness.process_groups import start
 from tests.harness.processes import forked, on_ranks
 
 FEATURE = patch.FEATURE
-TRAINING = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
-
-
-def context(device="npu", **host):
-    return Context(Settings.of(FEATURE.options, {"use_ascend_mc2": True}), device, {}, {**TRAINING, **host})
-
-
-def test_conditions():
-    assert FEATURE.condition(context()) == []
-    assert "the device is cuda: --use-ascend-coc" in FEATURE.condition(context("cuda"))[0]
-    for host, reason in (
-        ({"sequence_parallel": False}, "nothing is gathered or scattered"),
-        ({"tensor_model_parallel_size": 1}, "nothing travels"),
-        ({"transformer_impl": "transformer_engine"}, "its own layers"),
-    ):
-        assert reason in FEATURE.condition(context(**host))[0]
 
 
 @forked("megatron")

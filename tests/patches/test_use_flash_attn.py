@@ -11,7 +11,7 @@ import torch
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, FallbackError, OptionError, Settings
+from mindspeed_lite.engine import Context, OptionError, Settings
 from mindspeed_lite.ops.dispatch import force
 from mindspeed_lite.patches import use_flash_attn as patch
 from tests.harness.attention_modules import (
@@ -178,16 +178,6 @@ def test_what_megatron_refuses_is_refused_by_megatron():
 
 
 @forked("megatron")
-def test_strict_raises_where_it_would_step_aside_and_every_time():
-    mindspeed_lite.enable(use_flash_attn=True, strict=True)
-    (q, k, v), _ = inputs_of()
-    assert module_of()(q, k, v, None).shape == (SEQUENCE, BATCH, HEADS * SIZE)
-    for _ in range(2):
-        with pytest.raises(FallbackError, match=r"use_flash_attn.*bias"):
-            module_of()(q, k, v, None, attention_bias=torch.zeros(1))
-
-
-@forked("megatron")
 def test_the_scores_are_never_written_out():
     from tests.harness.compare import Sizes
 
@@ -204,18 +194,6 @@ def test_the_scores_are_never_written_out():
         largest[name] = sizes.largest
     scores = BATCH * HEADS * length * length * 4
     assert largest["off"] >= scores and largest["on"] < scores / 8, largest
-
-
-@forked("megatron")
-def test_a_module_from_before_and_one_from_after_are_the_same():
-    """The method is swapped on the class, so models that exist already have it, and lose it again."""
-    before = module_of()
-    (q, k, v), _ = inputs_of()
-    off = before(q, k, v, None)
-    with mindspeed_lite.enabled(use_flash_attn=True):
-        on = before(q, k, v, None)
-        assert torch.equal(on, module_of()(q, k, v, None)) and not torch.equal(on, off)
-    assert torch.equal(before(q, k, v, None), off)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
@@ -259,13 +237,6 @@ def test_multi_latent_attention_is_built_and_computes_what_is_defined(packed):
 
 def reasons(**host_args):
     return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way():
-    assert reasons() == [] == reasons(transformer_impl="local", context_parallel_size=1)
-    (engine,) = reasons(transformer_impl="transformer_engine")
-    assert "--transformer-impl transformer_engine" in engine
-    assert reasons(context_parallel_size=2) == []
 
 
 class Backend(enum.Enum):

@@ -13,14 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, EngineError, Settings
+from mindspeed_lite.engine import EngineError
 from mindspeed_lite.optim.fused_adam import FusedAdam, FusedAdamW
-from mindspeed_lite.patches import use_fused_adamw as patch
 from tests.harness.optimizers import KINDS, gradients, inner, optimizer_of, start, train
 from tests.harness.processes import forked
 from tests.harness.swapped import is_swapped
-
-FEATURE = patch.FEATURE
 
 
 class Passes(TorchDispatchMode):
@@ -227,68 +224,3 @@ def test_multi_tensor_functions_are_fast_ones_and_come_back() -> None:
         utils.local_multi_tensor_scale(0, None, [[], []], 0.3)
     assert (utils.local_multi_tensor_l2_norm, utils.local_multi_tensor_scale) == originals
     assert (clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl) == held and not any(map(is_swapped, held))
-
-
-@forked("megatron")
-def test_disable_restores_every_target() -> None:
-    from megatron.core.optimizer import clip_grads, distrib_optimizer, optimizer
-
-    owners = (
-        *(optimizer.MegatronOptimizer, optimizer.MixedPrecisionOptimizer, optimizer.FP32Optimizer),
-        *(optimizer.Float16OptimizerWithFloat16Params, distrib_optimizer.DistributedOptimizer, clip_grads, optimizer),
-    )
-
-    def held() -> dict[Any, Any]:
-        return {(owner, name): each for owner in owners for name, each in vars(owner).items()}
-
-    before = held()
-    report = mindspeed_lite.enable(use_fused_adamw=True)
-    entry = next(each for each in report.entries if each.feature == "use_fused_adamw")
-    assert entry.status == "applied" and entry.backends == ["adamw:cpu", "l2norm:cpu"] and entry.numerics == "ulp"
-    assert [placed.verified for placed in entry.patches] == ["verified"] * 9
-    targets = [placed.target for placed in entry.patches]
-    assert all(map(is_swapped, targets)) and is_swapped(optimizer.clip_grad_by_total_norm_fp32)
-    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, targets))
-    after = held()
-    # A class makes its annotations when it is first asked for them.
-    places = [key for key in {*before, *after} if key[1] != "__annotations__"]
-    left = [key for key in places if before.get(key) is not after.get(key)]
-    assert not left, left
-
-
-@forked("megatron")
-def test_verify_compares_step_and_norm_with_torchs(groups: Path) -> None:
-    start(groups)
-    mindspeed_lite.enable(use_fused_adamw=True, verify=2, strict=True)
-    for kind in ("bf16", "L2"):
-        train(KINDS[kind], 3)
-    report = mindspeed_lite.report()
-    found = {(entry.operator, entry.against): entry for entry in report.verifications}
-    assert set(found) == {
-        ("adamw", "torch.optim.AdamW"),
-        ("adamw", "torch.optim.Adam"),
-        ("l2norm", "Megatron's local_multi_tensor_l2_norm"),
-    }
-    assert all(entry.verdict == "ok" and entry.measured_from == "float64" for entry in report.verifications)
-
-
-def reasons(device: str = "cpu", **host_args: Any) -> list[str]:
-    return list(FEATURE.condition(Context(Settings({}), device, {}, host_args)))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reasons() == [] == reasons(optimizer="adam", use_precision_aware_optimizer=False)
-    (other,) = reasons(optimizer="muon")
-    assert "--optimizer muon" in other
-    for flag in (
-        "use_precision_aware_optimizer",
-        "optimizer_cpu_offload",
-        "optimizer_cuda_graph",
-        "use_megatron_fsdp",
-        "use_torch_fsdp2",
-    ):
-        (found,) = reasons(**{flag: True})
-        assert f"--{flag.replace('_', '-')}" in found
-    monkeypatch.setattr(patch.importlib.util, "find_spec", lambda name: object() if name == "apex" else None)
-    assert reasons("cuda") == ["Apex is installed, and Megatron takes its fused Adam"]
-    assert reasons("cpu") == []

@@ -9,14 +9,11 @@ import torch
 import torch.distributed as dist
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, Settings
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.ops.cross_entropy import reference
-from mindspeed_lite.patches import use_fused_cross_entropy as patch
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import is_swapped
 
-FEATURE = patch.FEATURE
 ROWS, WIDTH = (6, 2), 64
 
 
@@ -151,45 +148,3 @@ def test_a_models_gradient_is_written_over_its_logits(fused):
     torch.testing.assert_close(on, off, rtol=1e-5, atol=1e-5)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=0.05, atol=2e-3 * float(expected[name].abs().max()))
-
-
-@forked("megatron")
-def test_verification_compares_it_with_megatrons():
-    group = joined()
-    logits, target, dloss = problem(torch.bfloat16)
-    with mindspeed_lite.enabled(use_fused_cross_entropy=True, verify=2):
-        for which in ("unfused", "fused"):
-            forward_backward(lambda x: functions(group)[which](x, target), [logits], dloss)  # noqa: B023
-        (found,) = mindspeed_lite.report().verifications
-    assert (found.operator, found.verdict, found.calls) == ("cross_entropy", "ok", 2)
-    assert found.measured_from == "float32"
-
-
-def test_transformer_engines_loss_is_left_alone():
-    def reasons(**host_args):
-        return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args)))
-
-    assert reasons() == [] == reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="native")
-    assert reasons(cross_entropy_fusion_impl="te") == [], "without the first flag the second means nothing"
-    (reason,) = reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
-    assert "--cross-entropy-fusion-impl te" in reason
-
-
-@forked("megatron")
-def test_the_report_names_the_targets_and_disable_restores_them():
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.language_module import language_module
-
-    before = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
-    report = mindspeed_lite.enable(use_fused_cross_entropy=True)
-    entry = next(each for each in report.entries if each.feature == FEATURE.name)
-    assert entry.status == "applied" and entry.backends == ["cross_entropy:cpu"] and entry.numerics == "ulp"
-    assert {(each.target, each.verified) for each in entry.patches} == {
-        (patch.UNFUSED, "verified"),
-        (patch.FUSED, "verified"),
-    }
-    now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
-    assert all(map(is_swapped, now)) and all(map(is_swapped, before)), "who holds them by value has them too"
-    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, before))
-    now = (tensor_parallel.vocab_parallel_cross_entropy, language_module.fused_vocab_parallel_cross_entropy)
-    assert all(a is b for a, b in zip(now, before, strict=True))

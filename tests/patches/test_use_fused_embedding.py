@@ -12,13 +12,9 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, Settings
 from mindspeed_lite.patches import use_fused_embedding as patch
 from tests.harness.compare import Sizes, error
 from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import is_swapped
-
-FEATURE = patch.FEATURE
 
 
 def joined(rank, ranks, store):
@@ -217,31 +213,3 @@ def test_what_is_recorded_as_a_cuda_graph_keeps_a_dense_gradient(monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=recording: answer)
         assert word in patch._dense_because(weight) and bool(patch._dense_because(weight)) is recording
     assert "npu" in patch._dense_because(SimpleNamespace(device=SimpleNamespace(type="npu")))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way():
-    def reasons(device="cpu", **host_args):
-        return list(FEATURE.condition(Context(Settings({}), device, {}, host_args)))
-
-    assert reasons() == [] == reasons(tensor_model_parallel_size=2) == reasons(tensor_model_parallel_size=1)
-    (npu,) = reasons("npu", tensor_model_parallel_size=1)
-    assert "--tensor-model-parallel-size is 1" in npu and "npu has no gradient in rows" in npu
-    assert reasons("npu", tensor_model_parallel_size=2) == []
-    (sharded,) = reasons(tensor_model_parallel_size=1, use_megatron_fsdp=True)
-    assert "--use-megatron-fsdp" in sharded and reasons(tensor_model_parallel_size=2, use_megatron_fsdp=True) == []
-    (deterministic,) = reasons(deterministic_mode=True)
-    assert "--deterministic-mode" in deterministic
-
-
-@forked("megatron")
-def test_the_report_names_the_target_and_disable_restores_it():
-    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-
-    original = vars(VocabParallelEmbedding)["forward"]
-    report = mindspeed_lite.enable(use_fused_embedding=True)
-    entry = next(each for each in report.entries if each.feature == FEATURE.name)
-    assert entry.status == "applied" and entry.numerics == "ulp"
-    assert [each.verified for each in entry.patches] == ["verified"]
-    assert is_swapped(original)
-    assert mindspeed_lite.disable() == [] and not is_swapped(original)
-    assert vars(VocabParallelEmbedding)["forward"] is original

@@ -10,14 +10,10 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from mindspeed_lite import platform
-from mindspeed_lite.engine import Context, FallbackError, Settings, automatic_reasons
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.patches import use_fused_linear_cross_entropy as patch
 from tests.harness.compare import Sizes, error
-from tests.harness.processes import forked, on_ranks
-from tests.harness.swapped import is_swapped
-from tests.harness.swapped import reasons as reasons_of
-
-FEATURE = patch.FEATURE
+from tests.harness.processes import forked
 
 
 def ready(rank=0, ranks=1, store=None):
@@ -144,25 +140,6 @@ def test_multi_token_prediction_uses_it_for_each_of_its_losses_where_nobody_else
     assert_near(on, off)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@forked("megatron")
-def test_tensor_and_sequence_parallelism(sequence_parallel):
-    store = tempfile.mkdtemp() + "/store"
-
-    def body(rank):
-        ready(rank, 2, dist.FileStore(store, 2))
-        model = model_of(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)
-        off = step(model)
-        with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, strict=True):
-            on = step(model)
-        assert_near(on, off)
-        everywhere = [torch.empty_like(on[0]) for _ in range(2)]
-        dist.all_gather(everywhere, on[0])
-        assert torch.equal(*everywhere), "ranks disagree"
-
-    on_ranks(2, body)
-
-
 @pytest.mark.parametrize("zero_out", [False, True])
 @forked("megatron")
 def test_gradient_accumulation_fusion_adds_to_the_main_gradient_itself(zero_out):
@@ -231,56 +208,3 @@ def test_a_call_that_needs_its_logits_is_left_to_megatron():
     ):
         before = getattr(model.config, name)
         said(words, lambda: setattr(model.config, name, value), lambda: setattr(model.config, name, before))  # noqa: B023
-
-
-@forked("megatron")
-def test_verification_compares_it_with_layer_and_loss():
-    ready()
-    model = model_of()
-    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, verify=1):
-        step(model)
-        (found,) = mindspeed_lite.report().verifications
-    assert (found.operator, found.verdict, found.measured_from) == ("linear_cross_entropy", "ok", "float32")
-    operator = patch.vocab_parallel_linear_cross_entropy
-    patch.vocab_parallel_linear_cross_entropy = lambda hidden, weight, target, group, **how: operator(
-        hidden, weight, target.roll(1), group, **how
-    )
-    with mindspeed_lite.enabled(use_fused_linear_cross_entropy=True, verify=1):
-        step(model)
-        assert mindspeed_lite.report().verifications[0].verdict == "exceeds"
-
-
-def reasons(**host_args):
-    return reasons_of(FEATURE, Context(Settings({}), "cpu", {}, host_args))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way():
-    assert reasons() == []
-    for flag in ("defer_embedding_wgrad_compute", "use_mup"):
-        (reason,) = reasons(**{flag: True})
-        assert f"--{flag.replace('_', '-')}" in reason
-    (reason,) = reasons(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
-    assert "Transformer Engine" in reason
-
-
-def test_auto_does_not_choose_it_unasked():
-    (reason,) = automatic_reasons([FEATURE], Context(Settings({}), "cpu", {}, {}))[FEATURE.name]
-    assert "enable it explicitly" in reason
-
-
-@forked("megatron")
-def test_the_report_names_the_targets_and_disable_restores_them():
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt import GPTModel
-
-    def now():
-        return vars(GPTModel)["_postprocess"], vars(LanguageModule)["compute_language_model_loss"]
-
-    before = now()
-    report = mindspeed_lite.enable(use_fused_linear_cross_entropy=True)
-    entry = next(each for each in report.entries if each.feature == FEATURE.name)
-    assert entry.status == "applied" and entry.backends == ["linear_cross_entropy:cpu"] and entry.numerics == "ulp"
-    assert [each.verified for each in entry.patches] == ["verified", "verified"]
-    assert all(map(is_swapped, now()))
-    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, before))
-    assert all(a is b for a, b in zip(now(), before, strict=True))

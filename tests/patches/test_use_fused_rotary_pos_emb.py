@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite import platform
 from mindspeed_lite.engine import Context, FallbackError, Settings
 from mindspeed_lite.patches import use_fused_rotary_pos_emb as patch
 from tests.harness import checkouts, matrix
@@ -125,26 +124,6 @@ def test_every_form_in_other_releases(release):
 
 
 @forked("megatron")
-def test_every_attention_that_holds_the_function_by_value_has_it_and_gives_it_back():
-    from megatron.core.transformer import attention, multi_latent_attention
-
-    before = attention.apply_rotary_pos_emb
-    fused = multi_latent_attention.fused_apply_mla_rope_for_q
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True) as report:
-        ours = utilities().apply_rotary_pos_emb
-        assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is ours
-        assert is_swapped(ours) and is_swapped(multi_latent_attention.fused_apply_mla_rope_for_q)
-        assert utilities().fused_apply_rotary_pos_emb is not None
-        (entry,) = [each for each in report.entries if each.feature == FEATURE.name]
-        assert (entry.status, entry.backends, entry.numerics) == ("applied", ["rope:cpu"], "ulp")
-        assert {each.verified for each in entry.patches} == {"verified", "provided"}
-    assert attention.apply_rotary_pos_emb is multi_latent_attention.apply_rotary_pos_emb is before
-    assert not is_swapped(before) and not is_swapped(fused)
-    assert multi_latent_attention.fused_apply_mla_rope_for_q is fused
-    assert utilities().fused_apply_rotary_pos_emb is None is utilities().fused_apply_rotary_pos_emb_thd
-
-
-@forked("megatron")
 def test_megatrons_own_fusion_needs_no_transformer_engine():
     from megatron.core.transformer import TransformerConfig
 
@@ -220,72 +199,6 @@ def test_latent_attentions_fused_functions_are_the_unfused_path_in_one_piece(pac
         assert error(ours, exact) < 1e-6
 
 
-class Core(torch.nn.Module):
-    """Attention between projections and rotation: Megatron's local one knows no multi-latent attention."""
-
-    def __init__(self, **options):
-        super().__init__()
-
-    def forward(self, query, key, value, attention_mask, **options):
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [b, n, s, d]
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
-def gradients_of_a_model(fusion=False, latent=False, **fields):
-    """The gradients of a small GPT in one process."""
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    model_parallel_cuda_manual_seed(1)
-    if latent:
-        sizes = dict(q_lora_rank=16, kv_lora_rank=16, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16)
-        fields = {**sizes, **fields}
-    config = (MLATransformerConfig if latent else TransformerConfig)(
-        num_layers=2, hidden_size=64, num_attention_heads=4, normalization="RMSNorm", add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, apply_rope_fusion=fusion, gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False, **fields,
-    )  # fmt: skip
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", multi_latent_attention=latent)
-    spec.submodules.self_attention.submodules.core_attention = Core
-    torch.manual_seed(3)
-    model = GPTModel(config, spec, 128, S, position_embedding_type="rope", rotary_percent=1.0 if latent else 0.5).cuda()
-    tokens = torch.arange(B * S).view(B, S) % 128
-    model(tokens, torch.arange(S).repeat(B, 1), None, labels=tokens.roll(1)).mean().backward()
-    return [each.grad.clone() for each in model.parameters() if each.grad is not None]
-
-
-@pytest.mark.parametrize("kind", ["plain", "recomputed", "latent", "latent, fused"])
-@forked("megatron")
-def test_a_whole_model_has_the_same_gradients(kind, tmp_path):
-    import torch.distributed as dist
-    from megatron.core import parallel_state as ps
-
-    platform.activate()
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    ps.initialize_model_parallel()
-    full = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    fields = dict(latent=kind.startswith("latent"), **(full if kind == "recomputed" else {}))
-    off = gradients_of_a_model(**fields)
-    computed = []
-    cos = torch.Tensor.cos
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, strict=True):
-        torch.Tensor.cos = lambda t: computed.append(t.shape) or cos(t)
-        try:
-            on = gradients_of_a_model(fusion=kind == "latent, fused", **fields)
-        finally:
-            torch.Tensor.cos = cos
-    assert len(on) == len(off) > 10
-    for got, want in zip(on, off, strict=True):
-        assert error(got, want) < 2e-5
-    # Once for all layers, queries, keys and recomputations; multi-latent layers have a module and angles each, and
-    # tables of their own, of the original length, for Megatron's fused path.
-    mine = [shape for shape in computed if shape[0] == S]
-    assert len(mine) == {"latent": 2, "latent, fused": 0}.get(kind, 1), computed
-
-
 @forked("megatron")
 def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
     t, freqs = torch.randn(S, B, N, D), angles(1)
@@ -298,33 +211,8 @@ def test_shapes_that_only_broadcasting_fits_are_megatrons_and_said_once():
         utilities().apply_rotary_pos_emb(t, freqs, config_of(), cp_group=Ranks())
 
 
-@forked("megatron")
-def test_verification_compares_with_megatrons_unfused_path():
-    call, shape = call_of("packed", True, fusion=True)
-    t = torch.randn(shape, dtype=torch.bfloat16, requires_grad=True)
-    with mindspeed_lite.enabled(use_fused_rotary_pos_emb=True, verify=2):
-        for _ in range(3):
-            call(utilities().apply_rotary_pos_emb)(t)
-        (found,) = mindspeed_lite.report().verifications
-    assert (found.operator, found.verdict, found.calls, found.measured_from) == ("rope", "ok", 2, "float32")
-    assert "half packed" in found.shape and found.output_error > 0, "two paths, not one beside itself"
-
-
 def context(settings=None, **host_args):
     return Context(Settings({"use_fused_rotary_pos_emb": True} if settings is None else settings), "cpu", {}, host_args)
-
-
-def reasons(**host_args):
-    return list(FEATURE.condition(context(**host_args)))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way():
-    assert reasons() == reasons(position_embedding_type="yarn") == reasons(position_embedding_type="mrope") == []
-    assert reasons(position_embedding_type="learned_absolute", multi_latent_attention=True) == []
-    (engine,) = reasons(transformer_impl="transformer_engine")
-    assert "--transformer-impl transformer_engine" in engine
-    (kind,) = reasons(position_embedding_type="learned_absolute")
-    assert "--position-embedding-type learned_absolute" in kind
 
 
 def test_megatrons_fusion_is_on_again_where_its_configuration_allows_it():

@@ -9,19 +9,16 @@ import torch
 import torch.nn.functional as F
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, FallbackError, Settings
-from mindspeed_lite.engine.target import resolve
+from mindspeed_lite.engine import FallbackError
 from mindspeed_lite.ops.activation import OPERATOR, activation
 from mindspeed_lite.patches import use_fused_swiglu as patch
 from tests.harness import checkouts
 from tests.harness.compare import assert_not_worse, forward_backward
 from tests.harness.processes import forked
-from tests.harness.swapped import is_swapped
 
 FEATURE = patch.FEATURE
 NAME = "use_fused_swiglu"
 ROWS, BATCH, WIDTH = 5, 2, 24
-FUSIONS = "megatron.core.fusions"
 # What each model's MLP computes: fields of its configuration, whether fc1 has a bias, whether tokens have weights.
 MODELS = {
     "swiglu": ({"activation": "silu", "gated_linear_unit": True}, False, False),
@@ -183,55 +180,6 @@ def test_bias_and_weights_together_which_megatron_refuses_are_computed():
         got = fused_bias_swiglu.weighted_bias_swiglu_impl(x, bias, weights)
     gate, up = (x + bias).chunk(2, -1)
     torch.testing.assert_close(got, F.silu(gate) * up * weights)
-
-
-@forked("megatron")
-def test_verification_compares_with_megatrons_own_function():
-    with mindspeed_lite.enabled(use_fused_swiglu=True, verify=1, strict=True):
-        for model in MODELS:
-            inputs, _ = inputs_of(model, torch.bfloat16)
-            through(*MODELS[model])(*inputs)
-        found = mindspeed_lite.report().verifications
-    assert len(found) == len(MODELS), found
-    assert {(each.feature, each.verdict) for each in found} == {(NAME, "ok")}
-    assert {each.measured_from for each in found} == {"float32", "float64"}, "by the finest of the inputs"
-
-
-@forked("megatron")
-def test_the_report_names_every_target_and_disable_restores_them():
-    targets = [each.target for each in FEATURE.patches]
-    before = [resolve(target).raw for target in targets]
-    report = mindspeed_lite.enable(use_fused_swiglu=True)
-    entry = next(each for each in report.entries if each.feature == NAME)
-    assert (entry.status, entry.numerics, entry.backends) == ("applied", "ulp", ["activation:cpu"])
-    assert [each.how for each in entry.patches] == ["override"] * 7 + ["around"]
-    assert {each.verified for each in entry.patches} == {"verified"}
-    from megatron.core.transformer import mlp
-
-    assert all(map(is_swapped, targets)) and is_swapped(mlp.bias_gelu_impl) and is_swapped(mlp.bias_swiglu_impl)
-    assert mindspeed_lite.disable() == [] and not any(map(is_swapped, targets))
-    for target, original in zip(targets, before, strict=True):
-        assert resolve(target).raw is original, target
-    assert mlp.bias_gelu_impl is before[4] and mlp.bias_swiglu_impl is before[0]
-
-
-def reasons(**host_args):
-    return list(FEATURE.condition(Context(Settings({}), "cpu", {}, host_args or None)))
-
-
-def test_conditions_name_the_flag_that_is_in_the_way():
-    assert reasons() == reasons(swiglu=True, add_bias_linear=False) == reasons(squared_relu=True) == []
-    assert reasons(swiglu=False, add_bias_linear=True, bias_gelu_fusion=True) == []
-    (plain,) = reasons(swiglu=False, add_bias_linear=False)
-    assert "GELU without bias" in plain
-    (exact,) = reasons(swiglu=False, add_bias_linear=True, bias_gelu_fusion=False)
-    assert "--no-bias-gelu-fusion" in exact
-    (quick,) = reasons(quick_geglu=True, bias_gelu_fusion=False)
-    assert "--quick-geglu" in quick
-    (engine,) = reasons(swiglu=True, use_te_activation_func=True)
-    assert "--use-te-activation-func" in engine
-    (stored,) = reasons(swiglu=True, activation_func_fp8_input_store=True)
-    assert "fp8" in stored
 
 
 @forked("megatron")

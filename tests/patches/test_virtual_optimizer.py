@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mindspeed_lite
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import OptionError
 from mindspeed_lite.memory import host, host_mapped_moments
 from mindspeed_lite.patches import virtual_optimizer as patch
 from tests.harness.optimizers import KINDS, assert_equal, gradients, inner, optimizer_of, saved, start, train
@@ -81,43 +81,11 @@ def test_a_budget_in_gib_is_kept(groups: Path) -> None:
             assert held <= moments and (held > 0) == (moments > 0)
 
 
-def test_conditions_name_the_flag_that_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert patch.FEATURE.condition is not None
-
-    def reasons(given: Any = ("all",), **host_args: Any) -> list[str]:
-        context = Context(Settings({"virtual_optimizer": given}), "cpu", {}, host_args)
-        return list(patch.FEATURE.condition(context))  # type: ignore[misc]
-
-    assert reasons() == reasons(("all", 2.0), pipeline_model_parallel_size=2) == []
-    assert "moves the moments itself" in reasons(rl_offload_optimizer_during_inference=True)[0]
-    monkeypatch.setattr(host, "why_not", lambda device: [f"no memory beside that of the {device}"])
-    assert reasons() == ["no memory beside that of the cpu"]
-    with pytest.raises(OptionError, match=r"one budget or one for each of 3 pipeline stages, not 2: give 3"):
-        reasons((1.0, 2.0), pipeline_model_parallel_size=3)
-
-
-@pytest.mark.parametrize("given", ["much", "-1", "inf"])
-def test_what_is_no_amount_is_refused(given: str) -> None:
-    with pytest.raises(OptionError, match="--virtual-optimizer"):
-        mindspeed_lite.enable(virtual_optimizer=[given])
-
-
 def test_a_budget_is_that_of_the_stage() -> None:
     assert patch._budget(("all",), 3, 4) is None and patch._budget((1.5,), 3, 4) == 3 * 2**29
     with pytest.raises(OptionError, match=r"--virtual-optimizer -1\.0: .* GiB from 0 on"):
         patch._budget((-1.0,), 0, 1)
     assert patch._budget((1.0, "all"), 0, 2) == 2**30 and patch._budget((1.0, "all"), 1, 2) is None
-
-
-@forked("megatron")
-def test_it_needs_the_step_that_it_turns_on(groups: Path) -> None:
-    begin(groups)
-    report = mindspeed_lite.enable(virtual_optimizer=["all"])
-    status = {entry.feature: entry.status for entry in report.entries}
-    assert status["virtual_optimizer"] == status["use_fused_adamw"] == "applied"
-    optimizer_of(bf16=True, optimizer="sgd")
-    reasons = [(each.feature, each.reason) for each in mindspeed_lite.report().fallbacks]
-    assert ("virtual_optimizer", "the optimizer is SGD, without the fused step") in reasons
 
 
 @forked("megatron")

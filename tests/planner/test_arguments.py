@@ -62,9 +62,9 @@ def test_the_algorithm_of_each_layer(words: str, kinds: list[str]) -> None:
 
 
 def test_algorithms_have_the_names_that_the_feature_reads() -> None:
-    from mindspeed_lite.patches._shared import context_groups
+    from mindspeed_lite.patches._shared import context_parallel
 
-    assert (context.ALGORITHMS, context.COMM_TYPES) == (context_groups.ALGORITHMS, context_groups.COMM_TYPES)
+    assert (context.ALGORITHMS, context.COMM_TYPES) == (context_parallel.ALGORITHMS, context_parallel.COMM_TYPES)
 
 
 def test_experts_are_spread_over_what_is_left() -> None:

@@ -37,7 +37,7 @@ def test_messages_are_those_of_the_call_that_issues_them():
             raise error
         return "tokens"
 
-    exchange = shared.during(shared.ALLTOALL, True)(token_dispatch, session)
+    exchange = shared.track_exchange(shared.ALLTOALL, True)(token_dispatch, session)
     assert exchange("dispatcher") == "tokens" and state.is_dispatch is None
     with pytest.raises(ValueError, match="lost"):
         exchange("dispatcher", error=ValueError("lost"))

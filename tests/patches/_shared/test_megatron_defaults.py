@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mindspeed_lite.engine import Context, OptionError, Settings
+from mindspeed_lite.engine import OptionError
 from mindspeed_lite.patches._shared import megatron_defaults
 
 DEMANDING = {default.dest: default.demanding for default in megatron_defaults.DEFAULTS}
@@ -143,32 +143,3 @@ def test_asking_for_what_is_there_is_granted(machine):
 def test_values_given_by_flag_that_demand_nothing_are_kept(machine):
     _, notices, args = switched("cpu", explicit={"transformer_impl"}, transformer_impl="local")
     assert args.transformer_impl == "local" and not any("--transformer-impl" in notice for notice in notices)
-
-
-def context(explicit=(), **host_args):
-    return Context(Settings({}), "cpu", {}, host_args, frozenset(explicit))
-
-
-disabled = megatron_defaults.explicitly_disabled_reasons
-
-
-def test_only_a_flag_of_the_user_counts():
-    assert disabled(context(), "fusion", "--no-fusion") == []
-    # Megatron's default, or what we have switched it to.
-    assert disabled(context(fusion=False), "fusion", "--no-fusion") == []
-    assert disabled(context(["fusion"], fusion=True), "fusion", "--no-fusion") == []
-    assert disabled(context(["fusion"], fusion=False), "fusion", "--no-fusion") == ["--no-fusion is given"]
-
-
-def test_a_section_of_a_yaml_file_counts_too():
-    said = context(language_model=SimpleNamespace(fusion=False), model_parallel=SimpleNamespace(fusion=True))
-    (reason,) = disabled(said, "fusion", "--no-fusion")
-    assert "`fusion` is false" in reason and "YAML" in reason and len(megatron_defaults._sections(said)) == 2
-    assert disabled(context(language_model=SimpleNamespace()), "fusion", "--no-fusion") == []
-    assert megatron_defaults._sections(context()) == []
-
-
-def test_the_argument_is_kept_on_where_the_script_has_it():
-    assert megatron_defaults.reenable_default(context(fusion=False), "fusion") == {"fusion": True}
-    assert megatron_defaults.reenable_default(context(language_model=SimpleNamespace()), "fusion") == {}
-    assert megatron_defaults.reenable_default(Context(Settings({}), "cpu", {}), "fusion") == {}

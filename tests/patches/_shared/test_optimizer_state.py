@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_lite.memory import swapped_optimizer_state
-from mindspeed_lite.memory.host_mapped_moments import HostMappedMoments
-from mindspeed_lite.memory.swapped_optimizer_state import SwappedOptimizerState
 from mindspeed_lite.optim.fused_adam import FusedAdamW, StepData
 from mindspeed_lite.optim.quantized_moments import QuantizedMoments
 from mindspeed_lite.optim.split_params import SplitFP32Params
 from mindspeed_lite.patches._shared import optimizer_state as forms
-from tests.harness.lanes import Lanes
+from tests.harness import optimizers
+from tests.harness.processes import forked
 
 PATCHES = {patch.target.rpartition(".")[2]: patch.make for patch in forms.PATCHES}
 
@@ -43,45 +41,6 @@ def tensors(found: dict[str, Any]) -> list[torch.Tensor]:
     return [found["fp32_from_fp16_params"][0][0], state["exp_avg"], state["exp_avg_sq"]]
 
 
-@pytest.mark.parametrize(("shares", "narrow"), [(True, False), (False, True), (True, True)])
-def test_what_is_saved_is_plain_and_twice_is_once(shares: bool, narrow: bool) -> None:
-    optimizer = optimizer_of(shares, narrow)
-    once = PATCHES["state_dict"](state_dict, None)
-    twice = PATCHES["state_dict"](once, None)
-    found = [tensors(wrapped(optimizer)) for wrapped in (once, twice)]
-    assert all(each.dtype == torch.float32 and each.isfinite().all() for each in found[0])
-    assert (found[0][2] > 0).all() and all(map(torch.equal, *found))
-
-    def get(self: Any, model_param: Any) -> Any:
-        main = self.optimizer.param_groups[0]["params"][0]
-        return {"param": main, **{name: self.optimizer.state[main][name] for name in ("exp_avg", "exp_avg_sq")}}
-
-    name = "_get_main_param_and_optimizer_states"
-    again = PATCHES[name](PATCHES[name](get, None), None)(optimizer, None)
-    assert torch.equal(again["param"], found[0][0]) and torch.equal(again["exp_avg"], found[0][1])
-    assert torch.equal(again["exp_avg_sq"].abs(), found[0][2])
-
-
-@pytest.mark.parametrize(("shares", "narrow"), [(True, False), (False, True), (True, True)])
-def test_what_is_loaded_is_taken_apart_once(shares: bool, narrow: bool) -> None:
-    optimizer = optimizer_of(shares, narrow)
-    before = [each.detach().clone() for each in tensors(PATCHES["state_dict"](state_dict, None)(optimizer))]
-    main = optimizer.fp32_from_float16_groups[0][0]
-
-    def load(self: Any, number: float) -> None:
-        assert self.optimizer.state[main]["exp_avg"].dtype == torch.float32 and main.isfinite().all()
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
-        with torch.no_grad():
-            main.add_(number)
-
-    wrapped = forms.with_materialized_state(forms.with_materialized_state(load, None), None)  # type: ignore[arg-type]
-    wrapped(optimizer, 1.0)
-    after = tensors(PATCHES["state_dict"](state_dict, None)(optimizer))
-    assert torch.equal(after[0], before[0] + 1.0) and all(map(torch.equal, after[1:], before[1:]))
-    assert main.isnan().all() == shares
-    assert (optimizer.optimizer.state[main]["exp_avg"].dtype == torch.uint8) == narrow
-
-
 def test_a_plain_optimizer_is_left_to_megatron() -> None:
     optimizer = optimizer_of(False, False)
     assert (
@@ -90,22 +49,6 @@ def test_a_plain_optimizer_is_left_to_megatron() -> None:
     )
     found = tensors(PATCHES["state_dict"](state_dict, None)(optimizer))
     assert found[0] is optimizer.fp32_from_float16_groups[0][0]
-
-
-def test_numbers_that_are_elsewhere_are_a_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swapped_optimizer_state, "_SMALLEST", 64)
-    optimizer, other = optimizer_of(False, False), optimizer_of(False, False)
-    optimizer.optimizer.placement = SwappedOptimizerState(Lanes(), 1)
-    other.optimizer.placement = HostMappedMoments(None)
-    assert (
-        forms.optimizer_with_custom_state(optimizer) is optimizer.optimizer
-        and forms.optimizer_with_custom_state(other) is None
-    )
-    before = [each.detach().clone() for each in tensors(state_dict(optimizer))]
-    main = optimizer.fp32_from_float16_groups[0][0]
-    optimizer.optimizer.placement.register([main])
-    assert main.isnan().all()
-    assert all(map(torch.equal, tensors(PATCHES["state_dict"](state_dict, None)(optimizer)), before))
 
 
 def test_the_copy_of_main_parameters_is_made_once() -> None:
@@ -135,3 +78,45 @@ def test_the_end_makes_all_plain_and_holds_nothing_alive() -> None:
     assert main.isfinite().all() and optimizer.optimizer.state[main]["exp_avg"].dtype == torch.float32
     forms.end_with(session, optimizer_of(True, False).optimizer)  # type: ignore[arg-type]
     ends[1]()
+
+
+FORMS = {
+    "plain": {},
+    "quantized": {"use_fused_adamw": True, "quant_states": "fp8"},
+    "split": {"use_fused_adamw": True, "quant_states": "bf16", "reuse_fp32_param": True},
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS])
+@pytest.mark.parametrize("kind", ["bf16", "bf16, distributed", "fp32"])
+@forked("megatron")
+def test_every_tensor_of_a_parameter_is_there_once_and_may_be_written(tmp_path, kind, form):
+    import mindspeed_lite
+    from mindspeed_lite.patches._shared.optimizer_state import leaves, main_params, training_state
+
+    flags = {name: value for name, value in FORMS[form].items() if kind != "fp32" or name != "reuse_fp32_param"}
+    optimizers.start(tmp_path / "store")
+    with mindspeed_lite.enabled(**flags):
+        model, optimizer = optimizers.optimizer_of(**optimizers.KINDS[kind])
+        optimizers.gradients(model, 1)
+        optimizer.step()
+        mains = main_params(leaves(optimizer))
+        parameters = [*model.parameters()]
+        assert {*mains} == {*parameters}
+        for parameter in parameters:
+            is_copied = parameter.dtype == torch.bfloat16
+            with training_state([parameter], mains) as found:
+                assert len(found) == 3 + is_copied and found[0] is parameter
+                assert all(each.numel() == parameter.numel() and each.isfinite().all() for each in found)
+                assert all(each.dtype == torch.float32 for each in found[1:])
+                if is_copied:
+                    assert torch.equal(found[1].view_as(parameter).bfloat16(), parameter)
+                before = [each.detach().clone() for each in found]
+            with training_state([parameter], mains) as found, torch.no_grad():
+                # What was read is written back as the same numbers.
+                assert all(map(torch.equal, found, before))
+                for each in found:
+                    each.copy_(-each if each is not found[-1] else 2 * each)
+            with training_state([parameter], mains) as found:
+                assert all(torch.equal(each, -other) for each, other in zip(found[:-1], before[:-1], strict=True))
+                assert torch.equal(found[-1], 2 * before[-1])

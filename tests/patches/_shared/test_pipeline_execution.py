@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
-from mindspeed_lite.engine import Context, Report, Session, Settings
-from mindspeed_lite.patches._shared.data_parallel_sync import sync_plan
+from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings
+from mindspeed_lite.patches._shared import pipeline_execution, pipeline_orders
 from mindspeed_lite.patches._shared.pipeline_execution import (
     ExecutorState,
     PlannedStep,
@@ -15,10 +16,12 @@ from mindspeed_lite.patches._shared.pipeline_execution import (
     _planned,
     listed,
 )
-from mindspeed_lite.patches._shared.pipeline_orders import Asked
+from mindspeed_lite.patches._shared.pipeline_orders import ScheduleRequest
 from mindspeed_lite.pipeline import orders
+from mindspeed_lite.pipeline.data_parallel_sync import sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.program import compile_program
+from tests.harness.process_groups import start
 from tests.harness.processes import forked
 
 
@@ -64,7 +67,7 @@ def test_what_is_planned_follows_the_flags_of_other_features():
     state, flags = ExecutorState(session()), {"pipeline_schedule": "1f1b", "pipeline_schedule_max_live": 1}
 
     def plan(**more):
-        asked = Asked.of(Settings({**flags, **more}))
+        asked = ScheduleRequest.of(Settings({**flags, **more}))
         return _planned(asked, state, (2, 4, 1, 0), 0, False, config, is_async=False)
 
     assert plan() is plan() and not plan().recomputed
@@ -96,3 +99,46 @@ def test_losses_arrive_on_the_device_of_the_rank_that_gets_them():
         _hand_on(at_target, group, 0)
         assert at_target.losses[0]["lm loss"].device == at_target.num_tokens.device == torch.device("cuda:1")
     assert at_source.losses is on_source[0]
+
+
+def recompute_session(**flags):
+    settings = Settings({"recompute_in_bubble": False, "recompute_in_advance": False, **flags})
+    return Session(settings, Context(settings, "cpu", {}), Report({}, "cpu"))
+
+
+def test_a_step_records_where_a_flag_says_so_into_what_the_checkpoints_read():
+    full = SimpleNamespace(recompute_granularity="full")
+    here = recompute_session(recompute_in_advance=True)
+    # The feature was skipped: nothing has been patched.
+    assert not pipeline_orders.ScheduleRequest.of(pipeline_orders.active_settings(here)).recomputes
+    made = pipeline_execution.recomputed_units(here)
+    found = pipeline_execution._units_of_step(here, full, frozenset({(0, 1)}))
+    assert found is made
+
+
+def test_a_model_that_recomputes_nothing_is_one_line():
+    here = recompute_session(recompute_in_bubble=True)
+    pipeline_execution.recomputed_units(here)
+    with pytest.raises(OptionError, match="set recompute_granularity to 'full'") as error:
+        pipeline_execution._units_of_step(here, SimpleNamespace(recompute_granularity=None), frozenset())
+    assert "\n" not in str(error.value)
+
+
+@forked("megatron")
+def test_random_numbers_are_restored_and_megatron_is_told_of_a_checkpoint():
+    import torch
+    from megatron.core.tensor_parallel import random
+
+    start()
+    torch.manual_seed(5)
+    restored = pipeline_execution._snapshot()
+    with random.get_cuda_rng_tracker().fork():
+        tracked = torch.randn(2)
+    first = torch.randn(3)
+    assert not torch.equal(torch.randn(3), first)
+    with restored():
+        assert random.is_checkpointing()
+        with random.get_cuda_rng_tracker().fork():
+            assert torch.equal(torch.randn(2), tracked)
+        assert torch.equal(torch.randn(3), first)
+    assert not random.is_checkpointing()

@@ -38,13 +38,13 @@ def test_names():
 def test_flags_of_a_skipped_feature_ask_for_nothing(flags, key, order, without):
     given = settings(**flags)
     session = Session(given, Context(given, "cpu", {}), Report({}, "cpu"))
-    assert pipeline_orders.name_of(pipeline_orders.in_force(session)) == without
-    assert not pipeline_orders.recomputes_in_steps(pipeline_orders.in_force(session))
+    assert pipeline_orders.name_of(pipeline_orders.active_settings(session)) == without
+    assert not pipeline_orders.recomputes_in_steps(pipeline_orders.active_settings(session))
     feature = session.of("of its own")
     feature.state(key, object)
-    assert pipeline_orders.in_force(session) is given and pipeline_orders.name_of(given) == order
+    assert pipeline_orders.active_settings(session) is given and pipeline_orders.name_of(given) == order
     feature.end()
-    assert pipeline_orders.name_of(pipeline_orders.in_force(session)) == without
+    assert pipeline_orders.name_of(pipeline_orders.active_settings(session)) == without
 
 
 def test_which_orders_have_weight_gradients_of_their_own():

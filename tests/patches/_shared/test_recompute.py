@@ -19,7 +19,7 @@ def chosen(number, layers=4, chunks=1, **fields):
         (chunk, place)
         for place in range(layers)
         for chunk in range(chunks)
-        if recompute.is_among(recompute.turn_of(config, place, chunk if chunks > 1 else None), number)
+        if recompute.is_among(recompute.recompute_index(config, place, chunk if chunks > 1 else None), number)
     ]
 
 

@@ -52,8 +52,8 @@ def test_a_function_is_told_what_it_takes():
     def function(first, *, second=None):
         return first, second
 
-    assert schedule_functions.taken(function, second=1) == {"second": 1}
-    assert schedule_functions.taken(function, second=1, third=2) == {"second": 1}
+    assert schedule_functions.filter_kwargs(function, second=1) == {"second": 1}
+    assert schedule_functions.filter_kwargs(function, second=1, third=2) == {"second": 1}
 
 
 @pytest.mark.parametrize(("name", "told"), [("0.12", {1: [1]}), ("0.13", {1: []}), ("0.16", {1: []})])
@@ -66,7 +66,7 @@ def test_the_virtual_stage_is_set_where_passes_are_not_told_it(name, told):
 
 def test_groups_go_on_under_the_name_that_the_release_has():
     def told(name, groups):
-        return schedule_functions.of_finalization(release(name), groups, True)
+        return schedule_functions.finalize_kwargs(release(name), groups, True)
 
     assert told("0.12", None) == {} and told("0.14", None) == {}
     assert told("0.14", "groups") == {"grad_finalize_pgs": "groups"}
@@ -75,20 +75,23 @@ def test_groups_go_on_under_the_name_that_the_release_has():
 
 
 def test_lengths_are_of_groups_or_of_megatrons_own():
-    assert schedule_functions.of_tensor_shapes(release("0.16"), "tp", "cp", 3) == {"tp_group": "tp", "cp_group": "cp"}
-    old = schedule_functions.of_tensor_shapes(release("0.12"), "tp", "cp", 3)
+    assert schedule_functions.tensor_shape_kwargs(release("0.16"), "tp", "cp", 3) == {
+        "tp_group": "tp",
+        "cp_group": "cp",
+    }
+    old = schedule_functions.tensor_shape_kwargs(release("0.12"), "tp", "cp", 3)
     assert old == {"rank": 3, "model_type": None, "encoder_decoder_xattn": False}
 
 
 def test_an_encoder_with_a_decoder_is_left_to_megatron():
     old, new = release("0.12"), release("0.16")
-    assert schedule_functions.reasons_to_leave(old, ModelType.encoder_or_decoder) == []
-    (reason,) = schedule_functions.reasons_to_leave(old, ModelType.encoder_and_decoder)
+    assert schedule_functions.unsupported_reasons(old, ModelType.encoder_or_decoder) == []
+    (reason,) = schedule_functions.unsupported_reasons(old, ModelType.encoder_and_decoder)
     assert "two tensors" in reason
     old.group = ["one", "another"]
-    (reason,) = schedule_functions.reasons_to_leave(old, ModelType.encoder_or_decoder)
+    (reason,) = schedule_functions.unsupported_reasons(old, ModelType.encoder_or_decoder)
     assert "several pipelines" in reason
-    assert schedule_functions.reasons_to_leave(new, ModelType.encoder_and_decoder) == []
+    assert schedule_functions.unsupported_reasons(new, ModelType.encoder_and_decoder) == []
 
 
 def test_functions_stand_in_for_a_communicator():

@@ -24,9 +24,9 @@ def test_the_product_is_added_once_in_the_main_gradients_own_precision(dtype):
 
 def test_hooks_get_a_stand_in_where_they_count_gradients():
     weight = torch.nn.Parameter(torch.randn(4, 3))
-    assert wgrad_accumulation.stand_in(weight) is None, "nobody counts"
+    assert wgrad_accumulation.placeholder_grad(weight) is None, "nobody counts"
     weight.grad_added_to_main_grad = False
-    given = wgrad_accumulation.stand_in(weight)
+    given = wgrad_accumulation.placeholder_grad(weight)
     assert given.shape == weight.shape and weight.grad_added_to_main_grad and not given.requires_grad
     weight.zero_out_wgrad = True
-    assert not wgrad_accumulation.stand_in(weight).any()
+    assert not wgrad_accumulation.placeholder_grad(weight).any()

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mindspeed_lite.patches._shared.data_parallel_sync import DataParallelSync, sync_plan
 from mindspeed_lite.pipeline import orders
+from mindspeed_lite.pipeline.data_parallel_sync import DataParallelSync, sync_plan
 from mindspeed_lite.pipeline.orders import PipelineShape
 from mindspeed_lite.pipeline.steps import Kind, Step, backward, forward, input_grad, weight_grad
 

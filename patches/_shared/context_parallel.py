@@ -1,18 +1,143 @@
-"""What the flags of context parallelism name and imply, and where they contradict each other or the layout."""
+"""Context parallelism: what the flags choose and where they conflict, and the algorithm over Megatron's groups."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from mindspeed_lite.engine import Context, OptionError, matches
+from mindspeed_lite.engine import Context, OptionError, Session, matches
+from mindspeed_lite.parallel.context import Algorithm, Ring
+from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
 from mindspeed_lite.parallel.context.ulysses import split_heads
+from mindspeed_lite.parallel.groups import new_groups
 from mindspeed_lite.platform.megatron import HOST
 
-from .context_groups import ALGORITHMS, COMM_TYPES
-
 NAME = "context_parallel_algo"
+# MindSpeed's and Megatron's names of the algorithms.
+ALGORITHMS = {
+    "megatron_cp_algo": "ring",
+    "ulysses_cp_algo": "ulysses",
+    "hybrid_cp_algo": "hybrid",
+    "kvallgather_cp_algo": "gathered",
+}
+COMM_TYPES = {
+    "p2p": "ring",
+    "a2a": "ulysses",
+    "a2a+p2p": "hybrid",
+    "all_gather": "gathered",
+    "allgather": "gathered",
+}
+
+
+class Options(NamedTuple):
+    """The flags of rings and Ulysses."""
+
+    window: int
+    two_groups: bool
+    cache: str | None
+    cache_interval: int
+    gather_keys: bool
+
+    @classmethod
+    def of(cls, session: Session) -> Options:
+        settings = session.settings
+        return cls(
+            settings["cp_window_size"],
+            settings["use_cp_send_recv_overlap"],
+            settings["context_parallel_kv_cache_policy"],
+            settings["context_parallel_cache_interval"],
+            settings["use_ulysses_allgather_kv"],
+        )
+
+    def cache_of(self, layer: int) -> Any:
+        """The cache policy of a layer, counted from 1: every (interval + 1)-th layer has it."""
+        kept = self.cache is not None and (layer - 1) % (self.cache_interval + 1) == 0
+        return self.cache if kept else "none"
+
+
+def group_of(module: Any, packed_seq_params: Any) -> Any:
+    """The group that shares a call's sequence, or None.
+
+    Raises:
+        OptionError: Megatron's groups have another size than the module's configuration says.
+    """
+    from megatron.core import parallel_state
+
+    dynamic = getattr(packed_seq_params, "cp_group", None)
+    if dynamic is not None or (getattr(packed_seq_params, "local_cp_size", None) or 0) == 1:
+        return dynamic if dynamic is not None and dynamic.size() > 1 else None
+    own = getattr(getattr(module, "pg_collection", None), "cp", None)
+    group = own if own is not None else parallel_state.get_context_parallel_group(check_initialized=False)
+    wanted, found = module.config.context_parallel_size, 0 if group is None else group.size()
+    if found != wanted:
+        raise OptionError(
+            f"context_parallel_algo: the model's context_parallel_size is {wanted}, and Megatron's context-parallel "
+            f"groups have {found or 'no'} ranks: call initialize_model_parallel(context_parallel_size={wanted})."
+        )
+    return group
+
+
+def algorithm_of(kind: str, group: Any, layer: int, options: Options, session: Session) -> Algorithm:
+    """The algorithm of a layer over Megatron's groups."""
+    if kind == "ulysses":
+        return Algorithm(ulysses=group, gather_keys=options.gather_keys)
+    if kind == "gathered":
+        return Algorithm(gathered=group)
+    if kind == "ring":
+        return Algorithm(ring=_ring(group, layer, options, session))
+    inner, outer = _hierarchical(group)
+    return Algorithm(ulysses=inner, ring=_ring(outer, layer, options, session), gather_keys=options.gather_keys)
+
+
+def least_exposed(query: Any, key: Any, value: Any, group: Any, causal: bool, session: Session) -> str:
+    """The algorithm with the least predicted exposed communication for these tensors."""
+    batch = query.shape[1] if query.dim() == 4 else 1
+    heads, groups, size, value_size = query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1]
+    itemsize, ranks = query.element_size(), group.size()
+    work = AttentionWork(query.shape[0], batch, heads, groups, size, value_size, itemsize, ranks, causal)
+    chosen: dict[AttentionWork, str] = session.state("chosen", dict)
+    if work not in chosen:
+        chosen[work], found = choose(work, FLOPS_PER_BYTE.get(query.device.type, FLOPS_PER_BYTE["cuda"]))
+        exposed = ", ".join(f"{name} {prediction.exposed / 2**20:.3g}" for name, prediction in found.items())
+        session.log_decision(
+            f"context_parallel_algo: {chosen[work]} for {work.rows} rows on each of {work.ranks} ranks, with the least "
+            f"predicted exposed communication (MiB a layer: {exposed}); --context-parallel-algo chooses another"
+        )
+    return chosen[work]
+
+
+def _ring(group: Any, layer: int, options: Options, session: Session) -> Ring:
+    second = _second(group, session) if options.two_groups else None
+    return Ring(group, second, options.window, options.cache_of(layer))
+
+
+def _second(group: Any, session: Session) -> Any:
+    """A second group of the same ranks."""
+    import torch.distributed as dist
+
+    made: dict[Any, Any] = session.state("second groups", dict)
+    if group not in made:
+        (made[group],) = new_groups(group, dist.get_process_group_ranks(group))
+    return made[group]
+
+
+def _hierarchical(group: Any) -> Sequence[Any]:
+    """(group of adjacent ranks, group of equal positions in these)."""
+    from megatron.core import parallel_state
+
+    groups = parallel_state.get_hierarchical_context_parallel_groups(check_initialized=False) or ()
+    sizes = [each.size() for each in groups]
+    if len(sizes) != 2 or math.prod(sizes) != group.size():
+        raise OptionError(
+            "context_parallel_algo: a hybrid of Ulysses and ring needs two hierarchical groups over the "
+            f"{group.size()} context-parallel ranks: give --ulysses-degree-in-cp, or "
+            "--hierarchical-context-parallel-sizes with two sizes; without Megatron's arguments, "
+            "initialize_model_parallel(hierarchical_context_parallel_sizes=[...])."
+        )
+    return groups
+
+
 _RING_FLAGS = {
     "cp_window_size": 1,
     "use_cp_send_recv_overlap": False,
@@ -21,7 +146,7 @@ _RING_FLAGS = {
 
 
 def algorithm_named(module: Any, context: Context) -> str | None:
-    """The algorithm that a flag or the configuration names for a layer's core attention, or None."""
+    """The algorithm that flags or configuration name for a layer, or None."""
     types, asked = module.config.cp_comm_type, context.settings["context_parallel_algo"]
     if asked is not None:
         return ALGORITHMS[asked]
@@ -34,12 +159,12 @@ def algorithm_named(module: Any, context: Context) -> str | None:
 
 
 def splits_as_one(context: Context) -> bool:
-    """Whether Megatron splits a sequence as a whole although its documents see themselves only."""
+    """Whether Megatron splits a sequence as a whole although attention stays within documents."""
     return bool(context.arg("dataloader_inter_document_masking", False) and not context.arg("sft", False))
 
 
 def check_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise OptionError unless each of so many ranks of Ulysses gets a head."""
+    """Raise OptionError unless each Ulysses rank gets a head."""
     try:
         split_heads(heads, groups, ranks)
     except ValueError as error:
@@ -61,7 +186,7 @@ def check(context: Context) -> None:
         )
     if len(types) > 1 and matches("<0.17", context.versions.get(HOST, "1")):
         raise OptionError(
-            f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the layer behind, "
+            f"{NAME}: --cp-comm-type with a value for each layer: Megatron before 0.17 reads that of the next layer, "
             "and fails at the last one: give one value."
         )
     given = [name for name, off in _RING_FLAGS.items() if settings[name] != off]
@@ -123,13 +248,13 @@ def check(context: Context) -> None:
 
 
 def _goes_by_documents(context: Context) -> bool:
-    """Whether something beside attention takes each document for split by itself."""
+    """Whether rotary embedding, MLA or MTP assume that each document is split by itself."""
     has_rows = context.arg("position_embedding_type", "learned_absolute") in ("learned_absolute", "none")
     return bool(not has_rows or context.arg("multi_latent_attention", False) or context.arg("mtp_num_layers", None))
 
 
 def _named(context: Context) -> tuple[str, set[str]]:
-    """The flag that names algorithms, and those that it names; nothing if each layer's is chosen."""
+    """The flag that names algorithms, and these; nothing if they are chosen by cost."""
     settings, types = context.settings, tuple(context.arg("cp_comm_type", None) or ())
     asked, implied = settings["context_parallel_algo"], _implied(settings)
     if asked is not None:
@@ -152,7 +277,7 @@ def _check_types(types: Sequence[str]) -> None:
 
 
 def _implied(settings: Mapping[str, Any]) -> str | None:
-    """The algorithm that flags about one imply."""
+    """The algorithm that an algorithm's own flags imply."""
     if settings["ulysses_degree_in_cp"] is not None:
         return "hybrid"
     if settings["use_ulysses_allgather_kv"]:

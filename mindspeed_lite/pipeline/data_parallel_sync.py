@@ -1,8 +1,7 @@
-"""When the steps of a pipeline schedule start the reduction of gradients and the gathering of parameters.
+"""When the steps of a schedule start gradient reduction and parameter gathering.
 
-Megatron's schedules decide this by the number of a step in their own order. Here it follows from any order. Gradients
-of a model chunk are complete after its last step that adds to them. Parameters of a chunk are gathered one chunk ahead.
-Megatron's configuration says how: `no_sync_func`, `grad_sync_func` and `param_sync_func`.
+Gradients of a model chunk are complete after its last step that adds to them; parameters are gathered one chunk ahead.
+`no_sync_func`, `grad_sync_func` and `param_sync_func` of a configuration (as in Megatron) say how.
 """
 
 from __future__ import annotations
@@ -13,19 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_lite.pipeline.steps import BACKWARDS, Kind, Step
+from .steps import BACKWARDS, Kind, Step
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Where in a rank's order something is started.
+    """Which steps of a rank start communication.
 
-    chunks: how many model chunks the rank has.
+    chunks: number of model chunks.
     last_backward: the last backward pass of each chunk.
-    complete: the step after which all gradients of a chunk are there.
-    reduced: step after which to start the reduction of a chunk -> the chunk.
-    gathered: forward before which to start gathering a chunk's parameters -> the chunk.
-    places: where in the order something is due before or after a step, and the step.
+    complete: the step that completes the gradients of each chunk.
+    reduced: step -> chunk whose reduction starts after it.
+    gathered: forward step -> chunk whose parameters are gathered before it.
+    places: index in the order -> step of any of these.
     """
 
     chunks: int
@@ -37,16 +36,16 @@ class SyncPlan:
 
     @functools.cached_property
     def last_of_chunks(self) -> tuple[dict[int, int], dict[int, int]]:
-        """By chunk, the micro-batch of its last backward pass and the one after which all gradients are there."""
+        """By chunk, the micro-batch of its last backward pass and the one that completes its gradients."""
         found = [{step.chunk: step.microbatch for step in steps} for steps in (self.last_backward, self.complete)]
         return found[0], found[1]
 
 
 def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
-    """Return the plan of a rank. As in Megatron, ranks with several chunks start together: the first ones later.
+    """Return the plan of a rank.
 
-    A rank starts the reduction of a chunk `rank` steps after the chunk is complete, because the ranks before it
-    complete it that much later. It gathers parameters as many steps earlier.
+    As in Megatron, ranks start together: a reduction `rank` steps after the chunk is complete, because ranks before it
+    complete it later, and a gather as many steps earlier.
     """
     adding = [step for step in steps if step.kind in (Kind.BACKWARD, Kind.WEIGHT_GRAD)]
     complete = {step.chunk: index for index, step in enumerate(adding)}
@@ -65,18 +64,15 @@ def sync_plan(steps: Sequence[Step], chunks: int, rank: int) -> SyncPlan:
 
 
 class DataParallelSync:
-    """The reductions and gathers of one training step.
-
-    config: Megatron's; `models`: the chunks; `is_first_stage`: whether the rank is the first of the pipeline.
-    """
+    """Starts the reductions and gathers of one training step of the model chunks `models`."""
 
     def __init__(self, config: Any, models: Sequence[Any], plan: SyncPlan, is_first_stage: bool) -> None:
         self._models, self._plan = models, plan
         self._no_sync = _listed(config.no_sync_func, 1)
         self._reduce = _listed(config.grad_sync_func, plan.chunks)
         self._gather = _listed(config.param_sync_func, plan.chunks) if plan.chunks > 1 else []
-        # Where nothing says how to start them, gradients start their own reduction as they come. So they do on the
-        # first rank of one chunk: the others reduce in the bubble at the end, and it has none.
+        # Gradients start their reduction themselves where no function does, and on the first rank of one chunk: the
+        # other ranks reduce in the bubble at the end, and it has none.
         self._starts_itself = not self._reduce or (plan.chunks == 1 and is_first_stage)
         self._closing = plan.last_backward | plan.complete
         self._reduced: set[int] = set()
@@ -84,11 +80,11 @@ class DataParallelSync:
 
     @staticmethod
     def is_asked_for(config: Any) -> bool:
-        """Whether the configuration has a function that holds back or starts anything."""
+        """Whether the configuration has any of the three functions."""
         return any((config.no_sync_func, config.grad_sync_func, config.param_sync_func))
 
     def hooks(self) -> tuple[dict[int, Callable[[], None]], dict[int, Callable[[], None]]]:
-        """Return what to call before and after steps, by their place."""
+        """What to call before and after steps, by index."""
         places = self._plan.places.items()
         return (
             {place: functools.partial(self.before, step) for place, step in places},

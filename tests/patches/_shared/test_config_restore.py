@@ -7,7 +7,7 @@ import gc
 import types
 
 from mindspeed_lite.engine import Context, Report, Session, Settings
-from mindspeed_lite.patches._shared.until_end import config_field, switch_off
+from mindspeed_lite.patches._shared.config_restore import config_field, switch_off
 
 
 class Configuration:

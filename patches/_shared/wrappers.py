@@ -1,0 +1,51 @@
+"""Wrappers for `Around` patches of methods: code before, after or around a call whose arguments are passed on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from mindspeed_lite.engine import Session
+
+Make = Callable[[Callable[..., Any], Session], Callable[..., Any]]
+
+
+def before(act: Callable[[Session, Any], object]) -> Make:
+    """Call `act(session, self)` before the method."""
+
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            act(session, self)
+            return wrapped(self, *args, **kwargs)
+
+        return method
+
+    return make
+
+
+def after(act: Callable[[Session, Any], object]) -> Make:
+    """Call `act(session, self)` after the method."""
+
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = wrapped(self, *args, **kwargs)
+            act(session, self)
+            return found
+
+        return method
+
+    return make
+
+
+def within(context: Callable[[Session, Any], contextlib.AbstractContextManager[Any]]) -> Make:
+    """Run the method within `context(session, self)`."""
+
+    def make(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with context(session, self):
+                return wrapped(self, *args, **kwargs)
+
+        return method
+
+    return make

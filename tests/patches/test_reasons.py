@@ -1,0 +1,527 @@
+"""Why each feature does not apply: its condition, its conflicting arguments, refused flags, and `auto`.
+
+A row changes the training of `BASE` in which the feature applies. A new feature has its rows here or in its own test,
+which also has what takes more than a row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+from mindspeed_lite import runtime
+from mindspeed_lite.engine import Context, OptionError, Settings, automatic_reasons
+from mindspeed_lite.memory import host
+from tests.harness.swapped import reasons
+
+EXPERTS = {"num_experts": 16, "expert_model_parallel_size": 8, "moe_token_dispatcher_type": "alltoall"}
+PIPELINE = {"pipeline_model_parallel_size": 2, "transformer_impl": "local"}
+# Feature -> (settings besides its own flag, arguments, device) with which it applies.
+BASE = {
+    "adaptive_memory": ({"memory_budget": 1.0}, {}, "cpu"),
+    "balance_sequence_lengths": (
+        {},
+        {"dataloader_inter_document_masking": True, "data_parallel_size": 2}
+        | {"global_batch_size": 16, "micro_batch_size": 2},
+        "cpu",
+    ),
+    "balanced_moe_experts": ({}, EXPERTS, "cpu"),
+    "bias_dropout_fusion": ({}, {}, "cpu"),
+    "delay_wgrad_compute": (
+        {"use_gradient_accumulation_fusion": True},
+        {"overlap_moe_expert_parallel_comm": True},
+        "cpu",
+    ),
+    "enable_expert_placement": ({}, {**EXPERTS, "expert_model_parallel_size": 4}, "cpu"),
+    "enable_recompute_layers_per_pp_rank": ({}, {"recompute_method": "block"}, "cpu"),
+    "gradient_accumulation_fusion": ({}, {}, "cpu"),
+    "masked_softmax_fusion": ({}, {}, "cpu"),
+    "moe_allgather_overlap_comm": ({}, {**EXPERTS, "moe_token_dispatcher_type": "allgather"}, "cpu"),
+    "moe_alltoall_overlap_comm": ({}, EXPERTS, "cpu"),
+    "moe_fb_overlap": ({}, {**EXPERTS, "bf16": True}, "cpu"),
+    "moe_grouped_gemm": ({}, EXPERTS, "cpu"),
+    "moe_hierarchical_alltoallv": ({"moe_node_size": 4}, EXPERTS, "cpu"),
+    "moe_permute_fusion": ({}, EXPERTS, "cpu"),
+    "moe_record_load": ({}, EXPERTS, "cpu"),
+    "moe_router_fusion": ({}, EXPERTS, "cpu"),
+    "moe_tp_extend_ep": ({}, {**EXPERTS, "tensor_model_parallel_size": 2}, "cpu"),
+    "moe_wgrad_side_stream": ({"moe_wgrad_side_stream": "auto"}, {}, "cuda"),
+    "moe_zero_memory": ({"moe_zero_memory": "level0"}, EXPERTS, "cpu"),
+    "optimize_send_recv_comm": ({}, PIPELINE, "cpu"),
+    "param_gather_once": ({}, {**EXPERTS, "use_distributed_optimizer": True}, "cpu"),
+    "pipeline_schedule": (
+        {"pipeline_schedule": "1f1b", "use_gradient_accumulation_fusion": True},
+        PIPELINE,
+        "cpu",
+    ),
+    "quant_states": ({"quant_states": "bf16"}, {}, "cpu"),
+    "recompute_activation_function": ({}, {}, "cpu"),
+    "recompute_in_bubble": ({}, PIPELINE, "cpu"),
+    "recompute_norm": ({}, {}, "cpu"),
+    "reset_bucket_group_order": ({}, {"overlap_param_gather": True}, "cpu"),
+    "reuse_fp32_param": ({}, {"bf16": True}, "cpu"),
+    "schedules_method": (
+        {"schedules_method": "dualpipev"},
+        {**PIPELINE, "num_layers": 8, "untie_embeddings_and_output_weights": True},
+        "cpu",
+    ),
+    "swap_attention": ({}, {}, "cuda"),
+    "swap_optimizer": ({}, {}, "cuda"),
+    "use_ascend_coc": ({}, {"tensor_model_parallel_size": 2}, "cpu"),
+    "use_ascend_mc2": ({}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "npu"),
+    "use_flash_attn": ({}, {}, "cpu"),
+    "use_fused_adamw": ({}, {}, "cpu"),
+    "use_fused_cross_entropy": ({}, {}, "cpu"),
+    "use_fused_embedding": ({}, {}, "cpu"),
+    "use_fused_l2norm": ({}, {"qk_l2_norm": True}, "cpu"),
+    "use_fused_layernorm": ({}, {}, "cpu"),
+    "use_fused_linear_cross_entropy": ({}, {}, "cpu"),
+    "use_fused_rmsnorm": ({}, {}, "cpu"),
+    "use_fused_rotary_pos_emb": ({}, {}, "cpu"),
+    "use_fused_swiglu": ({}, {"swiglu": True}, "cpu"),
+    "virtual_optimizer": ({"virtual_optimizer": ("all",)}, {}, "cpu"),
+}
+OPTIONS = [*runtime.catalogue().options()]
+TE = {"transformer_impl": "transformer_engine"}
+GRAPH = ({"cuda_graph_impl": "local"}, "records a layer once")
+
+
+def context(feature, args=(), settings=(), device=None, explicit=()):
+    own, host_args, usual = BASE[feature.name]
+    switch = {feature.options[0].dest: True} if feature.options[0].is_switch else {}
+    given = Settings.of(OPTIONS, {**switch, **own, **dict(settings)})
+    return Context(given, device or usual, {}, {**host_args, **dict(args)}, frozenset(explicit))
+
+
+# Reasons by feature: (arguments, text) or (arguments, text, more of the context).
+REASONS = {
+    "adaptive_memory": [(TE, "has its own --recompute-modules"), ({"fp8": "e4m3"}, "--fp8-format")],
+    "balance_sequence_lengths": [
+        ({"moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"]}, "global_aux_loss depends on which"),
+        ({"dataloader_inter_document_masking": False}, "--dataloader-inter-document-masking"),
+        ({"dataloader_type": "cyclic"}, "--dataloader-type cyclic"),
+        ({"data_parallel_size": 1}, "one data-parallel rank"),
+        ({"micro_batch_size": 8}, "one micro-batch in a step"),
+        ({"hybrid_context_parallel": True}, "--hybrid-context-parallel"),
+        ({"rampup_batch_size": ["8", "8", "100"]}, "--rampup-batch-size changes"),
+        ({"step_batch_size_schedule": "0:8 1K:16"}, "--step-batch-size-schedule changes"),
+        ({"decrease_batch_size_if_needed": True}, "--decrease-batch-size-if-needed changes"),
+    ],
+    "balanced_moe_experts": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        (TE, "transformer_engine"),
+        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
+        ({"overlap_moe_expert_parallel_comm": True}, "--overlap-moe-expert-parallel-comm"),
+        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
+        ({"use_megatron_fsdp": True}, "FSDP"),
+        GRAPH,
+    ],
+    "bias_dropout_fusion": [
+        ({}, "torch.compile", {"device": "cuda"}),
+        ({"bias_dropout_fusion": False}, "--no-bias-dropout-fusion", {"explicit": ["bias_dropout_fusion"]}),
+        ({"language_model": SimpleNamespace(bias_dropout_fusion=False)}, "YAML"),
+    ],
+    "delay_wgrad_compute": [
+        ({}, "--gradient-accumulation-fusion is off", {"settings": {"use_gradient_accumulation_fusion": False}}),
+        ({"overlap_moe_expert_parallel_comm": False}, "--overlap-moe-expert-parallel-comm"),
+        (TE, "--transformer-impl"),
+        ({"cpu_offloading_num_layers": 1}, "--cpu-offloading"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl"),
+    ],
+    "enable_expert_placement": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"expert_model_parallel_size": 16}, "one expert"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        (TE, "transformer_engine"),
+        ({"optimizer": "muon"}, "--optimizer muon"),
+        ({"ckpt_format": "torch"}, "--ckpt-format torch"),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer"),
+        ({"optimizer_cpu_offload": True}, "--optimizer-cpu-offload"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "--overlap-param-gather-with-optimizer-step"),
+        ({"moe_pad_expert_input_to_capacity": True}, "--moe-pad-expert-input-to-capacity"),
+        ({"use_megatron_fsdp": True}, "FSDP"),
+        GRAPH,
+    ],
+    "enable_recompute_layers_per_pp_rank": [({"recompute_method": "uniform"}, "--recompute-method block")],
+    "gradient_accumulation_fusion": [
+        (TE, "--transformer-impl transformer_engine"),
+        (
+            {"gradient_accumulation_fusion": False},
+            "--no-gradient-accumulation-fusion",
+            {"explicit": ["gradient_accumulation_fusion"]},
+        ),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"model_parallel": SimpleNamespace(gradient_accumulation_fusion=False)}, "YAML"),
+    ],
+    "masked_softmax_fusion": [
+        ({"seq_length": 48}, "--seq-length 48", {"device": "npu"}),
+        ({"seq_length": 8192}, "--seq-length 8192", {"device": "npu"}),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl", {"device": "npu"}),
+        ({}, "--use-flash-attn", {"device": "cuda"}),
+        ({"masked_softmax_fusion": False}, "--no-masked-softmax-fusion", {"explicit": ["masked_softmax_fusion"]}),
+        ({"language_model": SimpleNamespace(masked_softmax_fusion=False)}, "YAML"),
+    ],
+    "moe_allgather_overlap_comm": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size"),
+        (
+            {"expert_model_parallel_size": 1, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
+            "tokens stay where they are",
+        ),
+        ({"moe_token_dispatcher_type": "alltoall"}, "--moe-token-dispatcher-type alltoall"),
+        GRAPH,
+    ],
+    "moe_alltoall_overlap_comm": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        (
+            {"moe_shared_expert_intermediate_size": 8, "recompute_modules": ["shared_experts"]},
+            "--recompute-modules shared_experts",
+        ),
+        ({"overlap_moe_expert_parallel_comm": True}, "another micro-batch"),
+        GRAPH,
+    ],
+    "moe_fb_overlap": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"pipeline_model_parallel_size": 2}, "--num-virtual-stages-per-pipeline-rank 2"),
+        ({"recompute_granularity": "full"}, "--recompute-granularity full"),
+        ({"recompute_modules": ["moe"]}, "--recompute-modules moe"),
+        ({"bf16": False}, "--bf16"),
+        ({"moe_shared_expert_overlap": True}, "give only one"),
+        ({"mtp_num_layers": 2}, "--mtp-num-layers"),
+    ],
+    "moe_grouped_gemm": [({"num_experts": None}, "--num-experts"), (TE, "has grouped experts of its own")],
+    "moe_hierarchical_alltoallv": [
+        ({"num_experts": None}, "--num-experts"),
+        ({"expert_model_parallel_size": 1}, "--expert-model-parallel-size 1"),
+        ({"moe_token_dispatcher_type": "flex"}, "--moe-token-dispatcher-type flex"),
+        ({}, "the 8 x 1 ranks that share experts are on one node of 8", {"settings": {"moe_node_size": 8}}),
+        (
+            {"tensor_model_parallel_size": 2},
+            "the 8 x 2 ranks that share experts are on one node of 16",
+            {"settings": {"moe_node_size": 16}},
+        ),
+        ({}, "cannot be divided among nodes of 3", {"settings": {"moe_node_size": 3}}),
+        ({}, "cannot be divided among nodes of 12", {"settings": {"moe_node_size": 12}}),
+        GRAPH,
+    ],
+    "moe_permute_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a permutation of its own")],
+    "moe_record_load": [({"num_experts": None}, "--num-experts"), GRAPH],
+    "moe_router_fusion": [({"num_experts": None}, "--num-experts"), (TE, "has a fused router of its own")],
+    "moe_tp_extend_ep": [
+        ({"num_experts": 24}, "16 ranks"),
+        ({"tensor_model_parallel_size": 1}, "--tensor-model-parallel-size 1"),
+        ({"num_experts": None}, "--num-experts"),
+        (
+            {"expert_tensor_parallel_size": 2},
+            "--expert-tensor-parallel-size 2",
+            {"explicit": ["expert_tensor_parallel_size"]},
+        ),
+    ],
+    "moe_wgrad_side_stream": [
+        ({}, "streams", {"device": "cpu"}),
+        ({"overlap_moe_expert_parallel_comm": True}, "streams of its own"),
+        GRAPH,
+    ],
+    "moe_zero_memory": [
+        ({"num_experts": None}, "--num-experts"),
+        (TE, "transformer_engine"),
+        ({"moe_token_dispatcher_type": "allgather"}, "--moe-token-dispatcher-type allgather"),
+        ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
+        ({"recompute_granularity": "selective", "recompute_modules": ["moe"]}, "--recompute-modules moe"),
+        ({"moe_apply_probs_on_input": True}, "--moe-apply-probs-on-input"),
+        ({"fp8": "e4m3"}, "--fp8-format"),
+    ],
+    "optimize_send_recv_comm": [
+        ({"pipeline_model_parallel_size": 1}, "size 1: no messages"),
+        ({"use_ring_exchange_p2p": True}, "both directions in one call"),
+    ],
+    "param_gather_once": [
+        ({"use_distributed_optimizer": False}, "--use-distributed-optimizer"),
+        ({"num_experts": None}, "--num-experts"),
+        ({"overlap_param_gather": True}, "--overlap-param-gather"),
+        ({"use_megatron_fsdp": True}, "gathers by itself"),
+    ],
+    "pipeline_schedule": [
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
+        ({"overlap_moe_expert_parallel_comm": True}, "a schedule of its own"),
+        GRAPH,
+        (
+            {},
+            "--gradient-accumulation-fusion is off",
+            {"settings": {"pipeline_schedule": "zb-h1", "use_gradient_accumulation_fusion": False}},
+        ),
+        (TE, "--transformer-impl", {"settings": {"pipeline_schedule": "zb-auto"}}),
+    ],
+    "quant_states": [({"rl_offload_optimizer_during_inference": True}, "moments itself")],
+    "recompute_activation_function": [
+        ({"recompute_granularity": "full"}, "computes every layer again as a whole"),
+        (TE, "has its own --recompute-modules"),
+        ({"cpu_offloading": True}, "--cpu-offloading"),
+    ],
+    "recompute_in_bubble": [
+        ({"pipeline_model_parallel_size": 1}, "no bubble"),
+        (
+            {},
+            "add --recompute-granularity full",
+            {"settings": {"recompute_in_bubble": False, "recompute_in_advance": True}},
+        ),
+        ({"distribute_saved_activations": True}, "--distribute-saved-activations"),
+        ({"fp8": "e4m3"}, "--fp8-format"),
+    ],
+    "recompute_norm": [({"recompute_granularity": "full"}, "computes every layer again as a whole"), GRAPH],
+    "reset_bucket_group_order": [
+        ({"overlap_param_gather": False}, "no gather overlaps"),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp gathers by itself"),
+        ({"align_param_gather": True}, "schedule"),
+        ({"overlap_param_gather_with_optimizer_step": True}, "starts them in the step"),
+    ],
+    "reuse_fp32_param": [
+        ({"bf16": False}, "--bf16 is not given"),
+        *(({name: True}, f"--{name.replace('_', '-')}") for name in ("fp8_param_gather", "qk_clip", "log_params_norm")),
+    ],
+    "schedules_method": [
+        ({"pipeline_model_parallel_size": 1}, "--pipeline-model-parallel-size 1"),
+        ({"num_layers": 6}, "a multiple of 4"),
+        ({"untie_embeddings_and_output_weights": False}, "add --untie-embeddings"),
+        ({"virtual_pipeline_model_parallel_size": 3}, "not 3"),
+        ({"mtp_num_layers": 1}, "--mtp-num-layers"),
+        ({"pipeline_model_parallel_layout": "Et*8L"}, "--pipeline-model-parallel-layout"),
+    ],
+    "swap_attention": [
+        ({}, "cpu has one memory", {"device": "cpu"}),
+        (TE, "--cpu-offloading"),
+        ({"recompute_granularity": "full"}, "keeps nothing within a layer"),
+        ({"hybrid_layer_pattern": "M*"}, "runs layers in another block"),
+        GRAPH,
+    ],
+    "swap_optimizer": [
+        ({}, "--virtual-optimizer", {"device": "cpu"}),
+        *(({name: True}, f"--{name.replace('_', '-')}") for name in ("fp8_param_gather", "qk_clip", "log_params_norm")),
+        ({"rl_offload_optimizer_during_inference": True}, "--rl-offload-optimizer-during-inference"),
+    ],
+    "use_ascend_coc": [
+        ({"tensor_model_parallel_size": 1}, "nothing travels"),
+        (TE, "overlaps by itself"),
+        GRAPH,
+        ({"cpu_offloading_num_layers": 2}, "looks for what"),
+        ({}, "asks for Megatron's own", {"settings": {"coc_mode": 0}}),
+    ],
+    "use_ascend_mc2": [
+        ({}, "the device is cuda: --use-ascend-coc", {"device": "cuda"}),
+        ({"sequence_parallel": False}, "nothing is gathered or scattered"),
+        ({"tensor_model_parallel_size": 1}, "nothing travels"),
+        (TE, "its own layers"),
+    ],
+    "use_flash_attn": [(TE, "--transformer-impl transformer_engine")],
+    "use_fused_adamw": [
+        ({"optimizer": "muon"}, "--optimizer muon"),
+        *(
+            ({name: True}, f"--{name.replace('_', '-')}")
+            for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "optimizer_cuda_graph")
+        ),
+        ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"use_torch_fsdp2": True}, "--use-torch-fsdp2"),
+    ],
+    "use_fused_cross_entropy": [
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "--cross-entropy-fusion-impl te")
+    ],
+    "use_fused_embedding": [
+        ({"tensor_model_parallel_size": 1}, "npu has no gradient in rows", {"device": "npu"}),
+        ({"tensor_model_parallel_size": 1, "use_megatron_fsdp": True}, "--use-megatron-fsdp"),
+        ({"deterministic_mode": True}, "--deterministic-mode"),
+    ],
+    "use_fused_l2norm": [({"qk_l2_norm": False}, "--qk-l2-norm is not given")],
+    "use_fused_layernorm": [
+        (TE, "--transformer-impl transformer_engine"),
+        ({"normalization": "RMSNorm"}, "--normalization RMSNorm"),
+        ({"memory_efficient_layer_norm": True}, "--memory-efficient-layer-norm"),
+    ],
+    "use_fused_linear_cross_entropy": [
+        ({"defer_embedding_wgrad_compute": True}, "--defer-embedding-wgrad-compute"),
+        ({"use_mup": True}, "--use-mup"),
+        ({"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "te"}, "Transformer Engine"),
+    ],
+    "use_fused_rmsnorm": [
+        (TE, "--transformer-impl transformer_engine"),
+        ({"normalization": "LayerNorm"}, "--normalization LayerNorm"),
+    ],
+    "use_fused_rotary_pos_emb": [
+        (TE, "--transformer-impl transformer_engine"),
+        ({"position_embedding_type": "learned_absolute"}, "--position-embedding-type learned_absolute"),
+    ],
+    "use_fused_swiglu": [
+        ({"swiglu": False, "add_bias_linear": False}, "GELU without bias"),
+        ({"swiglu": False, "add_bias_linear": True, "bias_gelu_fusion": False}, "--no-bias-gelu-fusion"),
+        ({"swiglu": False, "quick_geglu": True, "bias_gelu_fusion": False}, "--quick-geglu"),
+        ({"use_te_activation_func": True}, "--use-te-activation-func"),
+        ({"activation_func_fp8_input_store": True}, "fp8"),
+    ],
+    "virtual_optimizer": [({"rl_offload_optimizer_during_inference": True}, "moves the moments itself")],
+}
+# Values that are refused by feature: (settings, arguments, text of the one line).
+REFUSED = {
+    "adaptive_memory": [
+        *(({"memory_budget": budget}, {}, "--memory-budget") for budget in (0.0, -1.0, float("inf"), float("nan"))),
+        (
+            {"adaptive_memory": False, "memory_budget": 4.0},
+            {},
+            "--memory-budget 4.0 has no effect without --adaptive-memory: add it",
+        ),
+    ],
+    "balanced_moe_experts": [
+        (
+            {"balanced_moe_hot_expert_num": 0},
+            {},
+            "--balanced-moe-hot-expert-num takes a number of experts, at least 1, not 0",
+        ),
+        (
+            {"balanced_moe_break_even": -1.0},
+            {},
+            "--balanced-moe-break-even takes a number of tokens, at least 0, not -1",
+        ),
+        (
+            {"balanced_moe_experts": False, "balanced_moe_hot_expert_num": 5, "balanced_moe_break_even": 8.0},
+            {},
+            "--balanced-moe-hot-expert-num 5 --balanced-moe-break-even 8 has no effect without --balanced-moe-experts",
+        ),
+    ],
+    "enable_expert_placement": [
+        ({"expert_placement_freq": 0}, {}, "--expert-placement-freq takes a number of steps, at least 1, not 0"),
+        (
+            {"expert_placement_break_even": -1.0},
+            {},
+            "--expert-placement-break-even takes a number of tokens, at least 0, not -1",
+        ),
+        (
+            {"enable_expert_placement": False, "expert_placement_freq": 5},
+            {},
+            "--expert-placement-freq 5 has no effect without --enable-expert-placement: add it",
+        ),
+    ],
+    "moe_zero_memory": [
+        ({"moe_zero_memory": None, "moe_zero_memory_num_layers": 2}, {}, "add --moe-zero-memory"),
+        ({"moe_zero_memory": "disable", "moe_zero_memory_num_layers": 2}, {}, "add --moe-zero-memory"),
+        ({"moe_zero_memory": "level1", "moe_zero_memory_num_layers": 0}, {}, "at least 1"),
+    ],
+    "pipeline_schedule": [
+        ({"pipeline_schedule": None, "pipeline_schedule_trace": "folder"}, {}, "name it with --pipeline-schedule"),
+        ({"pipeline_schedule_max_live": 3}, {}, "bounds zb-auto and --recompute-in-bubble, not 1f1b"),
+        ({"pipeline_schedule": "interleaved"}, {}, "add --num-virtual-stages"),
+    ],
+    "recompute_activation_function": [({"recompute_activation_function_num_layers": 0}, {}, "at least 1")],
+    "recompute_in_bubble": [
+        ({"recompute_in_advance": True}, {}, "leave one out"),
+        ({"pipeline_schedule": "zb-h1"}, {}, "zb-h1 fills the bubble"),
+    ],
+    "schedules_method": [
+        ({"schedules_method": None, "dualpipev_dw_detach": True}, {}, "add --schedules-method dualpipev"),
+        ({"pipeline_schedule": "1f1b"}, {}, "leave one out"),
+    ],
+    "swap_attention": [
+        ({"swap_attention_budget": 0.0}, {}, "takes GiB above 0"),
+        ({"swap_modules": " , "}, {}, "wants names of a layer's modules"),
+    ],
+    "swap_optimizer": [({"swap_optimizer_times": times}, {}, "--swap-optimizer-times") for times in (0, -1)],
+    "use_ascend_coc": [
+        ({"tp_comm_overlap": True}, {"tp_comm_overlap_cfg": "buffers.yaml"}, "Leave it out; --coc-parallel-num says"),
+        ({"coc_fused_kernel": True}, {}, "uses symmetric memory, which is CUDA's, and the device is cpu"),
+    ],
+    "use_flash_attn": [({"attention_backend": "unfused"}, {}, "contradict each other")],
+    "virtual_optimizer": [
+        (
+            {"virtual_optimizer": (1.0, 2.0)},
+            {"pipeline_model_parallel_size": 3},
+            "one budget or one for each of 3 pipeline stages, not 2: give 3",
+        ),
+    ],
+}
+# Values that an option itself refuses.
+BAD_VALUES = [
+    *(("swap_optimizer_times", each, "--swap-optimizer-times") for each in ("few", "0x", 1.5)),
+    *(("virtual_optimizer", [each], "--virtual-optimizer") for each in ("much", "-1", "inf")),
+    ("quant_states", "int4", "--quant-states takes one of bf16, fp8, not 'int4'"),
+    ("coc_mode", 7, "--coc-mode takes one of -1, 0, 1, 2, not 7"),
+    *(("coc_parallel_num", each, "takes one of 1, 2, 4, 8, auto, not") for each in (3, "3", "many")),
+    *(("context_parallel_algo", each, "--context-parallel-algo") for each in ("adaptive_cp_algo", "none_such")),
+    *(("pipeline_schedule_max_live", each, "a whole number of at least 1") for each in ("0", "-2", "x")),
+    ("pipeline_schedule", "zb-h3", "one of 1f1b, interleaved"),
+    ("moe_zero_memory", "level2", "takes one of disable, level0, level1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """The optional packages that features look for; a host memory that the device addresses."""
+    find = importlib.util.find_spec
+    found = {"scipy": object(), "apex": None, "transformer_engine": None}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: found[name] if name in found else find(name))
+    monkeypatch.setattr(host, "why_not", lambda device: [])
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+
+
+def rows(table):
+    return [pytest.param(name, row, id=f"{name}-{number}") for name in table for number, row in enumerate(table[name])]
+
+
+def test_rows_are_of_features():
+    assert BASE.keys() == REASONS.keys() <= {feature.name for feature in runtime.catalogue()}
+    assert REFUSED.keys() <= BASE.keys()
+
+
+@pytest.mark.parametrize("name", BASE)
+def test_it_applies_here_and_auto_follows_its_declaration(name):
+    feature = runtime.catalogue()[name]
+    assert reasons(feature, context(feature)) == []
+    left_off = automatic_reasons([feature], context(feature))[name]
+    assert not feature.not_auto or [each for each in left_off if feature.not_auto in each]
+
+
+@pytest.mark.parametrize(("name", "row"), rows(REASONS))
+def test_a_reason_names_the_flag(name, row):
+    feature = runtime.catalogue()[name]
+    args, text, *more = row
+    found = reasons(feature, context(feature, args, **(more[0] if more else {})))
+    assert [each for each in found if text in each] == found[:1] or text in found[0], found
+
+
+@pytest.mark.parametrize(("name", "row"), rows(REFUSED))
+def test_flags_that_make_no_sense_are_refused_in_one_line(name, row):
+    feature = runtime.catalogue()[name]
+    settings, args, text = row
+    given = context(feature, args, settings)
+    assert feature.is_enabled(given.settings)
+    with pytest.raises(OptionError) as error:
+        reasons(feature, given)
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("dest", "value", "text"), BAD_VALUES)
+def test_values_that_an_option_does_not_take_are_refused_in_one_line(dest, value, text):
+    with pytest.raises(OptionError) as error:
+        Settings.of(OPTIONS, {dest: value})
+    assert text in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [
+        *((name, "use_fused_adamw") for name in ("quant_states", "reuse_fp32_param", "swap_optimizer")),
+        ("virtual_optimizer", "use_fused_adamw"),
+        ("recompute_in_bubble", "pipeline_schedule"),
+        ("schedules_method", "pipeline_schedule"),
+    ],
+)
+def test_a_feature_turns_on_the_one_that_it_needs(name, needed):
+    features = runtime.catalogue()
+    assert needed in {each.feature for each in features[name].requires}
+    assert features[needed].is_enabled(context(features[name]).settings)
