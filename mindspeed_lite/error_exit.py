@@ -115,12 +115,12 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     else:
         if before is not sys.__excepthook__:
             before(kind, error, trace)
-        tell(text, follows=lost_rank.describe(error) is not None)
+        print_error(text, follows=lost_rank.describe(error) is not None)
     if not hasattr(sys, "ps1"):  # a prompt stays
         raise SystemExit(EXIT_CODE)
 
 
-def tell(text: str, program: str = "mindspeed_lite", stream: Any = None, follows: bool = False) -> None:
+def print_error(text: str, program: str = "mindspeed_lite", stream: Any = None, follows: bool = False) -> None:
     """Print an error that ends this process, once for all ranks that end with the same one.
 
     Rank 0 prints first, since a launcher may show no other rank; the others wait for it.
@@ -199,4 +199,13 @@ def _stderr() -> Any:
     return sys.__stderr__ if isinstance(sys.stderr, io.StringIO) and sys.__stderr__ is not None else sys.stderr
 
 
-__all__ = ["EXIT_CODE", "TRACEBACK_VARIABLE", "describe", "install", "is_set", "remove", "tell", "wants_traceback"]
+__all__ = [
+    "EXIT_CODE",
+    "TRACEBACK_VARIABLE",
+    "describe",
+    "install",
+    "is_set",
+    "print_error",
+    "remove",
+    "wants_traceback",
+]

@@ -80,7 +80,7 @@ class _CommandLine:
         def error(message: str) -> None:
             # Instead of Megatron's usage of 760 lines, which --help shows.
             lines = list(dict.fromkeys([*self.translation.refusals, *message.splitlines()]))
-            error_exit.tell(f"\n{parser.prog}: error: ".join(lines), parser.prog, sys.stderr)
+            error_exit.print_error(f"\n{parser.prog}: error: ".join(lines), parser.prog, sys.stderr)
             parser.exit(error_exit.EXIT_CODE)
 
         parser._get_values = _get_values  # type: ignore[method-assign, assignment]

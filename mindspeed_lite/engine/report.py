@@ -86,7 +86,7 @@ class Verification:
 
     def to_text(self) -> str:
         """One line: operator, verdict, distances and bound."""
-        calls = f"{self.calls} call{'' if self.calls == 1 else 's'} beside {self.against}"
+        calls = f"{self.calls} call{'' if self.calls == 1 else 's'} compared with {self.against}"
         distances = [
             f"{name} {error:.1e}"
             for name, error in (("output", self.output_error), ("gradients", self.gradient_error))

@@ -13,6 +13,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -46,12 +47,14 @@ _LOCK = threading.RLock()
 _SITES: dict[Any, _Site] = {}
 
 
+@dataclass(eq=False)
 class Swap:
-    def __init__(self, feature: str, patch: Patch, session: Any) -> None:
-        self.feature = feature
-        self.patch = patch
-        self.session = session
-        self.holders: list[str] = []
+    """One patch of a feature; `holders` are other places that hold its target by value."""
+
+    feature: str
+    patch: Patch
+    session: Any
+    holders: list[str] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int, str]:

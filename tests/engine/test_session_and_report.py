@@ -225,8 +225,8 @@ def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
         "host 1.0, product 0.1, torch 2.11 device cpu",
         "skipped (1) rope: interleaved layout; head size 96",
         "fallbacks norm: odd size",
-        "norm, rms float32 x[3]: ok (2 calls beside host; apart by output 2.0e-07;",
-        "norm, rms float32 x[4]: exceeds (1 call beside host; apart by output",
+        "norm, rms float32 x[3]: ok (2 calls compared with host; apart by output 2.0e-07;",
+        "norm, rms float32 x[4]: exceeds (1 call compared with host; apart by output",
         "notices something",
     ):
         assert part in unwrapped, text
