@@ -51,7 +51,7 @@ ALLOW_UNVERIFIED = Option(
 )
 VERIFY = Option(
     "--mindspeed-lite-verify",
-    help="Compare each replaced operator with Megatron's original in its first N calls per shape and report the errors.",
+    help="Compare replaced operators with Megatron's originals in their first N calls per shape and report the errors.",
     default=0,
     metavar="N",
 )
