@@ -30,7 +30,7 @@ __all__ = ["__version__", "disable", "enable", "enabled", "report"]
 
 
 class _Patches:
-    """Finds `mindspeed_lite.patches` beside this package, where it lies in a checkout; nothing else."""
+    """Imports `mindspeed_lite.patches` from the folder `patches` of a checkout."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -49,21 +49,21 @@ if not any(getattr(each, "__name__", "") == "_Patches" for each in _sys.meta_pat
 
 
 def enable(*, host_args: Any = None, **flags: Any) -> Report:
-    """Swap in the features named by keyword, together with those in force; all or none.
+    """Turn on features, together with the active ones; all or none.
 
-    Calls add up: what is in force afterwards is what all calls ask for together, and of two values for one flag the
-    later one counts. Enable features before the model is built: what acts where a model is made (norms, optimizers,
-    recomputation) does nothing for one that exists, but for norms and optimizers that had it before `disable`.
+    Calls add up; of two values for one flag the later one counts. Enable features before the model is built: what acts
+    where a model is made (norms, optimizers, recomputation) does nothing for an existing one, except norms and
+    optimizers that had the feature before `disable`.
 
     Args:
-        host_args: a namespace, dataclass or mapping in which the features' conditions find the model's arguments
-            under Megatron's names (`transformer_impl`, `normalization`, ...); without it nothing is assumed. It is
-            only read.
+        host_args: a namespace, dataclass or mapping with the model's arguments under Megatron's names
+            (`transformer_impl`, `normalization`, ...) for the features' conditions; it is only read. Without it
+            nothing is assumed.
         **flags: names of features (`use_flash_attn=True`), other flags with underscores and without dashes, and
             `auto`, `strict`, `allow_unverified`.
 
     Returns:
-        The report of what is in force now.
+        The report of what is active now.
 
     Raises:
         mindspeed_lite.engine.EngineError: an unknown flag or value, a conflict, a target that does not exist.
@@ -71,21 +71,22 @@ def enable(*, host_args: Any = None, **flags: Any) -> Report:
     """
     from mindspeed_lite import runtime
 
-    return runtime.full_report(runtime.put_in_force([*runtime.requests(), runtime.by_keyword(flags, host_args)]))
+    asked = [*runtime.requests(), runtime.by_keyword(flags, host_args)]
+    return runtime.full_report(runtime.apply_requests(asked))
 
 
 def disable() -> list[str]:
-    """Take everything back: features and the flags in Megatron's parser.
+    """Undo everything: features and the flags in Megatron's parser.
 
-    A live model trains on as if no feature had ever been on. So the device layer, which is what lets Megatron train on
-    this device, stays while the process lives; `mindspeed_lite.platform.deactivate()` takes it back too.
+    A live model trains on as if no feature had ever been on. The device layer stays, since Megatron needs it to train
+    on this device; `mindspeed_lite.platform.deactivate()` undoes it too.
 
     Returns:
-        What was left in place because another party has changed it since; usually nothing.
+        What was left alone because a third party has changed it since; usually nothing.
     """
     from mindspeed_lite import runtime
 
-    left = runtime.take_back()
+    left = runtime.disable_all()
     adaptor = _sys.modules.get("mindspeed_lite.megatron_adaptor")
     if adaptor is not None:
         adaptor.remove()
@@ -94,26 +95,26 @@ def disable() -> list[str]:
 
 @contextlib.contextmanager
 def enabled(*, host_args: Any = None, **flags: Any) -> Iterator[Report]:
-    """`enable` for a block; after it what was in force before it is in force again, and the device layer stays."""
+    """`enable` for a block; afterwards the features from before it are active again."""
     from mindspeed_lite import runtime
 
     before = runtime.requests()
     own = runtime.by_keyword(flags, host_args)
-    found = runtime.put_in_force([*before, own])
+    active = runtime.apply_requests([*before, own])
     try:
-        yield runtime.full_report(found)
+        yield runtime.full_report(active)
     finally:
-        # An outer block that was left first, or `disable`, has taken this one's features with it.
+        # An outer block that was left first, or `disable`, has turned this one's features off too.
         if own in runtime.requests():
             if before:
-                runtime.put_in_force(before)
+                runtime.apply_requests(before)
             else:
-                runtime.take_back()
+                runtime.disable_all()
 
 
 def report() -> Report | None:
-    """What is in force now, or None: features, targets, backends, reasons, fallbacks so far."""
+    """What is active now: features, targets, backends, reasons, fallbacks so far; None without features."""
     from mindspeed_lite import runtime
 
-    found = runtime.current()
-    return None if found is None else runtime.full_report(found)
+    active = runtime.current()
+    return None if active is None else runtime.full_report(active)

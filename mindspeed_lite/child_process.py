@@ -1,4 +1,4 @@
-"""A process that does not outlive the block it was started for."""
+"""A child process that does not outlive the block it was started for."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ from typing import Any
 
 __all__ = ["child_process", "kill", "terminate"]
 
+_SECONDS = 10.0
 
-def kill(child: subprocess.Popen[bytes]) -> None:
-    """Kill a process with everything in its session, and wait ten seconds for it."""
+
+def kill(child: subprocess.Popen[bytes], number: int = signal.SIGKILL) -> None:
+    """Send a signal to a process and its session, and wait ten seconds for it to end."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)
-    # What a driver holds is not killed, and not waited for.
+        os.killpg(child.pid, number)
     with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(10.0)
+        child.wait(_SECONDS)
 
 
 def terminate(child: subprocess.Popen[bytes]) -> None:
-    """Ask a process and its session to end, and kill what is left after ten seconds.
+    """Ask a process and its session to end, then kill what is left.
 
-    A launcher ends workers that have sessions of their own when it is asked, and leaves them when it is killed.
+    torchrun ends workers that have sessions of their own when it is asked, and leaves them when it is killed.
     """
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(10.0)
+    kill(child, signal.SIGTERM)
     kill(child)
 
 
@@ -38,22 +36,22 @@ def terminate(child: subprocess.Popen[bytes]) -> None:
 def child_process(
     command: Sequence[str], end: Callable[[subprocess.Popen[bytes]], None] = kill, **options: Any
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a command in a session of its own and end it with the block, however that is left.
+    """Start a command in a session of its own and end it with the block.
 
-    SIGTERM leaves it as Ctrl-C does, by KeyboardInterrupt, unless the caller handles or ignores that signal.
+    SIGTERM leaves the block by KeyboardInterrupt unless the caller handles or ignores that signal.
 
     Args:
         command: argv.
-        end: called with the process on the way out, also if it has ended by itself.
+        end: called with the process at the end of the block, also if it has ended by itself.
         options: of `subprocess.Popen`.
 
     Raises:
         OSError: the command cannot be started.
     """
     child: subprocess.Popen[bytes] | None = None
-    with _termination_raised():
+    with _termination_raises():
         try:
-            with _signals_deferred():
+            with _signals_deferred():  # one that interrupts the start would lose the process
                 child = subprocess.Popen(command, start_new_session=True, **options)
             yield child
         finally:
@@ -63,15 +61,14 @@ def child_process(
 
 
 @contextlib.contextmanager
-def _termination_raised() -> Iterator[None]:
-    """Let SIGTERM raise in the block: by default it ends Python at once, and what runs in other sessions stays."""
+def _termination_raises() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt once: by default it ends Python without running `finally`."""
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
     def leave(number: int, _: object) -> None:
-        # One is enough.
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
@@ -84,7 +81,6 @@ def _termination_raised() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Let signals wait for the end of the block: inside, a process that runs would be lost."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -96,5 +92,5 @@ def _signals_deferred() -> Iterator[None]:
     finally:
         for number, handler in zip(deferred, before, strict=True):
             signal.signal(number, handler)
-    for each in received:
-        signal.raise_signal(each)
+        for each in received:
+            signal.raise_signal(each)

@@ -2,47 +2,42 @@
 
     import mindspeed_lite.megatron_adaptor
 
-The device layer is chosen and our flags wait for Megatron's argument parser. Nothing of Megatron is imported here,
-and without a flag none of it changes. An error of this package ends the script in one line (`error_exit`). The line
-may stand before or after torch's and Megatron's own imports.
+The line may stand before or after torch's and Megatron's own imports. It activates the device layer and installs
+argument hooks and `error_exit`; nothing of Megatron is imported, and without a flag no feature is on.
 `MINDSPEED_LITE_DISABLE=1` makes it do nothing.
 """
 
 from __future__ import annotations
 
-import os
+from mindspeed_lite import error_exit
 
 DISABLE_VARIABLE = "MINDSPEED_LITE_DISABLE"
 
 
 def install() -> None:
-    """Install the device layer and the argument hooks; again is no change.
+    """Install the device layer and the argument hooks; a second call changes nothing.
 
     Raises:
         mindspeed_lite.platform.DeviceError: MINDSPEED_LITE_DEVICE names a device that cannot be used.
     """
-    from mindspeed_lite import error_exit
-
     error_exit.install()
-    from mindspeed_lite import platform
-    from mindspeed_lite.patches._shared import arguments
+    from mindspeed_lite import platform, startup
 
     platform.activate()
-    arguments.install()
+    startup.install()
 
 
 def remove() -> None:
-    """Take the argument hooks back; `mindspeed_lite.disable()` takes back everything."""
-    from mindspeed_lite import error_exit
-    from mindspeed_lite.patches._shared import arguments
+    """Take the argument hooks back; `mindspeed_lite.disable()` undoes everything."""
+    from mindspeed_lite import startup
 
-    arguments.remove()
+    startup.remove()
     error_exit.remove()
 
 
 def disabled() -> bool:
     """Whether the environment asks for this import to do nothing."""
-    return os.environ.get(DISABLE_VARIABLE, "").strip().lower() not in ("", "0", "false", "no", "off")
+    return error_exit.is_set(DISABLE_VARIABLE)
 
 
 if not disabled():

@@ -19,12 +19,10 @@ REPORT = Option(
 
 
 def rank() -> int:
-    """This process's rank, as its launcher says; 0 alone reports."""
     return int(os.environ.get("RANK", "0"))
 
 
 def report_file(settings: Settings) -> str | None:
-    """Where the report goes besides the terminal."""
     given: str | None = settings[REPORT.dest]
     return None if given == VERBOSE else given
 

@@ -1,8 +1,6 @@
-"""From flags to swapped symbols: settings, plan, one change of all patches, the report; and back.
+"""From settings to swapped symbols and back: the plan, one change of all patches, the report, the undo.
 
-The rooms below know nothing of each other; this file introduces them: the features of `patches/`, the engine, the
-device layer and the operators' fallbacks. There is one set of features in force. Each call adds a request to those
-before it; what is in force is what all of them ask for together.
+There is one set of active features: what the requests of all calls ask for together.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ from mindspeed_lite.engine import (
     Catalogue,
     Collision,
     Context,
+    FeatureOutcome,
     Option,
     OptionError,
-    Outcome,
     Plan,
     PlanError,
     Report,
@@ -53,7 +51,7 @@ ALLOW_UNVERIFIED = Option(
 )
 VERIFY = Option(
     "--mindspeed-lite-verify",
-    help="Run Megatron's original beside each replaced operator in its first N calls per shape and report the errors.",
+    help="Compare replaced operators with Megatron's originals in their first N calls per shape and report the errors.",
     default=0,
     metavar="N",
 )
@@ -65,10 +63,11 @@ class FeatureRequest:
     """What one call asks for.
 
     flags: values by dest, only those that the caller gave.
-    host_args: where conditions find the model's arguments; None keeps those of earlier calls.
+    host_args: arguments of the host for the features' conditions; None keeps those of earlier calls.
     explicit: arguments of the host that the user gave by flag.
-    arguments: what was set in the host's arguments before it validated them, by feature.
-    replaced: the values that stood there, by feature.
+    arguments: by feature, what was set in the host's arguments before it validated them; None without a parser.
+    replaced: by feature, the values that these arguments had before.
+    without: features that do not apply, with the reason.
     notices: by text, the argument that each is about.
     """
 
@@ -82,71 +81,113 @@ class FeatureRequest:
     notices: Mapping[str, str] = field(default_factory=dict)
 
 
-class InForce:
-    """The features in force: what was asked for, what came of it, and what it takes to take it back."""
+@dataclass(eq=False)
+class ActiveFeatures:
+    """The active features, and by name each one's view of the session and its swaps."""
 
-    def __init__(self, requests: tuple[FeatureRequest, ...], session: Session) -> None:
-        self.requests = requests
-        self.session = session
-        self.plan: Plan = Plan((), session.settings, "0")
-        self.views: dict[str, Session] = {}
-        self.swaps: dict[str, list[Swap]] = {}
-        self.exits: list[Callable[[], object]] = []
+    requests: tuple[FeatureRequest, ...]
+    session: Session
+    plan: Plan
+    views: dict[str, Session] = field(default_factory=dict)
+    swaps: dict[str, list[Swap]] = field(default_factory=dict)
+    exits: list[Callable[[], object]] = field(default_factory=list)
+
+    def all_swaps(self) -> list[Swap]:
+        return [swap for each in self.swaps.values() for swap in each]
 
 
 _LOCK = threading.RLock()
-_now: InForce | None = None
+_active: ActiveFeatures | None = None
 
 
 @functools.cache
 def catalogue() -> Catalogue:
-    """Every feature there is."""
     return Catalogue.load(PATCHES)
 
 
 @functools.cache
 def fingerprints() -> Table:
-    """What the targets look like in the verified releases."""
     import mindspeed_lite.patches as patches
 
     return Table.load(Path(patches.__path__[0]) / "fingerprints.json")
 
 
 def versions() -> dict[str, str]:
-    """The versions a report names; Megatron's is that of the copy an import would find."""
+    """The versions for the report; Megatron's is that of the copy an import would find."""
     import torch
 
     from mindspeed_lite.platform import megatron
 
-    found = {"mindspeed_lite": __version__, "torch": str(torch.__version__)}
-    found[megatron.HOST] = megatron.version() or "not found"
-    found["python"] = python_platform.python_version()
-    return found
+    return {
+        "mindspeed_lite": __version__,
+        "torch": str(torch.__version__),
+        megatron.HOST: megatron.version() or "not found",
+        "python": python_platform.python_version(),
+    }
 
 
-def current() -> InForce | None:
-    """What is in force, or None."""
-    return _now
+def current() -> ActiveFeatures | None:
+    return _active
 
 
 def requests() -> tuple[FeatureRequest, ...]:
-    """What has been asked for by the calls so far, in their order."""
-    return () if _now is None else _now.requests
+    return () if _active is None else _active.requests
 
 
-def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Plan, Context]:
-    """What comes of these requests together, without applying any of it.
+# Settings and plan
+
+
+def dest_of(keyword: str) -> str:
+    """The dest of a keyword of the Python API: a feature's name, a flag's dest, or a general flag in short.
+
+    Raises:
+        OptionError: there is no such flag; the text names the closest ones.
+    """
+    dests = {option.dest for option in (*GENERAL, *catalogue().options())}
+    by_feature = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
+    short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
+    if keyword in dests:
+        return keyword
+    if keyword in by_feature or keyword in short:
+        return {**by_feature, **short}[keyword]
+    import difflib
+
+    known = [*sorted({*by_feature, *(dests - {*by_feature.values(), *short.values()})}), *short]
+    close = difflib.get_close_matches(keyword, known, n=3)
+    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join(known)}."
+    raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
+
+
+def by_keyword(flags: Mapping[str, Any], host_args: Any) -> FeatureRequest:
+    return FeatureRequest({dest_of(keyword): value for keyword, value in flags.items()}, host_args)
+
+
+def given_flags(args: Any) -> dict[str, Any]:
+    options = (*GENERAL, *catalogue().options())
+    settings = Settings.of(options, args)
+    return {each.dest: settings[each.dest] for each in options if settings[each.dest] != each.checked(None)}
+
+
+def settings_of(asked: Sequence[FeatureRequest]) -> Settings:
+    settings = Settings.of(
+        (*GENERAL, *catalogue().options()), {name: value for each in asked for name, value in each.flags.items()}
+    )
+    if settings[VERIFY.dest] < 0:
+        raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
+    return settings
+
+
+def plan_requests(asked: Sequence[FeatureRequest], only_conditions: bool = False) -> tuple[Plan, Context]:
+    """The plan of these requests together, and the context it was made in; applies nothing.
 
     Args:
-        may_skip: strict mode is for a later plan.
+        only_conditions: judge features by settings and conditions, without looking at their targets; strict mode does
+            not count.
 
     Raises:
         EngineError: a value no flag takes, a conflict, a target that does not exist, a host that is not there.
     """
-    flags = {name: value for each in asked for name, value in each.flags.items()}
-    settings = Settings.of((*GENERAL, *catalogue().options()), flags)
-    if settings[VERIFY.dest] < 0:
-        raise OptionError(f"{VERIFY.flag} takes a number of calls, 0 for none, not {settings[VERIFY.dest]}.")
+    settings = settings_of(asked)
     device = platform.activate()
     report_output.check_path(report_file(settings))
     found = versions()
@@ -161,9 +202,9 @@ def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Pl
         catalogue(),
         context,
         host_version=found["megatron-core"],
-        fingerprints=fingerprints(),
+        fingerprints=None if only_conditions else fingerprints(),
         auto=bool(settings[AUTO.dest]),
-        strict=bool(settings[STRICT.dest]) and not may_skip,
+        strict=bool(settings[STRICT.dest]) and not only_conditions,
         allow_unverified=bool(settings[ALLOW_UNVERIFIED.dest]),
         collisions=[collision for each in asked for collision in each.collisions],
         without={name: why for each in asked for name, why in each.without.items()},
@@ -172,41 +213,71 @@ def plan_of(asked: Sequence[FeatureRequest], may_skip: bool = False) -> tuple[Pl
     return plan, replace(context, settings=plan.settings)
 
 
-def put_in_force(asked: Sequence[FeatureRequest]) -> InForce:
-    """Let exactly what these requests ask for be in force, together; if that fails nothing changes.
+def with_arguments(request: FeatureRequest, earlier: Sequence[FeatureRequest]) -> FeatureRequest:
+    """The request with what its features set in the host's arguments, a mapping, before the host validates them.
 
-    A feature that was in force and still is, with the same flags, goes on with what it keeps.
+    One feature's condition may depend on what another one sets, so they are judged until nothing changes.
+    """
+    settings = settings_of([*earlier, request])
+    setting = [each for each in catalogue() if each.arguments is not None]
+    if not settings[AUTO.dest] and not any(each.is_enabled(settings) for each in setting):
+        return request
+    before: Mapping[str, Any] = request.host_args
+    seen = []
+    while request.arguments not in seen:
+        seen.append(request.arguments)
+        plan, _ = plan_requests([*earlier, request], only_conditions=True)
+        arguments = {each.feature.name: each.arguments for each in plan.applied if each.arguments}
+        values = {name: value for each in arguments.values() for name, value in each.items()}
+        replaced = {name: {key: before[key] for key in own if key in before} for name, own in arguments.items()}
+        request = replace(request, host_args={**before, **values}, arguments=arguments, replaced=replaced)
+    return request
+
+
+def applicable(active: ActiveFeatures) -> dict[str, list[str]]:
+    """By feature, why its flag alone could not turn it on in this training; [] if it could."""
+    return automatic_reasons(catalogue(), active.session.context)
+
+
+# Swaps
+
+
+def apply_requests(asked: Sequence[FeatureRequest], planned: tuple[Plan, Context] | None = None) -> ActiveFeatures:
+    """Make exactly what these requests ask for active; if that fails nothing changes.
+
+    A feature that was active with the same flags goes on with its state.
+
+    Args:
+        planned: the plan of these requests, if it has been made.
 
     Raises:
-        EngineError: as `plan_of`, or a patch cannot be applied.
+        EngineError: as `plan_requests`, or a patch cannot be applied.
     """
     with _LOCK:
         had_device = platform.current() is not None
         try:
             while True:
                 try:
-                    return _put_in_force(tuple(asked))
+                    return _apply(tuple(asked), *(planned or plan_requests(asked)))
                 except ApplyError as error:
-                    named = Settings.of(catalogue().options(), {k: v for each in asked for k, v in each.flags.items()})
                     feature = error.feature
-                    if feature not in catalogue() or catalogue()[feature].is_enabled(named):
+                    if feature not in catalogue() or catalogue()[feature].is_enabled(settings_of(asked)):
                         raise
-                    asked = [*asked, FeatureRequest({}, without={feature: str(error)})]
+                    # Only auto chose it.
+                    asked, planned = [*asked, FeatureRequest({}, without={feature: str(error)})], None
         except BaseException:
             if not had_device:
                 platform.deactivate()
             raise
 
 
-def _put_in_force(asked: tuple[FeatureRequest, ...]) -> InForce:
-    global _now
-    plan, context = plan_of(asked)
+def _apply(asked: tuple[FeatureRequest, ...], plan: Plan, context: Context) -> ActiveFeatures:
+    global _active
     report = Report(dict(context.versions), f"{context.device} ({platform.activate().describe()})")
     strict = bool(plan.settings[STRICT.dest])
-    before = _now
+    before = _active
     session = Session(plan.settings, context, report, strict=strict) if before is None else before.session
-    after = InForce(asked, session)
-    after.plan = plan
+    after = ActiveFeatures(asked, session, plan)
     undo = session.renew(plan.settings, context, report, strict)
     try:
         _renew_verifier(session)
@@ -217,33 +288,33 @@ def _put_in_force(asked: tuple[FeatureRequest, ...]) -> InForce:
             else:
                 after.views[name] = session.of(name)
                 after.swaps[name] = [Swap(name, step.patch, after.views[name]) for step in outcome.steps]
-        old = set() if before is None else {id(swap) for each in before.swaps.values() for swap in each}
-        kept = {id(swap) for each in after.swaps.values() for swap in each} & old
-        add = [swap for each in after.swaps.values() for swap in each if id(swap) not in kept]
-        remove = [] if before is None else [s for each in before.swaps.values() for s in each if id(s) not in kept]
+        old, new = [] if before is None else before.all_swaps(), after.all_swaps()
+        kept = {id(each) for each in old} & {id(each) for each in new}
 
-        def tell() -> None:
+        def complete() -> None:
             _complete_report(after)
-            _listen(after)
+            _report_operator_fallbacks(after)
 
-        left = change(add=add, remove=remove, then=tell)
+        left = change(
+            add=[each for each in new if id(each) not in kept],
+            remove=[each for each in old if id(each) not in kept],
+            then=complete,
+        )
     except BaseException:
         for name, view in after.views.items():
             if before is None or before.views.get(name) is not view:
                 view.end()
         undo()
         raise
-    _now = after
+    _active = after
     if before is not None:
-        ended = [view for name, view in before.views.items() if after.views.get(name) is not view]
-        left += _end(before, ended)
+        left += _end(before, [view for name, view in before.views.items() if after.views.get(name) is not view])
     for text in left:
         session.notice(text)
     return after
 
 
-def _goes_on(outcome: Outcome, before: InForce, settings: Settings) -> bool:
-    """Whether a feature was in force already with these flags."""
+def _goes_on(outcome: FeatureOutcome, before: ActiveFeatures, settings: Settings) -> bool:
     feature = outcome.feature
     dests = [VERIFY.dest, *(option.dest for option in feature.options)]
     return (
@@ -253,44 +324,72 @@ def _goes_on(outcome: Outcome, before: InForce, settings: Settings) -> bool:
     )
 
 
+def _end(ending: ActiveFeatures, views: Sequence[Session]) -> list[str]:
+    left = [text for view in reversed(views) for text in view.end()]
+    while ending.exits:
+        ending.exits.pop()()
+    return left
+
+
+def disable_all() -> list[str]:
+    """Undo everything; returns what was left alone or could not be undone, one line each.
+
+    Raises:
+        EngineError: a symbol could not be restored; everything is still active.
+    """
+    global _active
+    with _LOCK:
+        if _active is None:
+            return []
+        ending = _active
+        path = report_file(ending.session.settings)
+        left = change(remove=ending.all_swaps())
+        _active = None
+        left += _end(ending, list(ending.views.values()))
+        if path is not None and rank() == 0 and any(each.arguments is not None for each in ending.requests):
+            atexit.unregister(_write_last_report)
+            _rewrite_report(ending, path)
+        return left
+
+
+# Report
+
+
 def _renew_verifier(session: Session) -> None:
-    """Let the session's patches compare their operators with the originals; rank 0 shows each result."""
+    """Compare operators with the originals if --mindspeed-lite-verify asks for it; rank 0 prints each result."""
     from mindspeed_lite.verify import Verifier
 
     calls = session.settings[VERIFY.dest]
     if (session.verifier.calls if session.verifier is not None else 0) == calls:
         return
-    session.verifier = None
-    if calls:
-        session.verifier = Verifier(calls, session)
-        if rank() == 0:
-            session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
+    session.verifier = Verifier(calls, session) if calls else None
+    if calls and rank() == 0:
+        session.verifier.listeners.append(lambda done: print(f"mindspeed_lite: {done.to_text()}", flush=True))
 
 
-def _complete_report(after: InForce) -> None:
-    """What is in force, as data: entries, backends, what was set, notices."""
+def _complete_report(after: ActiveFeatures) -> None:
     from mindspeed_lite.ops import dispatch
 
-    session, report = after.session, after.session.report
-    report.record(after.plan, [swap for each in after.swaps.values() for swap in each])
-    wanted = {each.feature.name: dict(each.arguments) for each in after.plan.applied if each.arguments}
+    session, context = after.session, after.session.context
+    session.report.record(after.plan, after.all_swaps())
     given = next((each.arguments for each in reversed(after.requests) if each.arguments is not None), {})
-    for entry in report.entries:
-        if entry.status == "applied":
-            operators = after.plan.outcome(entry.feature).feature.operators
-            entry.backends = [f"{name}:{dispatch.selected(name, session.context.device).backend}" for name in operators]
-        entry.arguments = dict(given.get(entry.feature, {})) if entry.status == "applied" else {}
-        missing = {
-            name: value
-            for name, value in wanted.get(entry.feature, {}).items()
-            if session.context.host_args is not None
-            and name not in entry.arguments
-            and session.context.arg(name, value) != value
-        }
+    for entry, outcome in zip(session.report.entries, after.plan.outcomes, strict=True):
+        entry.arguments = {}
+        if outcome.status != "applied":
+            continue
+        entry.backends = [
+            f"{name}:{dispatch.selected(name, context.device).backend}" for name in outcome.feature.operators
+        ]
+        entry.arguments = dict(given.get(entry.feature, {}))
+        missing = [
+            f"{name} = {value!r}"
+            for name, value in outcome.arguments.items()
+            if context.host_args is not None and name not in entry.arguments and context.arg(name, value) != value
+        ]
         if missing:
-            listed = ", ".join(f"{name} = {value!r}" for name, value in missing.items())
             session.notice(
-                f"{entry.feature} wants {listed}, which only a training script's parser sets: set it yourself"
+                f"{entry.feature} wants {', '.join(missing)}, which only a training script's parser sets: set it "
+                "yourself"
             )
     changed = {name for each in given.values() for name in each}
     for request in after.requests:
@@ -299,122 +398,47 @@ def _complete_report(after: InForce) -> None:
                 session.notice(notice)
 
 
-def _listen(after: InForce) -> None:
-    """Let the operators of the applied features say their fallbacks in the report."""
+def _report_operator_fallbacks(after: ActiveFeatures) -> None:
     from mindspeed_lite.ops import dispatch
 
-    users: dict[str, list[str]] = {}
-    for outcome in after.plan.applied:
-        for operator in outcome.feature.operators:
-            users.setdefault(operator, []).append(outcome.feature.name)
-
     def fallback(operator: str, backend: str, reasons: tuple[str, ...]) -> None:
-        for feature in users.get(operator, ()):
-            # The operator has logged it.
-            after.session.fallback(feature, f"{operator} on {backend}: {'; '.join(reasons)}", is_logged=True)
+        for outcome in after.plan.applied:
+            if operator in outcome.feature.operators:
+                text = f"{operator} on {backend}: {'; '.join(reasons)}"
+                after.session.fallback(outcome.feature.name, text, is_logged=True)
 
     after.exits.append(dispatch.on_fallback(fallback))
 
 
-def _end(ending: InForce, views: Sequence[Session]) -> list[str]:
-    """Undo what these features keep and mark, once their patches have gone."""
-    left = [text for view in reversed(views) for text in view.end()]
-    while ending.exits:
-        ending.exits.pop()()
-    return left
-
-
-def take_back() -> list[str]:
-    """Take everything back; returns what was left alone or could not be undone, one line each.
-
-    Raises:
-        EngineError: a symbol could not be put back; everything is still in force.
-    """
-    global _now
-    with _LOCK:
-        if _now is None:
-            return []
-        ending = _now
-        path = report_file(ending.session.settings)
-        left = change(remove=[swap for each in ending.swaps.values() for swap in each])
-        _now = None
-        left += _end(ending, list(ending.views.values()))
-        if path is not None and rank() == 0 and any(each.arguments is not None for each in ending.requests):
-            atexit.unregister(_write_last_report)
-            _rewrite_report(ending, path)
-        return left
-
-
-def applicable(found: InForce) -> dict[str, list[str]]:
-    """Every feature with the reasons why it could not be turned on by its flag alone in this training; [] if it can."""
-    return automatic_reasons(catalogue(), found.session.context)
-
-
-def show_report(found: InForce) -> None:
-    """On rank 0 print the report, and write it where the user wants it, again when the process ends."""
+def show_report(active: ActiveFeatures) -> None:
+    """On rank 0 print the report, and write it to the user's file, again when the process ends."""
     if rank() != 0:
         return
-    print(report_output.report_text(full_report(found), found.session.settings), end="", flush=True)
-    path = report_file(found.session.settings)
+    print(report_output.report_text(full_report(active), active.session.settings), end="", flush=True)
+    path = report_file(active.session.settings)
     if path is not None:
-        report_output.write(full_report(found), path)
-        # Fallbacks appear while training runs.
+        report_output.write(full_report(active), path)
         atexit.unregister(_write_last_report)
-        atexit.register(_write_last_report)
-        if found.session.verifier is not None:
-            # A run that is killed later has shown this much.
-            found.session.verifier.listeners.append(functools.partial(_rewrite_report, found, path))
+        atexit.register(_write_last_report)  # with the fallbacks of the training
+        if active.session.verifier is not None:
+            # For a run that is killed later.
+            active.session.verifier.listeners.append(lambda done: _rewrite_report(active, path))
 
 
 def _write_last_report() -> None:
-    path = None if _now is None else report_file(_now.session.settings)
-    if _now is not None and path is not None:
-        report_output.write(full_report(_now), path)
+    path = None if _active is None else report_file(_active.session.settings)
+    if _active is not None and path is not None:
+        report_output.write(full_report(_active), path)
 
 
-def _rewrite_report(found: InForce, path: str, cause: Any = None) -> None:
-    # In the middle of training a full disk is no reason to stop; at the end the writing speaks for itself.
-    with contextlib.suppress(OptionError):
-        report_output.write(full_report(found), path)
+def _rewrite_report(active: ActiveFeatures, path: str) -> None:
+    with contextlib.suppress(OptionError):  # a full disk does not stop the training
+        report_output.write(full_report(active), path)
 
 
-def full_report(found: InForce) -> Report:
-    """The report with what the device layer has changed in Megatron so far."""
+def full_report(active: ActiveFeatures) -> Report:
     from mindspeed_lite.platform import megatron
 
-    merged = Report.from_dict(found.session.report.as_dict())
+    merged = Report.from_dict(active.session.report.as_dict())
     merged.entries = [*merged.entries, *megatron.entries()]
     return merged
-
-
-def dest_of(keyword: str) -> str:
-    """The dest that a keyword of the Python API means: a feature's name, another flag's dest, general ones in short.
-
-    Raises:
-        OptionError: no flag is called so; the text names the closest ones.
-    """
-    dests = {option.dest for option in catalogue().options()} | {option.dest for option in GENERAL}
-    named = {each.name: option.dest for each in catalogue() for option in each.options if option.flag == each.flag}
-    short = {option.dest.removeprefix("mindspeed_lite_"): option.dest for option in GENERAL}
-    if keyword in dests:
-        return keyword
-    if keyword in named or keyword in short:
-        return {**named, **short}[keyword]
-    import difflib
-
-    known = sorted({*named, *(dests - {*named.values(), *short.values()})})
-    close = difflib.get_close_matches(keyword, [*known, *short], n=3)
-    hint = f"; did you mean {', '.join(close)}?" if close else f"; there are {', '.join([*known, *short])}."
-    raise OptionError(f"mindspeed_lite has no option {keyword!r}{hint}")
-
-
-def given_flags(args: Any) -> dict[str, Any]:
-    """Our flags in the arguments of a script, a namespace or a mapping, those that are not at their default."""
-    options = (*GENERAL, *catalogue().options())
-    settings = Settings.of(options, args)
-    return {each.dest: settings[each.dest] for each in options if settings[each.dest] != each.checked(None)}
-
-
-def by_keyword(flags: Mapping[str, Any], host_args: Any) -> FeatureRequest:
-    """The request of a call of the Python API, whose keywords `dest_of` explains."""
-    return FeatureRequest({dest_of(keyword): value for keyword, value in flags.items()}, host_args)

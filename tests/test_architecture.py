@@ -188,7 +188,7 @@ def test_the_platform_knows_the_engine_and_one_file_of_it_megatron(path):
 
 @pytest.mark.parametrize("path", files("mindspeed_lite", "patches", "demo"), ids=module_name)
 def test_nothing_imports_what_stands_on_top(path):
-    top = ("mindspeed_lite.megatron_adaptor", "mindspeed_lite.cli", "mindspeed_lite.bench")
+    top = ("mindspeed_lite.megatron_adaptor", "mindspeed_lite.startup", "mindspeed_lite.cli", "mindspeed_lite.bench")
     name = module_name(path)
     if name == "mindspeed_lite.__main__" or within(name, "demo") or within(name, *top):
         return
@@ -214,12 +214,12 @@ def test_lower_rooms_know_neither_patches_nor_runtime(path):
 
 
 def test_the_verifier_knows_torch_and_the_engine():
-    (path,) = files("mindspeed_lite/verify.py")
-    for name in imports(path):
-        top = name.partition(".")[0]
-        known = top in sys.stdlib_module_names or top == "torch"
-        assert known or within(name, "mindspeed_lite.engine", "mindspeed_lite.ops.traced"), name
-    assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
+    for path in files("mindspeed_lite/verify.py", "mindspeed_lite/comparison.py"):
+        for name in imports(path) - {"mindspeed_lite.comparison"}:
+            top = name.partition(".")[0]
+            known = top in sys.stdlib_module_names or top == "torch"
+            assert known or within(name, "mindspeed_lite.engine", "mindspeed_lite.ops.traced"), name
+        assert not [text for text in strings(path) if re.match(r"megatron[.:]", text)]
 
 
 def test_a_feature_has_one_name_everywhere():
@@ -233,6 +233,7 @@ def test_a_feature_has_one_name_everywhere():
         flags = [option.flag for option in module.FEATURE.options]
         assert f"--{name.replace('_', '-')}" in flags
         assert (module.__doc__ or "").startswith(f"`--{name.replace('_', '-')}`: ")
+        assert {each.feature for each in (*module.FEATURE.requires, *module.FEATURE.conflicts)} <= set(names)
     shared = {path.stem for path in (ROOT / "patches" / "_shared").glob("*.py")} - {"__init__"}
     for folder, modules in ((".", {*names, "drift", "kinds", "misread", "reads", "reasons"}), ("_shared", shared)):
         tested = {path.stem.removeprefix("test_") for path in (ROOT / "tests" / "patches" / folder).glob("test_*.py")}

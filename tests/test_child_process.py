@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -132,22 +131,3 @@ def test_a_handler_of_the_callers_stays() -> None:
     with child_process(["true"]):
         pass
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_another_thread_may_start_one() -> None:
-    """Signals belong to the main thread: elsewhere there is none to defer."""
-    codes: list[int | None] = []
-
-    def body() -> None:
-        with child_process(["true"]) as child:
-            codes.append(child.wait())
-
-    thread = threading.Thread(target=body)
-    thread.start()
-    thread.join()
-    assert codes == [0]
-
-
-def test_a_command_that_is_not_there() -> None:
-    with pytest.raises(FileNotFoundError), child_process(["no-such-command-anywhere"]):
-        raise AssertionError

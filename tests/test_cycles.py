@@ -17,7 +17,7 @@ import pytest
 
 import mindspeed_lite
 from mindspeed_lite import platform, runtime
-from mindspeed_lite.engine import EngineError, Option, Session, hooks, swaps
+from mindspeed_lite.engine import EngineError, Option, Session, swaps
 from mindspeed_lite.engine.report import Report
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import megatron
@@ -85,7 +85,7 @@ def left_over():
     """What of ours there is beside swapped attributes: sites, waiting hooks, listeners, threads, device."""
     return {
         "sites": len(swaps._SITES),
-        "hooks": {name: len(waiting) for name, waiting in hooks._waiting.items() if waiting},
+        "hooks": len(megatron._waiting),
         "listeners": len(dispatch._subscribers),
         "threads": threading.active_count(),
         "device": platform.current(),
@@ -161,12 +161,12 @@ class Cycles:
             (Report, "record"),
             (Report, "as_dict"),
             (runtime, "_complete_report"),
-            (runtime, "plan_of"),
+            (runtime, "plan_requests"),
             (megatron, "attach"),
         ):
             self.faults.watch(owner, name)
         # What these return is all by which it can be undone.
-        for owner, name in ((megatron, "place"), (Session, "renew"), (runtime, "_listen")):
+        for owner, name in ((megatron, "place"), (Session, "renew"), (runtime, "_report_operator_fallbacks")):
             self.faults.watch(owner, name, after=False)
 
     def call(self):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
 import logging
 import pickle
@@ -16,10 +14,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import mindspeed_lite
-from mindspeed_lite import platform, runtime, verify
-from mindspeed_lite.engine import Context, OptionError, Report, Session, Settings, VerifyError
+from mindspeed_lite import runtime
+from mindspeed_lite.engine import Context, Report, Session, Settings, VerifyError
 from mindspeed_lite.verify import Part, Verifier
-from tests.harness import matrix
 from tests.harness.attention_modules import CASES, HEADS, SEQUENCE, inputs_of, module_of
 from tests.harness.checkouts import ROOT
 from tests.harness.norms import HIDDEN, norm_of
@@ -186,13 +183,6 @@ def test_bitwise_allows_nothing_and_deviation_whatever_is_finite():
         check(verifier, missing, numerics="deviation")
 
 
-def test_what_is_not_finite_in_the_original_is_not_held_against_ours():
-    given = {"x": torch.tensor([60000.0, 1.0], dtype=torch.float16)}
-    verifier, report = verifier_of(strict=True)
-    check(verifier, lambda x: x + x, given=given)
-    assert report.verifications[0].verdict == "ok"
-
-
 def test_only_the_first_calls_of_each_kind_are_compared():
     ran = []
 
@@ -240,19 +230,6 @@ def test_neither_inputs_nor_gradients_nor_random_states_notice():
     assert torch.equal(torch.get_rng_state(), state), "both drew the same, and nobody else notices"
     assert torch.equal(x, before) and torch.equal(x.grad, torch.ones_like(x))
     assert report.verifications[0].verdict == "ok"
-
-
-def test_strides_are_kept_since_kernels_choose_by_them():
-    wide = torch.randn(6, 5, 3).requires_grad_()
-    seen = []
-
-    def ours(x, y):
-        seen.append((x.stride(), y.stride()))
-        return x * y
-
-    given = {"x": wide[..., 1], "y": torch.randn(5).expand(6, 5)}
-    check(verifier_of(strict=True)[0], ours, lambda x, y: x * y, given=given)
-    assert seen[0][0] == (15, 3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -311,14 +288,6 @@ def test_an_original_that_cannot_run_is_left_out_or_refused_if_strict():
         check(verifier_of(strict=True)[0], double, too_large)
 
 
-def test_the_flag_has_one_name_and_takes_no_negative_number():
-    assert runtime.VERIFY.flag == verify.FLAG
-    for value in (-1, "many", True):
-        with pytest.raises(OptionError, match="--mindspeed-lite-verify takes"):
-            mindspeed_lite.enable(verify=value)
-    assert platform.current() is None
-
-
 def run_attention(dtype, case="causal"):
     fields, shapes, mask = CASES[case]
     qkv, _ = inputs_of(dtype, **shapes)
@@ -329,42 +298,6 @@ def run_norm(dtype, **fields):
     norm = norm_of(**fields).to(dtype)
     torch.nn.init.uniform_(norm.weight)
     return norm, norm(torch.randn(64, 2, HIDDEN).to(dtype).requires_grad_())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@forked("megatron")
-def test_both_features_hold_their_class_beside_megatron(dtype):
-    shown = io.StringIO()
-    mindspeed_lite.enable(use_flash_attn=True, use_fused_rmsnorm=True, verify=1, strict=True)
-    with contextlib.redirect_stdout(shown):
-        for case in CASES:
-            run_attention(dtype, case)
-        for fields in ({}, {"layernorm_zero_centered_gamma": True}):
-            run_norm(dtype, **fields)
-        run_norm(dtype, sequence_parallel=True, tensor_model_parallel_size=2)
-    report = mindspeed_lite.report()
-    assert report.notices == []
-    found = report.verifications
-    wider = "float64" if dtype == torch.float32 else "float32"
-    assert {entry.verdict for entry in found} == {"ok"} and {entry.measured_from for entry in found} == {wider}
-    # A norm in 16 bits may round to the very same numbers.
-    assert all(entry.gradient_error > 0 for entry in found if entry.operator == "attention")
-    variants = {entry.shape.rpartition("] ")[2] for entry in found if entry.operator == "attention"}
-    assert variants >= {"causal", "mask", "window(8,0)"}
-    assert any("zero-centred gamma" in entry.against for entry in found)
-    assert len(shown.getvalue().splitlines()) == len(found)
-    assert shown.getvalue().startswith("mindspeed_lite: use_flash_attn, attention ")
-
-
-@forked("megatron")
-def test_a_row_without_keys_is_padding_on_both_sides():
-    hidden = torch.zeros(2, 1, 24, 24, dtype=torch.bool)
-    hidden[1, :, 20:] = True
-    mindspeed_lite.enable(use_flash_attn=True, verify=1, strict=True)
-    qkv, _ = inputs_of()
-    module_of(mask_type="padding")(*qkv, hidden)
-    (entry,) = mindspeed_lite.report().verifications
-    assert entry.output_error < 8 * EPS
 
 
 @pytest.mark.parametrize("case", ["causal", "grouped_keys", "one_key_head", "mask_tensor", "window"])
@@ -429,17 +362,6 @@ def test_without_the_flag_there_is_no_verifier_and_copies_of_a_model_have_none()
         other(torch.ones(2, HIDDEN))
 
 
-@forked("megatron")
-def test_two_models_are_counted_apart():
-    x = torch.randn(4, HIDDEN)
-    for calls in (1, 2):
-        with mindspeed_lite.enabled(use_fused_rmsnorm=True, verify=calls):
-            norm = norm_of()
-            for _ in range(3):
-                norm(x)
-            assert [entry.calls for entry in mindspeed_lite.report().verifications] == [calls]
-
-
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     server = Trainer(None, tmp_path_factory.mktemp("verify"), training=True)
@@ -447,26 +369,16 @@ def trainer(tmp_path_factory):
     server.close()
 
 
-LAYOUTS = {
-    "plain": (1, "--hidden-dropout 0"),
+def test_training_keeps_every_bit(trainer, tmp_path: Path):
     # The first layer is recomputed and the second is not, so one run has calls with gradients off and on. Dropout
     # of the hidden layers draws: a comparison that moved the stream would show in the losses.
-    "sequence_parallel": (
-        2,
-        "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", matrix.only(["sequence_parallel"], [*LAYOUTS]))
-def test_training_keeps_every_bit(trainer, layout, tmp_path: Path):
-    ranks, flags = LAYOUTS[layout]
+    flags = "--hidden-dropout 0.1 --tensor-model-parallel-size 2 --sequence-parallel "
+    flags += "--recompute-granularity full --recompute-method block --recompute-num-layers 1"
     features = "--use-fused-rmsnorm --use-flash-attn --attention-dropout 0 --mindspeed-lite-strict"
     base = [str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL, *features.split(), *flags.split(), "--train-iters", "3"]
 
     def train(*more):
-        return trainer.run(entry="script", arm="adaptor", nproc=ranks, argv=[*base, *more]).check()
+        return trainer.run(entry="script", arm="adaptor", nproc=2, argv=[*base, *more]).check()
 
     def figures(result):
         norms = re.findall(r"grad norm: ([\d.]+)", result.log(-1))
@@ -485,4 +397,4 @@ def test_training_keeps_every_bit(trainer, layout, tmp_path: Path):
     assert all(each["gradient_error"] is not None for each in found)
     lines = [line for line in on.log(0).splitlines() if line.startswith("mindspeed_lite: use_")]
     assert len(lines) == len(found)
-    assert ranks == 1 or "mindspeed_lite" not in on.log(1), "only rank 0 shows figures"
+    assert "mindspeed_lite" not in on.log(1), "only rank 0 shows figures"

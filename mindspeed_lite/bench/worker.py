@@ -23,9 +23,8 @@ def start(path: str) -> None:
     # Beneath the device layer, whose streams begin messages here and wait for them there.
     lanes = _below_device_layer(plan)
     import mindspeed_lite.megatron_adaptor  # noqa: F401
-    from mindspeed_lite import platform
+    from mindspeed_lite import platform, startup
     from mindspeed_lite.bench.probes import experts, memory, train_step
-    from mindspeed_lite.patches._shared import arguments
     from mindspeed_lite.platform import allocator
 
     current = platform.current()
@@ -37,7 +36,7 @@ def start(path: str) -> None:
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         # The harness asks a process that hangs where it stands.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-    arguments.before_validation(lambda args: _prepare(args, plan))
+    startup.before_validation(lambda args: _prepare(args, plan))
     if isinstance(_recorder, MemoryRecorder):
         memory.install(_recorder.around)
     train_step.install(_recorder)

@@ -81,7 +81,7 @@ def _call(command: str, arguments: Sequence[str]) -> int:
         text = error_exit.describe(error)
         if text is None or error_exit.wants_traceback():
             raise
-        error_exit.tell(" ".join(text.split()), f"{PROGRAM} {command}")
+        error_exit.print_error(" ".join(text.split()), f"{PROGRAM} {command}")
         return error_exit.EXIT_CODE
 
 

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
         _import_adaptor(request.allocator)
         code, module = _load(request)
     except _UsageError as error:
-        error_exit.tell(" ".join(str(error).split()), PROGRAM)
+        error_exit.print_error(" ".join(str(error).split()), PROGRAM)
         return error_exit.EXIT_CODE
     except SyntaxError as error:  # of the script: python shows it without any frame
         sys.excepthook(type(error), error.with_traceback(None), None)

@@ -1,4 +1,4 @@
-"""Fits one replacement to the signatures that its target has in different releases, parameter by parameter."""
+"""Fits one replacement to the different signatures of its target across releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def make_by_name(make: Callable[..., Any], wrapped: Callable[..., Any], session: Any) -> Any:
-    """What `make(wrapped, session)` returns, with the signature of `wrapped`.
+    """The replacement `make(wrapped, session)` with the signature of `wrapped`.
 
-    A parameter that only the replacement has keeps its default, and is left out when the replacement calls `wrapped`.
-    A call that sets one which only `wrapped` has goes to `wrapped`; the reason is logged once.
+    A parameter that only the replacement has keeps its default, and is dropped when the replacement calls `wrapped`.
+    A call that sets a parameter that only `wrapped` has falls back to `wrapped`.
     """
     signature = inspect.signature(wrapped)
     theirs = signature.parameters
@@ -35,7 +35,7 @@ def make_by_name(make: Callable[..., Any], wrapped: Callable[..., Any], session:
     if lost:
         raise TypeError(f"target lost parameter `{lost[0]}`")
     if not grown and list(named) == list(ours)[: len(named)]:
-        # What is left over has defaults.
+        # The replacement's other parameters have defaults.
         replacement.__signature__ = signature
         return replacement
     positional = [name for name, each in theirs.items() if each.kind in _POSITIONAL]
@@ -61,7 +61,7 @@ def _named(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
 
 
 def _leading(parameters: Mapping[str, Parameter], given: dict[str, Any]) -> list[Any]:
-    """The leading positional arguments, taken out of `given`: a wrapper may name the first of them otherwise."""
+    """Pops the leading positional arguments from `given`: a wrapper may name the first of them differently."""
     found = []
     for name, each in parameters.items():
         if each.kind not in _POSITIONAL or name not in given:

@@ -1,4 +1,4 @@
-"""Finds the features: every module of one package declares FEATURE and is named like it."""
+"""The features of a package, one per module."""
 
 from __future__ import annotations
 
@@ -11,58 +11,30 @@ from .feature import Feature, Option
 
 
 class Catalogue:
-    """Features by name, in the order of their names."""
-
     def __init__(self, features: Iterable[Feature]) -> None:
-        self._features: dict[str, Feature] = {}
-        self._options: dict[str, tuple[Option, str]] = {}
-        for feature in sorted(features, key=lambda each: each.name):
-            if feature.name in self._features:
-                raise CatalogueError(f"feature `{feature.name}` is declared twice; rename one.")
-            self._features[feature.name] = feature
+        self._features = {each.name: each for each in sorted(features, key=lambda each: each.name)}
+        self._options: dict[str, Option] = {}
+        for feature in self:
             for option in feature.options:
-                known, owner = self._options.setdefault(option.dest, (option, feature.name))
-                if known != option:
-                    raise CatalogueError(
-                        f"features `{owner}` and `{feature.name}` declare {option.flag} differently; "
-                        "share one Option or rename the flag."
-                    )
+                if self._options.setdefault(option.dest, option) != option:
+                    raise CatalogueError(f"feature `{feature.name}` declares {option.flag} unlike another feature.")
 
     @classmethod
     def load(cls, package_name: str) -> Catalogue:
-        """Import every module of a package whose name has no leading underscore, and take its FEATURE."""
+        """Import every module of a package without leading underscore, and collect its FEATURE."""
         package = importlib.import_module(package_name)
-        found: dict[str, Feature] = {}
-        # A package mapped in from another folder is not seen from its parent, so its own path counts.
-        folders = dict.fromkeys(package.__path__)
-        for info in (each for folder in folders for each in pkgutil.iter_modules([folder])):
-            if info.name.startswith("_"):
-                continue
-            where = f"`{info.name}.py` in {getattr(info.module_finder, 'path', package_name)}"
-            if info.name in found:
-                raise CatalogueError(f"{where}: another folder has a module of this name.")
-            try:
-                module = importlib.import_module(f"{package_name}.{info.name}")
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-                raise CatalogueError(f"{where} cannot be imported ({problem}).") from error
-            feature = getattr(module, "FEATURE", None)
-            if not isinstance(feature, Feature):
-                raise CatalogueError(f"{where} declares no FEATURE; without one, call it `_{info.name}.py`.")
-            if feature.name != info.name:
-                raise CatalogueError(f"{where} declares feature `{feature.name}`; name both alike.")
-            found[info.name] = feature
-        catalogue = cls(found.values())
-        for feature in catalogue:
-            for relation in (*feature.requires, *feature.conflicts):
-                if relation.feature not in found:
-                    unknown = f"names `{relation.feature}`, which does not exist"
-                    raise CatalogueError(f"feature `{feature.name}` {unknown}; correct the name.")
-        return catalogue
+        found = []
+        for info in pkgutil.iter_modules(package.__path__):
+            if not info.name.startswith("_"):
+                try:
+                    found.append(importlib.import_module(f"{package_name}.{info.name}").FEATURE)
+                except Exception as error:
+                    where = f"`{info.name}.py` in {getattr(info.module_finder, 'path', package_name)}"
+                    raise CatalogueError(f"{where} declares no feature ({type(error).__name__}: {error}).") from error
+        return cls(found)
 
     def options(self) -> tuple[Option, ...]:
-        """Every flag once, sorted by dest."""
-        return tuple(self._options[dest][0] for dest in sorted(self._options))
+        return tuple(self._options[dest] for dest in sorted(self._options))
 
     def __getitem__(self, name: str) -> Feature:
         return self._features[name]

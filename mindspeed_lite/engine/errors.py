@@ -8,23 +8,23 @@ class EngineError(Exception):
 
 
 class OptionError(EngineError, ValueError):
-    """A flag carries a value it cannot have."""
+    """A flag has a value it cannot have."""
 
 
 class TargetError(EngineError, ValueError):
-    """A target does not lead to an attribute that may be patched."""
+    """A target names no attribute that may be patched."""
 
 
 class FingerprintError(EngineError):
-    """A target has no definition in the source at hand."""
+    """A target has no definition in the source."""
 
 
 class CatalogueError(EngineError):
-    """The folder of features contradicts itself."""
+    """The declarations of features contradict each other."""
 
 
 class PlanError(EngineError):
-    """The features asked for cannot be put in place."""
+    """The requested features cannot be applied."""
 
 
 class ConflictError(PlanError):
@@ -36,7 +36,7 @@ class RequirementError(PlanError):
 
 
 class ApplyError(EngineError):
-    """A patch could not be applied, that of `feature`; nothing has been changed."""
+    """A patch of `feature` could not be applied."""
 
     def __init__(self, text: str, feature: str = "") -> None:
         super().__init__(text)
@@ -44,8 +44,8 @@ class ApplyError(EngineError):
 
 
 class FallbackError(EngineError):
-    """A feature fell back although fallbacks are forbidden."""
+    """A feature fell back in strict mode."""
 
 
 class VerifyError(EngineError):
-    """A replaced operator is further from the original than its class allows, which strict mode forbids."""
+    """A replaced operator is further from the original than its numerics class allows, in strict mode."""

@@ -1,4 +1,4 @@
-"""The language patches are written in: frozen data that says what a feature is, not how it is applied."""
+"""Declarations of features and patches: frozen data that says what a feature is, not how it is applied."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, get_args
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -18,7 +17,6 @@ Numerics = Literal["bitwise", "ulp", "deviation"]
 
 
 def matches(specifier: str, version: str) -> bool:
-    """Whether a PEP 440 range holds `version`; the empty range holds all, pre-releases count."""
     return SpecifierSet(specifier).contains(version, prereleases=True)
 
 
@@ -31,11 +29,12 @@ def _check_range(owner: str, specifier: str) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One flag; False without a type is a switch. `upstream`: host releases that have it.
+    """One flag; without a type and with False as default it is a switch.
 
-    `type`: a class, or a function whose ValueError says what the flag takes: "one of a, b".
-    `name`: what it is stored as, where the host stores something else under the flag's own name.
-    `on`: of a flag with a value, the one that True stands for in the Python API.
+    type: a class, or a function whose ValueError says what the flag takes: "one of a, b".
+    upstream: PEP 440 range of host releases that have the flag.
+    name: dest, if the host stores something else under the flag's own name.
+    on: value that True stands for in the Python API.
     """
 
     flag: str
@@ -68,14 +67,13 @@ class Option:
 
     @property
     def convert(self) -> Callable[[str], Any]:
-        """Text to value: the declared type, else the type of a plain default, else text."""
         if self.type is not None:
             return self.type
-        plain = isinstance(self.default, (int, float)) and not isinstance(self.default, bool)
-        return type(self.default) if plain else str
+        is_number = isinstance(self.default, (int, float)) and not isinstance(self.default, bool)
+        return type(self.default) if is_number else str
 
     def checked(self, value: Any) -> Any:
-        """`value` as the flag would have parsed it; None counts as not given. Raises OptionError."""
+        """`value` as the flag would have parsed it, the default for None; raises OptionError."""
         if self.on is not None and isinstance(value, bool):
             value = self.on if value else None
         if value is None or (type(value) is type(self.default) and value == self.default):
@@ -111,22 +109,18 @@ class Option:
 
 
 class Settings(Mapping[str, Any]):
-    """Frozen values of the flags by dest, readable as attributes; lists become tuples."""
+    """Read-only values of the flags by dest, also as attributes; lists become tuples."""
 
     __slots__ = ("_values",)
-    _values: Mapping[str, Any]
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        object.__setattr__(self, "_values", MappingProxyType(dict(values)))
+        self._values = dict(values)
 
     @classmethod
     def of(cls, options: Iterable[Option], source: Any) -> Settings:
         """Read each option from a namespace or a mapping; what is missing has its default."""
-
-        def given(dest: str) -> Any:
-            return source.get(dest) if isinstance(source, Mapping) else getattr(source, dest, None)
-
-        return cls({option.dest: option.checked(given(option.dest)) for option in options})
+        values = source if isinstance(source, Mapping) else vars(source)
+        return cls({option.dest: option.checked(values.get(option.dest)) for option in options})
 
     def __getitem__(self, dest: str) -> Any:
         return self._values[dest]
@@ -142,22 +136,14 @@ class Settings(Mapping[str, Any]):
             raise AttributeError(f"no option of any feature has the name `{dest}`.")
         return self._values[dest]
 
-    def __setattr__(self, dest: str, value: Any) -> None:
-        raise AttributeError(f"settings are frozen; `{dest}` cannot be set.")
-
-    def __reduce__(self) -> tuple[type[Settings], tuple[dict[str, Any]]]:
-        return Settings, (dict(self._values),)
-
-    def __repr__(self) -> str:
-        return f"Settings({dict(self._values)!r})"
-
 
 @dataclass(frozen=True)
 class Context:
-    """What a condition may look at: settings, device name, versions by package, arguments of the host.
+    """What a condition may look at.
 
-    `explicit`: the arguments that the user gave by flag, as far as is known.
-    `replaced`: by feature, the values that the host had where the feature has set others.
+    host_args: arguments of the host, a mapping or an object.
+    explicit: those that the user gave by flag.
+    replaced: by feature, their values before the feature set them.
     """
 
     settings: Settings
@@ -169,11 +155,10 @@ class Context:
     _own: Mapping[str, Any] = field(default_factory=dict)
 
     def of(self, feature: str) -> Context:
-        """The context in which a feature is judged: without the arguments that it has set itself."""
+        """The context without the arguments that `feature` has set itself."""
         return replace(self, _own=self.replaced.get(feature, {}))
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """One argument of the host, whatever it keeps them in."""
         if name in self._own:
             return self._own[name]
         if isinstance(self.host_args, Mapping):
@@ -185,16 +170,15 @@ class Context:
 class _Patch:
     """What every patch declares.
 
-    target: "package.module:Class.attribute", resolved through the class that defines the attribute.
-    make: called when the patch is applied; returns what stands at the target from then on.
-    versions: PEP 440 range of host releases this patch is for. Patches of one feature on one target are variants.
-    reads: attributes that the code reads off the host's objects, checked before the patch is applied: "name" (of the
-        target's class), "Class.name" (of the target's module) or "package.module:Class.name".
-    relies_on: functions and classes of the host, as targets, whose meaning the code repeats or takes for granted
-        without calling or replacing them. Their bodies are verified like an override's, whatever the kind; a release
-        may lack one if a verified release does.
-    variant_of: where a release moved the symbol, the target that this one takes the place of.
-    absent_in: PEP 440 range of host releases that have no such target, and need no patch for it.
+    target: "package.module:Class.attribute".
+    make: returns the replacement when the patch is applied.
+    versions: PEP 440 range of host releases; patches of one feature on one target are variants.
+    reads: attributes of the host's objects that must exist: "name" (of the target's class), "Class.name" (of the
+        target's module) or "package.module:Class.name".
+    relies_on: targets that the code repeats or assumes; their bodies are verified. A release may lack one if a verified
+        release does.
+    variant_of: the former target of a moved symbol.
+    absent_in: range of host releases that lack the target and need no patch.
     """
 
     target: str
@@ -225,9 +209,9 @@ class _Patch:
 
 @dataclass(frozen=True, eq=False)
 class Around(_Patch):
-    """Code before and after the target, which it always calls. Bound to the target's signature.
+    """Code before and after the target, which it always calls; bound to the target's signature.
 
-    `make(wrapped, session)` returns the wrapper; a smaller `order` is nearer the original.
+    `make(wrapped, session)` returns the wrapper; a smaller `order` is closer to the original.
     """
 
     order: int = 0  # type: ignore[misc]
@@ -236,10 +220,10 @@ class Around(_Patch):
 
 @dataclass(frozen=True, eq=False)
 class Override(_Patch):
-    """Code in place of the target's body, which may hand single calls back. Bound to signature and body.
+    """Code in place of the target's body, which may hand single calls back; bound to signature and body.
 
-    `make(wrapped, session)` returns the replacement: a wrapper for a function, any value for a value.
-    by_name: match parameters of the replacement and the target by name, whatever their releases have besides.
+    `make(wrapped, session)` returns the replacement: a function for a function, any value for a value.
+    by_name: match the parameters of replacement and target by name (`by_name.py`).
     """
 
     order: int = 0  # type: ignore[misc]
@@ -249,9 +233,9 @@ class Override(_Patch):
 
 @dataclass(frozen=True, eq=False)
 class Provide(_Patch):
-    """A symbol, or without colon a module, that the host looks for and lives without. `make(session)` returns it.
+    """A symbol, or without colon a module, that the host tries to import; `make(session)` returns it.
 
-    `wanted_by`: the module of the host that looks for it, where that is not the target's own.
+    wanted_by: the module of the host that looks for it, if that is not the target's own.
     """
 
     wanted_by: str = ""
@@ -263,31 +247,25 @@ Patch = Around | Override | Provide
 
 @dataclass(frozen=True)
 class Relation:
-    """Another feature, and why it matters to this one."""
-
     feature: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One thing a user can turn on, as data.
+    """One feature that a user can turn on.
 
-    name: identifier; also the name of its module, its page and its test.
-    summary: one line for lists and the report.
-    options: its flags; the first one turns it on unless `enabled` says otherwise.
-    numerics: "bitwise", "ulp" or "deviation", against the path it replaces.
-    patches: what it swaps in the host.
-    theme: heading under which lists group it.
+    name: also the name of its module, page and test.
+    options: the first one turns it on unless `enabled` is given.
+    numerics: against the path it replaces.
+    theme: heading in lists.
     condition: reasons why it does not apply to this model, device and layout; [] if it does.
-    conflicting_args: arguments of the host that it cannot live with, each with the reason.
-    enabled: whether the settings ask for it.
-    requires, conflicts: other features, each with the reason.
+    conflicting_args: by argument of the host that excludes it, the reason.
     not_auto: why auto leaves it off although it applies.
-    arguments: arguments of the host that it sets before the host validates them.
+    arguments: arguments of the host to set before validation.
     operators: names of the operators that it calls.
     memory: why its effect on memory is not predicted; "" if the planner reads its flags.
-    unsupported: PEP 440 ranges of host releases that lack what it stands on, each with the reason.
+    unsupported: by range of host releases, the reason.
     """
 
     name: str
@@ -325,7 +303,7 @@ class Feature:
 
     @property
     def flag(self) -> str:
-        """The flag that has its name."""
+        """The flag of the feature's name."""
         return f"--{self.name.replace('_', '-')}"
 
     @property
@@ -336,14 +314,13 @@ class Feature:
 
     def patches_for(self, version: str) -> tuple[list[Patch], list[str]]:
         """The patches for a host release, and the reasons why the feature does not apply to that release."""
-        lacking = [why for releases, why in self.unsupported.items() if matches(releases, version)]
-        if lacking:
-            return [], lacking
+        reasons = [why for releases, why in self.unsupported.items() if matches(releases, version)]
+        if reasons:
+            return [], reasons
         variants: dict[str, list[Patch]] = {}
         for patch in self.patches:
             variants.setdefault(patch.variant_of or patch.target, []).append(patch)
         chosen: list[Patch] = []
-        reasons: list[str] = []
         for target, group in variants.items():
             if any(patch.absent_in and matches(patch.absent_in, version) for patch in group):
                 continue
@@ -355,11 +332,10 @@ class Feature:
         return chosen, reasons
 
     def conflict_reasons(self, value_of: Callable[[str], Any]) -> list[str]:
-        """The reasons of the conflicting arguments that are set, by `value_of(name)`."""
         return [why for name, why in self.conflicting_args.items() if (value := value_of(name)) and value != "none"]
 
     def is_enabled(self, settings: Settings) -> bool:
-        """Whether the user asked for it: by default, whether the first option's value is truthy."""
+        """Whether the settings ask for it: by default, whether the first option's value is truthy."""
         if self.enabled is not None:
             return bool(self.enabled(settings))
         return bool(settings.get(self.options[0].dest, self.options[0].default))

@@ -1,4 +1,4 @@
-"""Known fingerprints by release of every target and of what a patch relies on, and what they say of the host here."""
+"""The table of known fingerprints by release, and how the installed host compares with it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ VERIFIED = "verified"
 
 @functools.lru_cache(maxsize=1024)
 def _live(target: str, source: Source | None) -> Fingerprint:
-    """Of a target as installed here, read again when its module's file has changed."""
+    """Fingerprint of a target as installed; `source` is part of the cache key, since its file may change."""
     return fingerprint(live_reader, target)
 
 
 def fingerprinted(patches: Iterable[Patch]) -> Iterator[tuple[Patch, str]]:
-    """Each patch with its target and with what it relies on, of which a table holds fingerprints."""
+    """Each patch with every target that a table has a fingerprint of: its own, and what it relies on."""
     for patch in patches:
         if not isinstance(patch, Provide):
             yield patch, patch.target
@@ -34,8 +34,6 @@ def fingerprinted(patches: Iterable[Patch]) -> Iterator[tuple[Patch, str]]:
 
 
 class Table:
-    """Known fingerprints: release -> target -> fingerprint."""
-
     def __init__(self, entries: Mapping[str, Mapping[str, Fingerprint]] | None = None) -> None:
         self.entries = {version: dict(targets) for version, targets in (entries or {}).items()}
 
@@ -51,10 +49,9 @@ class Table:
         }
         Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
-    # Below, `text` is what of a patch is meant if not its target: one of what it relies on.
+    # Below, `text` is one of the targets that the patch relies on, "" for the patch's own.
 
     def known(self, patch: Patch, text: str = "") -> dict[str, Fingerprint]:
-        """What it looks like in each release that the patch is for."""
         text = text or patch.target
         return {
             version: rows[text]
@@ -63,14 +60,14 @@ class Table:
         }
 
     def may_lack(self, patch: Patch, text: str) -> bool:
-        """Whether a verified release that the patch is for has none of what it relies on under this name."""
+        """Whether a verified release that the patch is for lacks this target that the patch relies on."""
         return text in patch.relies_on and bool(self.known(patch).keys() - self.known(patch, text).keys())
 
     def judge(self, patch: Patch, raw: Any, text: str = "") -> tuple[str, str]:
-        """How well what is loaded is known, and why a patch of this kind should not be applied.
+        """Compare what is loaded with the verified releases.
 
         Returns:
-            "verified", or what is different, as a clause; and that clause again if the patch relies on it, else "".
+            "verified" or what differs, as a clause; and the clause again if it forbids the patch, else "".
         """
         text = text or patch.target
         foreign = foreign_code(text, raw)
@@ -82,7 +79,7 @@ class Table:
             return "is not in the source of its module", "is not in the source of its module"
 
     def doubts(self, patch: Patch) -> Iterator[str]:
-        """What is unlike the verified releases in what a patch relies on, as sentences without their end."""
+        """What differs from the verified releases in what a patch relies on, one clause each."""
         for text in patch.relies_on:
             try:
                 objection = self.judge(patch, resolve(text).raw, text)[1]
@@ -94,7 +91,6 @@ class Table:
                 yield f"`{text}` {objection}, and `{patch.target}` relies on it"
 
     def compare(self, patch: Patch, live: Fingerprint, text: str = "") -> tuple[str, str]:
-        """As `judge`, by what the source says."""
         known = self.known(patch, text)
         if not known:
             return "is in no verified release", "is in no verified release"

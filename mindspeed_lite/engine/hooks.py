@@ -1,31 +1,22 @@
-"""Calls back when a module is imported, or at once if it has been; the host need not be there yet."""
+"""Callbacks for the import of a module."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 
 from wrapt import register_post_import_hook
 
-# wrapt has no way to take a hook back, so each module gets one, and all that wait for it stand in a list of ours.
-_waiting: dict[str, list[ImportHandle]] = {}
-
 
 class ImportHandle:
-    """A waiting callback; `cancel()` makes it do nothing when the module comes."""
+    """A callback for the import of a module; `cancel()` makes it do nothing."""
 
-    def __init__(self, module_name: str, callback: Callable[[ModuleType], object]) -> None:
-        self._module_name = module_name
+    def __init__(self, callback: Callable[[ModuleType], object]) -> None:
         self._callback: Callable[[ModuleType], object] | None = callback
         self._module: ModuleType | None = None
 
     def cancel(self) -> None:
         self._callback = None
-        waiting = _waiting.get(self._module_name, [])
-        if self in waiting:
-            waiting.remove(self)
 
     def __call__(self, module: ModuleType) -> None:
         # Some releases of wrapt notify again when a module is reloaded in place.
@@ -36,16 +27,6 @@ class ImportHandle:
 
 def when_imported(module_name: str, callback: Callable[[ModuleType], object]) -> ImportHandle:
     """Call `callback(module)` once per module object, now or when it is imported."""
-    handle = ImportHandle(module_name, callback)
-    known = module_name in _waiting
-    _waiting.setdefault(module_name, []).append(handle)
-    if not known:
-        register_post_import_hook(partial(_notify, module_name), module_name)
-    elif sys.modules.get(module_name) is not None:
-        handle(sys.modules[module_name])
+    handle = ImportHandle(callback)
+    register_post_import_hook(handle, module_name)
     return handle
-
-
-def _notify(module_name: str, module: ModuleType) -> None:
-    for handle in tuple(_waiting.get(module_name, ())):
-        handle(module)

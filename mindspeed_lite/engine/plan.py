@@ -19,43 +19,43 @@ if TYPE_CHECKING:
     from .fingerprints import Table
 
 T = TypeVar("T")
-Status = Literal["applied", "skipped", "off"]
 ALLOW_UNVERIFIED = "--mindspeed-lite-allow-unverified"
 
 
 @dataclass(frozen=True, eq=False)
 class PlannedPatch:
-    """One patch that is to be applied, and how well its target is known."""
-
     feature: str
     patch: Patch
     verdict: str
 
 
 @dataclass
-class Outcome:
-    """What becomes of one feature, and why. Reasons of one that is off are why auto left it off."""
+class FeatureOutcome:
+    """What becomes of one feature, and why; reasons of one that is off are why auto left it off."""
 
     feature: Feature
-    status: Status
+    is_requested: bool = False
+    status: Literal["applied", "skipped", "off"] = "off"
     reasons: list[str] = field(default_factory=list)
     steps: list[PlannedPatch] = field(default_factory=list)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
+    def drop(self, reasons: Iterable[str]) -> None:
+        self.status = "skipped" if self.is_requested else "off"
+        self.reasons = [*self.reasons, *reasons]
+        self.steps, self.arguments = [], {}
+
 
 @dataclass(frozen=True)
 class Plan:
-    """One outcome per feature, by name, and the settings with what auto chose."""
-
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[FeatureOutcome, ...]
     settings: Settings
-    host_version: str
 
-    def outcome(self, feature: str) -> Outcome:
+    def outcome(self, feature: str) -> FeatureOutcome:
         return next(each for each in self.outcomes if each.feature.name == feature)
 
     @property
-    def applied(self) -> list[Outcome]:
+    def applied(self) -> list[FeatureOutcome]:
         return [each for each in self.outcomes if each.status == "applied"]
 
 
@@ -64,7 +64,7 @@ def make_plan(
     context: Context,
     *,
     host_version: str,
-    fingerprints: Table,
+    fingerprints: Table | None,
     auto: bool = False,
     strict: bool = False,
     allow_unverified: bool = False,
@@ -75,146 +75,55 @@ def make_plan(
     """Decide on every feature.
 
     Args:
-        auto: turn on what applies by itself besides what the settings ask for. What only auto asked for never raises.
-        strict: raise if a feature that the settings ask for does not apply.
+        fingerprints: of the verified releases; with None targets are not examined and the plan has no patches.
+        auto: also turn on what applies by itself; what only auto chose never raises.
+        strict: raise if a requested feature does not apply.
         collisions: flags of features that mean something else to the host.
         without: features that do not apply for another reason, which is given.
-        sets_arguments: whether the caller sets the arguments that features ask for. If not, a feature that is nothing
-            else does not apply unless the host has them.
+        sets_arguments: whether the caller sets the arguments of features. If not, a feature that only sets arguments
+            does not apply unless the host has them already.
 
     Raises:
-        EngineError: what the settings ask for contradicts itself or does not fit this host.
+        EngineError: the request contradicts itself or does not fit this host.
     """
     try:
         Version(host_version)
     except InvalidVersion as error:
         raise PlanError(f"host version `{host_version}` is not a version number.") from error
-    everything = {feature.name: feature for feature in sorted(features, key=lambda each: each.name)}
-    planner = _FeaturePlanner(context, host_version, fingerprints, allow_unverified, collisions, without or {})
-    named = [each for each in everything.values() if each.is_enabled(context.settings)]
-    names = {each.name for each in named}
-    outcomes = {name: Outcome(feature, "off") for name, feature in everything.items()}
+    outcomes = {
+        each.name: FeatureOutcome(each, each.is_enabled(context.settings))
+        for each in sorted(features, key=lambda each: each.name)
+    }
+    planner = _Planner(outcomes, context, host_version, fingerprints, allow_unverified, collisions, without or {})
+    requested = [each for each in outcomes.values() if each.is_requested]
     if auto:
-        _choose(planner, everything, outcomes, names)
-    enabled = names | {name for name, each in outcomes.items() if each.status == "applied"}
-    for feature in named:
-        _refuse_contradictions(feature, everything, enabled, collisions)
-    for feature in named:
-        outcomes[feature.name] = planner.outcome(feature, refuse=True)
-    _skip_dependents(outcomes, names)
-    # Those asked for first, so that it is one that only auto chose which gives way.
-    settled: list[Outcome] = []
-    for each in sorted(outcomes.values(), key=lambda each: each.feature.name not in names):
-        try:
-            _settle(each, settled, planner.context)
-            missing = [f"{name} = {value!r}" for name, value in each.arguments.items() if context.arg(name) != value]
-            if missing and not each.steps and not sets_arguments:
-                each.status, each.arguments = "skipped" if each.feature.name in names else "off", {}
-                each.reasons.append(f"it only sets {', '.join(missing)}, which are left to you here: set them yourself")
-                settled.remove(each)
-        except EngineError as error:
-            if each.feature.name in names:
-                raise
-            each.status, each.steps, each.reasons, each.arguments = "off", [], [str(error)], {}
-    _skip_dependents(outcomes, names)
+        planner.choose()
+    for each in requested:
+        planner.refuse_contradictions(each.feature)
+    for each in requested:
+        planner.judge(each)
+    planner.drop_dependents()
+    # Requested ones first, so that one that only auto chose gives way.
+    settled: list[FeatureOutcome] = []
+    for each in [*requested, *(each for each in outcomes.values() if not each.is_requested)]:
+        if each.status == "applied":
+            planner.settle(each, settled, sets_arguments)
+    planner.drop_dependents()
     skipped = [each for each in outcomes.values() if each.status == "skipped"]
     if strict and skipped:
         listed = "; ".join(f"feature {each.feature.label}: {', '.join(each.reasons)}" for each in skipped)
         raise PlanError(f"strict mode allows no skipped feature: {listed}.")
-    return Plan(tuple(outcomes.values()), planner.context.settings, host_version)
+    return Plan(tuple(outcomes.values()), planner.context.settings)
 
 
 def automatic_reasons(features: Iterable[Feature], context: Context) -> dict[str, list[str]]:
-    """By feature, why its flag alone would not turn it on, its own requirements granted; [] if it would."""
-    from .fingerprints import Table
-
-    planner = _FeaturePlanner(context, "0", Table(), True, (), {})
-    everything = {feature.name: feature for feature in features}
-    found = {}
-    for name, each in everything.items():
-        granted = {other.feature: everything.get(other.feature, each) for other in each.requires}
-        found[name] = planner.why_not_auto(each, granted)
-    return found
-
-
-def _choose(
-    planner: _FeaturePlanner, everything: Mapping[str, Feature], outcomes: dict[str, Outcome], named: set[str]
-) -> None:
-    """Turn on what applies by itself, first what requires nothing; note why the rest stays off."""
-    enabled = {name: everything[name] for name in sorted(named)}
-    for feature in sorted(everything.values(), key=lambda each: len(each.requires)):
-        if feature.name in named:
-            continue
-        outcome = outcomes[feature.name]
-        outcome.reasons = planner.why_not_auto(feature, enabled)
-        if outcome.reasons:
-            continue
-        try:
-            found = planner.outcome(feature, refuse=False)
-        except EngineError as error:
-            outcome.reasons = [str(error)]
-            continue
-        outcome.reasons = found.reasons
-        if found.status == "applied":
-            outcome.status, outcome.steps = found.status, found.steps
-            enabled[feature.name] = feature
-            planner.turn_on(feature)
-
-
-def _refuse_contradictions(
-    feature: Feature, everything: Mapping[str, Feature], enabled: set[str], collisions: Sequence[Collision]
-) -> None:
-    for collision in collisions:
-        if collision.feature == feature.name:
-            raise PlanError(
-                f"feature {feature.label}: {collision.flag} means something else in this host; "
-                "leave the feature off, or use a release of this package that knows this host version."
-            )
-    for relation in feature.conflicts:
-        if relation.feature in enabled:
-            other = everything[relation.feature]
-            raise ConflictError(
-                f"features {feature.label} and {other.label} conflict: {relation.reason}; turn one off."
-            )
-    for relation in feature.requires:
-        if relation.feature not in enabled:
-            raise RequirementError(
-                f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
-                f"{relation.reason}; turn it on too."
-            )
-
-
-def _skip_dependents(outcomes: Mapping[str, Outcome], named: set[str]) -> None:
-    changed = True
-    while changed:
-        changed = False
-        for outcome in outcomes.values():
-            for relation in outcome.feature.requires if outcome.status == "applied" else ():
-                if outcomes[relation.feature].status != "applied":
-                    outcome.status = "skipped" if outcome.feature.name in named else "off"
-                    outcome.steps, outcome.arguments, changed = [], {}, True
-                    outcome.reasons.append(f"requires feature `{relation.feature}`, which was skipped")
-
-
-def _settle(outcome: Outcome, settled: list[Outcome], context: Context) -> None:
-    """Ask a feature that applies for its arguments, and refuse what contradicts one that is settled."""
-    if outcome.status != "applied":
-        return
-    feature = outcome.feature
-    if feature.arguments is not None:
-        outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context.of(feature.name)))
-    provided = {step.patch.target for step in outcome.steps if isinstance(step.patch, Provide)}
-    for other in settled:
-        both = f"features {other.feature.label} and {feature.label}"
-        for step in other.steps:
-            if isinstance(step.patch, Provide) and step.patch.target in provided:
-                raise ConflictError(f"{both} both provide `{step.patch.target}`; turn one off.")
-        for name, value in outcome.arguments.items():
-            if other.arguments.get(name, value) != value:
-                raise ConflictError(
-                    f"{both} set host argument `{name}` to {other.arguments[name]!r} and {value!r}; turn one off."
-                )
-    settled.append(outcome)
+    """By feature, why its flag alone would not turn it on, its requirements granted; [] if it would."""
+    outcomes = {each.name: FeatureOutcome(each) for each in features}
+    planner = _Planner(outcomes, context, "0", None, True, (), {})
+    return {
+        name: planner.automatic_reasons(each.feature, {relation.feature for relation in each.feature.requires})
+        for name, each in outcomes.items()
+    }
 
 
 def _ask(feature: Feature, what: str, question: Callable[[Any], T], argument: Any) -> T:
@@ -230,22 +139,39 @@ def _ask(feature: Feature, what: str, question: Callable[[Any], T], argument: An
 
 
 @dataclass
-class _FeaturePlanner:
-    """Judges one feature at a time against the host as it is."""
-
+class _Planner:
+    outcomes: Mapping[str, FeatureOutcome]
     context: Context
     host_version: str
-    fingerprints: Table
+    fingerprints: Table | None
     allow_unverified: bool
     collisions: Sequence[Collision]
     without: Mapping[str, str]
 
-    def turn_on(self, feature: Feature) -> None:
-        values = {**self.context.settings, feature.options[0].dest: True}
-        self.context = replace(self.context, settings=Settings(values))
+    @property
+    def enabled(self) -> set[str]:
+        return {name for name, each in self.outcomes.items() if each.is_requested or each.status == "applied"}
 
-    def why_not_auto(self, feature: Feature, enabled: Mapping[str, Feature]) -> list[str]:
-        """Reasons why auto leaves a feature off that could be known without looking at the host's code."""
+    def choose(self) -> None:
+        """Turn on what applies by itself, starting with what requires nothing."""
+        for outcome in sorted(self.outcomes.values(), key=lambda each: len(each.feature.requires)):
+            if outcome.is_requested:
+                continue
+            feature = outcome.feature
+            try:
+                reasons = self.automatic_reasons(feature, self.enabled)
+                if reasons:
+                    outcome.drop(reasons)
+                else:
+                    self.judge(outcome)
+            except EngineError as error:
+                outcome.drop([str(error)])
+            if outcome.status == "applied":
+                values = {**self.context.settings, feature.options[0].dest: True}
+                self.context = replace(self.context, settings=Settings(values))
+
+    def automatic_reasons(self, feature: Feature, enabled: set[str]) -> list[str]:
+        """Why auto leaves a feature off, as far as known without looking at the host's code."""
         reasons = [self.without[feature.name]] if feature.name in self.without else []
         if feature.not_auto:
             reasons.append(feature.not_auto)
@@ -254,18 +180,16 @@ class _FeaturePlanner:
         reasons += [
             f"{each.flag} means something else in this host" for each in self.collisions if each.feature == feature.name
         ]
-        clashes = [(each.feature, each.reason) for each in feature.conflicts if each.feature in enabled]
-        clashes += [
+        conflicts = [(each.feature, each.reason) for each in feature.conflicts if each.feature in enabled]
+        conflicts += [
             (name, each.reason)
-            for name, other in enabled.items()
-            for each in other.conflicts
+            for name in sorted(enabled & self.outcomes.keys())
+            for each in self.outcomes[name].feature.conflicts
             if each.feature == feature.name
         ]
-        reasons += [f"conflicts with {name}: {reason}" for name, reason in dict.fromkeys(clashes)]
+        reasons += [f"conflicts with {name}: {reason}" for name, reason in dict.fromkeys(conflicts)]
         reasons += [
-            f"requires {relation.feature}: {relation.reason}"
-            for relation in feature.requires
-            if relation.feature not in enabled
+            f"requires {each.feature}: {each.reason}" for each in feature.requires if each.feature not in enabled
         ]
         try:
             return reasons + self.conditions(feature)
@@ -273,72 +197,89 @@ class _FeaturePlanner:
             return [*reasons, str(error)]
 
     def conditions(self, feature: Feature) -> list[str]:
-        """Reasons of the feature's own why it does not apply."""
+        """The feature's own reasons why it does not apply."""
         context = self.context.of(feature.name)
-        reasons = feature.conflict_reasons(lambda name: context.arg(name, None))
+        reasons = feature.conflict_reasons(context.arg)
         if feature.condition is not None:
             answer = _ask(feature, "condition", feature.condition, context)
-            # A single text is a sequence of texts too: its letters.
             reasons += filter(None, [answer] if isinstance(answer, str) else answer)
         return reasons
 
-    def outcome(self, feature: Feature, refuse: bool) -> Outcome:
-        """Whether the feature applies; with `refuse` a target that does not exist is an error."""
+    def refuse_contradictions(self, feature: Feature) -> None:
+        """Raise if a requested feature contradicts the host or another feature."""
+        for collision in self.collisions:
+            if collision.feature == feature.name:
+                raise PlanError(
+                    f"feature {feature.label}: {collision.flag} means something else in this host; "
+                    "leave the feature off, or use a release of this package that knows this host version."
+                )
+        for relation in feature.conflicts:
+            if relation.feature in self.enabled:
+                raise ConflictError(
+                    f"features {feature.label} and {self.outcomes[relation.feature].feature.label} conflict: "
+                    f"{relation.reason}; turn one off."
+                )
+        for relation in feature.requires:
+            if relation.feature not in self.enabled:
+                raise RequirementError(
+                    f"feature {feature.label} requires feature `{relation.feature}`, which is off: "
+                    f"{relation.reason}; turn it on too."
+                )
+
+    def judge(self, outcome: FeatureOutcome) -> None:
+        """Decide whether a feature applies; a target that a requested one lacks raises TargetError."""
+        feature = outcome.feature
         reasons = self.conditions(feature)
         given = self.without.get(feature.name)
-        # The condition may have said so again.
+        # The condition may give the same reason.
         reasons += [given] if given is not None and given not in reasons else []
+        patches, unsupported = feature.patches_for(self.host_version)
+        reasons += unsupported
         doubts: list[str] = []
-        unresolved: list[TargetError] = []
-        steps: list[PlannedPatch] = []
-        patches, unfit = feature.patches_for(self.host_version)
-        reasons += unfit
-        for patch in patches:
+        absent: list[TargetError] = []
+        for patch in patches if self.fingerprints is not None else ():
             try:
-                steps.append(self._step(feature, patch, doubts))
+                verdict, found = self._examine(patch)
+                outcome.steps.append(PlannedPatch(feature.name, patch, verdict))
+                doubts += found
             except TargetError as error:
-                unresolved.append(error)
-        if doubts:
+                absent.append(error)
+        if doubts and not self.allow_unverified:
             doubts[-1] += (
                 f" (`mindspeed-lite features {feature.name} --diff` shows what differs in host version "
                 f"{self.host_version}, {ALLOW_UNVERIFIED} applies the feature all the same)"
             )
             reasons += doubts
-        if unresolved and refuse and not reasons:
+        if absent and outcome.is_requested and not reasons:
             raise TargetError(
                 f"feature {feature.label} does not fit host version {self.host_version}: "
-                f"{unresolved[0]} Turn it off, or use a release of this package that knows this version."
-            ) from unresolved[0]
-        reasons += [str(error) for error in unresolved]
-        return Outcome(feature, "skipped" if reasons else "applied", reasons, [] if reasons else steps)
+                f"{absent[0]} Turn it off, or use a release of this package that knows this version."
+            ) from absent[0]
+        outcome.status = "applied"
+        reasons += map(str, absent)
+        if reasons:
+            outcome.drop(reasons)
 
-    def _step(self, feature: Feature, patch: Patch, doubts: list[str]) -> PlannedPatch:
-        relied_on = list(self.fingerprints.doubts(patch))
-        for problem in relied_on:
-            self._doubt(problem, patch, doubts)
+    def _examine(self, patch: Patch) -> tuple[str, list[str]]:
+        """How well the target of a patch is known, and what forbids the patch."""
+        fingerprints = self.fingerprints
+        assert fingerprints is not None
+        doubts = list(fingerprints.doubts(patch))
         if isinstance(patch, Provide):
             module = patch.wanted_by or parse(patch.target)[0]
-            name = (parse(patch.target)[1] or (patch.target,))[-1]
-            vacant = (provided(patch.target) or vacancy(patch.target)) is not None
-            verdict = "provided" if vacant else "already provided by the host"
-            if vacant and not mentions(module, name):
-                self._doubt(f"`{patch.target}`: nothing in `{module}` looks for it", patch, doubts)
-            return PlannedPatch(feature.name, patch, verdict)
-        target = resolve(patch.target)
-        verdict, objection = self.fingerprints.judge(patch, target.raw)
-        if objection:
-            self._doubt(f"`{patch.target}` {objection}", patch, doubts)
-        elif relied_on:
-            verdict = relied_on[0]
-        for text in patch.reads:
-            missing = self._missing(text, patch.target, target.owner)
-            if missing:
-                self._doubt(f"`{patch.target}`: {missing}", patch, doubts)
-        return PlannedPatch(feature.name, patch, verdict if verdict == "verified" else f"unverified: {verdict}")
-
-    def _doubt(self, problem: str, patch: Patch, doubts: list[str]) -> None:
-        if not self.allow_unverified:
-            doubts.append(f"{problem} ({patch.kind})")
+            is_vacant = (provided(patch.target) or vacancy(patch.target)) is not None
+            verdict = "provided" if is_vacant else "already provided by the host"
+            if is_vacant and not mentions(module, (parse(patch.target)[1] or (patch.target,))[-1]):
+                doubts.append(f"`{patch.target}`: nothing in `{module}` looks for it")
+        else:
+            target = resolve(patch.target)
+            verdict, objection = fingerprints.judge(patch, target.raw)
+            verdict = doubts[0] if doubts and not objection else verdict
+            doubts += [f"`{patch.target}` {objection}"] if objection else []
+            missing = (self._missing(text, patch.target, target.owner) for text in patch.reads)
+            doubts += [f"`{patch.target}`: {each}" for each in missing if each]
+            verdict = verdict if verdict == "verified" else f"unverified: {verdict}"
+        return verdict, [f"{each} ({patch.kind})" for each in doubts]
 
     def _missing(self, text: str, target: str, owner: Any) -> str:
         """Which attribute that a patch reads is gone, as a clause."""
@@ -354,3 +295,51 @@ class _FeaturePlanner:
         if is_class(owner) and not has_attribute(owner, name):
             return f"`{owner.__module__}.{owner.__qualname__}` has no attribute `{name}`, which the patch reads"
         return ""
+
+    def settle(self, outcome: FeatureOutcome, settled: list[FeatureOutcome], sets_arguments: bool) -> None:
+        """Ask a feature that applies for its arguments; refuse, or drop, one that contradicts a settled one."""
+        feature = outcome.feature
+        try:
+            if feature.arguments is not None:
+                context = self.context.of(feature.name)
+                outcome.arguments = dict(_ask(feature, "arguments", feature.arguments, context))
+            for other in settled:
+                self._refuse_overlap(outcome, other)
+        except EngineError as error:
+            if outcome.is_requested:
+                raise
+            outcome.drop([str(error)])
+            return
+        missing = [
+            f"{name} = {value!r}" for name, value in outcome.arguments.items() if self.context.arg(name) != value
+        ]
+        if missing and not outcome.steps and not sets_arguments:
+            outcome.drop([f"it only sets {', '.join(missing)}, which are left to you here: set them yourself"])
+        else:
+            settled.append(outcome)
+
+    def _refuse_overlap(self, outcome: FeatureOutcome, other: FeatureOutcome) -> None:
+        both = f"features {other.feature.label} and {outcome.feature.label}"
+        symbols = [
+            {step.patch.target for step in each.steps if isinstance(step.patch, Provide)} for each in (outcome, other)
+        ]
+        for target in symbols[0] & symbols[1]:
+            raise ConflictError(f"{both} both provide `{target}`; turn one off.")
+        for name, value in outcome.arguments.items():
+            if other.arguments.get(name, value) != value:
+                raise ConflictError(
+                    f"{both} set host argument `{name}` to {other.arguments[name]!r} and {value!r}; turn one off."
+                )
+
+    def drop_dependents(self) -> None:
+        is_applied = {name: each.status == "applied" for name, each in self.outcomes.items()}
+        lost = [
+            (outcome, relation.feature)
+            for name, outcome in self.outcomes.items()
+            for relation in outcome.feature.requires
+            if is_applied[name] and not is_applied[relation.feature]
+        ]
+        for outcome, required in lost:
+            outcome.drop([f"requires feature `{required}`, which was skipped"])
+        if lost:
+            self.drop_dependents()

@@ -1,4 +1,4 @@
-"""What a running patch may ask for: settings, a place for what it keeps and marks, a place to say that it fell back."""
+"""What a running patch may use: settings, state that ends with its feature, and a log of fallbacks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ T = TypeVar("T")
 
 
 class _Shared:
-    """What all features of a session see."""
-
     def __init__(self, settings: Settings, context: Context, report: Report, strict: bool) -> None:
         self.settings = settings
         self.context = context
@@ -33,10 +31,10 @@ class _Shared:
 
 
 class Session:
-    """The features in force, as one of them sees it.
+    """The active features, as one of them sees them.
 
-    A feature's view lasts from the call that enables it until one that takes it out or changes its flags. What it keeps
-    (`state`), marks (`mark`) or has to undo (`on_end`) goes then, after its patches.
+    A feature's view ends when the feature is turned off or its flags change. After its patches, its state (`state`) and
+    marks (`mark`) are removed then and its callbacks (`on_end`) called.
     """
 
     def __init__(self, settings: Settings, context: Context, report: Report, *, strict: bool = False) -> None:
@@ -50,11 +48,10 @@ class Session:
         return self
 
     def of(self, feature: str) -> Session:
-        """The same session, seen by `feature`."""
         return Session.__new__(Session)._see(self._shared, feature)
 
     def renew(self, settings: Settings, context: Context, report: Report, strict: bool) -> Callable[[], None]:
-        """Go on with another set of features; what was reported so far stays reported. Returns the undo."""
+        """Continue with another set of features and the fallbacks so far; returns the undo."""
         shared, before = self._shared, dict(vars(self._shared))
         report.fallbacks, report.verifications = shared.report.fallbacks, shared.report.verifications
         shared.logged = {(feature, text) for feature, text in shared.logged if feature}
@@ -79,7 +76,7 @@ class Session:
 
     @property
     def verifier(self) -> Any:
-        """Compares replaced operators with the originals; None where that was not asked for."""
+        """Compares replaced operators with the originals; None without --mindspeed-lite-verify."""
         return self._shared.verifier
 
     @verifier.setter
@@ -87,7 +84,7 @@ class Session:
         self._shared.verifier = verifier
 
     def state(self, key: str, factory: Callable[[], T]) -> T:
-        """What this feature keeps under `key`, made at the first call; gone when the feature ends."""
+        """This feature's object under `key`, made by the first call; gone when the feature ends."""
         with self._shared.lock:
             if key not in self._kept:
                 self._kept[key] = factory()
@@ -96,11 +93,11 @@ class Session:
             return found
 
     def find(self, key: str) -> Any:
-        """What any feature keeps under `key`, or None."""
+        """Any feature's object under `key`, or None."""
         return next(reversed(self._shared.states.get(key, ())), None)
 
     def on_end(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when this feature ends, after its patches have gone; the latest first."""
+        """Call `callback` when this feature has ended, the latest first."""
         self._ends.append(callback)
 
     def mark(self, owner: Any, name: str, value: Any) -> None:
@@ -121,7 +118,7 @@ class Session:
         self.on_end(remove)
 
     def end(self) -> list[str]:
-        """Undo what this feature keeps and marks; returns what failed, one line each."""
+        """End this feature's view; returns what failed, one line each."""
         failed = []
         while self._ends:
             try:
@@ -130,17 +127,17 @@ class Session:
                 failed.append(f"feature `{self.feature}` could not be ended whole: {type(error).__name__}: {error}")
         while self._kept:
             key, value = self._kept.popitem()
-            # Enabled again with other flags, the feature may keep something new there already.
+            # A new view of the feature may have its own object there already.
             self._shared.states[key] = [each for each in self._shared.states[key] if each is not value]
         return failed
 
     def fallback(self, feature: str, reason: str, *, is_logged: bool = False) -> None:
-        """`feature` leaves this call to the host's own code; logged once per reason, forbidden if strict.
+        """Record that `feature` leaves a call to the host's own code; logged once per reason, forbidden if strict.
 
-        is_logged: what serves the call instead has logged the reason.
+        is_logged: the reason has been logged already.
         """
         if self.verifier is not None and self.verifier.is_comparing:
-            return  # no call of the training's
+            return  # not a call of the training
         if self._is_new(feature, reason):
             self.report.fallbacks.append(Fallback(feature, reason))
             level = logging.DEBUG if is_logged else logging.WARNING
@@ -149,7 +146,7 @@ class Session:
             raise FallbackError(f"feature `{feature}` fell back, which strict mode forbids: {reason}.")
 
     def fallback_of(self, feature: str) -> Callable[[str], None]:
-        """`fallback` of one feature, for what must not keep the session; silent once that has gone."""
+        """`fallback` of one feature that does not keep the session alive and does nothing after its end."""
         owner = weakref.ref(self._shared)
 
         def log(reason: str) -> None:
@@ -160,13 +157,12 @@ class Session:
         return log
 
     def notice(self, text: str) -> None:
-        """Something the user should know; reported once."""
         if self._is_new("", text):
             self.report.notices.append(text)
             _log.debug("%s", text)
 
     def log_decision(self, text: str) -> None:
-        """Something decided while the training runs, when the report has been printed: a notice, and rank 0 logs it."""
+        """Report what was decided during training; rank 0 also logs it, since the report has been printed."""
         self.notice(text)
         if os.environ.get("RANK", "0") == "0":
             _log.warning("%s", text)

@@ -1,8 +1,7 @@
-"""Reads what a target looks like, from source alone and as loaded, so that drift is seen before a patch is applied.
+"""Reads targets from source, and compares what is loaded with it.
 
-A fingerprint has two halves. The signature is what code around a target relies on. The body is what an override relies
-on: a hash of the normalised source, of the functions of the same module that it calls and of the autograd functions
-that it applies.
+The body in a fingerprint is a hash of the normalised source of the target, of the functions of its module that it
+calls and of the autograd functions that it applies.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import importlib.util
+import operator
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,20 +20,19 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from .errors import FingerprintError
+from .errors import FingerprintError, TargetError
 from .swaps import original_of
 from .target import is_class, namespace, parse, render_signature, top_level, unwrap
 
 _FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)
-# Decorators that wrap a function in no other.
-_WITHOUT_LAYER = {"staticmethod", "classmethod", "property", "abstractmethod"}
-# Left out so that annotations, comments and the Python that parses make no difference.
+# Annotations, comments and the Python release that parses make no difference.
 _IGNORED_FIELDS = {"annotation", "returns", "type_comment", "type_params", "kind", "ctx"}
+_SETTERS = {"setattr", "register_buffer", "register_parameter", "add_module", "__setattr__"}
 
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """One parsed module: its name, the package its relative imports start from, its text and its file."""
+    """One parsed module; relative imports start from `package`."""
 
     module: str
     package: str
@@ -42,66 +41,53 @@ class Source:
 
 
 Reader = Callable[[str], "Source | None"]
-Found = tuple[Source, ast.AST]  # a definition and the module that it stands in
+Found = tuple[Source, ast.AST]  # a definition and its module
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a target looks like: its signature, and a hash of its body."""
-
     signature: str
     body: str
 
 
 def reader_of(root: str | Path) -> Reader:
-    """Reads modules from a folder that contains their top-level package; imports nothing."""
+    """Reads modules from the folder that contains their top-level package; imports nothing."""
 
     def reader(module: str) -> Source | None:
         stem = Path(root, *module.split("."))
         for path, package in ((stem / "__init__.py", module), (stem.with_suffix(".py"), module.rpartition(".")[0])):
             if path.is_file():
-                return _parse_file(path, module, package)
+                return _parsed(path, module, package)
         return None
 
     return reader
 
 
 def live_reader(module: str) -> Source | None:
-    """Reads modules as installed here."""
     try:
         spec = getattr(sys.modules.get(module), "__spec__", None) or importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
-    if spec is None:
+    path = Path(spec.origin) if spec is not None and spec.origin else None
+    if spec is None or path is None or path.suffix != ".py" or not path.is_file():
         return None
     package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
-    if spec.origin and spec.origin.endswith(".py") and Path(spec.origin).is_file():
-        return _parse_file(Path(spec.origin), module, package)
-    get_source = getattr(spec.loader, "get_source", None)
-    try:
-        text = get_source(module) if get_source else None
-    except ImportError:
-        return None
-    return None if text is None else Source(module, package, ast.parse(text), text)
+    return _parsed(path, module, package)
 
 
-def _parse_file(path: Path, module: str, package: str) -> Source:
+def _parsed(path: Path, module: str, package: str) -> Source:
     stat = path.stat()
-    return _parse_cached(str(path), module, package, stat.st_mtime_ns, stat.st_size)
+    return _parse(str(path), module, package, stat.st_mtime_ns, stat.st_size)
 
 
 @functools.lru_cache(maxsize=64)
-def _parse_cached(path: str, module: str, package: str, _mtime: int, _size: int) -> Source:
+def _parse(path: str, module: str, package: str, _mtime: int, _size: int) -> Source:
     text = Path(path).read_text(encoding="utf-8")
     return Source(module, package, ast.parse(text, filename=path), text)
 
 
 def fingerprint(reader: Reader, target: str) -> Fingerprint:
-    """Of a target in the modules that `reader` reads.
-
-    Raises:
-        FingerprintError: there is no definition of it.
-    """
+    """Fingerprint of a target; raises FingerprintError if it has no definition."""
     found = definitions(reader, target)
     module, path = parse(target)
     signatures = dict.fromkeys(_signature(reader, module, path, node) for _, node in found)
@@ -114,7 +100,7 @@ def fingerprint(reader: Reader, target: str) -> Fingerprint:
 
 
 def definitions(reader: Reader, target: str) -> list[Found]:
-    """Every definition of a target: more than one where the module chooses between them."""
+    """Every definition of a target, several if the module chooses between them; raises FingerprintError."""
     module, path = parse(target)
     found = list(_locate(reader, module, path, frozenset()))
     if not found:
@@ -123,80 +109,80 @@ def definitions(reader: Reader, target: str) -> list[Found]:
 
 
 def source_text(reader: Reader, target: str) -> str:
-    """The source of a target as it is written, with its decorators."""
+    """The source of a target as written, with its decorators."""
     pieces = []
     for source, node in definitions(reader, target):
-        decorators = getattr(node, "decorator_list", None)
-        first = decorators[0].lineno if decorators else node.lineno  # type: ignore[attr-defined]
-        pieces.append("\n".join(source.text.splitlines()[first - 1 : node.end_lineno]))  # type: ignore[attr-defined]
+        lines = source.text.splitlines()[_first_line(node) - 1 : node.end_lineno]  # type: ignore[attr-defined]
+        pieces.append("\n".join(lines))
     return "\n\n".join(pieces) + "\n"
+
+
+def _first_line(node: Any) -> int:
+    decorators = getattr(node, "decorator_list", None)
+    return int(decorators[0].lineno if decorators else node.lineno)
+
+
+# What is loaded
 
 
 def foreign_code(target: str, raw: Any) -> str:
     """Why the loaded object is not what its module's source defines, as a clause; "" if it is.
 
-    The code of `raw` must be the compiled code of one of the target's definitions, behind at most as many wrappers as
-    that has decorators.
+    The innermost code must be a definition's compiled code, and only its decorators may wrap it.
     """
     raw = original_of(raw)
     function = unwrap(raw)
     if not isinstance(function, FunctionType):
-        return _foreign_class_code(raw)
-    layers = [function]
-    while isinstance(inner := layers[-1].__dict__.get("__wrapped__"), FunctionType):
-        layers.append(original_of(inner))
+        clause = _foreign_class_code(getattr(raw, "__self__", raw))
+        if clause:
+            return clause
     try:
         found = definitions(live_reader, target)
     except (FingerprintError, SyntaxError):
         return "is not in the source of its module"
-    own = layers[-1].__code__
+    if not isinstance(function, FunctionType):
+        return ""
+    layers = [function]
+    while isinstance(inner := layers[-1].__dict__.get("__wrapped__"), FunctionType):
+        layers.append(original_of(inner))
+    code = layers[-1].__code__
     for source, node in found:
         if not isinstance(node, _FUNCTION):
-            # An alias or an import from elsewhere, of which the body's hash knows the text.
-            return "" if _may_be(source.module, node, raw) else f"was replaced by {_name_of(layers[0])}"
-        decorators = node.decorator_list
-        first = decorators[0].lineno if decorators else node.lineno
-        here = (own.co_name, own.co_firstlineno) == (node.name, first)
-        if here and own in _compiled(source.module):
-            strange = [each for each in layers[:-1] if not _is_decorators(each, target)]
-            most = sum(getattr(each, "id", "") not in _WITHOUT_LAYER for each in decorators)
-            if strange or len(layers) - 1 > most:
+            # An alias or an import, whose text the fingerprint has.
+            return "" if _may_be(source.module, node, raw) else f"was replaced by {_name_of(function)}"
+        if (code.co_name, code.co_firstlineno) == (node.name, _first_line(node)) and code in _compiled(source.module):
+            strange = [each for each in layers[:-1] if not _may_decorate(each, target)]
+            if strange or len(layers) - 1 > len(node.decorator_list):
                 return f"is wrapped by {_name_of((strange or layers)[0])}"
             return ""
-        if decorators and all(_is_decorators(each, target) for each in layers):
+        if node.decorator_list and all(_may_decorate(each, target) for each in layers):
             return ""  # a decorator that hides what it decorates
     return f"was replaced by {_name_of(layers[-1])}"
 
 
-def _is_decorators(function: FunctionType, target: str) -> bool:
-    """Whether a function may be what a decorator of a target's own module has made."""
+def _may_decorate(function: FunctionType, target: str) -> bool:
     top = top_level(_module_of(function))
     return top in (top_level(target), "torch") or top in sys.stdlib_module_names
 
 
-def _may_be(module: str, node: ast.AST, raw: Any) -> bool:
-    """Whether `raw` may be what an assignment assigns: only another name can be looked up."""
-    value, names = getattr(node, "value", None), []
-    while isinstance(value, ast.Attribute):
-        names.append(value.attr)
-        value = value.value
-    if not isinstance(value, ast.Name):
+def _may_be(module: str, node: Any, raw: Any) -> bool:
+    """Whether an assignment may assign `raw`: a name can be looked up, any other value is not evaluated."""
+    value = getattr(node, "value", None)
+    if not isinstance(value, ast.Name | ast.Attribute):
         return True
-    found: Any = sys.modules.get(module)
-    for name in (value.id, *reversed(names)):
-        found = getattr(found, name, None)
-    return bool(found is None or original_of(found) == raw)
+    try:
+        found = operator.attrgetter(ast.unparse(value))(sys.modules[module])
+    except (AttributeError, KeyError):
+        return True
+    return bool(original_of(found) == raw)
 
 
-def _foreign_class_code(raw: Any) -> str:
-    """Of a class, or a method bound to one: whether all its functions are those of its module."""
-    owner = getattr(raw, "__self__", raw)
-    if not is_class(owner):
-        return ""
-    compiled = _compiled(owner.__module__)
-    for value in list(namespace(owner).values()):
+def _foreign_class_code(owner: Any) -> str:
+    """Of a class: which function of it is not one of its module's source, as a clause."""
+    for value in list(namespace(owner).values()) if is_class(owner) else ():
         inner = unwrap(original_of(value))
-        if isinstance(inner, FunctionType) and "__wrapped__" not in inner.__dict__ and inner.__code__ not in compiled:
+        is_plain = isinstance(inner, FunctionType) and "__wrapped__" not in inner.__dict__
+        if is_plain and inner.__code__ not in _compiled(owner.__module__):
             return f"has other code: {_name_of(inner)}"
     return ""
 
@@ -211,7 +197,7 @@ def _module_of(function: FunctionType) -> str:
 
 @functools.lru_cache(maxsize=128)
 def _compiled(module: str) -> frozenset[CodeType]:
-    """Every code object of a module, from its bytecode cache where that is up to date."""
+    """Every code object of a module's source, from its bytecode cache if that is up to date."""
     loader = getattr(getattr(sys.modules.get(module), "__spec__", None), "loader", None)
     try:
         code = loader.get_code(module)  # type: ignore[union-attr]
@@ -226,58 +212,55 @@ def _compiled(module: str) -> frozenset[CodeType]:
     return frozenset(found)
 
 
+# Names
+
+
 def has_attribute(owner: type, name: str) -> bool:
-    """Whether instances of a class have an attribute: declared, or assigned in one of its methods."""
-    return any(name in _attributes(each) for each in owner.__mro__)
+    return any(name in attributes(each) for each in owner.__mro__)
 
 
-def _attributes(owner: type) -> set[str]:
-    """What a class declares and what its own methods assign to their first parameter, by attribute or by name."""
-    found = {*namespace(owner), *namespace(owner).get("__annotations__", ())}
-    for value in list(namespace(owner).values()):
-        function = unwrap(original_of(value))
-        while isinstance(getattr(function, "__wrapped__", None), FunctionType):
-            function = original_of(function.__wrapped__)
-        if isinstance(function, FunctionType) and function.__code__.co_argcount:
-            found |= _assigned(function.__code__, function.__code__.co_varnames[0])
-    return found
+def attributes(owner: type) -> set[str]:
+    """What a class itself declares, and what the source of its methods assigns to their first parameter."""
+    space = namespace(owner)
+    return {*space, *space.get("__annotations__", ()), *_assigned(live_reader(owner.__module__), owner.__qualname__)}
 
 
-_BY_NAME = {"setattr", "register_buffer", "register_parameter", "add_module", "__setattr__"}
-
-
-@functools.lru_cache(maxsize=4096)
-def _assigned(code: CodeType, first: str) -> frozenset[str]:
-    """The attributes of `first` that code sets: `first.x = ...`, `setattr(first, "x", ...)` and the like."""
-    import dis
-
-    inner = [_assigned(const, first) for const in code.co_consts if isinstance(const, CodeType)]
-    if not code.co_names:
-        return frozenset().union(*inner)
-    steps = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "PRECALL", "PUSH_NULL")]
-    # One instruction may load two variables, of which the last is nearest.
-    loads = [each.argval[-1] if each.opname.count("LOAD_FAST") > 1 else each.argval for each in steps]
+@functools.lru_cache(maxsize=1024)
+def _assigned(source: Source | None, qualname: str) -> frozenset[str]:
+    """Attributes set by `self.x = ...`, `setattr(self, "x", ...)`, `self.register_buffer("x", ...)` and the like."""
     found = set()
-    for i, step in enumerate(steps):
-        if step.opname == "STORE_ATTR" and i and loads[i - 1] == first:
-            found.add(step.argval)
-        elif step.opname == "LOAD_CONST" and isinstance(step.argval, str) and i > 1:
-            # `first` stands before a method's name or behind a function's.
-            called, owner = (loads[i - 1], loads[i - 2]) if loads[i - 2] == first else (loads[i - 2], loads[i - 1])
-            if owner == first and isinstance(called, str) and called in _BY_NAME:
-                found.add(step.argval)
-    return frozenset(found).union(*inner)
+    classes: list[Any] = [source.tree] if source is not None and "<locals>" not in qualname else []
+    for name in qualname.split("."):
+        classes = [each for node in classes for each in _bindings(node.body, name) if isinstance(each, ast.ClassDef)]
+    for function in (each for node in classes for each in ast.walk(node) if isinstance(each, _FUNCTION)):
+        first = next((each.arg for each in (*function.args.posonlyargs, *function.args.args)), None)
+        for node in ast.walk(function):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                if isinstance(node.value, ast.Name) and node.value.id == first:
+                    found.add(node.attr)
+            elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _SETTERS:
+                called, *given = (ast.unparse(each) for each in (node.func, *node.args[:2]))
+                names = [str(each.value) for each in node.args[:2] if isinstance(each, ast.Constant)]
+                if called.startswith((f"{first}.", "super()")) or given[:1] == [first]:
+                    found.update(names[:1])
+    return frozenset(found)
 
 
 def mentions(module: str, name: str) -> bool:
-    """Whether the code of a module looks for a name; one that cannot be imported looks for none."""
-    with contextlib.suppress(ImportError):
+    with contextlib.suppress(ImportError, TargetError):
         importlib.import_module(module)
-    return any(name in code.co_names or name in code.co_varnames for code in _compiled(module))
+    source = live_reader(module)
+    fields = ("id", "attr", "module", "name")  # of names, attributes, `from module import`, and what is imported
+    return source is not None and any(
+        name == getattr(node, field, None) for node in ast.walk(source.tree) for field in fields
+    )
+
+
+# Definitions
 
 
 def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str]) -> None:
-    """The functions of the same module that a definition calls, and the classes of which it calls `apply`."""
+    """Add the functions of the same module that a definition calls, and the classes of which it calls `apply`."""
     for each in ast.walk(node):
         called: ast.AST | None = each.func if isinstance(each, ast.Call) else None
         if isinstance(node, ast.Assign) and each is node.value:
@@ -293,50 +276,43 @@ def _add_helpers(source: Source, node: ast.AST, found: dict[tuple[str, str], str
 
 
 def _locate(reader: Reader, module: str, path: tuple[str, ...], seen: frozenset[Any]) -> Iterator[Found]:
-    """All definitions of a path, through imports inside the package and through the bases of classes."""
+    """All definitions of a path, through imports inside the package and the bases of classes."""
     source = reader(module)
     if source is None or (module, path) in seen:
         return
     seen |= {(module, path)}
-    package = source.package
     for node in _bindings(source.tree.body, path[0]):
         if isinstance(node, ast.ImportFrom):
-            origin = next(alias.name for alias in node.names if (alias.asname or alias.name) == path[0])
-            base = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            home = ".".join([*base, *([node.module] if node.module else [])])
-            inside = list(_locate(reader, home, (origin, *path[1:]), seen)) if _is_near(home, module) else []
+            name = next(alias.name for alias in node.names if (alias.asname or alias.name) == path[0])
+            home = importlib.util.resolve_name("." * node.level + (node.module or ""), source.package)
+            inside = (
+                list(_locate(reader, home, (name, *path[1:]), seen)) if top_level(home) == top_level(module) else []
+            )
             yield from inside or ([(source, node)] if len(path) == 1 else [])
-        elif len(path) == 1:
-            yield source, node
-        elif isinstance(node, ast.ClassDef):
-            yield from _locate_member(reader, source, node, path[1:], seen)
+        else:
+            yield from _locate_inside(reader, source, node, path[1:], seen)
 
 
-def _locate_member(
-    reader: Reader, source: Source, node: ast.ClassDef, path: tuple[str, ...], seen: frozenset[Any]
+def _locate_inside(
+    reader: Reader, source: Source, node: ast.AST, path: tuple[str, ...], seen: frozenset[Any]
 ) -> Iterator[Found]:
-    own = list(_bindings(node.body, path[0]))
-    for each in own:
-        if len(path) == 1:
-            yield source, each
-        elif isinstance(each, ast.ClassDef):
-            yield from _locate_member(reader, source, each, path[1:], seen)
-    if own:
-        return
-    for base in node.bases:
-        if isinstance(base, ast.Name):
-            inherited = list(_locate(reader, source.module, (base.id, *path), seen))
+    if not path:
+        yield source, node
+    elif isinstance(node, ast.ClassDef):
+        own = list(_bindings(node.body, path[0]))
+        for each in own:
+            yield from _locate_inside(reader, source, each, path[1:], seen)
+        for base in node.bases if not own else ():
+            inherited = (
+                list(_locate(reader, source.module, (base.id, *path), seen)) if isinstance(base, ast.Name) else []
+            )
             if inherited:
                 yield from inherited
                 return
 
 
-def _is_near(home: str, module: str) -> bool:
-    return top_level(home) == top_level(module)
-
-
-def _bindings(body: list[Any], name: str) -> Iterator[ast.AST]:
-    """Statements of one scope that bind `name`, through if, try, with and loops but not into other scopes."""
+def _bindings(body: list[Any], name: str) -> Iterator[Any]:
+    """Statements of one scope that bind `name`, inside if, try, with and loops too."""
     for node in body:
         if isinstance(node, (*_FUNCTION, ast.ClassDef)):
             if node.name == name:
@@ -355,38 +331,39 @@ def _bindings(body: list[Any], name: str) -> Iterator[ast.AST]:
 
 def _signature(reader: Reader, module: str, path: tuple[str, ...], node: ast.AST) -> str:
     if isinstance(node, _FUNCTION):
-        return render_signature(_arguments(node.args))
+        return render_signature(_parameters(node.args))
     if isinstance(node, ast.ClassDef):
         for name in ("__init__", "__new__"):
             for _, each in _locate(reader, module, (*path, name), frozenset()):
                 if isinstance(each, _FUNCTION):
-                    return render_signature(_arguments(each.args))
+                    return render_signature(_parameters(each.args))
         return "()"
     return ""
 
 
-def _arguments(args: ast.arguments) -> Iterator[tuple[str, Any, bool]]:
+def _parameters(args: ast.arguments) -> Iterator[Parameter]:
     positional = [*args.posonlyargs, *args.args]
     for index, each in enumerate(positional):
         only = index < len(args.posonlyargs)
         kind = Parameter.POSITIONAL_ONLY if only else Parameter.POSITIONAL_OR_KEYWORD
-        yield each.arg, kind, index >= len(positional) - len(args.defaults)
+        has_default = index >= len(positional) - len(args.defaults)
+        yield Parameter(each.arg, kind, default=None if has_default else Parameter.empty)
     if args.vararg:
-        yield args.vararg.arg, Parameter.VAR_POSITIONAL, False
+        yield Parameter(args.vararg.arg, Parameter.VAR_POSITIONAL)
     for each, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
-        yield each.arg, Parameter.KEYWORD_ONLY, default is not None
+        yield Parameter(each.arg, Parameter.KEYWORD_ONLY, default=Parameter.empty if default is None else None)
     if args.kwarg:
-        yield args.kwarg.arg, Parameter.VAR_KEYWORD, False
+        yield Parameter(args.kwarg.arg, Parameter.VAR_KEYWORD)
 
 
 def _canonical(node: Any, in_function: bool) -> str:
-    """One text per meaning: no docstrings, annotations, comments or layout, the same under every Python."""
+    """One text per meaning, without docstrings, annotations and layout, the same under every Python."""
     if isinstance(node, list):
         return "[" + ",".join(filter(None, (_canonical(each, in_function) for each in node))) + "]"
     if not isinstance(node, ast.AST):
         return repr(node)
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-        return ""  # a docstring, or a string that does nothing
+        return ""  # a docstring, or a string without effect
     if isinstance(node, ast.JoinedStr):  # Python 3.12 ends a nested format with an empty piece
         pieces = [each for each in node.values if not (isinstance(each, ast.Constant) and each.value == "")]
         node = ast.JoinedStr(pieces)

@@ -1,12 +1,8 @@
-"""Puts patches in place, all of them or none, and takes them out again in any order.
+"""Applies patches, all of them or none, and removes them in any order.
 
-There is one table of swapped places per process. A place knows the original and every patch on it. Adding or removing
-patches composes it anew from the original, so no order of undo can be wrong.
-
-A Python function is swapped in place: the object stays, its code becomes a call of the wrapper. Code that
-imported it by value, keeps it in a configuration, compares it by identity or pickles it by name has the same object
-before, during and after. Any other attribute is assigned, and so are the names under which modules imported it by
-value.
+A place is composed anew from its original whenever a patch on it is added or removed. A Python function is swapped in
+place: the object stays, for by-value imports, identity and pickles, and its code calls the wrapper. Any other attribute
+is assigned, as are its by-value imports.
 """
 
 from __future__ import annotations
@@ -15,9 +11,9 @@ import functools
 import inspect
 import logging
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -51,22 +47,20 @@ _LOCK = threading.RLock()
 _SITES: dict[Any, _Site] = {}
 
 
+@dataclass(eq=False)
 class Swap:
-    """One patch in force: which feature it belongs to, where it is and what it was made with."""
+    """One patch of a feature; `holders` are other places that hold its target by value."""
 
-    def __init__(self, feature: str, patch: Patch, session: Any) -> None:
-        self.feature = feature
-        self.patch = patch
-        self.session = session
-        self.holders: list[str] = []
+    feature: str
+    patch: Patch
+    session: Any
+    holders: list[str] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Overrides first, then what goes around them, each by order and name."""
         return int(isinstance(self.patch, Around)), self.patch.order, self.feature
 
     def compose(self, current: Any, bound: bool) -> Any:
-        """What stands in the place of `current` with this patch."""
         if isinstance(self.patch, Override) and self.patch.by_name and callable(current):
             new = make_by_name(self.patch.make, current, self.session)
         else:
@@ -77,31 +71,31 @@ class Swap:
             return new
         different = signature_difference(current, new, bound=bound)
         if different:
-            raise TypeError(f"the wrapper cannot stand in for the target: {'; '.join(different)}")
+            raise TypeError(f"the wrapper cannot be called like the target: {different}")
         if "<locals>" in new.__qualname__:
             functools.update_wrapper(new, current, updated=())
         return new
 
 
-class _Site(ABC):
-    """A place with its original and the patches on it; `placed` is what stands there, MISSING for the original."""
+class _Site:
+    """A place with its original and its patches; `placed` is the replacement, MISSING while the original is there."""
 
     def __init__(self, where: str) -> None:
         self.where = where
         self.swaps: list[Swap] = []
         self.placed: Any = MISSING
 
-    @abstractmethod
     def compose(self, swaps: Sequence[Swap]) -> Any:
-        """What is to stand here with these patches, MISSING for the original."""
+        """The replacement with these patches, MISSING for the original."""
+        raise NotImplementedError
 
-    @abstractmethod
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        """Let `value` stand here and in `copies`, which hold what stands here now."""
+        """Write `value` here and to `copies`, which hold the present value."""
+        raise NotImplementedError
 
-    @abstractmethod
     def is_foreign(self) -> bool:
-        """Whether another party has changed the place since."""
+        """Whether a third party has changed the place since."""
+        raise NotImplementedError
 
 
 class _Function(_Site):
@@ -114,7 +108,7 @@ class _Function(_Site):
         self._bound = bound
         self._code = function.__code__
         self._calling = function.__code__
-        # torch.compile would look through these to the function that it compiled.
+        # By these torch.compile would find the function that it compiled.
         self._hidden = {name: value for name, value in function.__dict__.items() if name.startswith("_torchdynamo")}
 
     def compose(self, swaps: Sequence[Swap]) -> Any:
@@ -127,7 +121,7 @@ class _Function(_Site):
         return MISSING if current is self.original else current
 
     def put(self, value: Any, copies: Sequence[Place] = ()) -> None:
-        # In this order, and each in one assignment: another thread may call the function at any time.
+        # Another thread may call the function at any time: in this order, each in one assignment.
         function = self.function
         keywords = {key: each for key, each in (function.__kwdefaults__ or {}).items() if key != _SLOT}
         if value is MISSING:
@@ -151,7 +145,7 @@ class _Function(_Site):
 
 
 class _Attribute(_Site):
-    """Anything else: a value, a class, a symbol or module that was not there, what the host only imported."""
+    """Any other attribute: a value, a class, a provided symbol or module, what the host only imported."""
 
     def __init__(self, owner: Owner, name: str, *, shared: bool = True, bound: bool = False) -> None:
         super().__init__(describe(owner, name))
@@ -196,20 +190,25 @@ class _Attribute(_Site):
 def change(
     *, add: Sequence[Swap] = (), remove: Collection[Swap] = (), then: Callable[[], object] | None = None
 ) -> list[str]:
-    """Take out `remove` and put in `add`, or if anything fails change nothing and raise.
+    """Remove and add patches; if anything fails change nothing and raise.
 
     Args:
-        then: called when all is in place; part of the change, so that its failure takes everything back too.
+        then: called at the end; if it fails everything is undone.
 
     Returns:
-        What was left alone because another party has changed it since, one line each.
+        What was left alone because a third party has changed it since, one line each.
 
     Raises:
         ApplyError: a patch could not be applied; nothing has been changed.
     """
     left: list[str] = []
     begun: list[_Site] = []
+    before: dict[int, tuple[_Site, list[Swap], Any]] = {}
     copies: dict[int, list[Place]] = {}
+
+    def affect(site: _Site, swaps: list[Swap]) -> None:
+        before.setdefault(id(site), (site, site.swaps, site.placed))
+        site.swaps = swaps
 
     def settle(site: _Site, value: Any) -> None:
         if _may_be_put(site, value, add, left):
@@ -217,27 +216,22 @@ def change(
             _put(site, value, copies.get(id(site), []), left)
 
     with _LOCK:
-        affected = [site for site in _SITES.values() if any(swap in remove for swap in site.swaps)]
-        before = {id(site): (site, site.swaps, site.placed) for site in affected}
         try:
-            for site in affected:
-                site.swaps = [swap for swap in site.swaps if swap not in remove]
+            for site in _SITES.values():
+                if any(swap in remove for swap in site.swaps):
+                    affect(site, [swap for swap in site.swaps if swap not in remove])
             for swap in add:
                 with blame(swap):
                     found = _site_of(swap)
-                if found is None:
-                    continue
-                if id(found) not in before:
-                    affected.append(found)
-                    before[id(found)] = (found, found.swaps, found.placed)
-                found.swaps = sorted([*found.swaps, swap], key=lambda each: each.rank)
+                if found is not None:
+                    affect(found, sorted([*found.swaps, swap], key=lambda each: each.rank))
+            affected = [site for site, _, _ in before.values()]
             copies = _copies(affected)
-            # Symbols first, one by one: what is provided later and overrides may read them.
-            symbols = [site for site in affected if _is_provided(site)]
-            rest = [site for site in affected if site not in symbols]
+            # Provided symbols first, one by one: later ones and overrides may read them.
+            symbols = [site for site in affected if any(isinstance(swap.patch, Provide) for swap in site.swaps)]
             for site in symbols:
                 settle(site, site.compose(site.swaps))
-            for site, value in [(site, site.compose(site.swaps)) for site in rest]:
+            for site, value in [(site, site.compose(site.swaps)) for site in affected if site not in symbols]:
                 settle(site, value)
             if then is not None:
                 then()
@@ -247,20 +241,17 @@ def change(
                 try:
                     if site in begun:
                         site.put(placed, copies.get(id(site), []))
-                except Exception:  # the others are put back all the same; what is raised is the first error
-                    _log.exception("`%s` could not be put back", site.where)
-            _forget_empty()
+                except Exception:  # the first error is raised
+                    _log.exception("`%s` could not be restored", site.where)
             raise
-        _forget_empty()
+        finally:
+            for key in [key for key, site in _SITES.items() if not site.swaps]:
+                del _SITES[key]
     return left
 
 
-def _is_provided(site: _Site) -> bool:
-    return any(isinstance(swap.patch, Provide) for swap in site.swaps)
-
-
 def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -> bool:
-    """Whether there is something to change here and it is ours to change."""
+    """Whether the place is to be changed: it differs, and no third party has changed it."""
     if site.placed is MISSING:
         return value is not MISSING
     if not site.is_foreign():
@@ -270,7 +261,7 @@ def _may_be_put(site: _Site, value: Any, add: Sequence[Swap], left: list[str]) -
             with blame(swap):
                 raise EngineError(f"`{site.where}` was changed by another party since another feature patched it")
     left.append(f"`{site.where}` was changed by another party and stays so")
-    # Who holds an attribute by value has ours still.
+    # By-value imports of an attribute still have ours.
     return isinstance(site, _Attribute)
 
 
@@ -289,7 +280,7 @@ def _put(site: _Site, value: Any, copies: Sequence[Place], left: list[str]) -> N
 
 
 def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
-    """Where modules hold by value what stands at these attributes now."""
+    """By id of the place, the by-value imports of its present value."""
     shared = [
         site
         for site in sites
@@ -306,20 +297,15 @@ def _copies(sites: Sequence[_Site]) -> dict[int, list[Place]]:
         id(site): [
             place
             for place in found[id(site.standing)]
-            # Where a replacement is defined it stays.
+            # A replacement stays where it is defined.
             if key_of(*place) not in own and describe(*place) != site.home
         ]
         for site in shared
     }
 
 
-def _forget_empty() -> None:
-    for key in [key for key, site in _SITES.items() if not site.swaps]:
-        del _SITES[key]
-
-
 def _site_of(swap: Swap) -> _Site | None:
-    """The place of a patch, known or new; None for a symbol that the host has itself."""
+    """The place of a patch; None for a provided symbol that the host has."""
     patch = swap.patch
     if isinstance(patch, Provide):
         place = provided(patch.target) or vacancy(patch.target)
@@ -328,20 +314,18 @@ def _site_of(swap: Swap) -> _Site | None:
         owner, name = place
         return _SITES.setdefault(key_of(owner, name), _Attribute(owner, name))
     target = resolve(patch.target)
-    # What the host only imported from another package stays as it is for everybody else.
+    # A function of another package is not swapped in place: others use it too.
     function = None if target.is_foreign else function_in(target.raw)
-    if function is not None:
-        known = _SITES.get(id(function))
-        return known or _SITES.setdefault(id(function), _Function(function, target.text, target.is_bound))
-    key = key_of(target.owner, target.name)
-    known = _SITES.get(key)
-    if known is None:
-        known = _SITES[key] = _Attribute(target.owner, target.name, shared=not target.is_foreign, bound=target.is_bound)
-    return known
+    key = key_of(target.owner, target.name) if function is None else id(function)
+    if key not in _SITES and function is not None:
+        _SITES[key] = _Function(function, target.text, target.is_bound)
+    elif key not in _SITES:
+        _SITES[key] = _Attribute(target.owner, target.name, shared=not target.is_foreign, bound=target.is_bound)
+    return _SITES[key]
 
 
 def provided(text: str) -> Place | None:
-    """Where a symbol stands that a patch provides already."""
+    """Where a symbol is that a patch provides already."""
     for site in _SITES.values():
         if isinstance(site, _Attribute) and any(
             isinstance(each.patch, Provide) and each.patch.target == text for each in site.swaps
@@ -351,13 +335,13 @@ def provided(text: str) -> Place | None:
 
 
 def function_in(raw: Any) -> FunctionType | None:
-    """The Python function that a raw attribute is or holds; None for anything else."""
+    """The Python function of a raw attribute; None for anything else."""
     inner = unwrap(raw)
     return inner if type(inner) is FunctionType else None
 
 
 def original_of(raw: Any) -> Any:
-    """The raw attribute as the host had it, past the patches in force."""
+    """The raw attribute without the patches in force."""
     function = function_in(raw)
     site = _SITES.get(id(function)) if function is not None else None
     if isinstance(site, _Function):
@@ -369,7 +353,6 @@ def original_of(raw: Any) -> Any:
 
 
 def in_force() -> list[Swap]:
-    """Every patch in place."""
     return [swap for site in _SITES.values() for swap in site.swaps]
 
 
@@ -386,9 +369,9 @@ def _copy(function: FunctionType) -> FunctionType:
 
 @functools.cache
 def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
-    """Code with the parameters and free variables of `like` that hands everything to the wrapper in its slot.
+    """Code with the parameters and free variables of `like` that calls the wrapper in the keyword default `_SLOT`.
 
-    takes_more: any other keyword too, as an override may understand some that its target does not.
+    takes_more: it takes any other keyword too, for an override that has more of them than its target.
     """
     flags, names = like.co_flags, list(like.co_varnames)
     positional, keyword = names[: like.co_argcount], names[like.co_argcount :][: like.co_kwonlyargcount]
@@ -396,7 +379,7 @@ def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
     star = rest.pop(0) if flags & inspect.CO_VARARGS else ""
     stars = rest.pop(0) if flags & inspect.CO_VARKEYWORDS else "_more" if takes_more else ""
     only = like.co_posonlyargcount
-    # Defaults stand in the function, not in its code, so that here no parameter has one.
+    # Defaults belong to the function, not to its code.
     parameters = [*positional[:only], *(["/"] if only else []), *positional[only:], f"*{star}" if star else "*"]
     parameters += [*keyword, _SLOT, *([f"**{stars}"] if stars else [])]
     call = [*positional, *([f"*{star}"] if star else []), *(f"{name}={name}" for name in keyword)]
@@ -415,7 +398,7 @@ def _calling_code(like: CodeType, takes_more: bool) -> CodeType:
 
 @contextmanager
 def blame(swap: Swap) -> Iterator[None]:
-    """Name the feature and the target of whatever fails in the block."""
+    """Raise what fails in the block as an ApplyError that names feature and target."""
     try:
         yield
     except ApplyError:
@@ -427,6 +410,3 @@ def blame(swap: Swap) -> Iterator[None]:
             "nothing has been changed, turn the feature off to go on.",
             feature=swap.feature,
         ) from error
-
-
-__all__ = ["Swap", "change", "function_in", "in_force", "original_of", "provided"]

@@ -1,4 +1,4 @@
-"""From "package.mod:Class.attr" to the place that defines it, what stands there raw, and who holds a copy."""
+"""Resolves "package.mod:Class.attr" to its owner, its raw attribute and every by-value import of it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,15 @@ Place = tuple[Owner, str]
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<missing>"})()
 
 _CACHED = type(functools.lru_cache(len))
-_DESCRIPTORS = (staticmethod, classmethod, property)
 _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, _CACHED)
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _SYNTAX = re.compile(rf"({_NAME})(?::({_NAME}))?")
 
-# The engine's own package keeps originals by value on purpose: a replacement may call what it replaced.
+# This package holds originals by value: a replacement may call what it replaced.
 DEFAULT_SKIP = (sys.stdlib_module_names - {"__main__"}) | {__name__.partition(".")[0]}
 
 
 def parse(text: str) -> tuple[str, tuple[str, ...]]:
-    """Module name and attribute path; the path is empty where the text names a module."""
     found = _SYNTAX.fullmatch(text)
     if found is None:
         raise TargetError(f"`{text}` is not a target; write `package.module:Class.attribute`.")
@@ -45,7 +43,7 @@ def top_level(text: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """An attribute as it stands: `owner` defines `name`; `raw` is what its dictionary holds, unbound."""
+    """An attribute: `owner` defines `name`; `raw` is what the owner's dictionary holds, unbound."""
 
     text: str
     owner: Owner
@@ -55,27 +53,20 @@ class Target:
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the package only imported it; then just the named place changes, not every holder."""
+        """Whether the package only imported it; then only the named place may change."""
         return top_level(self.definer_text) != top_level(self.text)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether others may hold it by value; a plain value such as None or 1 has no identity to trace."""
-        return not self.is_foreign and (callable(self.raw) or isinstance(self.raw, _DESCRIPTORS))
-
-    @property
     def is_bound(self) -> bool:
-        """Whether its first parameter is the instance or the class."""
         return is_class(self.owner) and not isinstance(self.raw, (staticmethod, type))
 
 
 def is_class(found: Any) -> bool:
-    """Unlike isinstance, asks no lazy object for its `__class__`."""
+    """Whether it is a class; unlike isinstance it asks no lazy object for its `__class__`."""
     return issubclass(type(found), type)
 
 
 def namespace(owner: Owner) -> Any:
-    """The raw dictionary of a module or class, past any lazy loading its type may do; None if it has none."""
     if type(owner) is dict:
         return owner
     try:
@@ -90,7 +81,7 @@ def read(owner: Owner, name: str) -> Any:
 
 
 def write(owner: Owner, name: str, value: Any) -> None:
-    """Set, or with MISSING delete what is there, past any `__setattr__` of the owner."""
+    """Set the attribute, or delete it with MISSING, without the owner's `__setattr__`."""
     if value is MISSING and name not in namespace(owner):
         return
     if is_class(owner):
@@ -102,8 +93,7 @@ def write(owner: Owner, name: str, value: Any) -> None:
 
 
 def key_of(owner: Owner, name: str) -> tuple[int, str]:
-    """Identity of a place."""
-    # A class's dictionary is a new proxy at each look; a module's may serve under two names in sys.modules.
+    # A class's dictionary is a new proxy each time; one module dictionary may have two names in sys.modules.
     return id(owner if is_class(owner) else namespace(owner)), name
 
 
@@ -114,7 +104,7 @@ def describe(owner: Owner, name: str) -> str:
 
 
 def resolve(text: str) -> Target:
-    """Import the module and walk to the attribute through raw dictionaries: nothing is bound or computed."""
+    """Import the module and look the attribute up in raw dictionaries, so that nothing is bound or computed."""
     module_name, path = parse(text)
     if not path:
         raise TargetError(f"`{text}` names a module; write `package.module:Class.attribute`.")
@@ -135,7 +125,7 @@ def resolve(text: str) -> Target:
 
 
 def vacancy(text: str) -> Place | None:
-    """Where a provided symbol or module would go; None if a real one stands there."""
+    """Where a provided symbol or module goes; None if the host has it."""
     module_name, path = parse(text)
     if path:
         scope: Any = _import(text, module_name)
@@ -155,7 +145,7 @@ def vacancy(text: str) -> Place | None:
 def _import(text: str, module_name: str) -> ModuleType:
     try:
         module = importlib.import_module(module_name)
-        vars(module)  # one that loads lazily loads now
+        vars(module)  # loads a lazy module
         return module
     except Exception as error:  # with an optional dependency broken, a module may fail with anything
         problem = f"{type(error).__name__}: {error}"
@@ -176,7 +166,6 @@ def _step(text: str, scope: Any, name: str) -> tuple[Owner, Any]:
 
 
 def home_of(raw: Any) -> str | None:
-    """Where a function or class says it was defined, if it really stands there."""
     if not isinstance(raw, (*_FUNCTIONS, type)):
         return None
     module_name, qualname = getattr(raw, "__module__", None), getattr(raw, "__qualname__", None)
@@ -190,14 +179,13 @@ def home_of(raw: Any) -> str | None:
 
 
 def unwrap(raw: Any) -> Any:
-    """The function inside a descriptor; anything else as it is."""
     if isinstance(raw, staticmethod | classmethod):
         return raw.__func__
     return raw.fget if isinstance(raw, property) else raw
 
 
 def rewrap(like: Any, new: Any) -> Any:
-    """`new` as the kind of descriptor that `like` is, unless it is a descriptor already."""
+    """`new` as a descriptor of the kind of `like`, unless it is a descriptor already."""
     if new is unwrap(like):
         return like
     if isinstance(new, staticmethod | classmethod | property):
@@ -212,9 +200,9 @@ def rewrap(like: Any, new: Any) -> Any:
 def holders(
     objects: Iterable[object], *, skip: Collection[str] = DEFAULT_SKIP, packages: Collection[str] = ()
 ) -> dict[int, list[Place]]:
-    """Every place that holds one of the objects, by identity and under whatever name, found in one pass.
+    """By id, every place that holds one of the objects, under whatever name.
 
-    Looked through are modules outside the top-level names in `skip`, and the classes of those in `packages`.
+    Searches modules outside the top-level names in `skip`, and the classes of those in `packages`.
     """
     found: dict[int, list[Place]] = {id(each): [] for each in objects}
     seen: set[int] = set()
@@ -225,14 +213,14 @@ def holders(
         space = namespace(module)
         if type(space) is dict and id(space) not in seen:
             seen.add(id(space))
-            _look_through(module, space, found)
+            _search(module, space, found)
             if top in packages:
-                _look_through_classes(space, found, seen, packages)
+                _search_classes(space, found, seen, packages)
     return found
 
 
-def _look_through(owner: Owner, space: Any, found: dict[int, list[Place]]) -> None:
-    # Nearly all places hold none of the objects: those cost no Python code.
+def _search(owner: Owner, space: Any, found: dict[int, list[Place]]) -> None:
+    # Fast path: nearly all dictionaries hold none of the objects.
     values = list(space.values())
     if found.keys().isdisjoint(map(id, values)):
         return
@@ -241,94 +229,65 @@ def _look_through(owner: Owner, space: Any, found: dict[int, list[Place]]) -> No
             found[id(value)].append((owner, name))
 
 
-def _look_through_classes(space: Any, found: dict[int, list[Place]], seen: set[int], packages: Collection[str]) -> None:
+def _search_classes(space: Any, found: dict[int, list[Place]], seen: set[int], packages: Collection[str]) -> None:
     for value in list(space.values()):
         if is_class(value) and id(value) not in seen:
             seen.add(id(value))
             inside = namespace(value)
             if top_level(str(inside.get("__module__", ""))) in packages:
-                _look_through(value, inside, found)
-                _look_through_classes(inside, found, seen, packages)
+                _search(value, inside, found)
+                _search_classes(inside, found, seen, packages)
 
 
-def render_signature(parameters: Iterable[tuple[str, Any, bool]]) -> str:
-    """One spelling for (name, kind, has a default): keyword-only ones sorted, names of * and ** dropped."""
-    rows = list(parameters)
-    positional_only, plain, star, keyword, stars = (
-        [f"{name}=" if defaulted else name for name, each, defaulted in rows if each is kind] for kind in _KINDS
-    )
-    words = [*positional_only, *(["/"] if positional_only else []), *plain]
-    words += ["*args"] if star else ["*"] if keyword else []
-    return f"({', '.join(words + sorted(keyword) + (['**kwargs'] if stars else []))})"
+_POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
-_KINDS = (
-    Parameter.POSITIONAL_ONLY,
-    Parameter.POSITIONAL_OR_KEYWORD,
-    Parameter.VAR_POSITIONAL,
-    Parameter.KEYWORD_ONLY,
-    Parameter.VAR_KEYWORD,
-)
-_POSITIONAL: tuple[Any, ...] = _KINDS[:2]
-_VARIADIC: tuple[Any, ...] = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+def render_signature(parameters: Iterable[Parameter]) -> str:
+    """One text per signature: keyword-only names sorted, defaults as `=`, names of * and ** dropped."""
+    by_kind: dict[Any, list[str]] = {}
+    for each in parameters:
+        by_kind.setdefault(each.kind, []).append(each.name if each.default is Parameter.empty else f"{each.name}=")
+    words = by_kind.get(Parameter.POSITIONAL_ONLY, [])
+    words += ["/"] if words else []
+    words += by_kind.get(Parameter.POSITIONAL_OR_KEYWORD, [])
+    keyword = sorted(by_kind.get(Parameter.KEYWORD_ONLY, []))
+    words += ["*args"] if Parameter.VAR_POSITIONAL in by_kind else ["*"] if keyword else []
+    return f"({', '.join(words + keyword + (['**kwargs'] if Parameter.VAR_KEYWORD in by_kind else []))})"
 
 
-def _parameters(obj: Any, follow_wrapped: bool = True) -> list[Parameter] | None:
+def _parameters(function: Any, follow_wrapped: bool) -> list[Parameter] | None:
     try:
-        return list(inspect.signature(unwrap(obj), follow_wrapped=follow_wrapped).parameters.values())
+        return list(inspect.signature(unwrap(function), follow_wrapped=follow_wrapped).parameters.values())
     except (TypeError, ValueError, NameError):
         return None
 
 
-def signature_difference(original: Any, wrapper: Any, *, bound: bool = False) -> list[str]:
-    """Reasons why `wrapper` cannot be called like `original`, one clause each; empty if it can.
+def signature_difference(original: Any, wrapper: Any, *, bound: bool = False) -> str:
+    """Why `wrapper` cannot be called like `original`, as a clause; "" if it can.
 
-    With `bound` the name of the first parameter is of no matter. A wrapper may pass through what it does not name as
-    long as it takes both *args and **kwargs.
+    With `bound` the name of the first parameter does not matter. A wrapper that takes both *args and **kwargs need not
+    name every parameter.
     """
-    theirs, ours = _parameters(original), _parameters(wrapper, follow_wrapped=False)
+    theirs, ours = _parameters(original, True), _parameters(wrapper, False)
     if theirs is None:
-        return []
+        return ""
     if ours is None:
-        return ["the signature of the wrapper cannot be read"]
+        return "the signature of the wrapper cannot be read"
+    clause = f"the target takes {render_signature(theirs)}, the wrapper {render_signature(ours)}"
     if bound and theirs and ours and theirs[0].kind in _POSITIONAL and ours[0].kind in _POSITIONAL:
         theirs, ours = theirs[1:], ours[1:]
     if {each.kind for each in ours} >= set(_VARIADIC):
         ours = [each for each in ours if each.kind not in _VARIADIC]
         named, leading = {each.name for each in ours}, sum(each.kind in _POSITIONAL for each in ours)
-        positional = [each for each in theirs if each.kind in _POSITIONAL]
         keyword = [each for each in theirs if each.kind is Parameter.KEYWORD_ONLY and each.name in named]
-        theirs = positional[:leading] + keyword
-    return _difference(theirs, ours)
-
-
-def _label(parameter: Parameter) -> str:
-    if parameter.kind not in _VARIADIC:
-        return parameter.name
-    return "*args" if parameter.kind is Parameter.VAR_POSITIONAL else "**kwargs"
-
-
-def _difference(theirs: list[Parameter], ours: list[Parameter]) -> list[str]:
-    wanted, given = {_label(each): each for each in theirs}, {_label(each): each for each in ours}
-    found = [f"target grew parameter `{name}`" for name in wanted if name not in given]
-    found += [
-        f"wrapper swallows `{name}`, which the target does not take"
-        if each.kind in _VARIADIC
-        else f"target lost parameter `{name}`"
-        for name, each in given.items()
-        if name not in wanted
+        theirs = [each for each in theirs if each.kind in _POSITIONAL][:leading] + keyword
+    required = {each.name for each in theirs if each.default is Parameter.empty}
+    # Of a default only that there is one counts, and the wrapper may have more of them.
+    shown = [
+        render_signature(
+            each.replace(default=Parameter.empty) if each.name in required else each for each in parameters
+        )
+        for parameters in (theirs, ours)
     ]
-    if found:
-        return found
-    order = [[each.name for each in side if each.kind in _POSITIONAL] for side in (theirs, ours)]
-    if sorted(order[0]) == sorted(order[1]) and order[0] != order[1]:
-        here, there = (", ".join(names) for names in reversed(order))
-        return [f"order of parameters differs: ({there}) in the target, ({here}) here"]
-    for name, each in wanted.items():
-        mine = given[name]
-        if each.kind is not mine.kind:
-            kinds = f"{each.kind.description} in the target, {mine.kind.description} here"
-            found.append(f"kind of parameter `{name}` differs: {kinds}")
-        elif each.default is not Parameter.empty and mine.default is Parameter.empty:
-            found.append(f"target made parameter `{name}` optional")
-    return found
+    return "" if shown[0] == shown[1] else clause

@@ -43,6 +43,12 @@ DDP_CONFIG = "megatron.core.distributed.distributed_data_parallel_config:Distrib
 _TRAINING = "megatron.training.training"
 _DISTRIBUTED = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
+# What `startup.py` hooks.
+ADD_ARGUMENTS = "megatron.training.arguments:add_megatron_arguments"
+PARSE_ARGS = "megatron.training.arguments:parse_args"
+VALIDATE_ARGS = "megatron.training.arguments:validate_args"
+VALIDATE_YAML = "megatron.training.yaml_arguments:validate_yaml"
+
 # Where arguments from a YAML file hold the model's fields.
 SECTIONS = ("language_model", "model_parallel")
 

@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from mindspeed_lite.engine import ApplyError, FallbackError, Override, change
-from tests.harness.plans import applied, context_of, feature, plan_of, reasons_of, session_of, swaps_of
+from tests.harness.plans import applied, context_of, feature, plan_of, session_of, swaps_of
 
 SOURCE = """
     def same(x, scale, shift=0, rest=None): return ["same", x, scale, shift, rest]
@@ -108,13 +108,6 @@ def test_a_method_may_name_its_instance_otherwise(host):
         pass
 
 
-def test_two_fitted_replacements_stand_on_each_other(host):
-    inner = feature("inner", Override(f"{host.__name__}:short", over, by_name=True, order=-1))
-    outer = feature("outer", Override(f"{host.__name__}:short", over, by_name=True))
-    with applied(inner, outer):
-        assert host.short(1, 2) == ["ours", 0, None, ["ours", 0, None, ["short", 1, 2]]]
-
-
 def test_a_patch_whose_target_a_release_lacks_is_not_needed_there(host):
     made = feature(
         "x",
@@ -126,10 +119,3 @@ def test_a_patch_whose_target_a_release_lacks_is_not_needed_there(host):
     moved = Override(f"{host.__name__}:gap", over, versions=">=3", variant_of=f"{host.__name__}:gone")
     older = feature("x", *made.patches, moved)
     assert len(plan_of(older, version="1.0").outcome("x").steps) == 1
-
-
-def test_a_release_that_lacks_what_a_feature_stands_on_is_the_reason(host):
-    made = feature("x", Override(f"{host.__name__}:gone", over), unsupported={"<2": "releases before 2 cannot"})
-    assert reasons_of(made, version="1.9") == ["releases before 2 cannot"]
-    with pytest.raises(ValueError, match="is not a version range"):
-        feature("x", unsupported={"old": "why"})

@@ -1,8 +1,6 @@
 """The table of known fingerprints, what it says of a target, and the command that writes it."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -131,15 +129,3 @@ def test_the_command_line_names_a_target_that_should_exist(releases, capsys):
     assert main(arguments(releases)) == 1
     assert "feature `one` at 2.0: `cli_host.mod:g`" in capsys.readouterr().err
     assert not (releases[1] / "table.json").exists()
-
-
-def test_the_command_line_keeps_releases_it_is_not_shown(releases):
-    Table({"0.9": {"cli_host.mod:f": A}}).save(releases[1] / "table.json")
-    assert main(arguments(releases)) == 0
-    assert Table.load(releases[1] / "table.json").entries["0.9"] == {"cli_host.mod:f": A}
-
-
-def test_the_command_runs_as_a_module_without_a_word_of_warning():
-    command = [sys.executable, "-W", "error", "-m", "tools.fingerprints", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": ":".join(sys.path)})
-    assert done.returncode == 0 and done.stderr == ""

@@ -1,8 +1,6 @@
 import gc
 import json
 import logging
-import threading
-import weakref
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ import torch
 from mindspeed_lite.engine import (
     Around,
     Context,
-    Fallback,
     FallbackError,
     Option,
     Override,
@@ -20,6 +17,7 @@ from mindspeed_lite.engine import (
     Verification,
     change,
 )
+from mindspeed_lite.engine.report import Fallback
 from tests.harness.plans import calling, context_of, feature, passing, plan_of, session_of, swaps_of
 
 
@@ -44,12 +42,6 @@ def test_strict_forbids_fallbacks_every_time():
         with pytest.raises(FallbackError, match=r"`norm`.*odd size"):
             strict.of("norm").fallback("norm", "odd size")
     assert len(strict.report.fallbacks) == 1
-
-
-def test_nothing_is_verified_unless_that_is_asked_for(session):
-    assert session.verifier is None and session.report.verifications == []
-    session.verifier = 3
-    assert session.of("x").verifier == 3
 
 
 def test_a_notice_is_said_once(session):
@@ -91,21 +83,6 @@ def test_state_is_made_once_and_found_by_others(session):
     assert one.state("lanes", dict) == {}
 
 
-def test_state_is_made_once_by_many_threads(session):
-    made, ready, one = [], threading.Barrier(8), session.of("one")
-
-    def ask():
-        ready.wait()
-        one.state("lanes", lambda: made.append(1) or object())
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert made == [1]
-
-
 def test_a_new_view_of_the_feature_keeps_its_own(session):
     """A feature that is enabled again with other flags is made before what it was ends."""
     old, new = session.of("x"), session.of("x")
@@ -129,25 +106,6 @@ def test_the_end_runs_callbacks_the_latest_first_and_names_those_that_fail(sessi
     assert view.end() == [] and view.find("lanes") is None
 
 
-@pytest.mark.parametrize("fail", range(4))
-def test_a_callback_that_fails_keeps_none_of_the_others_from_running(session, fail):
-    view, seen, layer = session.of("x"), [], torch.nn.Linear(1, 1)
-    for index in range(4):
-        view.on_end(lambda index=index: seen.append(index) if index != fail else 1 / 0)
-    view.mark(layer, "chosen", True)
-    assert len(view.end()) == 1 and sorted([*seen, fail]) == [0, 1, 2, 3] and not hasattr(layer, "chosen")
-
-
-@pytest.mark.parametrize("make", [lambda: torch.nn.Linear(1, 1), lambda: torch.nn.Parameter(torch.ones(1)), object])
-def test_a_mark_is_there_until_the_end(session, make):
-    owner = type("Config", (), {})() if make is object else make()
-    before, view = dict(vars(owner)), session.of("x")
-    view.mark(owner, "chosen", True)
-    assert owner.chosen is True
-    view.end()
-    assert vars(owner) == before
-
-
 def test_a_mark_restores_what_was_there_and_spares_what_others_set(session):
     layer, view = torch.nn.Linear(1, 1), session.of("x")
     layer.first = layer.second = "theirs"
@@ -158,15 +116,6 @@ def test_a_mark_restores_what_was_there_and_spares_what_others_set(session):
     del layer.third
     view.end()
     assert (layer.first, layer.second) == ("theirs", "theirs again") and not hasattr(layer, "third")
-
-
-def test_a_mark_holds_nothing_alive(session):
-    layer, view = torch.nn.Linear(1, 1), session.of("x")
-    view.mark(layer, "chosen", True)
-    gone = weakref.ref(layer)
-    del layer
-    gc.collect()
-    assert gone() is None and view.end() == []
 
 
 def test_a_session_goes_on_with_other_features_and_back(session):
@@ -264,18 +213,6 @@ def test_a_report_survives_json(report):
             Report.from_dict({**data, "schema_version": schema})
 
 
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_every_line_fits_and_no_word_is_broken(report, width):
-    known = set(report.to_text(width=10_000, verbose=True).split())
-    assert max(map(len, report.to_text(width=width).splitlines())) <= width
-    text = report.to_text(width=width, verbose=True)
-    assert max(map(len, text.splitlines())) <= width
-    # A target longer than a line goes on after a dot or colon.
-    for word in set(text.split()) - known:
-        is_head = word[-1] in ".:" and any(word in each for each in known)
-        assert is_head or any(each.endswith((f".{word}", f":{word}")) for each in known), word
-
-
 def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
     text = report.to_text(details="report.json")
     lines = text.splitlines()
@@ -288,8 +225,8 @@ def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
         "host 1.0, product 0.1, torch 2.11 device cpu",
         "skipped (1) rope: interleaved layout; head size 96",
         "fallbacks norm: odd size",
-        "norm, rms float32 x[3]: ok (2 calls beside host; apart by output 2.0e-07;",
-        "norm, rms float32 x[4]: exceeds (1 call beside host; apart by output",
+        "norm, rms float32 x[3]: ok (2 calls compared with host; apart by output 2.0e-07;",
+        "norm, rms float32 x[4]: exceeds (1 call compared with host; apart by output",
         "notices something",
     ):
         assert part in unwrapped, text
@@ -297,15 +234,11 @@ def test_the_summary_says_what_is_on_and_what_the_user_must_know(report):
     assert "\x1b" not in text and "\x1b[32m1 feature on" in report.to_text(color=True)
 
 
-def test_verbose_adds_targets_arguments_and_every_reason(report):
-    unwrapped = " ".join(report.to_text(verbose=True).split())
-    for part in ("1 more holder)", "sets fusion = False", "off (1) auto: it needs a value", "off, not asked for: adam"):
-        assert part in unwrapped
-
-
-def test_flags_are_shown_as_the_user_writes_them(report):
+def test_lines_are_wrapped_between_words(report):
     norm = next(each for each in report.entries if each.feature == "norm")
     assert norm.given == ["--norm"], "a flag at its default is not shown"
     norm.given = [f"--a-rather-long-flag-{index} 4" for index in range(9)]
-    for width in (60, 100):
-        assert max(map(len, report.to_text(width=width).splitlines())) <= width
+    for width in (80, 100):
+        text = report.to_text(width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert set(report.to_text(width=10_000).split()) == set(text.split())

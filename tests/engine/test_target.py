@@ -12,9 +12,7 @@ from mindspeed_lite.engine.target import (
     namespace,
     parse,
     render_signature,
-    rewrap,
     signature_difference,
-    unwrap,
     vacancy,
 )
 
@@ -106,29 +104,9 @@ def test_lazy_module_attributes_are_not_triggered(make_host):
         resolve(f"{host}.mod:lazy")
 
 
-def test_a_function_imported_from_elsewhere_in_the_package_tells_its_home(host):
-    importlib.import_module(f"{host}.user")
-    assert resolve(f"{host}.user:g").definer_text == f"{host}.mod:function"
-    assert not resolve(f"{host}.user:g").is_foreign
-
-
 def test_an_object_of_another_package_is_foreign(make_host):
     host = make_host({"mod": "from collections import OrderedDict\n"})
     assert resolve(f"{host}.mod:OrderedDict").is_foreign
-
-
-def test_descriptors_are_unwrapped_and_rewrapped(host):
-    child = importlib.import_module(f"{host}.mod").Child
-
-    def new(x):
-        return x
-
-    for name, kind in (("static", staticmethod), ("make", classmethod), ("size", property)):
-        raw = vars(child)[name]
-        assert rewrap(raw, unwrap(raw)) is raw
-        again = rewrap(raw, new)
-        assert isinstance(again, kind) and unwrap(again) is new
-        assert rewrap(raw, again) is again
 
 
 def test_holders_finds_aliases_by_identity_in_modules_and_classes(host):
@@ -167,67 +145,52 @@ def test_holders_triggers_nothing_lazy_and_tolerates_odd_modules(host, monkeypat
     assert (lazy, "alias") in holders([mod.function], packages={host})[id(mod.function)]
 
 
-def test_holders_looks_into_main_and_not_into_what_is_skipped(host, monkeypatch):
-    mod = importlib.import_module(f"{host}.mod")
-    monkeypatch.setattr(sys.modules["__main__"], "held", mod.function, raising=False)
-    assert "held" in [name for _, name in holders([mod.function])[id(mod.function)]]
-    assert holders([mod.function], skip={host, "__main__", "__mp_main__"})[id(mod.function)] == []
-
-
-def test_signatures_keep_names_kinds_and_defaults_only():
-    def f(a: int, /, b: str = "x", *rest: int, z, y=1, **more) -> None: ...
-
-    parameters = inspect.signature(f).parameters.values()
-    rows = [(each.name, each.kind, each.default is not each.empty) for each in parameters]
-    assert render_signature(rows) == "(a, /, b=, *args, y=, z, **kwargs)"
-    assert render_signature([]) == "()"
-
-
 def of(text):
     space = {}
     exec(f"def f({text}): pass", space)
     return space["f"]
 
 
+def test_signatures_keep_names_kinds_and_defaults_only():
+    parameters = inspect.signature(of("a: int, /, b: str = 'x', *rest: int, z, y=1, **more")).parameters.values()
+    assert render_signature(parameters) == "(a, /, b=, *args, y=, z, **kwargs)"
+    assert render_signature([]) == "()"
+
+
 @pytest.mark.parametrize(
-    ("original", "replacement", "clause"),
+    ("original", "replacement", "fits"),
     [
-        ("x, clamp_value=None", "x", "grew parameter `clamp_value`"),
-        ("x", "x, extra=None", "lost parameter `extra`"),
-        ("x, y", "y, x", "order of parameters"),
-        ("x, y", "x, *, y", "kind of parameter `y`"),
-        ("x, y=1", "x, y", "made parameter `y` optional"),
-        ("x", "x, *args", r"swallows `\*args`"),
-        ("x", "x, **kwargs", r"swallows `\*\*kwargs`"),
-        ("x, **kwargs", "x", r"grew parameter `\*\*kwargs`"),
+        ("x, y=1", "x, y=2", True),
+        ("x, y", "x, y=2", True),
+        ("*args", "*rest", True),
+        ("*, a, b", "*, b, a", True),
+        ("x, clamp_value=None", "x", False),
+        ("x", "x, extra=None", False),
+        ("x, y", "y, x", False),
+        ("x, y", "x, *, y", False),
+        ("x, y=1", "x, y", False),
+        ("x", "x, *args", False),
+        ("x", "x, **kwargs", False),
+        ("x, **kwargs", "x", False),
+        # A wrapper may pass through what it does not name, and neither lose nor shift it.
+        ("self, x, *, y=1", "*args, **kwargs", True),
+        ("self, x, *, y=1", "self, *args, **kwargs", True),
+        ("self, x, *, y=1", "self, x, *a, y=None, **k", True),
+        ("self, x, *, y=1", "self", False),
+        ("self, x, *, y=1", "self, y, *args, **kwargs", False),
+        ("self, x, *, y=1", "self, *args", False),
+        ("self, x, *, y=1", "self, x, y, *a, **k", False),
     ],
 )
-def test_a_replacement_with_another_signature_is_told_apart(original, replacement, clause):
-    (found,) = signature_difference(of(original), of(replacement))
-    assert re.search(clause, found)
+def test_a_replacement_is_callable_like_its_target_or_both_signatures_are_shown(original, replacement, fits):
+    found = signature_difference(of(original), of(replacement))
+    assert (found == "") == fits
+    assert fits or re.fullmatch(r"the target takes \(.*\), the wrapper \(.*\)", found)
 
 
-@pytest.mark.parametrize(
-    ("original", "replacement"),
-    [("x, y=1", "x, y=2"), ("x, y", "x, y=2"), ("*args", "*rest"), ("*, a, b", "*, b, a")],
-)
-def test_a_replacement_that_can_be_called_alike_is_not(original, replacement):
-    assert signature_difference(of(original), of(replacement)) == []
-
-
-def test_the_name_of_self_is_of_no_matter():
-    assert signature_difference(of("self, x"), of("module, x"), bound=True) == []
-    assert signature_difference(of("self, x"), of("module, x")) != []
-
-
-@pytest.mark.parametrize("wrapper", ["*args, **kwargs", "self, *args, **kwargs", "self, x, *a, y=None, **k"])
-def test_a_wrapper_may_pass_through_what_it_does_not_name(wrapper):
-    assert signature_difference(of("self, x, *, y=1"), of(wrapper)) == []
-
-
-@pytest.mark.parametrize("wrapper", ["self", "self, y, *args, **kwargs", "self, *args", "self, x, y, *a, **k"])
-def test_a_wrapper_may_not_lose_or_shift_arguments(wrapper):
-    assert signature_difference(of("self, x, *, y=1"), of(wrapper)) != []
+def test_the_name_of_self_does_not_matter():
+    assert signature_difference(of("self, x"), of("module, x"), bound=True) == ""
+    assert signature_difference(of("self, x"), of("module, x")) != ""
 
 
 def test_a_vacancy_is_what_is_absent_none_or_false(make_host):

@@ -11,16 +11,14 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import io
 import re
-import shutil
 import sys
 import types
 from dataclasses import replace
 
 import pytest
 
-from mindspeed_lite import cli, runtime
+from mindspeed_lite import runtime
 from mindspeed_lite.engine import Around, Context, EngineError, Override, Provide, Settings, make_plan, resolve
 from mindspeed_lite.engine.source import definitions, reader_of
 from mindspeed_lite.engine.target import parse
@@ -163,15 +161,15 @@ def test_every_override_is_refused_on_another_body_and_what_goes_around_it_is_un
 
 def assert_the_flag_lets_it_through(changed):
     flags = {"use_fused_swiglu": True}
-    plan, _ = runtime.plan_of([runtime.FeatureRequest(flags)])
+    plan, _ = runtime.plan_requests([runtime.FeatureRequest(flags)])
     outcome = plan.outcome("use_fused_swiglu")
     assert outcome.status == "skipped" and "--mindspeed-lite-allow-unverified" in "".join(outcome.reasons)
-    plan, _ = runtime.plan_of([runtime.FeatureRequest({**flags, "mindspeed_lite_allow_unverified": True})])
+    plan, _ = runtime.plan_requests([runtime.FeatureRequest({**flags, "mindspeed_lite_allow_unverified": True})])
     outcome = plan.outcome("use_fused_swiglu")
     assert outcome.status == "applied" and {step.verdict for step in outcome.steps} == {f"unverified: {changed}"}
 
 
-def add_parameter(node, name):
+def add_parameter(node):
     if isinstance(node, FUNCTION):
         node.args.kwonlyargs.append(ast.arg(GONE))
         node.args.kw_defaults.append(None)
@@ -179,17 +177,8 @@ def add_parameter(node, name):
         node.value = ast.parse(f"lambda {GONE}: None", mode="eval").body
 
 
-def rename_parameter(node, name):
-    names = [each for each in (*node.args.args, *node.args.kwonlyargs)] if isinstance(node, FUNCTION) else []
-    if len(names) > 1:
-        names[-1].arg += GONE
-    else:
-        add_parameter(node, name)
-
-
-@pytest.mark.parametrize("change", [add_parameter, rename_parameter])
 @forked("features")
-def test_every_patch_is_refused_on_another_signature(tmp_path, change):
+def test_every_patch_is_refused_on_another_signature(tmp_path):
     copy = Copy(tmp_path)
     values = set()
     for _, patch, _ in declared():
@@ -197,15 +186,14 @@ def test_every_patch_is_refused_on_another_signature(tmp_path, change):
             if not isinstance(node, FUNCTION):
                 values.add(patch.target)
             if copy.once(node):
-                change(node, patch.target)
+                add_parameter(node)
     copy.use()
-    for _, patch, applied, text in (results := judged()):
+    for _, patch, applied, text in judged():
         if isinstance(patch, Provide):
             continue
         # The signature of what is assigned is not in the source; its text is.
         how = "has another body" if patch.target in values else "has the signature ("
         assert not applied and names_it(patch, f" {how}", text), (patch.target, text)
-    assert_features_follow(results)
 
 
 def in_full(text, target):
@@ -275,7 +263,7 @@ def test_every_patch_is_refused_where_an_attribute_that_it_reads_has_another_nam
         rename_attribute(copy, cls, name)
     copy.use()
     readers = 0
-    for _, patch, applied, text in (results := judged()):
+    for _, patch, applied, text in judged():
         if patch.target in renamed:
             assert not applied and f"`{patch.target}` does not exist" in text
             continue
@@ -284,7 +272,6 @@ def test_every_patch_is_refused_where_an_attribute_that_it_reads_has_another_nam
             assert not applied and missing in text and names_it(patch, ": `", text), (patch.target, each, text)
             readers += 1
     assert readers >= len(renamed) / 2
-    assert_features_follow(results)
 
 
 def helpers_of(source, node):
@@ -322,7 +309,6 @@ def test_every_override_is_refused_where_a_function_that_it_calls_has_another_bo
             assert applied and text == f"unverified: {changed}", patch.target
         else:
             assert isinstance(patch, Provide) or "verified" in text or not applied, (patch.target, text)
-    assert_features_follow(results)
 
 
 @forked("features")
@@ -335,11 +321,10 @@ def test_every_patch_is_refused_where_what_it_relies_on_has_another_body(tmp_pat
             if copy.once(node):
                 change_body(node)
     copy.use()
-    for _, patch, applied, text in (results := judged()):
+    for _, patch, applied, text in judged():
         assert not (applied and patch.relies_on), patch.target
         for each in patch.relies_on:
             assert f"`{each}` has another body than in the verified releases, and `{patch.target}` relies on it" in text
-    assert_features_follow(results)
     for _, patch, applied, text in judged(allow_unverified=True):
         assert applied and (text.startswith("unverified: ") or not patch.relies_on), (patch.target, text)
 
@@ -356,10 +341,9 @@ def test_a_symbol_that_nobody_looks_for_is_not_provided(tmp_path):
         text = copy.read(module).text
         copy.texts[module] = re.sub(rf"\b({'|'.join(names)})\b", rf"\1{GONE}", text)
     copy.use()
-    for _, patch, applied, text in (results := judged()):
+    for _, patch, applied, text in judged():
         if isinstance(patch, Provide):
             assert not applied and f"`{patch.target}`: nothing in `" in text, (patch.target, text)
-    assert_features_follow(results)
 
 
 def replaced(function):
@@ -400,42 +384,3 @@ def test_code_that_others_have_put_in_place_of_a_target_is_not_taken_for_megatro
             seen += 1
         assert planned(feature, [patch], table) == (True, "verified")
     assert seen > 100
-
-
-CLAMPED = """    if input is not None:
-        input = input.clamp(-1.0, 1.0)
-"""
-
-
-@forked("features")
-def test_a_release_whose_swiglu_clamps_is_refused_and_the_change_is_shown(tmp_path):
-    original = megatron.root()
-    shutil.copytree(original / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("*.so", "legacy"))
-    info = tmp_path / "megatron/core/package_info.py"
-    info.write_text(
-        re.sub(r"(?m)^(MINOR|PATCH) = \d+", lambda m: f"{m[1]} = {20 if m[1] == 'MINOR' else 0}", info.read_text())
-    )
-    file = tmp_path / "megatron/core/fusions/fused_bias_swiglu.py"
-    definition = re.search(r"def bias_swiglu_impl\([^)]*\):\n(    \"\"\".*?\"\"\"\n)?", file.read_text(), re.DOTALL)
-    file.write_text(file.read_text().replace(definition[0], definition[0] + CLAMPED))
-    sys.path.insert(0, str(tmp_path))
-    importlib.invalidate_caches()
-    assert megatron.version() == "0.20.0"
-    import mindspeed_lite
-
-    report = mindspeed_lite.enable(use_fused_swiglu=True)
-    entry = next(each for each in report.entries if each.feature == "use_fused_swiglu")
-    assert entry.status == "skipped" and "bias_swiglu_impl` has another body" in entry.reasons[0], entry
-    import torch
-
-    torch.compiler.set_stance("force_eager")
-    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
-
-    assert bias_swiglu_impl(torch.full((1, 1, 2), 9.0), None).item() == pytest.approx(0.731, abs=1e-3)
-    assert mindspeed_lite.disable() == []
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        code = cli.main(["features", "use_fused_swiglu", "--diff", "--against", str(original)])
-    assert code == 1
-    shown = out.getvalue()
-    assert "+        input = input.clamp(-1.0, 1.0)" in shown and shown.count(" differs") == 1, shown

@@ -17,7 +17,7 @@ import pytest
 
 from mindspeed_lite import runtime
 from mindspeed_lite.engine import Around, Override, resolve
-from mindspeed_lite.engine.source import _attributes
+from mindspeed_lite.engine.source import attributes
 from mindspeed_lite.engine.target import is_class, parse
 from mindspeed_lite.platform import megatron
 from mindspeed_lite.platform.megatron import CONFIG
@@ -176,7 +176,7 @@ def reads_of(patch):
 def is_megatrons(owner, name):
     """Whether the class has the attribute of Megatron's making, and not from torch or a patch."""
     return any(
-        name in _attributes(each) for each in resolve(owner).raw.__mro__ if each.__module__.startswith("megatron")
+        name in attributes(each) for each in resolve(owner).raw.__mro__ if each.__module__.startswith("megatron")
     )
 
 

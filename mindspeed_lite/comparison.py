@@ -1,0 +1,257 @@
+"""Compares an operator with the original on one call: output and gradients, each with the error that is allowed.
+
+Errors are relative, in the 2-norm over the whole tensor, summed in float64. The bound depends on the numerics class:
+
+bitwise     0: every value must be equal
+ulp         twice the original's own rounding error plus one eps of the coarsest dtype; 8 eps between the two if that
+            error cannot be measured
+deviation   none, but values are finite where the original's are
+
+The original's rounding error is its distance from itself in float64, or in float32 if all inputs have 16 bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from mindspeed_lite.ops.traced import plain_torch
+
+EPS_WITHOUT_TRUTH = 8
+
+Function = Callable[..., torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Part(NamedTuple):
+    """The original on a part of a call, to evaluate in a wider type if the whole is too large.
+
+    `original` depends on nothing but the parts of the inputs, and these affect no other output. `output` and `inputs`
+    are the subscripts of the parts.
+    """
+
+    original: Function
+    output: Any = ...
+    inputs: Sequence[Any] | None = None
+
+    def places(self, tensors: int) -> list[Any]:
+        return [self.output, *(self.inputs or [...] * tensors)]
+
+
+class Finding(NamedTuple):
+    """One result: its distance from the original's, and the error that is held against the bound."""
+
+    name: str
+    apart: float | None = None
+    error: float | None = None
+    bound: float | None = None
+    measured_from: str = "original"
+    problem: str = ""
+
+    @property
+    def share(self) -> float:
+        """The part of the bound that is used up; above 1 it is exceeded."""
+        if self.problem or (self.error is not None and self.error != self.error):
+            return float("inf")
+        if self.error is None or self.bound is None:
+            return 0.0
+        return self.error / self.bound if self.bound else (float("inf") if self.error else 0.0)
+
+
+def compare(
+    numerics: str,
+    ours: Function,
+    original: Function,
+    inputs: Mapping[str, torch.Tensor],
+    parts: Sequence[Part],
+    widened: bool,
+    seed: int,
+) -> tuple[list[Finding], str]:
+    """The findings for the output and each input's gradient, and why the original was not widened."""
+    tensors = tuple(inputs.values())
+    # With gradients disabled, as in the first pass of a recomputed layer, every input gets one.
+    wanted = [t.is_floating_point() and (not torch.is_grad_enabled() or t.requires_grad) for t in tensors]
+    # What is saved for backward here must not reach the hooks of an outer checkpoint or offloader.
+    with (
+        _restored_randomness(tensors[0].device) as restore,
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+    ):
+        leaves = _copies(tensors, wanted)
+        output = ours(*leaves)
+        generator = torch.Generator(output.device).manual_seed(seed)
+        dout = torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+        here = [output.detach(), *_gradients(output, leaves, dout)]
+        restore()
+        leaves = _copies(tensors, wanted)
+        output = original(*leaves)
+        if output.shape != dout.shape:
+            problem = f"output has shape {tuple(dout.shape)}, the original's has {tuple(output.shape)}"
+            return [Finding("output", problem=problem)], ""
+        there = [output.detach(), *_gradients(output, leaves, dout)]
+        del output, leaves
+        pairs = [_pair(a, b) for a, b in zip(here, there, strict=True)]
+        part, why_not = Part(original), ""
+        truth: list[torch.Tensor | None] = [None] * len(pairs)
+        wide = torch.float64 if any(t.dtype in (torch.float32, torch.float64) for t in tensors) else torch.float32
+        if numerics == "ulp" and widened:
+            part = _where_they_differ_most(parts, pairs) if parts else part
+            restore()
+            try:
+                truth = _widened(part, tensors, wanted, dout, wide)
+            except Exception as error:
+                why_not = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+    eps = max((torch.finfo(t.dtype).eps for t in (dout, *tensors) if t.is_floating_point()), default=0.0)
+    names = ("output", *(f"gradient of {name}" for name in inputs))
+    rows = zip(names, pairs, part.places(len(tensors)), truth, strict=True)
+    return [_judge(name, numerics, pair, eps, place, true, wide) for name, pair, place, true in rows if pair], why_not
+
+
+@contextlib.contextmanager
+def _restored_randomness(device: torch.device) -> Iterator[Callable[[], None]]:
+    """Restores the random states at the end of the block; yields a function that does so at once."""
+    # The device layer may answer torch's functions with the device's state.
+    states: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+        (torch.default_generator.set_state, (torch.default_generator.get_state(),)),
+        (torch.set_rng_state, (torch.get_rng_state(),)),
+    ]
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states.append((module.set_rng_state, (module.get_rng_state(device), device)))
+
+    def restore() -> None:
+        for put, state in states:
+            put(*state)
+
+    try:
+        yield restore
+    finally:
+        restore()
+
+
+def _copies(tensors: Sequence[torch.Tensor], wanted: Sequence[bool]) -> list[torch.Tensor]:
+    """Leaves with the values and, since kernels depend on them, the strides of `tensors`."""
+    copies = []
+    for tensor, wants in zip(tensors, wanted, strict=True):
+        tensor = tensor.detach()
+        if 0 in tensor.stride():  # expanded: its elements cannot be written one by one
+            copy = tensor.clone()
+        else:
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            copy.copy_(tensor)
+        copies.append(copy.requires_grad_(wants))
+    return copies
+
+
+def _gradients(output: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor | None]:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    if not wanted or not output.requires_grad:
+        return [None] * len(leaves)
+    found = iter(torch.autograd.grad(output, wanted, dout.to(output.dtype), allow_unused=True))
+    return [next(found) if leaf.requires_grad else None for leaf in leaves]
+
+
+def _pair(a: torch.Tensor | None, b: torch.Tensor | None) -> Pair | None:
+    if a is None:
+        return None if b is None else (torch.zeros_like(b), b)
+    return a, torch.zeros_like(a) if b is None else b
+
+
+def _widened(
+    part: Part, tensors: Sequence[torch.Tensor], wanted: Sequence[bool], dout: torch.Tensor, wide: torch.dtype
+) -> list[torch.Tensor | None]:
+    mode, places = _Wider(wide), part.places(len(tensors))
+    leaves = [
+        mode.widen(t.detach()[place]).clone().requires_grad_(wants)
+        for t, wants, place in zip(tensors, wanted, places[1:], strict=True)
+    ]
+    # A compiled function has the narrow types in its code.
+    eager = torch.compiler.set_stance("force_eager")
+    with torch.autocast(leaves[0].device.type, enabled=False), eager, plain_torch(), mode:
+        output = part.original(*leaves)
+        if output.dtype != wide:
+            raise TypeError(f"its output is {str(output.dtype).removeprefix('torch.')}")
+        return [output.detach(), *_gradients(output, leaves, mode.widen(dout[places[0]]))]
+
+
+class _Wider(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Operators take and make no floating-point tensor narrower than `wide`; on CPU if the device has no float64."""
+
+    def __init__(self, wide: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wide = wide
+
+    def widen(self, given: Any) -> Any:
+        """An argument of an operator, widened if it is a tensor or a dtype."""
+        if isinstance(given, torch.Tensor):
+            return given.to(device=self.widen(given.device), dtype=self.widen(given.dtype))
+        if isinstance(given, torch.device) and self.wide == torch.float64 and given.type not in ("cpu", "cuda", "meta"):
+            return torch.device("cpu")
+        if isinstance(given, torch.dtype) and given.is_floating_point:
+            return self.wide if torch.finfo(given).eps > torch.finfo(self.wide).eps else given
+        return given
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A tensor that is written stays the caller's own.
+        schema = {
+            each.name: each.alias_info is not None and each.alias_info.is_write for each in func._schema.arguments
+        }
+
+        def widen(name: str, given: Any) -> Any:
+            return given if schema.get(name) else tree_map(self.widen, given)
+
+        args = [widen(name, each) for name, each in zip(schema, args, strict=False)]
+        return func(*args, **{name: widen(name, each) for name, each in (kwargs or {}).items()})
+
+
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor if tensor.device.type in ("cpu", "cuda") else tensor.cpu()).to(torch.float64)
+
+
+def _where_they_differ_most(parts: Sequence[Part], pairs: Sequence[Pair | None]) -> Part:
+    def apart(part: Part) -> float:
+        places = part.places(len(pairs) - 1)
+        return max(_distance(*_finite(pair, place)) for pair, place in zip(pairs, places, strict=True) if pair)
+
+    return parts[0] if len(parts) == 1 else max(parts, key=apart)
+
+
+def _finite(pair: Pair, place: Any = ...) -> Pair:
+    a, b = (_in_float64(each[place]) for each in pair)
+    finite = a.isfinite() & b.isfinite()
+    return a.where(finite, 0.0), b.where(finite, 0.0)
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative distance of a from b; the root mean square of a if b is zero."""
+    size = float(b.norm()) or float(max(b.numel(), 1)) ** 0.5
+    return float((a - b).norm()) / size
+
+
+def _judge(
+    name: str, numerics: str, pair: Pair, eps: float, place: Any, truth: torch.Tensor | None, wide: torch.dtype
+) -> Finding:
+    a, b = pair
+    is_lost = bool((~a.isfinite() & b.isfinite()).any())
+    problem = f"{name} is not finite where the original's is" if is_lost else ""
+    apart = _distance(*_finite(pair))
+    if numerics == "bitwise":
+        # By value, NaN equal to NaN: a difference may be too small for the norm.
+        same = a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+        return Finding(name, apart, 0.0 if same else max(apart, sys.float_info.min), 0.0, problem=problem)
+    if numerics == "deviation":
+        return Finding(name, apart, measured_from="", problem=problem)
+    if truth is None:
+        return Finding(name, apart, apart, EPS_WITHOUT_TRUTH * eps, problem=problem)
+    truth = _in_float64(truth)
+    error, own = (_distance(each, truth) for each in _finite(pair, place))
+    # A gradient that is zero by cancellation consists of rounding of terms of order one.
+    slack = eps if bool(truth.any()) else EPS_WITHOUT_TRUTH * eps
+    return Finding(name, apart, error, 2 * own + slack, str(wide).removeprefix("torch."), problem)

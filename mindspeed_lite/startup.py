@@ -1,0 +1,291 @@
+"""From Megatron's command line to active features, in one direction. The way of a flag:
+
+1. `_add_arguments`: Megatron builds its parser, and our groups join it (`engine/options.py`).
+2. `_CommandLine.attach`: the parser reads the words, MindSpeed's flags translated (`migration`).
+3. `_after_parsing`: a YAML file may replace the arguments; flags of the command line survive it.
+4. `_prepare`: defaults that need an absent package are switched, arguments checked, the request formed.
+5. `_validate`: arguments that features set go in (`runtime.with_arguments`), and Megatron validates.
+6. `runtime.plan_requests`: settings -> plan (`engine/plan.py`), made once; again only if a feature that has set
+   arguments does not apply to what Megatron's validation made of them.
+7. `runtime.apply_requests`: plan -> swaps (`engine/swaps.py`), all or none; `runtime.show_report` prints the report.
+
+Every route to training goes through the hooked functions, with arguments from the command line, YAML or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mindspeed_lite import error_exit, migration, platform, runtime
+from mindspeed_lite.engine import (
+    Around,
+    Collision,
+    Feature,
+    ImportHandle,
+    OptionError,
+    Override,
+    Patch,
+    Plan,
+    Session,
+    add_arguments,
+    when_imported,
+)
+from mindspeed_lite.patches._shared import megatron_defaults, pipeline_orders, preflight
+from mindspeed_lite.platform import megatron
+
+
+class _CommandLine:
+    """What the last parser has read."""
+
+    def __init__(self) -> None:
+        self.collisions: list[Collision] = []
+        self.namespace: argparse.Namespace | None = None
+        self.explicit: set[str] = set()
+        self.flags: frozenset[str] = frozenset()
+        self.translation = migration.Translation((), ())
+
+    def attach(self, parser: argparse.ArgumentParser) -> None:
+        """Let a parser translate MindSpeed's flags, record what it reads, and end with one line per error."""
+        parse_known, get_values = parser.parse_known_args, parser._get_values
+
+        def parse_known_args(args: Any = None, namespace: Any = None) -> Any:
+            self.flags = frozenset(parser._option_string_actions)
+            self.explicit.clear()
+            self._translate(sys.argv[1:] if args is None else list(args))
+            self.namespace, unknown = parse_known(list(self.translation.accepted), namespace)
+            file = getattr(self.namespace, "yaml_cfg", None)
+            if file and not os.path.isfile(file):
+                parser.error(f"argument --yaml-cfg: there is no file {file}")
+            return self.namespace, [*unknown, *self._refused_words()]
+
+        def _get_values(action: argparse.Action, words: list[str]) -> Any:
+            # argparse calls this for each option of the command line.
+            self.explicit.add(action.dest)
+            return get_values(action, words)
+
+        def parse_args(args: Any = None, namespace: Any = None) -> Any:
+            found, unknown = parser.parse_known_args(args, namespace)
+            if unknown:
+                unknown = unknown[: len(unknown) - len(self._refused_words())]
+                lines = migration.unrecognized(unknown, parser._option_string_actions)
+                parser.error("\n".join([*self.translation.refusals, *lines]))
+            return found
+
+        def error(message: str) -> None:
+            # Instead of Megatron's usage of 760 lines, which --help shows.
+            lines = list(dict.fromkeys([*self.translation.refusals, *message.splitlines()]))
+            error_exit.print_error(f"\n{parser.prog}: error: ".join(lines), parser.prog, sys.stderr)
+            parser.exit(error_exit.EXIT_CODE)
+
+        parser._get_values = _get_values  # type: ignore[method-assign, assignment]
+        parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+        parser.parse_args = parse_args  # type: ignore[assignment]
+        parser.error = error  # type: ignore[assignment]
+
+    def _translate(self, words: Sequence[str]) -> None:
+        device = platform.activate().name
+        missing = next(each.missing for each in megatron_defaults.DEFAULTS if each.dest == "transformer_impl")
+        self.translation = migration.translate(
+            words, self.flags, device=device, transformer_engine=missing(device) is None
+        )
+
+    def _refused_words(self) -> list[str]:
+        return [word for step in self.translation.steps if step.outcome == "refused" for word in step.words]
+
+    def read_yaml(self, values: Mapping[str, Any]) -> None:
+        """Read the keys of a YAML file that are MindSpeed's flags: a notice for those without effect.
+
+        Raises:
+            OptionError: a key is named differently here, or is not served.
+        """
+        words: list[str] = []
+        for name, value in values.items():
+            if isinstance(value, (bool, int, float, str, list)) and value is not False:
+                given = value if isinstance(value, list) else [] if value is True else [value]
+                words += [f"--{name.replace('_', '-')}", *map(str, given)]
+        found = migration.translate(words, self.flags, device=platform.activate().name)
+        steps = [each for each in found.steps if each.use.flag not in self.flags]
+        wrong = [each.line for each in steps if each.outcome not in ("not needed", "skipped")]
+        if wrong:
+            raise OptionError(
+                f"--yaml-cfg: MindSpeed's keys are not translated in a file, write what they mean: {'; '.join(wrong)}"
+            )
+        self.translation = replace(found, steps=tuple(steps))
+
+    def notices(self) -> list[str]:
+        ignored = [f"{line} (ignored: this script ignores unknown flags)" for line in self.translation.refusals]
+        return [*self.translation.notices, *ignored]
+
+
+def _add_arguments(parser: argparse.ArgumentParser, line: _CommandLine) -> None:
+    version = megatron.version() or "0"
+    line.collisions = add_arguments(parser, runtime.catalogue(), runtime.GENERAL, host_version=version)
+    for action in parser._actions:  # a lone % in the help of 0.18 and 0.19 makes `--help` fail
+        if action.help and action.help is not argparse.SUPPRESS:
+            try:
+                action.help % {**vars(action), "prog": parser.prog}
+            except (ValueError, TypeError, KeyError):
+                action.help = action.help.replace("%", "%%")
+    line.attach(parser)
+
+
+def _after_parsing(args: Any, line: _CommandLine) -> None:
+    if args is not line.namespace and line.namespace is not None:
+        # A YAML file has replaced the arguments of the command line.
+        holders = megatron.argument_holders(args)
+        for option in (*runtime.GENERAL, *runtime.catalogue().options()):
+            is_there = any(hasattr(holder, option.dest) for holder in holders)
+            if option.dest in line.explicit or not is_there:
+                _set(holders, {option.dest: getattr(line.namespace, option.dest, option.default)})
+        line.explicit.clear()
+        line.read_yaml(_flat(holders))
+    for change in _changes:
+        change(args)
+
+
+def _prepare(args: Any, line: _CommandLine) -> runtime.FeatureRequest:
+    """The request of a script's arguments, before Megatron validates them."""
+    device = platform.activate().name
+    notices = dict.fromkeys(line.notices(), "") | megatron_defaults.switch(args, device, line.explicit)
+    restore_compile = megatron_defaults.disable_compile(args, device)
+    if restore_compile is not None:
+        _undo.append(restore_compile)
+    flat = _flat(megatron.argument_holders(args))
+    preflight.check(flat)
+    return runtime.FeatureRequest(
+        runtime.given_flags(flat), flat, frozenset(line.explicit), line.collisions, arguments={}, notices=notices
+    )
+
+
+def _validate(args: Any, validate: Callable[[], Any], line: _CommandLine) -> Any:
+    """Megatron's validation; before it features set their arguments, after it they are applied.
+
+    If a feature does not apply to what Megatron made of its arguments, they are restored and validated without it.
+    """
+    request = _prepare(args, line)
+    earlier = [each for each in runtime.requests() if each.arguments is None]
+    holders = megatron.argument_holders(args)
+    before = [dict(vars(holder)) for holder in holders]
+    without: dict[str, str] = {}
+    while True:
+        asked = runtime.with_arguments(replace(request, without=without), earlier)
+        hidden = megatron_defaults.hide(args)
+        for values in (asked.arguments or {}).values():
+            _set(holders, values)
+        validated = validate()
+        final = args if validated is None else validated
+        asked = replace(asked, host_args=final)
+        planned = runtime.plan_requests([*earlier, asked])
+        lost = _lost(planned[0], asked)
+        if not lost:
+            break
+        without |= lost
+        for holder, values in zip(holders, before, strict=True):
+            vars(holder).clear()
+            vars(holder).update(values)
+    active = runtime.apply_requests([*earlier, asked], planned)
+    for dest in megatron_defaults.REFUSED:
+        # On if the feature of that name makes it work; not for an order of passes that delays weight gradients itself,
+        # which Megatron's configuration refuses.
+        applied = active.plan.outcome(dest).status == "applied"
+        applied = applied and not pipeline_orders.delays_weight_gradients(asked.flags)
+        if applied or dest in hidden:
+            _set(megatron.argument_holders(final), {dest: applied})
+    runtime.show_report(active)
+    return validated
+
+
+def _lost(plan: Plan, asked: runtime.FeatureRequest) -> dict[str, str]:
+    outcomes = [plan.outcome(name) for name in asked.arguments or ()]
+    return {each.feature.name: "; ".join(each.reasons) or "it is off" for each in outcomes if each.status != "applied"}
+
+
+def _flat(holders: Sequence[Any]) -> dict[str, Any]:
+    return {name: value for holder in reversed(holders) for name, value in vars(holder).items()}
+
+
+def _set(holders: Sequence[Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        # Megatron's YAML route takes no name twice.
+        for holder in [each for each in holders if hasattr(each, name)] or holders[:1]:
+            setattr(holder, name, value)
+
+
+# Hooks
+
+
+def _hooks(line: _CommandLine) -> tuple[Patch, ...]:
+    def around_add(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: argparse.ArgumentParser) -> Any:
+            parser = wrapped(parser)
+            _add_arguments(parser, line)
+            return parser
+
+        return add_megatron_arguments
+
+    def around_parse(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+            args = wrapped(extra_args_provider, ignore_unknown_args)
+            _after_parsing(args, line)
+            return args
+
+        return parse_args
+
+    def around_validate(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
+        def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006  (Megatron's signature)
+            return _validate(args, lambda: wrapped(args, defaults), line)
+
+        return validate_args
+
+    return (
+        Override(megatron.ADD_ARGUMENTS, around_add),
+        Around(megatron.PARSE_ARGS, around_parse),
+        Around(megatron.VALIDATE_ARGS, around_validate),
+        Around(megatron.VALIDATE_YAML, around_validate),
+    )
+
+
+_waiting: list[ImportHandle] = []
+_placed: list[megatron.Placed] = []
+_changes: list[Callable[[Any], None]] = []
+_undo: list[Callable[[], None]] = []
+
+
+def before_validation(change: Callable[[Any], None]) -> None:
+    """Call `change` with the parsed arguments before Megatron validates them; for `bench`."""
+    _changes.append(change)
+
+
+def install() -> None:
+    """Hook Megatron's argument modules now or when they are imported; a second call changes nothing."""
+    if _waiting:
+        return
+    modules: dict[str, list[Patch]] = {}
+    for patch in _hooks(_CommandLine()):
+        modules.setdefault(patch.target.partition(":")[0], []).append(patch)
+    for module, patches in modules.items():
+        feature = megatron.always(module.rpartition(".")[2], "features by flag", *patches)
+        _waiting.append(when_imported(module, functools.partial(_place, feature)))
+
+
+def _place(feature: Feature, module: Any) -> None:
+    _placed.append(megatron.place(feature))
+
+
+def remove() -> None:
+    _changes.clear()
+    while _waiting:
+        _waiting.pop().cancel()
+    while _placed:
+        _placed.pop().remove()
+    while _undo:
+        _undo.pop()()
+
+
+__all__ = ["before_validation", "install", "remove"]
