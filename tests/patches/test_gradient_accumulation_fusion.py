@@ -135,7 +135,8 @@ def test_the_deferred_output_layer_finds_the_extension_too():
     expected = sum(b.flatten(0, 1).double().t() @ a.flatten(0, 1).double() for a, b in zip(x, dy, strict=True))
     with mindspeed_lite.enabled(**{ON: True, "strict": True}):
         drain_embedding_wgrad_compute(config, x, dy, weight, torch.distributed.group.WORLD)
-    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-5, atol=1e-5)
+    # One product, rounded to bf16.
+    torch.testing.assert_close(weight.main_grad.double(), expected, rtol=1e-2, atol=6e-2)
 
 
 @forked("megatron")

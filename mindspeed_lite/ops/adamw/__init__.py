@@ -30,15 +30,7 @@ class Case(NamedTuple):
     moments: torch.dtype = torch.float32
 
 
-OPERATOR = Operator(
-    "adamw",
-    reference.adamw,  # type: ignore[arg-type]  # it writes in place and returns nothing
-    {
-        "cpu": "mindspeed_lite.ops.adamw.cpu",
-        "cuda": "mindspeed_lite.ops.adamw.cuda",
-        "npu": "mindspeed_lite.ops.adamw.npu",
-    },
-)
+OPERATOR = Operator("adamw", reference.adamw)  # type: ignore[arg-type]  # in place, returns nothing
 
 
 @torch.no_grad()

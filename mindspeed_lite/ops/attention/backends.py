@@ -9,15 +9,7 @@ from mindspeed_lite.ops.attention import reference
 from mindspeed_lite.ops.attention.spec import AttentionSpec
 from mindspeed_lite.ops.dispatch import Operator
 
-OPERATOR = Operator(
-    "attention",
-    reference.attention,  # type: ignore[arg-type]  # a pair
-    {
-        "cpu": "mindspeed_lite.ops.attention.cpu",
-        "cuda": "mindspeed_lite.ops.attention.cuda",
-        "npu": "mindspeed_lite.ops.attention.npu",
-    },
-)
+OPERATOR = Operator("attention", reference.attention)  # type: ignore[arg-type]  # two results
 
 
 def module(spec: AttentionSpec) -> Any:

@@ -21,11 +21,7 @@ class Case(NamedTuple):
     contiguous: bool
 
 
-OPERATOR = Operator(
-    "l2norm",
-    reference.l2norm,
-    {"cpu": "mindspeed_lite.ops.l2norm.cpu", "cuda": "mindspeed_lite.ops.l2norm.cuda"},
-)
+OPERATOR = Operator("l2norm", reference.l2norm)
 
 
 @torch.no_grad()

@@ -147,12 +147,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in total's dtype, which is wider than that of a and b or the same."""
-    if not accumulate_wgrad.why_not(total, a.t(), b):
+    """total += a @ b, summed in total's dtype, which is that of a and b or wider."""
+    if accumulate_wgrad.sums_in_main_dtype(total, b):
         accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
     else:
-        # A product in 16 bits is rounded to them, and one rounding per chunk would add up. What it lost is the same
-        # product minus the rounded one, which is a single product too: the sum inside is in fp32.
+        # The 16-bit product and what its rounding lost: one rounding per chunk would add up.
         rounded = torch.mm(a, b)
         total += rounded
         total += torch.addmm(rounded, a, b, beta=-1)

@@ -36,15 +36,7 @@ class Case(NamedTuple):
     biased: bool = False
 
 
-OPERATOR = Operator(
-    "moe_router",
-    reference.moe_router,
-    {
-        "cpu": "mindspeed_lite.ops.moe_router.cpu",
-        "cuda": "mindspeed_lite.ops.moe_router.cuda",
-        "npu": "mindspeed_lite.ops.moe_router.npu",
-    },
-)
+OPERATOR = Operator("moe_router", reference.moe_router)
 
 
 def topk_routing(

@@ -31,15 +31,7 @@ class Case(NamedTuple):
     """Whether tokens, experts or rows are too many to be sorted as fp32 numbers, or a token has 512 experts."""
 
 
-OPERATOR = Operator(
-    "permute",
-    reference.permute,  # type: ignore[arg-type]  # three results
-    {
-        "cpu": "mindspeed_lite.ops.permute.cpu",
-        "cuda": "mindspeed_lite.ops.permute.cuda",
-        "npu": "mindspeed_lite.ops.permute.npu",
-    },
-)
+OPERATOR = Operator("permute", reference.permute)  # type: ignore[arg-type]  # three results
 
 
 def permute(
