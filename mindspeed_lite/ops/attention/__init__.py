@@ -13,14 +13,14 @@ their results for 16-bit inputs are fp32 sums that are not rounded. No row is em
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.attention import band, positional_dropout, reference
-from mindspeed_lite.ops.attention.backends import OPERATOR, fallback_reasons, module
-from mindspeed_lite.ops.attention.positional_dropout import PositionalDropout
+from mindspeed_lite.ops.attention import band, blocked, reference
+from mindspeed_lite.ops.attention.blocked import PositionalDropout
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case, prepare
+from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = [
     "OPERATOR",
@@ -36,36 +36,7 @@ __all__ = [
 ]
 
 
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+OPERATOR = Operator("attention", reference.attention)  # type: ignore[arg-type]  # two results
 
 
 def attention(
@@ -112,23 +83,8 @@ def attention(
     of size sq x sk, if anything, stands in their files; no backend keeps it per head. Scores and softmax are fp32
     there; the reference is fp32 throughout (float64 for float64).
     """
-    out, lse = attend(
-        q,
-        k,
-        v,
-        prepare(
-            q,
-            k,
-            v,
-            causal=causal,
-            mask=mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            window=window,
-            sink=sink,
-            return_lse=return_lse,
-        ),
-    )
+    options = {"causal": causal, "mask": mask, "scale": scale, "dropout_p": dropout_p, "window": window, "sink": sink}
+    out, lse = attend(q, k, v, prepare(q, k, v, **options, return_lse=return_lse))  # type: ignore[arg-type]
     return (out, lse) if return_lse else out
 
 
@@ -170,10 +126,9 @@ def forward(
         below = dropout and dropout.of_rows(slice(cut, None))
         rest = forward(q[cut:], k, v, _below(spec, q, k), wide=wide, dropout=below)
         return _behind(rest, cut, None)
-    if dropout is not None:
-        out, lse = positional_dropout.forward(q, k, v, spec, dropout)
-        return (out if wide else out.to(q.dtype)), lse
     backend = module(spec)
+    if dropout is not None and not spec.empty:
+        backend, spec = blocked, spec._replace(rng=dropout)
     pair: tuple[torch.Tensor, torch.Tensor]
     if not wide or not _is_narrow(q.dtype):
         pair = backend.forward(q, k, v, spec)
@@ -210,11 +165,10 @@ def backward(
         below = dropout and dropout.of_rows(slice(empty, None))
         dq, dk, dv = backward(*rows, _below(spec, q, k), wide=wide, dropout=below)
         return torch.nn.functional.pad(dq, (0, 0) * 3 + (empty, 0)), dk, dv
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    if dropout is not None:
-        dq, dk, dv = positional_dropout.backward(dout, q, k, v, out, lse, spec, dropout)
-        return (dq, dk, dv) if wide else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
     backend = module(spec)
+    if dropout is not None and not spec.empty:
+        backend, spec = blocked, spec._replace(rng=dropout)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     if not wide or not _is_narrow(q.dtype):
         gradients = backend.backward(dout, q, k, v, out, lse, spec)
         return gradients
@@ -223,6 +177,16 @@ def backward(
         return gradients
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, spec)
     return dq.float(), dk.float(), dv.float()
+
+
+def fallback_reasons(spec: AttentionSpec) -> list[str]:
+    """Every reason why the call would run on the reference, not on its device's backend."""
+    return OPERATOR.why_not(spec.case)
+
+
+def module(spec: AttentionSpec) -> Any:
+    """The module of the backend that serves a call."""
+    return reference if spec.empty else OPERATOR.module(spec.case)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.attention import PositionalDropout, band
+from mindspeed_lite.ops.attention import PositionalDropout, band, module
 from mindspeed_lite.ops.attention import attend as attend_dense
 from mindspeed_lite.ops.attention import backward as backward_dense
 from mindspeed_lite.ops.attention import forward as forward_dense
 from mindspeed_lite.ops.attention import prepare as prepare_dense
-from mindspeed_lite.ops.attention.backends import module
 from mindspeed_lite.ops.attention.packing import Packing, Spans
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case
 
