@@ -1,4 +1,4 @@
-"""attention over sequences of several lengths that stand behind one another, each seeing itself only."""
+"""attention over packed sequences of several lengths, each within itself."""
 
 from __future__ import annotations
 
@@ -34,11 +34,9 @@ def attention(
     """The package's `attention` within each sequence of `packing`.
 
     q: [t, n, d], k: [u, g, d], v: [u, g, dv]. Returns out [t, n, dv], contiguous, and with `return_lse` also lse
-    [n, t]. Rows of no sequence are padding: they return 0 and the lse -inf, and get and give no gradient. The other
-    arguments are those of the package's `attention`.
+    [n, t]. Rows of no sequence are padding: they return 0 and the lse -inf, and get and give no gradient.
 
-    Sequences of one length run as a batch; others through the device's kernel for packs where it has one, else one
-    after the other.
+    Sequences of one length run as a batch; others in the device's kernel for packs, or one after the other.
     """
     spec = prepare(
         q,

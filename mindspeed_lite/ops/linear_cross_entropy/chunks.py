@@ -1,11 +1,8 @@
-"""linear_cross_entropy chunk by chunk of the vocabulary, on whatever kernels look at a chunk of logits.
+"""linear_cross_entropy by chunks of the vocabulary, on a backend's passes over a chunk of logits.
 
-Chunks of the vocabulary and not of the tokens: the product that gives a chunk of weight's gradient then runs over all
-tokens, is complete, and needs no fp32 copy of weight's size to be summed in. What is summed over chunks is the
-gradient of hidden, which is small beside the logits.
-
-The logits of the first columns are kept for the backward pass as far as KEPT_BYTES go, which writes their gradient over
-them; those of the others are computed again. Kept columns are one chunk: a product of theirs is rounded once.
+Chunks of the vocabulary and not of the tokens: the product for a chunk of weight's gradient runs over all tokens and
+needs no fp32 copy of weight's size. Only the gradient of hidden is summed over chunks. The logits of the first columns
+are kept for the backward pass, up to KEPT_BYTES, and form one chunk; the others are recomputed.
 """
 
 from __future__ import annotations
