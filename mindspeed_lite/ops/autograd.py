@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 Inputs = Sequence[torch.Tensor | None]
+Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Kernel(NamedTuple):
@@ -49,3 +50,10 @@ class _Function(torch.autograd.Function):
             return (None, None, *(None for _ in wanted))
         gradients = ctx.kernel.backward(dout, ctx.saved_tensors, ctx.options, wanted)
         return (None, None, *(each if want else None for each, want in zip(gradients, wanted, strict=True)))
+
+
+def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
+    """`forward(x)` of a linear function, whose backward pass applies the adjoint; keeps no tensor."""
+    kernel = Kernel(lambda inputs, _: (forward(inputs[0]), ()), lambda dy, *_: (adjoint(dy),))
+    y: torch.Tensor = apply(kernel, (x,))
+    return y

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_lite.ops.adamw import moments, reference
-from mindspeed_lite.ops.adamw.pieces import Blocks
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
 from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = ["OPERATOR", "Case", "Rule", "adamw"]

@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
-from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
 
 __all__ = [
     "OPERATOR",

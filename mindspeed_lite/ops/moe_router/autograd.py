@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mindspeed_lite.ops import autograd
-from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, Form
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, Form
 
 
 class Routed(NamedTuple):
