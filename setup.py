@@ -53,7 +53,7 @@ setup(
         "mindspeed_lite.patches": ["fingerprints.json"],
         "mindspeed_lite": ["py.typed"],
         "mindspeed_lite.migration": ["flags.tsv"],
-        "mindspeed_lite.ops": ["*/cpu.cpp", "*/*.h"],
+        "mindspeed_lite.ops": ["*/*.cpp", "*/*.h"],
         "mindspeed_lite.platform": ["fingerprints.json"],
         "mindspeed_lite.cli": ["features.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],

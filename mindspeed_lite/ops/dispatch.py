@@ -1,30 +1,27 @@
-"""Chooses, for an operator call, the implementation that its tensors' device offers.
+"""Chooses the implementation of an operator call by the device of its tensors.
 
-An operator package describes a call by a *case*: a named tuple of cheap metadata whose field `device` is the
-tensors' device type. `Operator.choose(case)` returns an implementation and remembers it, so that a later call
-of the same case costs one dictionary lookup. A backend module is imported when a case first names its device
-(or when the table asks), and holds two functions: one with the operator's name and signature, and
+A *case* is a named tuple of metadata that describes a call; its field `device` is the device type. `Operator.choose`
+remembers its answer for a case: a later call costs one dictionary lookup (2 to 4 us with the checks of the public
+function). A backend is the file `cpu.py`, `cuda.py` or `npu.py` beside the operator's `reference.py`. It is
+imported at the first case of its device and defines a function with the operator's name, and
 
-    supported(case) -> list[str]        every reason why it cannot serve the case; empty means it can
+    supported(case) -> list[str]        every reason why it cannot serve the case
 
-What a backend cannot do goes to the reference, and each (operator, backend, reasons) is logged once: a WARNING
-of the logger "mindspeed_lite", and a call of every subscriber of `on_fallback`.
+Refused cases run on the reference, and each (operator, backend, reasons) is logged once.
 
-Host cost in thread time, torch 2.11 on one x86 core, minimum over loops: choosing, with the checks of the
-public function around it, takes 2.0 us for rms_norm and 4.0 us for attention. Registering a kernel of our own
-with autograd costs more, and was measured both ways around the same rms_norm kernels on an [8, 64] tensor,
-forward call: torch.autograd.Function adds 30 us with gradients (8 us if its forward does nothing) and 0
-without, since it is then not entered; torch.library.custom_op adds 86 us with gradients and 26 us without.
-Hence operators that bring their own backward use autograd.Function.
+Operators with a backward pass of their own use autograd.Function and not torch.library.custom_op, which costs 86 us
+more per forward call instead of 30 us (rms_norm of [8, 64], torch 2.11).
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +46,7 @@ _subscribers: list[FallbackCallback] = []
 
 
 class Case(Protocol):
-    """What every operator's case has in common; a case is hashable and compares by value."""
+    """What all cases have in common; hashable and compared by value."""
 
     @property
     def device(self) -> str: ...
@@ -58,54 +55,45 @@ class Case(Protocol):
 
 
 class Selection(NamedTuple):
-    """The backend that serves a device, and why a better one does not."""
+    """The backend that serves a device, and the reasons why a better one does not."""
 
     backend: str
     reasons: tuple[str, ...]
 
 
 class Operator:
-    """One operator: its reference and the modules of its backends, keyed by device type."""
+    """An operator: its reference and the modules of its backends by device type (default: the files beside it)."""
 
-    def __init__(self, name: str, reference: Implementation, backends: Mapping[str, str]) -> None:
+    def __init__(self, name: str, reference: Implementation, backends: Mapping[str, str] | None = None) -> None:
         self.name = name
         self.reference = reference
-        self.backends = dict(backends)
+        self.backends = _found_beside(reference) if backends is None else dict(backends)
         self._chosen: dict[Case, Implementation] = {}
-        self._modules: dict[str, ModuleType | str] = {}
         self._forced: str | None = None
 
     def choose(self, case: Case) -> Implementation:
-        """The implementation for `case`; after the first time one dictionary lookup."""
+        """The implementation for `case`."""
         chosen = self._chosen.get(case)
         return self._resolve(case) if chosen is None else chosen
 
-    def why_not(self, case: Case) -> list[str]:
-        """Every reason why the backend of the case's device cannot serve it; empty when it can.
+    def module(self, case: Case) -> Any:
+        """The module of the implementation for `case`, for operators of several functions."""
+        return sys.modules[self.choose(case).__module__]
 
-        A device for which the operator has no backend on purpose (the reference is the best there is) has
-        no reasons either.
-        """
+    def why_not(self, case: Case) -> list[str]:
+        """Every reason why the backend of the case's device cannot serve it; none if there is no such backend."""
         return self._reasons(self._forced or case.device, case)
 
     def unusable(self, backend: str) -> list[str]:
-        """Why `backend` can serve no case at all in this process."""
+        """Why `backend` can serve no case in this process."""
         if backend == REFERENCE:
             return []
         if backend not in self.backends:
             return [f"{self.name} has no backend of that name (it has {', '.join(sorted(self.backends))})"]
         reasons = device_unusable(backend)
-        if not reasons:
-            module = self._module(backend)
-            if isinstance(module, str):
-                reasons.append(module)
+        if not reasons and isinstance(module := self._module(backend), str):
+            reasons.append(module)
         return reasons
-
-    def forget(self) -> None:
-        """Drops every choice and every loaded backend, as in a fresh process."""
-        with _lock:
-            self._chosen.clear()
-            self._modules.clear()
 
     def _resolve(self, case: Case) -> Implementation:
         backend = self._forced or case.device
@@ -113,7 +101,7 @@ class Operator:
         if reasons and self._forced is not None:
             raise RuntimeError(f"{self.name}: {backend} is forced and cannot serve this call: {'; '.join(reasons)}")
         if reasons:
-            # Before remembering: a subscriber that raises (strict mode) must be asked again by the next call.
+            # First, so that the next call reports again if a subscriber raises (strict mode).
             report_fallback(self.name, backend, tuple(reasons))
         module = None if reasons else self._module(backend)
         chosen: Implementation = getattr(module, self.name) if isinstance(module, ModuleType) else self.reference
@@ -121,8 +109,6 @@ class Operator:
         return chosen
 
     def _reasons(self, backend: str, case: Case) -> list[str]:
-        if backend == REFERENCE or backend not in self.backends:
-            return []
         module = self._module(backend)
         if isinstance(module, ModuleType):
             reasons: list[str] = module.supported(case)
@@ -130,17 +116,19 @@ class Operator:
         return [] if module is None else [module]
 
     def _module(self, backend: str) -> ModuleType | str | None:
-        """The loaded backend module, or the reason why it does not load."""
+        """The backend's module, the reason why it does not load, or None if there is none."""
         if backend not in self.backends:
             return None
-        module = self._modules.get(backend)
-        if module is None:
-            try:
-                module = importlib.import_module(self.backends[backend])
-            except Exception as error:  # whatever a vendor's library raises at import is the reason
-                module = f"{self.backends[backend]} failed to import: {type(error).__name__}: {error}"
-            self._modules[backend] = module
-        return module
+        try:
+            return importlib.import_module(self.backends[backend])
+        except Exception as error:  # whatever a vendor's library raises at import is the reason
+            return f"{self.backends[backend]} failed to import: {type(error).__name__}: {error}"
+
+
+def _found_beside(reference: Implementation) -> dict[str, str]:
+    module = sys.modules[reference.__module__]
+    package, folder = module.__name__.rpartition(".")[0], Path(str(module.__file__)).parent
+    return {device: f"{package}.{device}" for device in ("cpu", "cuda", "npu") if (folder / f"{device}.py").exists()}
 
 
 def operator(name: str) -> Operator:
@@ -152,13 +140,13 @@ def operator(name: str) -> Operator:
 
 
 def backends(op: str) -> dict[str, list[str]]:
-    """Every backend of `op` with the reasons why it is unusable here; no reasons means usable."""
+    """Every backend of `op` with the reasons why it is unusable here."""
     found = operator(op)
     return {name: found.unusable(name) for name in (REFERENCE, *found.backends)}
 
 
 def selected(op: str, device: str) -> Selection:
-    """Which backend serves tensors of `device`, case by case refusals aside, and why no better one does."""
+    """The backend that serves tensors of `device` unless it refuses a case."""
     found = operator(op)
     if device not in found.backends:
         return Selection(REFERENCE, ())
@@ -169,7 +157,7 @@ def selected(op: str, device: str) -> Selection:
 
 
 def device_unusable(device: str) -> list[str]:
-    """Why this process has no device of that type; empty when it has one."""
+    """Why this process has no device of that type; empty if it has one."""
     if device == "cuda" and not torch.cuda.is_available():
         return ["no CUDA device"]
     if device == "npu":
@@ -187,9 +175,9 @@ def device_unusable(device: str) -> list[str]:
 
 
 def on_fallback(callback: FallbackCallback) -> Callable[[], None]:
-    """Calls `callback(op, backend, reasons)` at every fallback not reported yet; returns how to stop that.
+    """Calls `callback(op, backend, reasons)` at every new fallback. Returns a function that unsubscribes.
 
-    An exception it raises reaches the caller of the operator, and the fallback then counts as not reported.
+    An exception of the callback reaches the operator's caller, and the fallback then counts as not reported.
     """
     with _lock:
         _subscribers.append(callback)
@@ -204,10 +192,7 @@ def on_fallback(callback: FallbackCallback) -> Callable[[], None]:
 
 @contextmanager
 def force(op: str, backend: str) -> Iterator[None]:
-    """Within the block `op` runs on `backend` and nowhere else: what it cannot serve raises RuntimeError.
-
-    The setting belongs to the process, not to the thread: a recomputed forward may run in autograd's thread.
-    """
+    """Runs `op` on `backend` only, within the block and on all threads; RuntimeError for what it cannot serve."""
     found = operator(op)
     reasons = found.unusable(backend)
     if reasons:
@@ -225,18 +210,14 @@ def force(op: str, backend: str) -> Iterator[None]:
 
 
 def report_fallback(op: str, backend: str, reasons: tuple[str, ...], to: str = "the reference") -> None:
-    """Says once that `op` on `backend` is not served as it should be, by what instead, and why.
-
-    A backend calls it when it serves a case itself but by a lesser way, such as without a compiler for its kernel.
-    """
-    said = (op, backend, reasons)
+    """Logs once that `op` on `backend` runs on something lesser, and why; further operators with the reason at INFO."""
+    fallback = (op, backend, reasons)
     with _lock:
-        if said in _reported:
+        if fallback in _reported:
             return
-        # One line for one cause: what keeps one operator's kernel from being compiled keeps every other one's.
         is_known = any(reasons == known for _, _, known in _reported)
         level = logging.INFO if is_known else logging.WARNING
         _log.log(level, "%s: %s falls back to %s: %s", op, backend, to, "; ".join(reasons))
         for callback in tuple(_subscribers):
             callback(op, backend, reasons)
-        _reported.add(said)
+        _reported.add(fallback)

@@ -1,20 +1,14 @@
 """rms_norm and layer_norm in Triton: zero-centred weights, mixed dtypes, rows of any width up to 16384.
 
-Both are bound by memory, so the figure to keep is how much of it is under way. An H100 moves 3.35 TB/s and answers
-after about 0.8 us: each of 132 multiprocessors must have 20 KiB of reads under way; of a B200 (8 TB/s, 148) 43 KiB.
-Programs therefore stay, each with a fixed set of rows, and fetch the next rows into shared memory (`STAGES` tiles, of
-which all but one are under way) while they compute on these. `plan` chooses tiles by that model; the tests compile them
-and hold it against registers, shared memory and programs of a multiprocessor.
+Both are bound by memory. An H100 needs 20 KiB of reads in flight per multiprocessor (3.35 TB/s, 0.8 us), a B200 43 KiB.
+Programs are persistent, each with a fixed set of rows, and prefetch the next rows into shared memory (`STAGES` tiles).
+`plan` chooses tiles by that model; the tests compile them and check registers, shared memory and occupancy.
 
-Traffic per element of 16 bits: forward reads 2 bytes and writes 2; backward reads 4 and writes 2. The
-weights' gradients are summed over rows in registers, a column for each lane, and would not fit them for rows of more
-than 8192. There a row has several programs (`SPLITS`): each sums its own columns and reads the others for the row's
-slope only. They read at about the same time, hence from the second-level cache: device memory still gives 4 bytes, the
-cache 8. A second kernel for these sums would take 4 bytes more of device memory. Parts are of 4096 in place of 8192 for
-32 bits in the backward pass, and for rows that vectors cannot load (a width or stride that is no multiple of 16), for
-which the model does not hold.
-
-What programs have summed is added up in order by `row_kernels.add_up`; there are no atomics, so results repeat.
+The weights' gradients are summed over rows in registers, which does not fit rows of more than 8192: such a row has
+several programs (`SPLITS`), each of which sums its own columns and reads the others, mostly from L2, for the row's
+slope. Parts are of 4096 for 32 bits in the backward pass, and for rows that vectors cannot load (width or stride no
+multiple of 16), to which the model does not apply. `row_kernels.add_up` sums the programs' parts in order: no atomics,
+deterministic.
 """
 
 # A kernel's parameters have no types in Python.

@@ -1,4 +1,4 @@
-"""Tensors seen as rows of their last dimension, for kernels that walk over rows at a fixed distance."""
+"""Tensors viewed as rows of their last dimension."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import torch
 
 
 def as_rows(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """`t` [..., H] and the distance of its rows, in elements; the numbers of a row lie side by side.
-
-    A copy only where no distance is common to all rows: heads cut out of a projection are taken as they lie.
-    """
+    """`t` [..., H] and its row stride in elements; the last dimension is contiguous. Copied only if no stride fits."""
     width = t.shape[-1]
     if t.is_contiguous():
         return t, width

@@ -1,8 +1,7 @@
-"""Caches values computed from a tensor for as long as its storage lives and its contents stay the same.
+"""Caches values computed from a tensor while its storage lives and is not written to.
 
-All layers of a model ask for the same few things: cos and sin of one tensor of angles, positions in one packing. They
-hold that tensor in different ways, as a slice or, in a recomputed layer, as a detached copy of the object; what
-these have in common is the storage, and its version counts what was written to it.
+All layers of a model ask for the same few, such as cos and sin of one tensor of angles, through slices or detached
+copies. Storage and version identify the contents.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a kernel that is handed addresses may be called, and which addresses it is handed."""
+"""Checks before a kernel is handed an address."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Iterator
 
 import torch
 
-# Fake tensors, and other tensor subclasses, may have no memory.
+# Fake tensors and other subclasses may have no memory.
 _WITH_MEMORY = (torch.Tensor, torch.nn.Parameter)
 _plain: list[None] = []
 
 
 def is_traced(x: torch.Tensor) -> bool:
-    """Whether a compiler looks on, or `x` has no memory that an address or a number could be read from."""
+    """True under torch.compile or for a tensor subclass (e.g. FakeTensor), which may have no data pointer."""
     return bool(_plain) or torch.compiler.is_compiling() or type(x) not in _WITH_MEMORY
 
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Kernels count as traced in the block, on every thread: a dispatch mode changes what torch's operators compute."""
+    """Tensors count as traced in the block, on all threads, for a dispatch mode that must see torch's operators."""
     _plain.append(None)
     try:
         yield
@@ -28,20 +28,16 @@ def plain_torch() -> Iterator[None]:
 
 
 class NoMemoryError(RuntimeError):
-    """A kernel was to be handed a tensor that has no memory."""
+    """A kernel was given a tensor whose storage is released."""
 
 
 def address(tensor: torch.Tensor) -> int:
-    """The address of a tensor's first value.
-
-    Raises:
-        NoMemoryError: there is none, as where memory was released and is to be filled again.
-    """
+    """The address of a tensor's first value. Raises NoMemoryError if its storage is released."""
     return with_memory(tensor, tensor.data_ptr())
 
 
 def with_memory(tensor: torch.Tensor, found: int) -> int:
-    """`found`, the address of a tensor, unless its storage has none. Raises NoMemoryError."""
+    """`found`, the address of a tensor. Raises NoMemoryError if its storage is released."""
     if found == tensor.storage_offset() * tensor.itemsize and tensor.numel():
         raise NoMemoryError(
             f"a kernel was given a tensor of shape {[*tensor.shape]} whose memory is released and not filled: two "

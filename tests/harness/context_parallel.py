@@ -86,7 +86,8 @@ def definition(problem: Problem, ranks: int) -> list[torch.Tensor]:
     probs = probs.masked_fill(hidden, 0.0)
     if problem.dropout:
         seed = torch.randint(1 << 62, (), generator=torch.Generator().manual_seed(5))
-        probs = probs * PositionalDropout(problem.dropout, seed, at, at, 0, n).scale_of(b, n).double()
+        pairs = torch.arange(b).unsqueeze(1) * n + torch.arange(n)
+        probs = probs * PositionalDropout(problem.dropout, seed, at, at, 0, n).scale_of(pairs).double()
     out = torch.einsum("bnst,tbnd->sbnd", probs, v)
     out = out.squeeze(1) if problem.lengths else out
     (out * dout).sum().backward()

@@ -173,7 +173,7 @@ class _Builder(live_undo.Bench):
 
 def _forget_operators() -> None:
     for name in dispatch.OPERATORS:
-        dispatch.operator(name).forget()
+        dispatch.operator(name)._chosen.clear()
 
 
 def main() -> None:

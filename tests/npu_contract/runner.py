@@ -136,12 +136,12 @@ def _broken(operator: str, source: str) -> Iterator[None]:
     exec(compile(source, f"<broken {name}>", "exec"), module.__dict__)
     chosen = dispatch.operator(operator)
     sys.modules[name] = module
-    chosen.forget()
+    chosen._chosen.clear()
     try:
         yield
     finally:
         sys.modules[name] = own
-        chosen.forget()
+        chosen._chosen.clear()
 
 
 def run_mutations() -> dict[str, list[str]]:

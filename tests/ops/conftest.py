@@ -35,7 +35,7 @@ def npu_twin(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[twin.Call]]:
             sys.modules.pop(f"{package}.npu", None)
             # An import of the backend also leaves it as the package's attribute.
             vars(importlib.import_module(package)).pop("npu", None)
-            operator(name).forget()
+            operator(name)._chosen.clear()
 
     forget()
     yield calls

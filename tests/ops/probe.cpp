@@ -10,8 +10,6 @@
     }
 
 OVER(exponential, exp_(x[i]))
-OVER(sigmoid, sigmoid_(x[i]))
-OVER(hyperbolic_tangent, tanh_(x[i]))
 
 extern "C" void power(const float* x, float* y, int64_t n, int) {
     const PowerBounds bounds;

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.autograd import gradcheck
 from torch.profiler import ProfilerActivity, profile
 
-from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu_native, prepare
+from mindspeed_lite.ops.attention import OPERATOR, attention, band, cpu, prepare
 from mindspeed_lite.ops.dispatch import force
 from tests.harness import attention_reference as reference
 from tests.harness.attention import assert_right, make, slack
@@ -307,7 +307,7 @@ def test_causal_attention_never_holds_the_scores(dtype: torch.dtype, groups: int
     recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
     with Sizes() as sizes, recorder as profiled:
         attention(*leaves, causal=True).backward(dout)
-    if not cpu_native.takes(prepare(*inputs).case) or cpu_native.unusable() is not None:
+    if not cpu.takes(prepare(*inputs).case) or cpu.unusable() is not None:
         assert any("flash" in name and "backward" not in name for name in sizes.names)
     one_head = s * s * dtype.itemsize
     assert sizes.largest < one_head / 4
@@ -340,25 +340,6 @@ def test_backward_keeps_inputs_output_and_one_number_per_row() -> None:
     own = {t.untyped_storage().data_ptr() for t in (*leaves, out)}
     kept = [t for t in saved if t.untyped_storage().data_ptr() not in own]
     assert [(t.numel(), t.dtype) for t in kept] == [(64 * 2 * 4, torch.float32)]
-
-
-def test_a_window_mask_is_built_once_and_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Our own kernel masks by position; PyTorch's, for the other dtypes, wants a mask.
-    monkeypatch.setattr(cpu_native, "takes", lambda case: False)
-    (q, k, v), dout = make(32, 32, 1, 2, 2, 8, 8)
-    band._masks.clear()
-    with torch.inference_mode():
-        attention(q, k, v, window=(5, 0))
-    [mask] = band._masks.values()
-    assert mask.shape == (32, 32)
-    forward_backward(lambda q, k, v: attention(q, k, v, window=(5, 0)), (q, k, v), dout)
-    assert [id(t) for t in band._masks.values()] == [id(mask)]
-    attention(q, k, v, window=(31, 0))
-    assert len(band._masks) == 1, "a window wider than the sequence needs no mask"
-    for length in range(2, 32):
-        attention(q[:length], k, v, causal=True)
-    assert len(band._masks) <= 8
-    band._masks.clear()
 
 
 @pytest.mark.parametrize("options", [dict(causal=True), dict(window=(4, 0)), dict(mask=True)], ids=str)

@@ -13,25 +13,25 @@ import torch
 
 from mindspeed_lite.ops import attention as halves
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import attention, cpu_native, prepare
+from mindspeed_lite.ops.attention import attention, cpu, prepare
 from mindspeed_lite.ops.attention import reference as definition
 from tests.harness import attention_reference as reference
 from tests.harness.attention import slack, term_sizes
 from tests.harness.compare import error
 from tests.harness.errors import assert_within, bound, is_within, mutations
 
-_KERNEL = Path(cpu_native.__file__).with_name("cpu.cpp")
+_KERNEL = Path(cpu.__file__).with_name("cpu.cpp")
 _TEXTS = (_KERNEL, *sorted(_KERNEL.parent.glob("*.h")))
 _digest = hashlib.sha256(b"\0".join(each.read_bytes() for each in _TEXTS))
 _PRODUCTS = native.Library(
     Path(__file__).with_name("attention_products.cpp"),
-    {**cpu_native._library.functions, "begin": "ll", "found": "p"},
+    {**cpu._library.functions, "begin": "ll", "found": "p"},
     # The kernel's own text decides which compiled library serves, too.
-    flags=(f"-I{_KERNEL.parent}", f"-DKERNEL=0x{_digest.hexdigest()[:15]}", "-DPRODUCTS_OF_ONEDNN"),
+    flags=(f"-I{_KERNEL.parent}", f"-DKERNEL=0x{_digest.hexdigest()[:15]}"),
     returns_status=True,
 )
 _without_products = pytest.mark.skipif(_PRODUCTS.unusable() is not None, reason=str(_PRODUCTS.unusable()))
-_without_kernel = pytest.mark.skipif(cpu_native.unusable() is not None, reason=str(cpu_native.unusable()))
+_without_kernel = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
 
 # sq, sk, b, n, g, d, dv and options.
 CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
@@ -88,7 +88,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, threads: int = 1, products: int = -
     """The kernel with the test's products; the list then holds how many sizes and how many threads they had."""
     counts: list[int] = []
     before, room = torch.get_num_threads(), native.numbers([0, 0])
-    monkeypatch.setattr(cpu_native, "_library", _PRODUCTS)
+    monkeypatch.setattr(cpu, "_library", _PRODUCTS)
     torch.set_num_threads(threads)
     _PRODUCTS.begin(threads, products)
     try:
@@ -116,7 +116,7 @@ def test_products_of_bf16_in_pairs(
     sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with counted(monkeypatch):
-        assert cpu_native._numbers_of(torch.zeros(1, 1, 1, 2).bfloat16(), 2) == "bf16"
+        assert cpu._numbers_of(torch.zeros(1, 1, 1, 2).bfloat16(), 2) == "bf16"
         judge(make(sizes, torch.bfloat16), **options)
 
 
@@ -126,8 +126,8 @@ def test_sums_that_are_not_rounded(sizes: tuple[int, ...]) -> None:
     """Rounded, they are the other results bit by bit; PyTorch's kernel and the definition give fp32 ones too."""
     q, k, v, dout = make(sizes, torch.bfloat16)
     spec = prepare(q, k, v, causal=True)
-    out, lse = cpu_native.forward(q, k, v, spec)
-    gradients = cpu_native.backward(dout, q, k, v, out, lse, spec)
+    out, lse = cpu.forward(q, k, v, spec)
+    gradients = cpu.backward(dout, q, k, v, out, lse, spec)
     got, logs = halves.forward(q, k, v, spec, wide=True)
     results = (got, *halves.backward(dout, q, k, v, out, lse, spec, wide=True))
     assert torch.equal(logs, lse)
@@ -144,7 +144,7 @@ def test_sums_of_every_kernel_are_more_exact_than_rounded_ones(
     q, k, v, dout = make((140, 140, 1, 4, 2, 16, 16), dtype)
     exact = run(reference.attention, [t.double() for t in (q, k, v, dout)], causal=True)
     if kernel == "PyTorch's":
-        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+        monkeypatch.setattr(cpu, "takes", lambda case: False)
     elif kernel == "definition":
         monkeypatch.setattr(halves, "module", lambda spec: definition)
     spec = prepare(q, k, v, causal=True)
@@ -175,13 +175,13 @@ def test_one_key_head_of_one_sequence_is_work_for_all_threads(half: str, monkeyp
     q, k, v, dout = make((384, 384, 1, 2, 1, 16, 16), torch.float32)
     spec = prepare(q, k, v, causal=True)
     with counted(monkeypatch, 1) as alone:
-        out, lse = cpu_native.forward(q, k, v, spec)
-        want = cpu_native.backward(dout, q, k, v, out, lse, spec)
+        out, lse = cpu.forward(q, k, v, spec)
+        want = cpu.backward(dout, q, k, v, out, lse, spec)
     with counted(monkeypatch, 3) as together:
         if half == "forward":
-            assert torch.equal(cpu_native.forward(q, k, v, spec)[0], out)
+            assert torch.equal(cpu.forward(q, k, v, spec)[0], out)
         else:
-            got = cpu_native.backward(dout, q, k, v, out, lse, spec)
+            got = cpu.backward(dout, q, k, v, out, lse, spec)
             assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
     assert alone[1] == 1 and together[1] == 3
 
@@ -210,10 +210,10 @@ def test_a_product_that_fails_is_an_exception_and_stops_those_who_wait(
     with counted(monkeypatch, threads, products):
         _PRODUCTS.begin(1, products)
         with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-            cpu_native.forward(q, k, v, spec)
+            cpu.forward(q, k, v, spec)
         _PRODUCTS.begin(1, products)
         with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-            cpu_native.backward(dout, q, k, v, out, lse, spec)
+            cpu.backward(dout, q, k, v, out, lse, spec)
 
 
 @_without_kernel

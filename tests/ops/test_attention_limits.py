@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import attention, cpu_native
+from mindspeed_lite.ops.attention import attention, cpu
 from tests.harness import attention_reference as reference
 from tests.harness.errors import assert_within, bound
 
@@ -70,9 +70,9 @@ def test_no_micro_kernel_is_a_reason_and_never_ends_the_process(isa: str, argume
     command = [sys.executable, "-c", _CHILD, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    if cpu_native.unusable() is None:
+    if cpu.unusable() is None:
         # Products of fp32 numbers serve for bf16 too; below AVX2 it is oneDNN that says whether there are any.
-        falls_back = "attention: cpu falls back to PyTorch's flash kernel: oneDNN" in done.stderr
+        falls_back = "attention: cpu falls back to PyTorch, a block of rows at a time: oneDNN" in done.stderr
         assert isa == "SSE41" or falls_back == bool(arguments), done.stderr[-2000:]
 
 
@@ -81,25 +81,25 @@ def test_the_switch_of_onednn_is_read_on_every_call(caplog: pytest.LogCaptureFix
     want = attention(q, k, v, causal=True)
     torch._C._set_mkldnn_enabled(False)
     try:
-        assert cpu_native.unusable() == "oneDNN is switched off (torch.backends.mkldnn)"
+        assert cpu.unusable() == "oneDNN is switched off (torch.backends.mkldnn)"
         assert_within(attention(q, k, v, causal=True), want, bound(want.dtype, 9, 2))
     finally:
         torch._C._set_mkldnn_enabled(True)
     assert torch.equal(attention(q, k, v, causal=True), want)
 
 
-@pytest.mark.skipif(cpu_native.unusable() is not None, reason="no kernel of our own here")
+@pytest.mark.skipif(cpu.unusable() is not None, reason="no kernel of our own here")
 def test_memory_that_is_not_there_is_an_exception() -> None:
     sizes = native.numbers([1, 1, 1, 1, 1, 1 << 50, 1, *[1] * 9, 0, 0, *[0] * 6])
     q = torch.zeros(1)
     with pytest.raises(MemoryError):
-        cpu_native._library.forward_float(*[q.data_ptr()] * 3, sizes, None, 1.0, *[q.data_ptr()] * 2, 0, 1)
+        cpu._library.forward_float(*[q.data_ptr()] * 3, sizes, None, 1.0, *[q.data_ptr()] * 2, 0, 1)
 
 
 def test_dropout_that_cannot_be_drawn_again_is_refused() -> None:
     q, k, v = (torch.randn(9, 1, 2, 8).requires_grad_() for _ in range(3))
     out = attention(q, k, v, dropout_p=0.5)
-    if cpu_native.unusable() is not None:
+    if cpu.unusable() is not None:
         pytest.skip("no kernel of our own here")
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -116,7 +116,7 @@ def test_a_nan_query_row_has_a_nan_log_sum_exp(
     dtype: torch.dtype, dropout_p: float, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ours:
-        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+        monkeypatch.setattr(cpu, "takes", lambda case: False)
     q, k, v = (torch.randn(140, 1, 2, 8).to(dtype) for _ in range(3))
     q[3, 0, 1] = torch.nan
     for options in (dict(), dict(causal=True), dict(mask=torch.ones(140, 140).triu(5).bool())):
@@ -152,7 +152,7 @@ def test_what_a_hidden_key_holds_does_not_show(
     dtype: torch.dtype, value: float, ours: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not ours:
-        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
+        monkeypatch.setattr(cpu, "takes", lambda case: False)
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(12, 2, 2, 8, generator=generator).to(dtype) for _ in range(4))
     hidden = torch.zeros(2, 1, 12, 12, dtype=torch.bool)

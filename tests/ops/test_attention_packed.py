@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops.attention import packed, packing
+from mindspeed_lite.ops.attention import packed
 from mindspeed_lite.ops.attention.packed import Packing
 from tests.harness import attention_reference as reference
 from tests.harness.compare import Sizes, error, forward_backward, one_thread
@@ -154,8 +154,8 @@ def test_lengths_on_a_device_are_read_once(monkeypatch: pytest.MonkeyPatch) -> N
         device = torch.device("cuda")  # type: ignore[assignment]
 
     reads = []
-    spans = packing._spans
-    monkeypatch.setattr(packing, "_spans", lambda *given: reads.append(1) or spans(*given))
+    spans = packed._spans
+    monkeypatch.setattr(packed, "_spans", lambda *given: reads.append(1) or spans(*given))
     ends = torch.tensor([0, 4, 8]).as_subclass(Remote)
     first = Packing.of(ends, ends)
     assert Packing.of(ends, ends) is first and len(reads) == 2

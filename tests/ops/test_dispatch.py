@@ -70,7 +70,7 @@ def test_a_fallback_is_reported_once_with_every_reason(op: Operator, caplog: pyt
     with caplog.at_level(logging.WARNING, logger="mindspeed_lite"):
         for _ in range(3):
             assert op.choose(Case("cpu", odd=True)) is double
-        op.forget()
+        op._chosen.clear()
         assert op.choose(Case("cpu", odd=True)) is double
     assert heard == [("double", "cpu", ("odd", "and cold"))]
     assert [record.getMessage() for record in caplog.records] == [
@@ -210,7 +210,7 @@ def test_choosing_costs_less_than_ten_microseconds(op_name: str) -> None:
         # 10 us on the machine this was counted on, where the baseline takes 5.
         assert _best(call) < 2 * _best(_baseline)
     finally:
-        operator.forget()
+        operator._chosen.clear()
 
 
 def _baseline() -> None:

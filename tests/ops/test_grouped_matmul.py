@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.grouped_matmul import (
     accumulate_weight_gradients,
     cpu,
@@ -22,24 +20,10 @@ from mindspeed_lite.ops.grouped_matmul import (
 from mindspeed_lite.platform import cpu_matmul
 from tests.harness.compare import Sizes, assert_not_worse, error, one_thread
 from tests.harness.errors import bound
-from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop, on
+from tests.harness.experts import COUNTS, DTYPES, NAMES, SLACK, Problem, loop
 from tests.harness.reasons import why_not_of
 
 why_not = why_not_of(grouped_matmul)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forgotten() -> Iterator[None]:
-    """What was chosen for another kind of processor is not left to other tests of this process."""
-    yield
-    for name in ("grouped_matmul", "accumulate_wgrad"):
-        importlib.import_module(dispatch.OPERATORS[name]).OPERATOR.forget()
-
-
-@pytest.fixture(params=[True, False], ids=["bf16 products", "no bf16 products"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both kinds of processor, on any one."""
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: request.param)
 
 
 def test_reference_is_the_formula() -> None:
@@ -91,17 +75,6 @@ def test_error_is_not_above_that_of_a_loop_of_linear_layers(
         assert_not_worse(*([each] for each in results), SLACK * cancelled, [name])
 
 
-@pytest.mark.parametrize("counts", COUNTS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_results_are_rounded_once(counts: list[int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: False)
-    problem = Problem(counts, 33, 17, dtype, biased=True)
-    for name, got, exact in zip(NAMES, problem.run(on("cpu")), problem.exact(), strict=True):
-        # Half a unit in the last place of every number, wherever its power of two begins.
-        assert error(got, exact) <= torch.finfo(dtype).eps / 2 + SLACK, name
-
-
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("transposed", [True, False])
 def test_a_stacked_tensor_is_the_same_with_one_gradient(transposed: bool) -> None:
     problem = Problem([3, 0, 4], 6, 5, torch.bfloat16)
@@ -119,7 +92,6 @@ def test_a_stacked_tensor_is_the_same_with_one_gradient(transposed: bool) -> Non
         assert torch.equal(grouped_matmul(problem.x, stacked, problem.counts, transposed=transposed), one)
 
 
-@pytest.mark.usefixtures("processor")
 def test_counts_may_be_a_tensor_of_the_host_or_numbers() -> None:
     problem = Problem([3, 0, 4], 6, 5, torch.bfloat16)
     results = [
@@ -129,7 +101,6 @@ def test_counts_may_be_a_tensor_of_the_host_or_numbers() -> None:
     assert all(torch.equal(results[0], each) for each in results)
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_views_with_strides(dtype: torch.dtype) -> None:
     problem = Problem([5, 0, 4], 6, 8, dtype)
@@ -149,7 +120,6 @@ def test_views_with_strides(dtype: torch.dtype) -> None:
     assert error(got, want) <= bound(dtype, 9, roundings=2)
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("shape", [([0, 0], 3, 4), ([2, 1], 0, 4), ([2, 1], 3, 0)])
 def test_nothing_to_compute(shape: tuple[list[int], int, int]) -> None:
     problem = Problem(*shape, torch.bfloat16, biased=True)
@@ -166,7 +136,6 @@ def test_weight_gradients_are_those_of_autograd() -> None:
     assert weight_gradients(problem.dy, problem.x.requires_grad_(), problem.counts)[0].grad_fn is None
 
 
-@pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("stacked", [True, False])
@@ -185,14 +154,12 @@ def test_accumulation(dtype: torch.dtype, same: bool, stacked: bool, counts: lis
         assert torch.equal(main_grad, old) if count == 0 else main_grad._version > version
 
 
-@pytest.mark.usefixtures("processor")
 def test_the_same_input_gives_the_same_bits() -> None:
     problem = Problem([30, 0, 17, 1], 40, 24, torch.bfloat16, biased=True)
     for one, other in zip(problem.run(grouped_matmul), problem.run(grouped_matmul), strict=True):
         assert torch.equal(one, other)
 
 
-@pytest.mark.usefixtures("processor")
 def test_only_what_wants_a_gradient_gets_one() -> None:
     problem = Problem([3, 2], 6, 5, torch.bfloat16)
     frozen, trained = problem.weights[0], problem.weights[1].requires_grad_()
@@ -253,53 +220,6 @@ def test_an_expert_takes_no_notice_of_rows_that_are_others(k: int, monkeypatch: 
         assert bool(y[start:end].isnan().all())
         y[start:end] = good[start:end]
         assert torch.equal(y, good)
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-def test_the_kernel_takes_views_and_gives_the_same_bits_with_any_threads(transposed: bool) -> None:
-    counts, n, k = [130, 0, 3, 61], 100, 64
-    problem = Problem(counts, n, k, torch.bfloat16, biased=True)
-    weights = [each if transposed else each.t().contiguous() for each in problem.weights]
-    if not cpu_matmul.has_bf16() or cpu._unusable() is not None:
-        pytest.skip(f"no kernel here: {cpu._unusable() if cpu_matmul.has_bf16() else 'no bf16 products'}")
-    plain = grouped_matmul(problem.x, weights, counts, problem.biases, transposed=transposed)
-    strided = torch.randn(problem.x.shape[0], 2 * k).bfloat16()
-    strided[:, 8 : 8 + k] = problem.x
-    views = [torch.cat([each, each], dim=1)[:, : each.shape[1]] for each in weights]
-    assert not views[0].is_contiguous()
-    assert torch.equal(
-        grouped_matmul(strided[:, 8 : 8 + k], views, counts, problem.biases, transposed=transposed), plain
-    )
-    turned = problem.x.t().contiguous().t()
-    assert torch.equal(grouped_matmul(turned, weights, counts, problem.biases, transposed=transposed), plain)
-    with one_thread():
-        assert torch.equal(grouped_matmul(problem.x, weights, counts, problem.biases, transposed=transposed), plain)
-    wanted = torch.cat(
-        [
-            rows.double() @ weight.double().t() + bias.double()
-            for rows, weight, bias in zip(problem.x.split(counts), problem.weights, problem.biases, strict=True)
-        ]
-    )
-    # One rounding to bf16, of numbers of the size of one.
-    assert error(plain, wanted) < bound(plain.dtype, problem.x.shape[1])
-
-
-def test_without_a_compiler_experts_are_multiplied_one_by_one_and_that_is_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(cpu_matmul, "has_bf16", lambda: True)
-    problem = Problem([5, 3], 6, 32, torch.bfloat16)
-    expected = grouped_matmul(problem.x, problem.weights, [5, 3])
-    monkeypatch.setattr(cpu.native, "without_micro_kernel", lambda library: "no compiler")
-    cpu._log_once.cache_clear()
-    try:
-        for _ in range(2):
-            found = grouped_matmul(problem.x, problem.weights, [5, 3])
-            assert error(found, expected.double()) < bound(found.dtype, 6, roundings=2)
-    finally:
-        monkeypatch.undo()
-        cpu._log_once.cache_clear()
-    assert caplog.text.count("one product per expert, because no compiler") == 1
 
 
 def test_no_reason_not_to_run_on_the_cpu() -> None:

@@ -104,7 +104,7 @@ def test_cuda_tables_are_made_once_and_say_what_is_aligned() -> None:
 
 def test_cuda_reasons() -> None:
     def reasons(dtype: torch.dtype, contiguous: bool = True) -> list[str]:
-        return cuda.supported(Case("cuda", dtype, 4, 8, True, torch.float32, contiguous))
+        return cuda.supported(Case("cuda", dtype, 4, 8, True, contiguous))
 
     assert all(reasons(dtype) == [] for dtype in DTYPES)
     assert "float64: the kernels take" in reasons(torch.float64)[0]

@@ -100,7 +100,7 @@ def test_npu_reasons() -> None:
     from mindspeed_lite.ops.grouped_matmul import npu
 
     def reasons(**changed: Any) -> list[str]:
-        case = Case("npu", torch.bfloat16, 64, 4096, False, torch.float32, True)
+        case = Case("npu", torch.bfloat16, 64, 4096, False, True)
         return npu.supported(case._replace(**changed))
 
     assert reasons() == reasons(biased=True) == reasons(experts=1024, dtype=torch.float32) == []

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck
 
+from mindspeed_lite.ops import norm_cpu
 from mindspeed_lite.ops.dispatch import backends, force, selected
-from mindspeed_lite.ops.layer_norm import OPERATOR, Case, cpu, cuda, layer_norm, reference
+from mindspeed_lite.ops.layer_norm import OPERATOR, Case, cuda, layer_norm, reference
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import assert_within, bound
 from tests.harness.reasons import why_not_of
@@ -33,7 +34,7 @@ NO_COMPILER = types.SimpleNamespace(unusable=lambda: "no C++ compiler in this te
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled kernel, or PyTorch's."""
     if request.param != "kernel":
-        monkeypatch.setattr(cpu, "_lib", NO_COMPILER)
+        monkeypatch.setattr(norm_cpu, "_lib", NO_COMPILER)
 
 
 def torch_layer_norm(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -192,7 +193,7 @@ def test_without_a_compiler_the_reason_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = "no C++ compiler (this test of layer_norm has hidden it)"
-    monkeypatch.setattr(cpu, "_lib", types.SimpleNamespace(unusable=lambda: reason))
+    monkeypatch.setattr(norm_cpu, "_lib", types.SimpleNamespace(unusable=lambda: reason))
     x, w, b, dy = make((4, 64), torch.bfloat16)
     with caplog.at_level("WARNING", "mindspeed_lite"):
         for _ in range(2):

@@ -323,14 +323,14 @@ def test_fake_tensors_have_the_shapes_of_real_ones() -> None:
 def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "library", native.Library(cpu.library.source, cpu.library.functions))
     monkeypatch.setattr(cpu.library, "_state", "no C++ compiler")
-    OPERATOR.forget()
+    OPERATOR._chosen.clear()
     try:
         scores, mask, _ = make((1, 2, 3, 5), torch.bfloat16, "b1qk")
         assert why_not(scores, mask) == ["no C++ compiler"]
         assert OPERATOR.choose(Case("cpu", torch.bfloat16, False, False)) is reference.masked_softmax
         assert "float64" in why_not(scores.double())[0]
     finally:
-        OPERATOR.forget()
+        OPERATOR._chosen.clear()
 
 
 def test_what_is_not_a_masked_softmax_is_one_clear_error() -> None:

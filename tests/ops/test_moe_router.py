@@ -676,14 +676,14 @@ def test_without_a_compiler_the_reference_serves(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions))
     monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler")
     cpu._refusal.cache_clear()
-    OPERATOR.forget()
+    OPERATOR._chosen.clear()
     try:
         x = make(4, 16, torch.float32)
         assert why_not(x, 2) == why_not_aux(x, 2, "softmax") == ["no C++ compiler"]
         assert topk_routing(x, 2)[0].shape == (4, 16)
     finally:
         cpu._refusal.cache_clear()
-        OPERATOR.forget()
+        OPERATOR._chosen.clear()
 
 
 @pytest.mark.parametrize(

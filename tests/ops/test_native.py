@@ -18,8 +18,6 @@ from mindspeed_lite.platform import cache
 PROBE = Path(__file__).with_name("probe.cpp")
 FUNCTIONS = {
     "exponential": "ppli",
-    "sigmoid": "ppli",
-    "hyperbolic_tangent": "ppli",
     "power": "ppli",
     "narrow": "ppl",
     "narrow_row": "ppl",
@@ -44,8 +42,6 @@ EVERY = torch.cat(
     [
         ("exponential", torch.exp, 1.5),
         ("power", torch.exp2, 1.5),
-        ("sigmoid", torch.sigmoid, 4.0),
-        ("hyperbolic_tangent", torch.tanh, 6.0),
     ],
 )
 def test_functions_are_exact_to_a_few_units_in_the_last_place(name, function, units):
@@ -180,19 +176,11 @@ def test_a_source_that_does_not_compile_or_load_is_a_reason(reason, source):
 
 
 @compiled
-def test_a_library_that_is_not_what_was_compiled_is_compiled_again(monkeypatch, reason, source, tmp_path):
+def test_a_library_that_others_may_have_written_is_not_loaded(monkeypatch, reason, source, tmp_path):
     assert reason(source) is None
     (path,) = (tmp_path / "cache").glob("*.so")
-    whole = path.read_bytes()
-    for harm in (whole[:5000], whole[:-1] + b"?", b"", None):
-        if harm is None:
-            path.chmod(0o770)
-        else:
-            # In a new file: this process has mapped the old one.
-            path.unlink()
-            path.write_bytes(harm)
-            path.chmod(0o700)
-        assert reason(source) is None and path.stat().st_mode & 0o777 == 0o700 and len(path.read_bytes()) == len(whole)
+    path.chmod(0o770)
+    assert reason(source) is None and path.stat().st_mode & 0o777 == 0o700
     me = os.getuid()
     monkeypatch.setattr(native.cache, "folder", lambda: path.parent)
     monkeypatch.setattr(os, "getuid", lambda: me + 1)

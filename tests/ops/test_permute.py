@@ -388,12 +388,12 @@ def test_what_the_cpu_kernel_does_not_take_has_a_reason(monkeypatch: pytest.Monk
     ]
     assert why_not(given.tokens.float(), given.routing_map) == ([cpu._lib.unusable()] if cpu._lib.unusable() else [])
     monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler")
-    OPERATOR.forget()
+    OPERATOR._chosen.clear()
     try:
         assert why_not(given.tokens.float(), given.routing_map, None, 12) == ["no C++ compiler"]
         assert permute(given.tokens.float(), given.routing_map, None, 12)[0].shape == (12, 4)
     finally:
-        OPERATOR.forget()
+        OPERATOR._chosen.clear()
 
 
 def test_row_ids_of_one_backend_serve_another() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck
 
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.rms_norm import OPERATOR, Case, blocks, cpu, cuda, reference, rms_norm
+from mindspeed_lite.ops.rms_norm import OPERATOR, Case, cuda, reference, rms_norm
 from mindspeed_lite.ops.rows import as_rows
 from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
 from tests.harness.errors import assert_within, bound
@@ -26,19 +24,6 @@ EPS = 1e-5
 # fp32 results of both paths come from the same number of fp32 roundings in another order, in which half a
 # unit in the last place either way is chance. A 16-bit result carries one rounding that dwarfs them.
 SLACK = torch.finfo(torch.float32).eps / 2
-
-
-@pytest.fixture(params=["kernel", "one block", "many blocks"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiled kernel; without it, small tensors go through the blocks too, and through several of them."""
-    if request.param != "kernel":
-        monkeypatch.setattr(cpu, "_lib", NO_COMPILER)
-        monkeypatch.setattr(blocks, "_SMALL", 0)
-    if request.param == "many blocks":
-        monkeypatch.setattr(blocks, "_BLOCK", 100)
-
-
-NO_COMPILER = types.SimpleNamespace(unusable=lambda: "no C++ compiler in this test")
 
 
 def torch_rms_norm(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -66,7 +51,7 @@ def test_reference_is_the_formula() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", [(512, 256), (64, 2048), (3, 5, 7, 33), (1, 1), (129, 1000)])
-def test_error_is_not_above_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype, way: None) -> None:
+def test_error_is_not_above_that_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, w, dy = make(shape, dtype)
     exact = forward_backward(reference.rms_norm, (x, w), dy, torch.float64)
     replaced = forward_backward(torch_rms_norm, (x, w), dy)
@@ -99,7 +84,6 @@ def test_error_is_not_above_that_of_torch_at_full_size(dtype: torch.dtype) -> No
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
     weight_dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float64]),
     zero_centered=st.booleans(),
-    block=st.sampled_from([None, 1, 64, 1 << 19]),
     seed=st.integers(0, 1000),
 )
 def test_every_way_agrees_with_the_reference(
@@ -107,7 +91,6 @@ def test_every_way_agrees_with_the_reference(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     zero_centered: bool,
-    block: int | None,
     seed: int,
 ) -> None:
     x, w, dy = make(shape, dtype, weight_dtype, seed)
@@ -117,11 +100,7 @@ def test_every_way_agrees_with_the_reference(
 
     with one_thread():
         exact = run(reference.rms_norm, torch.float64)
-    with pytest.MonkeyPatch.context() as patch, one_thread():
-        if block is not None:
-            patch.setattr(cpu, "_lib", NO_COMPILER)
-            patch.setattr(blocks, "_BLOCK", block)
-        patch.setattr(blocks, "_SMALL", 0)
+    with one_thread():
         got = run(rms_norm, None)
     # One rounding to the dtype of the result, above the fp32 roundings of sums of up to 70 * 216 terms. dx is
     # a difference of two terms, so its error is measured against the larger: dy * w * rstd.
@@ -136,7 +115,7 @@ def test_every_way_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
-def test_gradcheck(zero_centered: bool, way: None) -> None:
+def test_gradcheck(zero_centered: bool) -> None:
     x = torch.randn(2, 3, 34, dtype=torch.float64, requires_grad=True)
     w = torch.randn(34, dtype=torch.float64, requires_grad=True)
     with one_thread():
@@ -144,7 +123,7 @@ def test_gradcheck(zero_centered: bool, way: None) -> None:
 
 
 @pytest.mark.parametrize("which", [(True, False), (False, True)])
-def test_only_the_wanted_gradient_is_made(which: tuple[bool, bool], way: None) -> None:
+def test_only_the_wanted_gradient_is_made(which: tuple[bool, bool]) -> None:
     x, w, dy = make((6, 40), torch.float32)
     both = forward_backward(rms_norm, (x, w), dy)
     x, w = x.requires_grad_(which[0]), w.requires_grad_(which[1])
@@ -156,7 +135,7 @@ def test_only_the_wanted_gradient_is_made(which: tuple[bool, bool], way: None) -
             assert leaf.grad is None
 
 
-def test_strides_do_not_matter(way: None) -> None:
+def test_strides_do_not_matter() -> None:
     x, w, dy = make((12, 10, 24), torch.float32)
     plain = forward_backward(rms_norm, (x, w), dy)
     views = {
@@ -177,7 +156,7 @@ def test_strides_do_not_matter(way: None) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (8,)])
-def test_empty_and_one_dimensional_inputs(shape: tuple[int, ...], way: None) -> None:
+def test_empty_and_one_dimensional_inputs(shape: tuple[int, ...]) -> None:
     x, w, dy = make(shape, torch.bfloat16)
     y, dx, dw = forward_backward(rms_norm, (x, w), dy)
     assert y.shape == dx.shape == shape and dw.shape == (8,)
@@ -185,7 +164,7 @@ def test_empty_and_one_dimensional_inputs(shape: tuple[int, ...], way: None) -> 
         assert not dw.any()
 
 
-def test_without_gradients_nothing_is_recorded(way: None) -> None:
+def test_without_gradients_nothing_is_recorded() -> None:
     x, w, _ = make((5, 8), torch.float32)
     w.requires_grad_()
     with torch.no_grad():
@@ -222,7 +201,7 @@ def test_a_changed_input_is_noticed() -> None:
         y.backward(dy)
 
 
-def test_weight_in_fp32_is_not_rounded_to_bf16(way: None) -> None:
+def test_weight_in_fp32_is_not_rounded_to_bf16() -> None:
     x, w, dy = make((64, 128), torch.bfloat16, torch.float32)
     exact = forward_backward(reference.rms_norm, (x, w), dy, torch.float64)
     y, dx, dw = forward_backward(rms_norm, (x, w), dy)
@@ -282,7 +261,7 @@ def test_the_kernel_gives_the_same_bits_again_and_adds_long_sums_well() -> None:
     assert error(first[2], exact[2]) < 1e-6
 
 
-def test_a_row_that_is_not_finite_stays_alone(way: None) -> None:
+def test_a_row_that_is_not_finite_stays_alone() -> None:
     x, w, dy = make((9, 40), torch.float32)
     want = forward_backward(rms_norm, (x, w), dy)
     x[3, 5], x[6, 0] = float("nan"), float("inf")
@@ -293,26 +272,12 @@ def test_a_row_that_is_not_finite_stays_alone(way: None) -> None:
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e15])
-def test_extreme_rows(size: float, way: None) -> None:
+def test_extreme_rows(size: float) -> None:
     x, w, dy = make((5, 64), torch.bfloat16)
     x = x * size
     exact = forward_backward(reference.rms_norm, (x, w), dy, torch.float64)
     for got, truth in zip(forward_backward(rms_norm, (x, w), dy)[:2], exact, strict=False):
         assert got.isfinite().all() and error(got, truth) <= 2**-8
-
-
-def test_without_a_compiler_the_reason_is_said_and_blocks_serve(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    reason = "no C++ compiler (this test has hidden it)"
-    monkeypatch.setattr(cpu, "_lib", types.SimpleNamespace(unusable=lambda: reason))
-    x, w, dy = make((4, 64), torch.bfloat16)
-    with caplog.at_level("WARNING", "mindspeed_lite"):
-        got = forward_backward(rms_norm, (x, w), dy)
-        forward_backward(rms_norm, (x, w), dy)
-    assert caplog.text.count(reason) == 1 and "blocks" in caplog.text
-    for ours, truth in zip(got, forward_backward(reference.rms_norm, (x, w), dy, torch.float64), strict=True):
-        assert error(ours, truth) < 2**-8
 
 
 def test_fake_tensors_have_a_result() -> None:

@@ -388,13 +388,13 @@ def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypa
     monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler today")
     monkeypatch.setattr(dispatch, "_reported", set())
     operator = dispatch.operator("rope")
-    operator.forget()
+    operator._chosen.clear()
     stop = dispatch.on_fallback(lambda *what: said.append(what))
     try:
         got = [rope(x, cos, sin) for _ in range(2)]
     finally:
         stop()
-        operator.forget()
+        operator._chosen.clear()
     assert said == [("rope", "cpu", ("no C++ compiler today",))]
     assert all(torch.equal(each, reference.rope(x, cos, sin)) for each in got)
 

@@ -1,4 +1,4 @@
-"""The weight gradient of a linear layer, added to the buffer that gradients are accumulated in."""
+"""Adds the weight gradient of a linear layer to its accumulation buffer."""
 
 from __future__ import annotations
 
@@ -9,37 +9,27 @@ import torch
 from mindspeed_lite.ops.accumulate_wgrad import reference
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["OPERATOR", "Case", "accumulate_wgrad", "why_not"]
+__all__ = ["OPERATOR", "Case", "accumulate_wgrad", "sums_in_main_dtype"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
+    """What decides which backend can serve a call; `contiguous` is about main_grad."""
 
     device: str
     dtype: torch.dtype
     main_dtype: torch.dtype
     contiguous: bool
-    """Whether main_grad is."""
 
 
-OPERATOR = Operator(
-    "accumulate_wgrad",
-    reference.accumulate_wgrad,
-    {
-        "cpu": "mindspeed_lite.ops.accumulate_wgrad.cpu",
-        "cuda": "mindspeed_lite.ops.accumulate_wgrad.cuda",
-        "npu": "mindspeed_lite.ops.accumulate_wgrad.npu",
-    },
-)
+OPERATOR = Operator("accumulate_wgrad", reference.accumulate_wgrad)
 
 
 def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """main_grad += dy^T x, in place: the weight gradient of y = x w^T for every row of x. Returns main_grad.
+    """main_grad += dy^T x in place: the weight gradient of y = x w^T. Returns main_grad.
 
-    main_grad: [N, K] in the dtype of x, or in fp32; dy: [M, N] and x: [M, K] in one dtype, any strides. The backends
-    sum over M in fp32 and add that sum to main_grad as it is; the reference rounds it to the dtype of x first, as
-    autograd does, and is bitwise `main_grad.add_(dy.t() @ x)`. The same input gives the same bits at every call. It
-    is a step of a backward pass and not differentiable itself.
+    main_grad: [N, K] in the dtype of x or in fp32; dy: [M, N] and x: [M, K] in one dtype, any strides. CUDA and NPU add
+    the fp32 sum over M to main_grad. The reference, which serves the CPU, rounds it to the dtype of x first, as
+    autograd does. Deterministic. Not differentiable: it is a step of a backward pass.
     """
     if (
         main_grad.dim() != 2
@@ -60,9 +50,11 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         return OPERATOR.choose(_case(main_grad, x))(main_grad, dy, x)
 
 
-def why_not(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> list[str]:
-    """Every reason why this call would run on the reference, not on its device's backend; empty if none."""
-    return OPERATOR.why_not(_case(main_grad, x))
+def sums_in_main_dtype(main_grad: torch.Tensor, x: torch.Tensor) -> bool:
+    """True if `accumulate_wgrad` rounds the sum over M to no dtype but main_grad's."""
+    if main_grad.dtype == x.dtype:
+        return True
+    return OPERATOR.choose(_case(main_grad, x)) is not reference.accumulate_wgrad
 
 
 def _case(main_grad: torch.Tensor, x: torch.Tensor) -> Case:

@@ -1,4 +1,4 @@
-"""accumulate_wgrad on CUDA: one cuBLAS call whose fp32 result is main_grad itself (beta = 1)."""
+"""accumulate_wgrad on CUDA: one cuBLAS call with beta = 1 and an fp32 result."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _add_product(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> 
 
 @functools.cache
 def _refusal() -> str | None:
-    """Why this PyTorch does not add a product of 16-bit matrices to an fp32 one; older ones lack it or want 16 bits."""
+    """Why this PyTorch cannot add a 16-bit product to an fp32 matrix, or None."""
     try:
         one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
         _add_product(torch.ones(8, 8, device="cuda"), one, one)

@@ -1,4 +1,4 @@
-"""accumulate_wgrad on Ascend NPUs: the grouped product that accumulates in fp32, with all rows in one group."""
+"""accumulate_wgrad on Ascend NPUs: npu_grouped_matmul_add_ with all rows in one group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def accumulate_wgrad(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor)
         main_grad.view(1, *main_grad.shape),  # [1, N, K]
         dy.contiguous(),  # [M, N], transposed by the operator
         x.contiguous(),  # [M, K]
-        # Where the only group ends; made on the device, so that nothing is sent there and nothing waits.
+        # The end of the only group, made on the device: no transfer, no synchronisation.
         torch.full((1,), dy.shape[0], dtype=torch.int64, device=dy.device),
         transpose_x=True,
         transpose_weight=False,

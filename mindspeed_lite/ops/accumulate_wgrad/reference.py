@@ -1,4 +1,4 @@
-"""The definition of accumulate_wgrad in plain PyTorch, which is also what autograd and a gradient hook compute."""
+"""accumulate_wgrad in plain PyTorch: bitwise what autograd and a gradient hook compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The activation of a transformer's MLP with its bias and, for experts, its per-token weights, as one operator."""
+"""The activation of a transformer's MLP with its bias and, for experts, per-token weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.activation import recompute, reference
+from mindspeed_lite.ops.activation import reference
+from mindspeed_lite.ops.activation.reference import ActivationSpec
 from mindspeed_lite.ops.dispatch import Operator
 
-__all__ = ["KINDS", "OPERATOR", "Case", "activation"]
+__all__ = ["KINDS", "OPERATOR", "ActivationSpec", "Case", "activation"]
 
 KINDS = (*reference.GATED, *reference.PLAIN)
 
@@ -22,20 +23,10 @@ class Case(NamedTuple):
     kind: str
     bias_dtype: torch.dtype | None
     weights_dtype: torch.dtype | None
-    # Whether the halves are clamped or the linear one is offset.
     has_clamp_or_offset: bool
 
 
-OPERATOR = Operator(
-    "activation",
-    # The definition, but keeping only its inputs.
-    recompute.activation,
-    {
-        "cpu": "mindspeed_lite.ops.activation.cpu",
-        "cuda": "mindspeed_lite.ops.activation.cuda",
-        "npu": "mindspeed_lite.ops.activation.npu",
-    },
-)
+OPERATOR = Operator("activation", reference.activation)
 
 
 def activation(
@@ -56,17 +47,15 @@ def activation(
         gelu            its tanh approximation
         squared_relu    max(x, 0)^2
 
-    x: [..., W], any strides; bias: [W]; weights: [..., 1], a number for every row; each in a dtype of its own.
-    y: [..., W / 2] of a gated kind, else [..., W], in x's dtype. Everything is computed in fp32 (float64 for a
-    float64 x) and rounded once, to x's dtype. For the backward pass x, bias and weights are kept and nothing else.
-    Gradients of bias (a sum over rows) and weights (a sum over the last dimension) are summed in fp32 and come in
-    their own dtypes. What a backend does differently stands in its file.
+    x: [..., W], any strides; bias: [W]; weights: [..., 1]; each in a dtype of its own. y: [..., W / 2] of a gated kind,
+    else [..., W], in x's dtype. Computed in fp32 (float64 for float64) and rounded once. Keeps x, bias and weights for
+    the backward pass. The gradients of bias and weights are summed in fp32.
 
     Raises ValueError for an unknown kind and for shapes that do not fit it.
     """
-    return OPERATOR.choose(_case(x, kind, bias, weights, linear_offset, clamp))(
-        x, kind, bias, weights, linear_offset, clamp
-    )
+    case = _case(x, kind, bias, weights, linear_offset, clamp)
+    y: torch.Tensor = OPERATOR.choose(case)(x, bias, weights, ActivationSpec(kind, linear_offset, clamp))
+    return y
 
 
 def _case(
@@ -90,11 +79,5 @@ def _case(
         raise ValueError(f"activation: want bias {list(shape[-1:])} for x {list(shape)}, not {list(bias.shape)}")
     if weights is not None and weights.shape != (*shape[:-1], 1):
         raise ValueError(f"activation: want weights {[*shape[:-1], 1]} for x {list(shape)}, not {list(weights.shape)}")
-    return Case(
-        x.device.type,
-        x.dtype,
-        kind,
-        None if bias is None else bias.dtype,
-        None if weights is None else weights.dtype,
-        has_clamp_or_offset,
-    )
+    bias_dtype, weights_dtype = (None if each is None else each.dtype for each in (bias, weights))
+    return Case(x.device.type, x.dtype, kind, bias_dtype, weights_dtype, has_clamp_or_offset)

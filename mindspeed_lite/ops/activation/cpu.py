@@ -1,128 +1,80 @@
-"""activation on CPU: one pass over memory in each direction, in C++."""
+"""activation on CPU: GELU with a bias in C++, one pass over memory in each direction; other kinds in PyTorch.
+
+Of biased GELU [4096, 16384] in bf16 both passes take 56 ms here and 155 ms in PyTorch and torch.compile. SwiGLU was
+1.04 and 0.97 times as fast as torch.compile and has no kernel.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_lite.ops import native
-from mindspeed_lite.ops.activation import autograd, recompute, reference
+from mindspeed_lite.ops import autograd, native
+from mindspeed_lite.ops.activation import reference
+from mindspeed_lite.ops.activation.reference import ActivationSpec
+from mindspeed_lite.ops.rows import as_rows
 from mindspeed_lite.ops.traced import is_traced
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
 
-_FORWARD, _BACKWARD = "ipppplllffi", "ipppppppllllffi"
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 _lib = native.Library(
     Path(__file__).with_name("cpu.cpp"),
-    {
-        "activation_forward_bf16": _FORWARD,
-        "activation_forward_fp32": _FORWARD,
-        "activation_backward_bf16": _BACKWARD,
-        "activation_backward_fp32": _BACKWARD,
-    },
+    {f"gelu_forward_{name}": "pppllli" for name in _NAMES.values()}
+    | {f"gelu_backward_{name}": "ppppplllli" for name in _NAMES.values()},
 )
-
-# The order in which cpu.cpp numbers the kinds.
-_NUMBER = {kind: number for number, kind in enumerate((*reference.GATED, *reference.PLAIN))}
-
-# Rows are divided into at most so many blocks for the sums over rows, each with a row of fp32 sums of its own.
+# Blocks of rows with a row of fp32 sums each, for the gradient of the bias.
 _BLOCKS = 64
 
 
 def supported(case: Case) -> list[str]:
-    reasons = []
-    if case.dtype not in (torch.bfloat16, torch.float32):
-        reasons.append(f"dtype {case.dtype}: the kernel takes bfloat16 and float32")
-    if torch.float64 in (case.bias_dtype, case.weights_dtype):
-        reasons.append("bias or weights in float64, which the kernel would round to float32")
-    unusable = None if reasons else _lib.unusable()
-    return reasons if unusable is None else [unusable]
+    if case.kind != "gelu" or case.bias_dtype in (None, torch.float64) or case.dtype not in _NAMES:
+        return []
+    reason = _lib.unusable()
+    return [] if reason is None else [reason]
 
 
 def activation(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    linear_offset: float = 0.0,
-    clamp: float | None = None,
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    if is_traced(x):
-        # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
-        return recompute.activation(x, kind, bias, weights, linear_offset, clamp)
-    return autograd.run(_PASS, x, bias, weights, autograd.Form(kind, linear_offset, clamp))
-
-
-def _forward(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, form: autograd.Form
-) -> torch.Tensor:
-    rows = autograd.rows(x)
-    half = rows.width // 2 if form.kind in reference.GATED else rows.width
-    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-    bias, weights = _fp32(bias), _fp32(weights)
-    function = _lib.activation_forward_bf16 if x.dtype is torch.bfloat16 else _lib.activation_forward_fp32
-    function(
-        _NUMBER[form.kind],
-        rows.data,
-        bias,
-        weights,
-        y,
-        rows.number,
-        rows.width,
-        rows.stride,
-        form.linear_offset,
-        math.inf if form.clamp is None else form.clamp,
-        native.threads(x.numel()),
-    )
+    has_kernel = spec.kind == "gelu" and bias is not None and bias.dtype != torch.float64 and weights is None
+    if not has_kernel or x.dtype not in _NAMES or x.numel() == 0 or is_traced(x):
+        return reference.activation(x, bias, weights, spec)
+    y: torch.Tensor = autograd.apply(_GELU, (x, bias))
     return y
 
 
-def _backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    form: autograd.Form,
-    wanted: tuple[bool, bool, bool],
-) -> autograd.Gradients:
-    rows = autograd.rows(x)
-    blocks = max(1, min(rows.number, _BLOCKS))
-    dy = dy.contiguous()
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    dbias = torch.empty(blocks, rows.width, dtype=torch.float32, device=x.device) if wanted[1] else None
-    dweights = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if wanted[2] else None
-    wide_bias, wide_weights = _fp32(bias), _fp32(weights)
-    function = _lib.activation_backward_bf16 if x.dtype is torch.bfloat16 else _lib.activation_backward_fp32
-    function(
-        _NUMBER[form.kind],
-        dy,
-        rows.data,
-        wide_bias,
-        wide_weights,
-        dx,
-        dbias,
-        dweights,
-        rows.number,
-        blocks,
-        rows.width,
-        rows.stride,
-        form.linear_offset,
-        math.inf if form.clamp is None else form.clamp,
-        native.threads(x.numel()),
-    )
-    return (
-        dx if wanted[0] else None,
-        dbias.sum(0).to(bias.dtype) if dbias is not None and bias is not None else None,
-        dweights.to(weights.dtype) if dweights is not None and weights is not None else None,
-    )
+def _forward(inputs: Any, _: None) -> tuple[torch.Tensor, autograd.Inputs]:
+    x, bias = inputs
+    rows, stride = as_rows(x)
+    y = torch.empty(x.shape, dtype=x.dtype)
+    width = x.shape[-1]
+    kernel = getattr(_lib, f"gelu_forward_{_NAMES[x.dtype]}")
+    kernel(rows, _fp32(bias), y, x.numel() // width, width, stride, native.threads(x.numel()))
+    return y, inputs
 
 
-_PASS = autograd.Pass(_forward, _backward)
+def _backward(dy: torch.Tensor, saved: Any, _: None, wanted: Sequence[bool]) -> autograd.Inputs:
+    x, bias = saved
+    rows, stride = as_rows(x)
+    width = x.shape[-1]
+    number = x.numel() // width
+    blocks = min(number, _BLOCKS)
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    dbias = torch.zeros(blocks, width) if wanted[1] else None
+    kernel = getattr(_lib, f"gelu_backward_{_NAMES[x.dtype]}")
+    kernel(
+        dy.contiguous(), rows, _fp32(bias), dx, dbias, number, blocks, width, stride, native.threads(x.numel())
+    )  # fmt: skip
+    return dx, None if dbias is None else dbias.sum(0).to(bias.dtype)
 
 
-def _fp32(t: torch.Tensor | None) -> Any:
-    return None if t is None else t.detach().to(torch.float32).contiguous()
+_GELU = autograd.Kernel(_forward, _backward)
+
+
+def _fp32(bias: torch.Tensor) -> torch.Tensor:
+    return bias.detach().to(torch.float32).contiguous()

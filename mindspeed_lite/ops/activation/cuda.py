@@ -1,4 +1,4 @@
-"""activation on CUDA: one Triton kernel in each direction, which reads its input once and writes its result once."""
+"""activation on CUDA: one Triton kernel in each direction, one pass over memory each."""
 
 # Triton's decorator and the arguments of its kernels have no types.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 
-from mindspeed_lite.ops.activation import autograd, recompute, reference
+from mindspeed_lite.ops import autograd
+from mindspeed_lite.ops.activation import reference
+from mindspeed_lite.ops.activation.reference import ActivationSpec
+from mindspeed_lite.ops.rows import as_rows
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.activation import Case
@@ -31,87 +35,68 @@ def supported(case: Case) -> list[str]:
 
 
 def activation(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    linear_offset: float = 0.0,
-    clamp: float | None = None,
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
     if torch.compiler.is_compiling():
         # A compiler fuses the definition itself, and more around it.
-        return recompute.activation(x, kind, bias, weights, linear_offset, clamp)
-    return autograd.run(_PASS, x, bias, weights, autograd.Form(kind, linear_offset, clamp))
-
-
-def _forward(
-    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, form: autograd.Form
-) -> torch.Tensor:
-    rows = autograd.rows(x)
-    gated = form.kind in reference.GATED
-    half = rows.width // 2 if gated else rows.width
-    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
-    if y.numel():
-        grid, block, warps = _launch(rows.number, half, whole_rows=False)
-        with _on(x):
-            forward_kernel[grid](
-                rows.data, bias, _packed(weights), y, rows.stride, form.linear_offset, _clamp(form),
-                HALF=half, KIND=form.kind, GATED=gated, BENT=_bent(form),
-                HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
-                PIECES=grid[1], BLOCK=block, num_warps=warps,
-            )  # fmt: skip
+        return reference.activation(x, bias, weights, spec)
+    y: torch.Tensor = autograd.apply(_KERNEL, (x, bias, weights), spec)
     return y
 
 
-def _backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    form: autograd.Form,
-    wanted: tuple[bool, bool, bool],
-) -> autograd.Gradients:
-    rows = autograd.rows(x)
-    gated = form.kind in reference.GATED
-    half = rows.width // 2 if gated else rows.width
+def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.Inputs]:
+    x, bias, weights = inputs
+    rows, stride = as_rows(x)
+    half = x.shape[-1] // 2 if spec.is_gated else x.shape[-1]
+    y = torch.empty((*x.shape[:-1], half), dtype=x.dtype, device=x.device)
+    if y.numel():
+        grid, block, warps = _launch(x.shape[:-1].numel(), half, whole_rows=False)
+        with _on(x):
+            forward_kernel[grid](
+                rows, bias, _packed(weights), y, stride, spec.linear_offset, spec.clamp or 0.0,
+                HALF=half, KIND=spec.kind, GATED=spec.is_gated, BENT=_bent(spec),
+                HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None,
+                PIECES=grid[1], BLOCK=block, num_warps=warps,
+            )  # fmt: skip
+    return y, inputs
+
+
+def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
+    x, bias, weights = saved
+    rows, stride = as_rows(x)
+    width = x.shape[-1]
+    half = width // 2 if spec.is_gated else width
+    number = x.shape[:-1].numel()
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dweights = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device) if wanted[2] else None
     if dx.numel():
-        grid, block, warps = _launch(rows.number, half, whole_rows=wanted[2])
+        grid, block, warps = _launch(number, half, whole_rows=wanted[2])
         with _on(x):
             backward_kernel[grid](
-                dy.contiguous(), rows.data, bias, _packed(weights), dx, dweights, rows.stride, form.linear_offset,
-                _clamp(form), HALF=half, KIND=form.kind, GATED=gated, BENT=_bent(form),
+                dy.contiguous(), rows, bias, _packed(weights), dx, dweights, stride, spec.linear_offset,
+                spec.clamp or 0.0, HALF=half, KIND=spec.kind, GATED=spec.is_gated, BENT=_bent(spec),
                 HAS_BIAS=bias is not None, HAS_WEIGHTS=weights is not None, WANTS_DWEIGHTS=wanted[2],
                 PIECES=grid[1], BLOCK=block, num_warps=warps,
             )  # fmt: skip
     elif dweights is not None:
         dweights.zero_()  # rows without columns
     dbias = None
-    if bias is not None and wanted[1]:
-        # Of the rounded gradient, as autograd would sum it; the order of the sum is torch's, and always the same.
-        dbias = dx.view(rows.number, rows.width).sum(0, dtype=torch.float32).to(bias.dtype)
-    return (
-        dx if wanted[0] else None,
-        dbias,
-        None if dweights is None or weights is None else dweights.to(weights.dtype),
-    )
+    if wanted[1]:
+        # Of the rounded gradient, as autograd would sum it, in torch's deterministic order.
+        dbias = dx.view(number, width).sum(0, dtype=torch.float32).to(bias.dtype)
+    return dx, dbias, None if dweights is None else dweights.to(weights.dtype)
 
 
-_PASS = autograd.Pass(_forward, _backward)
+_KERNEL = autograd.Kernel(_forward, _backward)
 
 
 def _packed(t: torch.Tensor | None) -> torch.Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _clamp(form: autograd.Form) -> float:
-    return 0.0 if form.clamp is None else form.clamp
-
-
-def _bent(form: autograd.Form) -> int:
+def _bent(spec: ActivationSpec) -> int:
     """Bit 0: the halves are clamped; bit 1: the linear one is offset."""
-    return (form.clamp is not None) + 2 * (form.linear_offset != 0.0)
+    return (spec.clamp is not None) + 2 * (spec.linear_offset != 0.0)
 
 
 def _launch(rows: int, half: int, whole_rows: bool) -> tuple[tuple[int, int], int, int]:

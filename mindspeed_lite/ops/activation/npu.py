@@ -1,9 +1,8 @@
-"""activation on Ascend NPUs through torch_npu's fused operators, which bring their own backward.
+"""activation on Ascend NPUs through torch_npu's fused operators and their backward.
 
-The operators have no bias and no weights: the bias is added before, and rounded to x's dtype; the weights are
-multiplied after, in fp32, with a result that is rounded to x's dtype already. These are two roundings more than the
-definition has. GeGLU is npu_gelu and a product, which rounds gelu(gate) too and keeps it for the backward pass;
-npu_geglu would keep as much, and its backward pass fails on fake tensors.
+They have no bias and no weights: the bias is added before and rounded to x's dtype; the weights multiply the rounded
+result in fp32. These are two roundings more than the definition has. GeGLU is npu_gelu and a product, since npu_geglu's
+backward fails on fake tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 if TYPE_CHECKING:
-    from mindspeed_lite.ops.activation import Case
+    from mindspeed_lite.ops.activation import ActivationSpec, Case
 
 _KINDS = ("swiglu", "geglu", "gelu")
 
@@ -31,20 +30,15 @@ def supported(case: Case) -> list[str]:
 
 
 def activation(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    linear_offset: float = 0.0,
-    clamp: float | None = None,
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
     # The operators document up to 8 dimensions.
     rows = x if x.dim() <= 8 else x.reshape(-1, x.shape[-1])  # [..., W]
     if bias is not None:
         rows = rows + bias.to(x.dtype)
-    if kind == "swiglu":
+    if spec.kind == "swiglu":
         y: torch.Tensor = torch_npu.npu_swiglu(rows, dim=-1)
-    elif kind == "geglu":
+    elif spec.kind == "geglu":
         gate, up = rows.chunk(2, dim=-1)  # [..., W / 2] each
         y = _gelu(gate) * up
     else:
@@ -54,6 +48,6 @@ def activation(
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    # Not torch's own gelu, which is documented to ignore `approximate` on an NPU.
+    # torch's own gelu is documented to ignore `approximate` on an NPU.
     y: torch.Tensor = torch_npu.npu_gelu(x, approximate="tanh")
     return y

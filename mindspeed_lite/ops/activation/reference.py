@@ -1,11 +1,29 @@
-"""The definition of activation in plain PyTorch: what every backend is tested against."""
+"""The definition of activation in plain PyTorch, which every backend is tested against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+
+from mindspeed_lite.ops import autograd
+
+# On a CPU intermediates of so many elements stay in its cache.
+_BLOCK = 1 << 17
+
+
+class ActivationSpec(NamedTuple):
+    """The options of `activation`."""
+
+    kind: str
+    linear_offset: float = 0.0
+    clamp: float | None = None
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind in GATED
 
 
 def _quick_gelu(x: torch.Tensor) -> torch.Tensor:
@@ -29,26 +47,72 @@ PLAIN: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def activation(
-    x: torch.Tensor,
-    kind: str,
-    bias: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
-    linear_offset: float = 0.0,
-    clamp: float | None = None,
+def definition(
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
 ) -> torch.Tensor:
-    """f(x + bias) * weights in x's dtype, where f is of `kind`."""
+    """f(x + bias) * weights in x's dtype, where f is of the spec's kind."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     wide = x.to(dtype)  # [..., W]
     if bias is not None:
         wide = wide + bias.to(dtype)  # [W]
-    if kind in GATED:
+    if spec.is_gated:
         gate, up = wide.chunk(2, dim=-1)  # [..., W / 2] each
-        if clamp is not None:
-            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
-        y = GATED[kind](gate) * (up + linear_offset)
+        if spec.clamp is not None:
+            gate, up = gate.clamp(max=spec.clamp), up.clamp(-spec.clamp, spec.clamp)
+        y = GATED[spec.kind](gate) * (up + spec.linear_offset)
     else:
-        y = PLAIN[kind](wide)
+        y = PLAIN[spec.kind](wide)
     if weights is not None:
         y = y * weights.to(dtype)  # [..., 1]
     return y.to(x.dtype)
+
+
+def activation(
+    x: torch.Tensor, bias: torch.Tensor | None, weights: torch.Tensor | None, spec: ActivationSpec
+) -> torch.Tensor:
+    """The definition, recomputed in the backward pass: autograd would keep its fp32 intermediates."""
+    if torch.compiler.is_compiling():
+        return definition(x, bias, weights, spec)
+    y: torch.Tensor = autograd.apply(_RECOMPUTED, (x, bias, weights), spec)
+    return y
+
+
+def _forward(inputs: Any, spec: ActivationSpec) -> tuple[torch.Tensor, autograd.Inputs]:
+    x, bias, weights = inputs
+    parts = [definition(rows, bias, w, spec) for rows, w in _blocks(x, weights)]
+    return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[-1]), inputs
+
+
+def _backward(dy: torch.Tensor, saved: Any, spec: ActivationSpec, wanted: Sequence[bool]) -> autograd.Inputs:
+    x, bias, weights = saved
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # In fp32, so that its gradient is summed over blocks in fp32.
+    wide_bias = None if bias is None else bias.detach().to(dtype).requires_grad_(wanted[1])
+    found: list[list[torch.Tensor]] = [[], [], []]
+    for (rows, w), (grad, _) in zip(_blocks(x, weights), _blocks(dy, None, x.shape[-1]), strict=True):
+        rows = rows.detach().requires_grad_(wanted[0])
+        w = None if w is None else w.detach().requires_grad_(wanted[2])
+        with torch.enable_grad():
+            y = definition(rows, wide_bias, w, spec)
+        leaves = [(n, leaf) for n, leaf in enumerate((rows, wide_bias, w)) if leaf is not None and wanted[n]]
+        for (n, _), gradient in zip(leaves, torch.autograd.grad(y, [leaf for _, leaf in leaves], grad), strict=True):
+            found[n].append(gradient)
+    return (
+        torch.cat(found[0]).view(x.shape) if wanted[0] else None,
+        torch.stack(found[1]).sum(0).to(bias.dtype) if wanted[1] else None,
+        torch.cat(found[2]).view(weights.shape) if wanted[2] else None,
+    )
+
+
+def _blocks(
+    x: torch.Tensor, weights: torch.Tensor | None, width: int = 0
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Rows of x, a block at a time on a CPU, and their weights."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    w = None if weights is None else weights.reshape(-1, 1)
+    step = max(1, _BLOCK // max(width or x.shape[-1], 1)) if x.device.type == "cpu" else max(1, len(rows))
+    for start in range(0, max(1, len(rows)), step):
+        yield rows[start : start + step], None if w is None else w[start : start + step]
+
+
+_RECOMPUTED = autograd.Kernel(_forward, _backward)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from mindspeed_lite.ops.adamw import moments, reference
-from mindspeed_lite.ops.adamw.pieces import Blocks
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
 from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = ["OPERATOR", "Case", "Rule", "adamw"]
@@ -30,15 +29,7 @@ class Case(NamedTuple):
     moments: torch.dtype = torch.float32
 
 
-OPERATOR = Operator(
-    "adamw",
-    reference.adamw,  # type: ignore[arg-type]  # it writes in place and returns nothing
-    {
-        "cpu": "mindspeed_lite.ops.adamw.cpu",
-        "cuda": "mindspeed_lite.ops.adamw.cuda",
-        "npu": "mindspeed_lite.ops.adamw.npu",
-    },
-)
+OPERATOR = Operator("adamw", reference.adamw)  # type: ignore[arg-type]  # in place, returns nothing
 
 
 @torch.no_grad()
@@ -68,14 +59,14 @@ def adamw(
         p   = p - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
         out = p                                   rounded to out's dtype
 
-    params, exp_avgs, exp_avg_sqs: fp32 (all three float64 for tests), one dtype; grads: fp32, bf16 or fp16, one
-    dtype; outs: as many, one dtype. Shapes of one place in the lists agree, or at least their sizes. grad_scale: a
-    number or a tensor of one element on the device, into which an inverse loss scale and a clip coefficient go.
-    lows: with these (int16) the params are bf16, fp32 numbers in two halves, a bit of which stands in the sign of
-    exp_avg_sqs (see `halves`); then there are no outs. The numbers become what they would as fp32, bit for bit.
-    blocks: the moments may be bf16, or uint8 codes with these, pairs of exponents (uint8, see `moments.exponents`);
-    the new ones are stochastically rounded, which is a function of them and `step` alone (see `moments`).
-    Everything is computed in fp32. There is no gradient, and nothing is kept.
+    params, exp_avgs, exp_avg_sqs: fp32 (or all float64); grads: fp32, bf16 or fp16; outs: any one dtype. Sizes of one
+    place in the lists agree. grad_scale: a number or a tensor of one element on the device, for an inverse loss scale
+    times a clip coefficient.
+    lows: with these (int16) the params are bf16: fp32 numbers in two halves, a bit of which is the sign of exp_avg_sqs
+    (see `halves`), without outs. The numbers become what they would as fp32, bit for bit.
+    blocks: the moments may be bf16, or uint8 codes with these pairs of exponents (see `moments.exponents`); new ones
+    are stochastically rounded, as a function of them and `step` alone (see `moments`).
+    Computed in fp32. No gradient; nothing is kept.
     """
     case = _case(params, grads, exp_avgs, exp_avg_sqs, outs, decoupled or weight_decay == 0.0, lows, blocks)
     if case is None:

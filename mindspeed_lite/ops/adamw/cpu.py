@@ -16,8 +16,7 @@ import torch
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.adamw import moments, reference, torch_fused
-from mindspeed_lite.ops.adamw.pieces import Blocks
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 from mindspeed_lite.ops.traced import address, is_traced
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mindspeed_lite.ops.adamw import moments, torch_fused
-from mindspeed_lite.ops.adamw.pieces import Blocks
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Blocks, Rule
 from mindspeed_lite.ops.dispatch import report_fallback
 from mindspeed_lite.ops.traced import address
 

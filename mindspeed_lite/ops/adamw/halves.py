@@ -1,13 +1,12 @@
-"""An fp32 number in two halves: a bf16 number, rounded to nearest even, and 16 bits beside it.
+"""An fp32 number in two halves: a bf16 number, rounded to nearest even, and 16 more bits.
 
-The high half is what a model computes with, so beside it an optimizer need keep only the low one: 4 bytes for both
-instead of 6. With the bits x of the number, y = x + 0x8000 has in its upper 16 bits the bf16 number that is nearest,
-ties away from zero, and in its lower ones what is kept. Two kinds of numbers take 1 from the upper half: ties that
-thereby become even, and NaNs near the last pattern, whose y has run over into the sign. That they did is one bit more
-than 32; it stands in the sign of the second moment, which is never negative, zero included.
+The model computes with the high half, so an optimizer keeps only the low one: 4 bytes for both instead of 6. With the
+bits x, y = x + 0x8000 has in its upper 16 bits the nearest bf16 number, ties away from zero, and in its lower ones what
+is kept. Ties that thereby become even, and NaNs whose y has overflowed into the sign, take 1 from the upper half. That
+is one bit more than 32; it is stored in the sign of the second moment.
 
-Exact for all 2^32 patterns, and the high half is PyTorch's conversion for every number; of the NaNs, which keep their
-payload, those with nothing in its upper 7 bits may read as infinity. Arithmetic makes no such NaN.
+Exact for all 2^32 patterns; the high half is PyTorch's conversion for every number, except that NaNs with an empty
+upper payload may read as infinity.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The two moments in fewer bits than fp32, stochastically rounded, so that they are right on average.
+"""The two moments in fewer bits than fp32, stochastically rounded.
 
 bf16    the upper half of an fp32 number.
-fp8     a byte a number and a byte for every `BLOCK` of them: the exponent of the largest, rounded up. A first moment
-        has sign, 4 bits of exponent below its block's and 3 of mantissa, a second one 5 and 2, since it spans the
-        square.
-        Code 0 is zero. A first moment of less than about 2^-15 of the largest in its block becomes zero; a second
-        moment does not unless it is zero, since the step divides by it.
+fp8     a byte per number and a byte per `BLOCK` of them, the exponent of the largest, rounded up. A first moment has
+        sign, 4 bits of exponent below its block's and 3 of mantissa, a second one 5 and 2. Code 0 is zero. A first
+        moment of less than about 2^-15 of its block's largest becomes zero; a second moment never does, since the step
+        divides by it.
 
-A moment moves by a small part of itself in every step, the second by 1 - beta2 = 0.001: less than the distance
-between two narrow numbers, so rounding to nearest would hold it where it is. Rounded up as often as the remainder says,
-it follows on average. Chance is a hash of both new moments and the count of steps: the same numbers give the same
-bits, on every rank that computes them, in whatever piece of memory, and when a run is repeated.
-
-All of it is integer arithmetic on the bits of fp32: exact, and the same on every device. The sign of a second moment,
-which is never negative, is kept (see `halves`). What has been read out of codes is written back as the same numbers.
+A moment moves by a small part of itself per step, less than the distance of two codes: rounding to nearest would hold
+it. The random bits are a hash of both new moments and the count of steps, so the same numbers give the same bits on
+every rank and in every run. All of it is integer arithmetic on the bits of fp32, the same on every device. The sign of
+a second moment is kept (see `halves`).
 """
 
 from __future__ import annotations

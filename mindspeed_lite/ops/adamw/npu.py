@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]  # noqa: F401  (brings the kernel)
 
-from mindspeed_lite.ops.adamw.pieces import piecewise
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Rule, piecewise
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.adamw import Case

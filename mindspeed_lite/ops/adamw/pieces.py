@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
 from mindspeed_lite.ops.adamw import halves, moments
-from mindspeed_lite.ops.adamw.rule import Rule
 
 Tensors = Sequence[torch.Tensor]
 # A pair of exponents of narrow moments for every parameter.
@@ -20,6 +20,32 @@ Blocks = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 # Elements that are put together at a time, whole blocks of narrow moments.
 CHUNK = 1 << 22
+
+
+class Rule(NamedTuple):
+    """The options of `adamw`, as every implementation takes them."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: float
+    grad_scale: float | torch.Tensor | None = None
+    decoupled: bool = True
+
+    def numbers(self) -> tuple[float, ...]:
+        """keep, l2, 1 - b1, b2, 1 - b2, lr / (1 - b1^t), sqrt(1 - b2^t), eps: what a kernel computes with."""
+        beta1, beta2 = self.betas
+        return (
+            1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            0.0 if self.decoupled else self.weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            self.lr / (1 - beta1**self.step),
+            (1 - beta2**self.step) ** 0.5,
+            self.eps,
+        )
 
 
 def piecewise(step: Callable[..., None]) -> Callable[..., None]:

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_lite.ops.adamw.pieces import piecewise
-from mindspeed_lite.ops.adamw.rule import Rule
+from mindspeed_lite.ops.adamw.pieces import Rule, piecewise
 
 
 @piecewise

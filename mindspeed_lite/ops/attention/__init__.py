@@ -1,26 +1,24 @@
 """Softmax attention in the layout [sequence, batch, head, head size], for a transformer's attention core.
 
-`attention` is the operator. It is `prepare`, which checks a call and makes its `AttentionSpec`, and `attend`, which
-computes it; a caller that asks `fallback_reasons` first prepares once for both. `forward` and `backward` are its
-two halves without autograd, for callers that split the keys among calls and put the results together themselves
-(context parallelism); `packed.attention` serves sequences of several lengths behind one another.
+`attention` is `prepare`, which checks a call and makes its `AttentionSpec`, and `attend`, which computes it. `forward`
+and `backward` are its halves without autograd, for callers that merge results over parts of the keys (context
+parallelism). `packed.attention` takes sequences of several lengths.
 
-A backend module holds `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
-`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. Where it has `HAS_WIDE`, these two take `wide`:
-their results for 16-bit inputs are fp32 sums that are not rounded. No row is empty by position, and the halves leave
-`spec.sink` alone.
+A backend has `supported(case)`, `attention(q, k, v, spec)` -> (out, lse or None unless `spec.return_lse`),
+`forward(q, k, v, spec)` and `backward(dout, q, k, v, out, lse, spec)`. With `HAS_WIDE` the halves take `wide`: fp32
+sums of 16-bit inputs, not rounded. No row is empty by position, and the halves ignore `spec.sink`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
-from mindspeed_lite.ops.attention import band, positional_dropout, reference
-from mindspeed_lite.ops.attention.backends import OPERATOR, fallback_reasons, module
-from mindspeed_lite.ops.attention.positional_dropout import PositionalDropout
+from mindspeed_lite.ops.attention import band, blocked, reference
+from mindspeed_lite.ops.attention.blocked import PositionalDropout
 from mindspeed_lite.ops.attention.spec import AttentionSpec, Case, prepare
+from mindspeed_lite.ops.dispatch import Operator
 
 __all__ = [
     "OPERATOR",
@@ -36,36 +34,7 @@ __all__ = [
 ]
 
 
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-
-
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    window: band.Window | None = None,
-    sink: torch.Tensor | None = None,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
+OPERATOR = Operator("attention", reference.attention)  # type: ignore[arg-type]  # two results
 
 
 def attention(
@@ -86,49 +55,23 @@ def attention(
     where j = i * g // n and lse is the log of the sum, over the visible keys t, of exp(scale * q . k), plus
     exp(sink[i]) if there is a sink.
 
-    q: [sq, b, n, d], k: [sk, b, g, d], v: [sk, b, g, dv], one dtype, any strides; g divides n, so that each
-    key head serves n / g consecutive query heads. Returns out [sq, b, n, dv], contiguous, in q's dtype; with
-    `return_lse` also lse [b, n, sq] in fp32 (float64 for float64), natural logarithm, without gradient.
+    q: [sq, b, n, d], k: [sk, b, g, d], v: [sk, b, g, dv], one dtype, any strides; g divides n. Returns out
+    [sq, b, n, dv], contiguous, in q's dtype; with `return_lse` also lse [b, n, sq] in fp32 (float64 for float64),
+    natural logarithm, without gradient. Scores and softmax are fp32. Keeps q, k, v, the output and one number per row
+    and head.
 
-    causal: a query sees no later key. With sq != sk the last query stands at the last key (bottom right
-        corner), as in Megatron's sliding-window mask and as a key cache needs it; Megatron's own causal mask
-        knows sq == sk only, where the two agree, and none at all for sq == 1, which is the same again.
-    window: (left, right) as Megatron's window_size: `left` keys before the query's own and `right` after it;
-        -1 is no limit. Combined with `causal` if both are given.
-    mask: bool, True hides the key (Megatron's convention), broadcastable to [b, n or 1, sq, sk]; combined
-        with the other two.
+    causal: a query sees no later key. With sq != sk the last query is aligned with the last key (bottom right).
+    window: (left, right): `left` keys before the query's own and `right` after it; -1 is no limit.
+    mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk]; combined with the other two.
     scale: 1 / sqrt(d) unless given; above 0 and finite in fp32.
-    dropout_p: drawn from the device's current default generator; fork it outside if ranks must differ. The
-        backward pass drops what the forward pass dropped. Which bits it drops is each backend's own business.
-    sink: [n], any floating dtype, one logit per head that takes weight and gives no value (Megatron's softmax
-        offset: zeros are "off by one"). It gets its gradient.
+    dropout_p: drawn from the device's default generator, by each backend in its own way.
+    sink: [n], any floating dtype, one logit per head without a value (Megatron's softmax offset). It gets its gradient.
 
-    A row with at least one visible key agrees with Megatron's local path (which adds -10000 instead of -inf
-    to hidden scores, the same once rounded). A row with none returns 0, has the lse -inf (the sink's value if
-    there is one) and gives no gradient; Megatron averages all values there. Such rows are padding, and nothing
-    may depend on them.
-
-    Fast backends keep q, k, v, the output and one number per row and head for the backward pass. What they build
-    of size sq x sk, if anything, stands in their files; no backend keeps it per head. Scores and softmax are fp32
-    there; the reference is fp32 throughout (float64 for float64).
+    A row without visible keys returns 0, has the lse -inf (the sink's value if there is one) and gives no gradient;
+    Megatron averages all values there.
     """
-    out, lse = attend(
-        q,
-        k,
-        v,
-        prepare(
-            q,
-            k,
-            v,
-            causal=causal,
-            mask=mask,
-            scale=scale,
-            dropout_p=dropout_p,
-            window=window,
-            sink=sink,
-            return_lse=return_lse,
-        ),
-    )
+    options = {"causal": causal, "mask": mask, "scale": scale, "dropout_p": dropout_p, "window": window, "sink": sink}
+    out, lse = attend(q, k, v, prepare(q, k, v, **options, return_lse=return_lse))  # type: ignore[arg-type]
     return (out, lse) if return_lse else out
 
 
@@ -156,12 +99,11 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of `attention` over these keys, without autograd; `spec` has no sink and no dropout of its own.
 
-    Two results over disjoint sets of keys make one: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
-    out2 * exp(lse2 - lse), where a row that saw no key in one of them (lse -inf) takes no part.
+    Results over disjoint sets of keys merge: lse = logaddexp(lse1, lse2) and out = out1 * exp(lse1 - lse) +
+    out2 * exp(lse2 - lse); a row with lse -inf in one of them takes no part in it.
 
-    wide: `out` in fp32 (float64 for float64), for a sum over several results: rounded to q's dtype, each would add an
-        error of its own. A backend with `HAS_WIDE` (CPU) hands over its fp32 sums; elsewhere
-        (CUDA, NPU) the kernel's rounded result is widened.
+    wide: `out` in fp32 (float64 for float64), for a sum over several results; not rounded in between by a backend with
+        `HAS_WIDE` (CPU).
     dropout: which weights are dropped, by position; in plain PyTorch on every device.
     """
     _check_half(spec)
@@ -170,10 +112,9 @@ def forward(
         below = dropout and dropout.of_rows(slice(cut, None))
         rest = forward(q[cut:], k, v, _below(spec, q, k), wide=wide, dropout=below)
         return _behind(rest, cut, None)
-    if dropout is not None:
-        out, lse = positional_dropout.forward(q, k, v, spec, dropout)
-        return (out if wide else out.to(q.dtype)), lse
     backend = module(spec)
+    if dropout is not None and not spec.empty:
+        backend, spec = blocked, spec._replace(rng=dropout)
     pair: tuple[torch.Tensor, torch.Tensor]
     if not wide or not _is_narrow(q.dtype):
         pair = backend.forward(q, k, v, spec)
@@ -199,9 +140,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The gradients (dq, dk, dv) that these keys contribute, without autograd, in the dtypes of q, k and v.
 
-    dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, that
-    is, of `forward` or of several results put together (a sink included); p = exp(score - lse). With lse -inf a
-    row gives no gradient. `spec`, `wide` (for all three gradients) and `dropout` are those of `forward`.
+    dout, out: [sq, b, n, dv], any strides; lse: [b, n, sq]. `out` and `lse` are those of the whole softmax, sink
+    included; p = exp(score - lse). A row with lse -inf gives no gradient. `wide`, `dropout`: as in `forward`.
     """
     _check_half(spec)
     empty = spec.rows_without_keys
@@ -210,11 +150,10 @@ def backward(
         below = dropout and dropout.of_rows(slice(empty, None))
         dq, dk, dv = backward(*rows, _below(spec, q, k), wide=wide, dropout=below)
         return torch.nn.functional.pad(dq, (0, 0) * 3 + (empty, 0)), dk, dv
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    if dropout is not None:
-        dq, dk, dv = positional_dropout.backward(dout, q, k, v, out, lse, spec, dropout)
-        return (dq, dk, dv) if wide else (dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
     backend = module(spec)
+    if dropout is not None and not spec.empty:
+        backend, spec = blocked, spec._replace(rng=dropout)
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     if not wide or not _is_narrow(q.dtype):
         gradients = backend.backward(dout, q, k, v, out, lse, spec)
         return gradients
@@ -223,6 +162,16 @@ def backward(
         return gradients
     dq, dk, dv = backend.backward(dout, q, k, v, out, lse, spec)
     return dq.float(), dk.float(), dv.float()
+
+
+def fallback_reasons(spec: AttentionSpec) -> list[str]:
+    """Every reason why the call would run on the reference, not on its device's backend."""
+    return OPERATOR.why_not(spec.case)
+
+
+def module(spec: AttentionSpec) -> Any:
+    """The module of the backend that serves a call."""
+    return reference if spec.empty else OPERATOR.module(spec.case)
 
 
 def _is_narrow(dtype: torch.dtype) -> bool:

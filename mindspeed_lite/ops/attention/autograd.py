@@ -1,16 +1,17 @@
 """Autograd around a backend's forward and backward kernels, with the sink, which no kernel has to know.
 
-A sink is one more key whose value is nothing. A kernel's result without it becomes the result with it by the rule
-for putting two sets of keys together, and the kernel's backward needs the new output and log-sum-exp only.
+A sink is one more key without a value. It changes the output and log-sum-exp by the rule for merging two sets of keys;
+the kernel's backward pass reads only the merged ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
@@ -28,13 +29,10 @@ class Kernels(NamedTuple):
 
 def attention(kernels: Kernels, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> Pair:
     """(out, lse), differentiable through `out` in q, k, v and the sink."""
-    sink = spec.sink
-    needed = q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    if needed and torch.is_grad_enabled():
-        pair: Pair = _Attention.apply(kernels, q, k, v, sink, spec.mask, spec)  # type: ignore[no-untyped-call]
-        return pair
-    out, lse = kernels.forward(q, k, v, spec)
-    return (out, lse) if sink is None else with_sink(out, lse, sink)
+    # Tensors are autograd's to keep: it frees them, sees writes to them and lets hooks move them.
+    options = kernels, spec._replace(mask=None, sink=None)
+    pair: Pair = autograd.apply(_ATTENTION, (q, k, v, spec.sink, spec.mask), options)
+    return pair
 
 
 def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Pair:
@@ -45,48 +43,30 @@ def with_sink(out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> Pair:
 
 
 def sink_gradient(dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sink: torch.Tensor) -> torch.Tensor:
-    """-sum over rows of p_sink * (dout . out): the sink's own value adds nothing to dp."""
+    """-sum over rows of p_sink * (dout . out)."""
     delta = (dout.to(lse.dtype) * out).sum(-1).permute(1, 2, 0)  # [b, n, sq]
     weight = (sink.to(lse.dtype).unsqueeze(-1) - lse).exp_()
     return -(weight * delta).sum((0, 2)).to(sink.dtype)
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        kernels: Kernels,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        spec: AttentionSpec,
-    ) -> Pair:
-        out, lse = kernels.forward(q, k, v, spec)
-        if sink is not None:
-            out, lse = with_sink(out, lse, sink)
-        ctx.save_for_backward(q, k, v, sink, mask, out, lse)
-        # Tensors are autograd's to keep: it frees them, sees writes to them and lets hooks move them.
-        ctx.spec = spec if mask is None and sink is None else spec._replace(mask=None, sink=None)
-        ctx.kernels = kernels
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
+def _forward(inputs: Any, options: tuple[Kernels, AttentionSpec]) -> tuple[Pair, autograd.Inputs]:
+    kernels, spec = options
+    q, k, v, sink, mask = inputs
+    out, lse = kernels.forward(q, k, v, spec._replace(mask=mask))
+    if sink is not None:
+        out, lse = with_sink(out, lse, sink)
+    return (out, lse), (*inputs, out, lse)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dout: torch.Tensor | None, _: None) -> tuple[torch.Tensor | None, ...]:
-        nothing = (None,) * 7
-        if dout is None:
-            return nothing
-        q, k, v, sink, mask, out, lse = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[1:5]
-        dq = dk = dv = dsink = None
-        if any(wanted[:3]):
-            spec = ctx.spec if mask is None else ctx.spec._replace(mask=mask)
-            dq, dk, dv = ctx.kernels.backward(dout, q, k, v, out, lse, spec)
-        if wanted[3]:
-            dsink = sink_gradient(dout, out, lse, sink)
-        gradients = (grad if want else None for grad, want in zip((dq, dk, dv, dsink), wanted, strict=True))
-        return (None, *gradients, *nothing[5:])
+
+def _backward(
+    dout: torch.Tensor, saved: Any, options: tuple[Kernels, AttentionSpec], wanted: Sequence[bool]
+) -> autograd.Inputs:
+    kernels, spec = options
+    q, k, v, sink, mask, out, lse = saved
+    dq = dk = dv = None
+    if any(wanted[:3]):
+        dq, dk, dv = kernels.backward(dout, q, k, v, out, lse, spec._replace(mask=mask))
+    return dq, dk, dv, sink_gradient(dout, out, lse, sink) if wanted[3] else None, None
+
+
+_ATTENTION = autograd.Kernel(_forward, _backward)

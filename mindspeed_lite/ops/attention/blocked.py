@@ -1,10 +1,8 @@
-"""attention in plain PyTorch, a block of rows at a time: every option, and memory that grows with no S x S.
+"""attention in plain PyTorch, a block of rows at a time: every option, and memory that grows with no sq x sk.
 
-For what no kernel of a device has. Rows are cut so that the scores of one block stay below a fixed size, and keys
-that a block's rows cannot see by position are not touched. Scores and all sums are fp32 (float64 for float64).
-
-Dropout draws from the device's default generator in the order of the blocks. The generator's state from before is
-kept, and the backward pass draws the same numbers again from it; nothing of the mask is stored.
+For calls that no kernel of a device takes. The scores of a block stay below a fixed size, and keys outside the band of
+its rows are not touched. Scores and sums are fp32 (float64 for float64). Dropout is drawn by position: a weight's fate
+is a hash of a seed, its batch, its head and the positions of query and key, whatever rank or block computes it.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.attention import autograd, band
+from mindspeed_lite.ops.attention import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.attention.spec import AttentionSpec
@@ -25,47 +23,85 @@ _SCORES = 1 << 20
 # With a band, few rows at a time, so that most keys of a block are seen by its rows.
 _BAND_ROWS = 256
 
+# Odd numbers of 64 bits: of the splitmix64 generator, and the golden ratio.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_DRAWS = 1 << 24
 
-class _Block(NamedTuple):
-    """One product of rows and keys; batches count (batch, key head) pairs."""
 
-    batches: slice
-    rows: slice
-    keys: slice
+class PositionalDropout(NamedTuple):
+    """The weights that a call drops.
+
+    p: probability, a multiple of 2^-24 after rounding; kept weights are scaled by the rounded one.
+    seed: one int64 number on the device, the same for all parts of one attention.
+    rows, keys: [sq] and [sk] int64, the positions of this call's queries and keys in the whole attention.
+    first_head, heads: the number of the call's first head among how many.
+    """
+
+    p: float
+    seed: torch.Tensor
+    rows: torch.Tensor
+    keys: torch.Tensor
+    first_head: int
+    heads: int
+
+    def of_rows(self, rows: slice, keys: slice = slice(None)) -> PositionalDropout:
+        """The same for some of the queries and keys."""
+        return self._replace(rows=self.rows[rows], keys=self.keys[keys])
+
+    def scale_of(self, pairs: torch.Tensor) -> torch.Tensor:
+        """[*pairs, sq, sk] fp32: 1 / (probability of being kept) where a weight is kept, else 0.
+
+        pairs: int64, batch * heads + the head's number in this call.
+        """
+        dropped = min(max(round(self.p * _DRAWS), 1), _DRAWS - 1)
+        x = _mixed(_mixed((pairs + self.first_head) * _GOLDEN + self.seed).unsqueeze(-1) + self.rows)
+        x = _mixed(x.unsqueeze(-1) + self.keys * _GOLDEN)
+        return ((x & (_DRAWS - 1)) >= dropped).float().mul_(_DRAWS / (_DRAWS - dropped))
+
+
+def _mixed(x: torch.Tensor) -> torch.Tensor:
+    """The finalizer of splitmix64, with arithmetic shifts."""
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
     """As a backend's."""
-    return autograd.attention(_KERNELS, q, k, v, drawn(spec, q.device) if spec.dropout_p > 0.0 else spec)
+    return autograd.attention(_KERNELS, q, k, v, drawn(q, k, spec) if spec.dropout_p > 0.0 else spec)
 
 
-def drawn(spec: AttentionSpec, device: torch.device) -> AttentionSpec:
-    """With the generator's state, from which both passes draw the same numbers."""
-    state = torch.get_rng_state() if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return spec._replace(rng=state)
+def drawn(q: torch.Tensor, k: torch.Tensor, spec: AttentionSpec) -> AttentionSpec:
+    """With dropout by a seed of the device's default generator, from which both passes drop the same."""
+    seed = torch.randint(1 << 62, (1,), device=q.device)
+    rows, keys = (torch.arange(t.shape[0], device=q.device) for t in (q, k))
+    return spec._replace(rng=PositionalDropout(spec.dropout_p, seed, rows, keys, 0, q.shape[2]))
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec, *, wide: bool = False
+) -> autograd.Pair:
+    """As a backend's; `spec.rng` is a PositionalDropout or None."""
     (sq, b, n, _), (sk, _, g, dv) = q.shape, v.shape
-    ratio = n // g
     queries, keys, values = _batched(q, g), _batched(k, g), _batched(v, g)
-    out = queries.new_zeros(b * g, ratio, sq, dv)
-    lse = queries.new_full((b * g, ratio, sq), float("-inf"))
-    hidden = _Hidden(spec, (b, n, g, sq, sk), q.device)
-    for block in _blocks(b * g, ratio, sq, sk, hidden.positions):
-        scores = _scores(queries, keys, block, spec.scale)  # [batches, ratio, rows, keys]
-        hidden.hide(scores, block)
+    out = queries.new_zeros(b * g, n // g, sq, dv)
+    lse = queries.new_full((b * g, n // g, sq), float("-inf"))
+    for block in _blocks(spec, b * g, n // g, sq, sk):
+        scores = _scores(queries, keys, spec, block)  # [batches, ratio, rows, keys]
         # A row without keys has the maximum -inf, and exp(-inf - inf) is 0 throughout.
         most = _finite(scores.amax(-1, keepdim=True))
         weights = scores.sub_(most).exp_()
         total = weights.sum(-1, keepdim=True)
         lse[block.batches, :, block.rows] = torch.where(total > 0, total.log() + most, -most).squeeze(-1)
-        if spec.dropout_p > 0.0:
-            weights.mul_(_kept(weights, spec.dropout_p, None))
-        values_ = values[block.batches, 0, block.keys]
-        context = torch.bmm(weights.flatten(1, 2), values_).view(*weights.shape[:-1], dv)
-        out[block.batches, :, block.rows] = context.div_(total.clamp_min_(torch.finfo(total.dtype).tiny))
-    return _unbatched(out, b).to(q.dtype), lse.view(b, n, sq)
+        if spec.rng is not None:
+            weights.mul_(_kept(spec, block, g, n // g))
+        context = torch.bmm(weights.flatten(1, 2), values[block.batches, 0, block.keys])
+        context = context.view(*weights.shape[:-1], dv).div_(total.clamp_min_(torch.finfo(total.dtype).tiny))
+        out[block.batches, :, block.rows] = context
+    result = _unbatched(out, b)
+    return result if wide else result.to(q.dtype), lse.view(b, n, sq)
 
 
 def backward(
@@ -76,38 +112,57 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     spec: AttentionSpec,
+    *,
+    wide: bool = False,
 ) -> autograd.Triple:
     (sq, b, n, _), (sk, _, g, _) = q.shape, v.shape
-    ratio = n // g
     queries, keys, values, douts = _batched(q, g), _batched(k, g), _batched(v, g), _batched(dout, g)
     delta = (douts * _batched(out, g)).sum(-1, keepdim=True)
-    lse = _finite(lse.to(queries.dtype)).reshape(b * g, ratio, sq, 1)
+    lse = _finite(lse.to(queries.dtype)).reshape(b * g, n // g, sq, 1)
     dq, dk, dv = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
-    generator = None
-    if spec.dropout_p > 0.0:
-        generator = torch.Generator(q.device)
-        generator.set_state(spec.rng)
-    hidden = _Hidden(spec, (b, n, g, sq, sk), q.device)
-    for block in _blocks(b * g, ratio, sq, sk, hidden.positions):
+    for block in _blocks(spec, b * g, n // g, sq, sk):
         batches, rows, cols = block
-        probs = _scores(queries, keys, block, spec.scale)
-        hidden.hide(probs, block)
-        probs.sub_(lse[batches, :, rows]).exp_()
+        probs = _scores(queries, keys, spec, block).sub_(lse[batches, :, rows]).exp_()
         grad = douts[batches, :, rows].flatten(1, 2)  # [batches, ratio * rows, dv]
         dprobs = torch.bmm(grad, values[batches, 0, cols].transpose(1, 2)).view_as(probs)
         weights = probs
-        if generator is not None:
-            kept = _kept(probs, spec.dropout_p, generator)
+        if spec.rng is not None:
+            kept = _kept(spec, block, g, n // g)
             weights = probs * kept
             dprobs.mul_(kept)
         dv[batches, 0, cols] += torch.bmm(weights.flatten(1, 2).transpose(1, 2), grad)
         dscores = dprobs.sub_(delta[batches, :, rows]).mul_(probs).mul_(spec.scale).flatten(1, 2)
         dq[batches, :, rows] = torch.bmm(dscores, keys[batches, 0, cols]).view_as(dq[batches, :, rows])
         dk[batches, 0, cols] += torch.bmm(dscores.transpose(1, 2), queries[batches, :, rows].flatten(1, 2))
-    return _unbatched(dq, b).to(q.dtype), _unbatched(dk, b).to(k.dtype), _unbatched(dv, b).to(v.dtype)
+    gradients = _unbatched(dq, b), _unbatched(dk, b), _unbatched(dv, b)
+    return gradients if wide else (gradients[0].to(q.dtype), gradients[1].to(k.dtype), gradients[2].to(v.dtype))
 
 
+HAS_WIDE = True
 _KERNELS = autograd.Kernels(forward, backward)
+
+
+class _Block(NamedTuple):
+    """One product of rows and keys; batches count (batch, key head) pairs."""
+
+    batches: slice
+    rows: slice
+    keys: slice
+
+
+def _blocks(spec: AttentionSpec, batches: int, ratio: int, sq: int, sk: int) -> Iterator[_Block]:
+    """Blocks in a fixed order: first rows, then (batch, key head) pairs."""
+    rows = max(1, min(sq, _SCORES // (ratio * sk)))
+    left, right = spec.positions or (-1, -1)
+    if spec.positions is not None:
+        rows = min(rows, _BAND_ROWS)
+    for first in range(0, sq, rows):
+        last = min(first + rows, sq)
+        low = 0 if left < 0 else max(0, first + sk - sq - left)
+        high = sk if right < 0 else min(sk, last + sk - sq + right)
+        together = max(1, _SCORES // (ratio * (last - first) * (high - low)))
+        for batch in range(0, batches, together):
+            yield _Block(slice(batch, min(batch + together, batches)), slice(first, last), slice(low, high))
 
 
 def _batched(t: torch.Tensor, g: int) -> torch.Tensor:
@@ -127,71 +182,40 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
     return lse.masked_fill(lse == float("-inf"), float("inf"))
 
 
-def _scores(queries: torch.Tensor, keys: torch.Tensor, block: _Block, scale: float) -> torch.Tensor:
+def _scores(queries: torch.Tensor, keys: torch.Tensor, spec: AttentionSpec, block: _Block) -> torch.Tensor:
+    """Scores [batches, ratio, rows, keys] of a block, -inf where the key is hidden."""
     rows = queries[block.batches, :, block.rows]
     batches, ratio, length, _ = rows.shape
     scores = torch.bmm(rows.flatten(1, 2), keys[block.batches, 0, block.keys].transpose(1, 2))
-    return scores.mul_(scale).view(batches, ratio, length, -1)
+    scores = scores.mul_(spec.scale).view(batches, ratio, length, -1)
+    sq, sk = queries.shape[2], keys.shape[2]
+    left, right = spec.positions or (-1, -1)
+    # A row's own key within the block, for the first row and the last.
+    first = block.rows.start + sk - sq - block.keys.start
+    last = first + length - 1
+    # Only columns that some row sees and another does not need a mask.
+    if right >= 0 and first + right + 1 < scores.shape[-1]:
+        column = max(0, first + right + 1)
+        part = scores[..., column:]
+        hidden = torch.ones(part.shape[-2:], dtype=torch.bool, device=scores.device)
+        part.masked_fill_(hidden.triu_(first + right + 1 - column), float("-inf"))
+    if left >= 0 and last - left > 0:
+        part = scores[..., : last - left]
+        hidden = torch.ones(part.shape[-2:], dtype=torch.bool, device=scores.device)
+        part.masked_fill_(hidden.tril_(first - left - 1), float("-inf"))
+    if spec.mask is not None:
+        mask = spec.mask.reshape((1,) * (4 - spec.mask.dim()) + tuple(spec.mask.shape))
+        groups = spec.case.groups
+        mask = mask.expand(queries.shape[0] // groups, groups * ratio, sq, sk)
+        for index, pair in enumerate(range(block.batches.start, block.batches.stop)):
+            batch, group = divmod(pair, groups)
+            heads = slice(group * ratio, (group + 1) * ratio)
+            scores[index].masked_fill_(mask[batch, heads, block.rows, block.keys], float("-inf"))
+    return scores
 
 
-def _blocks(batches: int, ratio: int, sq: int, sk: int, positions: band.Window | None) -> Iterator[_Block]:
-    """Blocks in a fixed order: first rows, then (batch, key head) pairs."""
-    rows = max(1, min(sq, _SCORES // (ratio * sk)))
-    left, right = (-1, -1) if positions is None else positions
-    if positions is not None:
-        rows = min(rows, _BAND_ROWS)
-    for first in range(0, sq, rows):
-        last = min(first + rows, sq)
-        low = 0 if left < 0 else max(0, first + sk - sq - left)
-        high = sk if right < 0 else min(sk, last + sk - sq + right)
-        together = max(1, _SCORES // (ratio * (last - first) * (high - low)))
-        for batch in range(0, batches, together):
-            yield _Block(slice(batch, min(batch + together, batches)), slice(first, last), slice(low, high))
-
-
-class _Hidden:
-    """The caller's mask and the band, a block at a time."""
-
-    def __init__(self, spec: AttentionSpec, sizes: tuple[int, int, int, int, int], device: torch.device) -> None:
-        b, n, g, sq, sk = sizes
-        self.positions, self.sq, self.sk, self.device = spec.positions, sq, sk, device
-        self.mask, mask = None, spec.mask
-        if mask is not None:
-            whole = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
-            self.mask = whole.expand(b, n, sq, sk).unflatten(1, (g, n // g))  # type: ignore[no-untyped-call]
-            self.groups = g
-
-    def hide(self, scores: torch.Tensor, block: _Block) -> None:
-        """-inf where the key is hidden."""
-        batches, rows, keys = block
-        left, right = (-1, -1) if self.positions is None else self.positions
-        # A row's own key within the block, for the first row and the last.
-        first = rows.start + self.sk - self.sq - keys.start
-        last = first + rows.stop - rows.start - 1
-        length = keys.stop - keys.start
-        # Only columns that some row sees and another does not are worth a mask.
-        if right >= 0 and first + right + 1 < length:
-            column = max(0, first + right + 1)
-            part = scores[..., column:]
-            hidden = torch.ones(part.shape[-2:], dtype=torch.bool, device=self.device)
-            part.masked_fill_(hidden.triu_(first + right + 1 - column), float("-inf"))
-        if left >= 0 and last - left > 0:
-            part = scores[..., : last - left]
-            hidden = torch.ones(part.shape[-2:], dtype=torch.bool, device=self.device)
-            part.masked_fill_(hidden.tril_(first - left - 1), float("-inf"))
-        if self.mask is not None:
-            for index, pair in enumerate(range(batches.start, batches.stop)):
-                batch, group = divmod(pair, self.groups)
-                scores[index].masked_fill_(self.mask[batch, group, :, rows, keys], float("-inf"))
-
-
-def _kept(like: torch.Tensor, dropout_p: float, generator: torch.Generator | None) -> torch.Tensor:
-    """1 / (probability of being kept) where a weight is kept, 0 where it is dropped."""
-    if like.device.type != "cpu":
-        return torch.empty_like(like).bernoulli_(1.0 - dropout_p, generator=generator).div_(1.0 - dropout_p)
-    # Four numbers of 16 bits from each drawn one: PyTorch's bernoulli_ costs more than the rest of a block on CPU.
-    # The probability is a multiple of 2^-16, and what is kept is scaled by that probability.
-    dropped = min(max(round(dropout_p * 65536), 1), 65535)
-    drawn = torch.empty((like.numel() + 3) // 4, dtype=torch.int64).random_(-(1 << 63), None, generator=generator)
-    kept = drawn.view(torch.int16)[: like.numel()].view(like.shape) >= dropped - 32768
-    return kept.to(like.dtype).mul_(65536 / (65536 - dropped))
+def _kept(spec: AttentionSpec, block: _Block, groups: int, ratio: int) -> torch.Tensor:
+    dropout: PositionalDropout = spec.rng.of_rows(block.rows, block.keys)
+    pair = torch.arange(block.batches.start, block.batches.stop, device=dropout.rows.device)
+    head = (pair % groups * ratio).unsqueeze(-1) + torch.arange(ratio, device=pair.device)
+    return dropout.scale_of((pair // groups * dropout.heads).unsqueeze(-1) + head)

@@ -1,5 +1,4 @@
-// Attention forward and backward on the CPU, tile by tile, with matrix products in oneDNN's micro-kernels, or in bf16 in
-// kernels of its own where the processor has AVX-512 BF16 and no matrix unit (`fused_forward.h`, `fused_backward.h`).
+// Attention forward and backward on the CPU, tile by tile, with matrix products in oneDNN's micro-kernels.
 //
 // A tile is KEYS keys by QUERIES queries and is kept transposed, S^T[k][q] = k . q: maximum, sum and everything that
 // belongs to a query then lies along the vector, nothing is reduced across lanes, and the probabilities come out as
@@ -17,7 +16,7 @@
 // Shapes: q [sq, b, n, d], k [sk, b, g, d], v [sk, b, g, dv], any strides with the last one 1; out [sq, b, n, dv]
 // contiguous; lse [b, n, sq], the logarithm of the softmax's denominator, -inf for a query without keys. Results have the
 // inputs' type, or are the fp32 sums themselves (`Result`).
-#include "fused_backward.h"
+#include "pieces.h"
 
 namespace {
 
@@ -282,26 +281,6 @@ void backward(const Call<In>& call, const In* out, const float* lse, const In* d
     };
     in_pieces<BackwardSpace<M>>(call, cut, guard, prepare, run, finish);
 }
-
-#ifdef MULTIPLIES_PAIRS
-template <>
-void forward<bf16>(const Call<bf16>& call, const Result<bf16>& out, float* lse, int threads, Guard& guard) {
-    FusedForward pass(call, out, lse, threads);
-    in_pieces<FusedForwardSpace>(
-        call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
-        [&](auto&&... where) { pass.run(where...); }, [](int64_t, int64_t, int64_t) {});
-}
-
-template <>
-void backward<bf16>(const Call<bf16>& call, const bf16* out, const float* lse, const bf16* dout, int64_t os, int64_t ob,
-                    int64_t on, const Result<bf16>& dq, const Result<bf16>& dk, const Result<bf16>& dv, int threads,
-                    Guard& guard) {
-    FusedBackward pass(call, out, lse, dout, os, ob, on, dq, dk, dv, threads);
-    in_pieces<FusedBackwardSpace>(
-        call, pass.cut, guard, [&](auto&&... where) { pass.prepare(where...); },
-        [&](auto&&... where) { pass.run(where..., guard); }, [&](auto&&... where) { pass.finish(where...); });
-}
-#endif
 
 // The numbers of a call in the order of Call, from `sq` on.
 template <typename In>

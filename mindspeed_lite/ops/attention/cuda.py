@@ -58,7 +58,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
     # Only the flash kernel takes grouped key heads: 16 bit, one head size of at most 256, and no mask.
     masked = spec.mask is not None or spec.window is not None or (spec.causal and q.shape[0] != k.shape[0])
     grouped = not masked and d == dv <= 256 and q.dtype in (torch.float16, torch.bfloat16)
-    call = layout.call(q, k, v, spec, grouped=grouped, padded=False)
+    call = layout.call(q, k, v, spec, grouped=grouped)
     with cuda_flash.order():
         out = torch.nn.functional.scaled_dot_product_attention(
             call.q,
@@ -70,7 +70,7 @@ def _sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec
             scale=spec.scale,
             enable_gqa=call.q.shape[1] != call.k.shape[1],
         )
-    return call.out(out, q.shape[1], dv)
+    return call.out(out, q.shape[1])
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: AttentionSpec) -> autograd.Pair:

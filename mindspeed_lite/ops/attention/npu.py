@@ -1,14 +1,12 @@
 """attention on Ascend NPUs through torch_npu.npu_fusion_attention, which brings its own backward.
 
-Layout "SBH" (heads flattened into the last dimension) is Megatron's own, "TND" that of a pack. The operator names what
-a mask means by sparse_mode: 1 a full mask, 2 causal from the upper left corner, 3 causal to the lower right corner, 4 a
-band measured from the lower right corner; 2 to 4 take one 2048 x 2048 triangle whatever the lengths are. True hides
-the key, as in Megatron.
+Layout "SBH" (heads flattened into the last dimension) is Megatron's own, "TND" that of a pack. sparse_mode names what a
+mask means: 1 a full mask, 2 causal from the upper left corner, 3 causal to the lower right corner, 4 a band from the
+lower right corner; 2 to 4 take one 2048 x 2048 triangle for all lengths. True hides the key.
 
-It returns each row's maximum and sum instead of their log-sum-exp, on eight lanes. The backward operator takes the
-log-sum-exp as a maximum whose sum is 1. A sink is an argument of its own, in fp32, which maximum and sum then hold;
-where a torch_npu has no such argument it is put to the result outside the operator, and together with dropout computed
-by `blocked`.
+The operator returns each row's maximum and sum, on eight lanes. Its backward takes the log-sum-exp as a maximum whose
+sum is 1. A sink is an fp32 argument of newer torch_npu; otherwise it is applied to the result, and with dropout
+`blocked` serves.
 """
 
 from __future__ import annotations

@@ -119,19 +119,8 @@ void write_rows(float* sums, const float* factor, int64_t queries, int64_t width
 template <typename In>
 float dot(const In* a, const In* b, int64_t size) {
     float sum = 0.0f;
-    int64_t done = 0;
-#ifdef __AVX512BF16__
-    if constexpr (std::is_same_v<In, bf16>) {
-        __m512 sums = _mm512_setzero_ps();
-        for (; done + 32 <= size; done += 32) {
-            const __m512i left = _mm512_loadu_si512(a + done), right = _mm512_loadu_si512(b + done);
-            sums = _mm512_dpbf16_ps(sums, (__m512bh)left, (__m512bh)right);
-        }
-        sum = _mm512_reduce_add_ps(sums);
-    }
-#endif
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = done; j < size; ++j) sum += load(a + j) * load(b + j);
+    for (int64_t j = 0; j < size; ++j) sum += load(a + j) * load(b + j);
     return sum;
 }
 

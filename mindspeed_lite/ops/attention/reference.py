@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mindspeed_lite.ops.attention import band
-from mindspeed_lite.ops.attention.packing import Packing
 
 if TYPE_CHECKING:
+    from mindspeed_lite.ops.attention.packed import Packing
     from mindspeed_lite.ops.attention.spec import AttentionSpec
 
 HAS_WIDE = True

@@ -1,4 +1,4 @@
-"""What one call of attention asks for: checked once, and in the only spelling that backends know."""
+"""The arguments of a call of attention, checked once and in canonical form."""
 
 from __future__ import annotations
 
@@ -28,19 +28,15 @@ class Case(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """Everything that a call says besides q, k and v; made by `prepare`, immutable, shared by all that serve the call.
-
-    A named tuple, since a frozen dataclass takes six times as long to make, a tenth of a small call.
+    """The options of a call; made by `prepare`, immutable. A NamedTuple is six times as fast to make as a dataclass.
 
     causal, window: one band in canonical form (see `band`); a window comes without `causal`.
     mask: bool, True hides the key, broadcastable to [b, n or 1, sq, sk].
     scale: above 0 and finite in fp32.
     sink: [n], or None.
-    return_lse: whether the log-sum-exp is wanted.
     empty: whether q, k or v has no element, for which the reference serves.
     rows_without_keys: leading queries that see no key by position; `attend` and the halves cut them off.
-    rng: what a backend drew its dropout from, so that its backward drops the same; of each backend's own kind, and None
-        until it has drawn.
+    rng: state of a backend's dropout, for its backward pass; None until it has drawn.
     """
 
     case: Case
@@ -60,12 +56,8 @@ class AttentionSpec(NamedTuple):
         """The band as a window, causal order included; None when every key is visible by position."""
         return band.CAUSAL if self.causal else self.window
 
-    def of_fp32(self) -> AttentionSpec:
-        """The same for inputs that have been widened to fp32."""
-        return self._replace(case=self.case._replace(dtype=torch.float32))
-
     def for_lengths(self, sq: int, sk: int) -> AttentionSpec:
-        """The same for fewer queries or keys, among which the last query stands at the last key again."""
+        """The same for other lengths."""
         causal, window = band.canonical(self.causal, self.window, sq, sk)
         return self._replace(
             case=self.case._replace(causal=causal, window=window is not None),
@@ -89,7 +81,7 @@ def prepare(
     sink: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> AttentionSpec:
-    """Check a call's arguments, those of `attention`, against each other, and put them into one form.
+    """Checks the arguments of `attention` against each other.
 
     Raises:
         ValueError: the tensors do not fit each other, or a number is out of its range.

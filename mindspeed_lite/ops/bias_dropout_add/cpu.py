@@ -1,19 +1,18 @@
-"""bias_dropout_add on CPU: one pass over memory in each direction, in C++.
+"""bias_dropout_add on CPU in C++: one pass over memory in each direction.
 
-What PyTorch's dropout costs on CPU is its draws and the mask it keeps; compiled it draws more slowly still. Here an
-element's draw is a few integer operations on its position, and is made again in the backward pass: a seed from the
-default generator is all that is kept. The sum is rounded once.
+An element's draw is a hash of a seed and its position, repeated in the backward pass: no mask is stored. The sum is
+rounded once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.bias_dropout_add import reference
 from mindspeed_lite.ops.traced import is_traced
 
@@ -53,66 +52,43 @@ def bias_dropout_add(
     if dropout_p == 1.0:
         # Nothing is left to be scaled.
         return residual + (x if bias is None else x + bias.to(x.dtype).reshape(-1)) * 0.0
-    seed = int(torch.randint(1 << 62, ())) if dropout_p else 0
-    return _BiasDropoutAdd.apply(x, residual, bias, (min(round(dropout_p * 2**32), 2**32 - 1), seed))  # type: ignore[no-any-return,no-untyped-call]
+    dropped = min(round(dropout_p * 2**32), 2**32 - 1)
+    draws = (dropped, int(torch.randint(1 << 62, ())) if dropped else 0)
+    like = None if bias is None else (bias.shape, bias.dtype)
+    y: torch.Tensor = autograd.apply(_KERNEL, (x, residual, bias), (draws, like))
+    return y
 
 
-class _BiasDropoutAdd(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor | None, draws: tuple[int, int]
-    ) -> torch.Tensor:
-        ctx.draws = draws
-        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        x, residual = x.contiguous(), residual.contiguous()
-        wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
-        y = torch.empty_like(residual)
-        width = x.shape[-1]
-        getattr(_lib, f"forward_{_NAMES[x.dtype]}")(
-            x,
-            wide,
-            residual,
-            y,
-            x.numel() // width if width else 0,
-            width,
-            *draws,
-            _scale(draws),
-            native.threads(x.numel()),
-        )
-        return y
+def _forward(inputs: Any, options: Any) -> tuple[torch.Tensor, autograd.Inputs]:
+    (x, residual, bias), (draws, _) = inputs, options
+    x, residual, width = x.contiguous(), residual.contiguous(), x.shape[-1]
+    wide = None if bias is None else bias.reshape(-1).to(torch.float32).contiguous()
+    y = torch.empty_like(residual)
+    rows = x.numel() // width if width else 0
+    kernel = getattr(_lib, f"forward_{_NAMES[x.dtype]}")
+    kernel(x, wide, residual, y, rows, width, *draws, _scale(draws), native.threads(x.numel()))
+    return y, ()
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        draws, wants_bias = ctx.draws, ctx.bias is not None and ctx.needs_input_grad[2]
-        if not (ctx.needs_input_grad[0] or wants_bias):
-            return None, dy, None, None
-        # Without dropout the gradient of x is that of the sum.
-        is_same = not draws[0]
-        if is_same and not wants_bias:
-            return dy, dy, None, None
-        dy = dy.contiguous()
-        width = dy.shape[-1]
-        rows = dy.numel() // width if width else 0
-        dx = dy if is_same else torch.empty_like(dy)
-        blocks = min(_BLOCKS, max(rows, 1))
-        sums = torch.zeros(blocks, width) if wants_bias else None
-        getattr(_lib, f"backward_{_NAMES[dy.dtype]}")(
-            dy,
-            0 if is_same else dx,
-            sums,
-            rows,
-            blocks,
-            width,
-            *draws,
-            _scale(draws),
-            native.threads(dy.numel()),
-        )
-        dbias = None
-        if sums is not None:
-            shape, dtype = ctx.bias
-            dbias = sums.sum(0).to(dtype).view(shape)
-        return dx, dy, dbias, None
+
+def _backward(dy: torch.Tensor, saved: Any, options: Any, wanted: Sequence[bool]) -> autograd.Inputs:
+    draws, like = options
+    # Without dropout the gradient of x is that of the sum.
+    is_same = not draws[0]
+    if (is_same and not wanted[2]) or not (wanted[0] or wanted[2]):
+        return dy, dy, None
+    dy = dy.contiguous()
+    width = dy.shape[-1]
+    rows = dy.numel() // width if width else 0
+    dx = dy if is_same else torch.empty_like(dy)
+    blocks = min(_BLOCKS, max(rows, 1))
+    sums = torch.zeros(blocks, width) if wanted[2] else None
+    kernel = getattr(_lib, f"backward_{_NAMES[dy.dtype]}")
+    given = (dy, None if is_same else dx, sums, rows, blocks, width)
+    kernel(*given, *draws, _scale(draws), native.threads(dy.numel()))
+    return dx, dy, None if sums is None else sums.sum(0).to(like[1]).view(like[0])
+
+
+_KERNEL = autograd.Kernel(_forward, _backward)
 
 
 def _scale(draws: tuple[int, int]) -> float:

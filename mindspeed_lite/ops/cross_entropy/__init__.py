@@ -20,11 +20,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator(
-    "cross_entropy",
-    reference.cross_entropy,
-    {"cpu": "mindspeed_lite.ops.cross_entropy.cpu", "cuda": "mindspeed_lite.ops.cross_entropy.cuda"},
-)
+OPERATOR = Operator("cross_entropy", reference.cross_entropy)
 
 
 def cross_entropy(
@@ -38,16 +34,14 @@ def cross_entropy(
 
     logits: [..., V]; target: [...] of integers; the loss: [...] in fp32 (float64 for float64 logits).
 
-    A rank that holds the slice [vocab_start, vocab_start + V) of a vocabulary of `vocab_size` passes `gather`: it
-    takes the statistics of this slice, [3, T] (per row: maximum, sum of exponentials relative to it, the target's
-    logit), and returns those of all slices, [slices, 3, T]. Nothing else travels. A target outside the whole
-    vocabulary marks a row that will be masked: its loss is log(sum_v exp(x_v - max x)).
+    A rank with the shard [vocab_start, vocab_start + V) of a vocabulary of `vocab_size` passes `gather`: it takes the
+    statistics of this shard, [3, T] (per row: maximum, sum of exponentials relative to it, the target's logit), and
+    returns those of all shards, [shards, 3, T]. A target outside the vocabulary marks a row to be masked: its loss is
+    log(sum_v exp(x_v - max x)).
 
-    For the backward pass the logits in their own dtype, the target and two fp32 numbers per row are kept; no fp32
-    copy of the logits is made in either direction. The gradient, (softmax - onehot) dloss, is written over the
-    logits if nothing but the graph refers to their memory any more, and into a new tensor otherwise. Written over,
-    they count as modified in place: other code that kept them for a backward pass, a second one through this loss
-    included, gets autograd's error and not a wrong gradient. The result is the same for any number of threads.
+    Keeps the logits in their own dtype, the target and two fp32 numbers per row; makes no fp32 copy of the logits. The
+    gradient, (softmax - onehot) dloss, overwrites the logits if only the graph refers to their memory. They then count
+    as modified in place: a second backward pass raises autograd's error. Deterministic.
     """
     if logits.dim() == 0 or logits.shape[:-1] != target.shape:
         raise ValueError(f"cross_entropy: want logits [..., V] and target [...], not {_shapes(logits, target)}")

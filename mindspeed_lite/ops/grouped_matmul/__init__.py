@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,8 +9,7 @@ import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.grouped_matmul import reference
-from mindspeed_lite.ops.grouped_matmul.autograd import TakeGradients
-from mindspeed_lite.ops.grouped_matmul.groups import Counts
+from mindspeed_lite.ops.grouped_matmul.autograd import Counts, TakeGradients
 
 __all__ = [
     "OPERATOR",
@@ -27,29 +25,20 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call."""
+    """What decides which backend can serve a call.
+
+    widest: the larger one of N and K. contiguous: whether all main gradients are, if there are any.
+    """
 
     device: str
     dtype: torch.dtype
     experts: int
     widest: int
-    """The larger one of N and K."""
     biased: bool
-    main_dtype: torch.dtype | None
-    """Of the main gradients that are added to; None where none are."""
     contiguous: bool
-    """Whether they all are."""
 
 
-OPERATOR = Operator(
-    "grouped_matmul",
-    reference.grouped_matmul,
-    {
-        "cpu": "mindspeed_lite.ops.grouped_matmul.cpu",
-        "cuda": "mindspeed_lite.ops.grouped_matmul.cuda",
-        "npu": "mindspeed_lite.ops.grouped_matmul.npu",
-    },
-)
+OPERATOR = Operator("grouped_matmul", reference.grouped_matmul)
 
 
 def grouped_matmul(
@@ -63,16 +52,14 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """y_e = x_e w_e^T + b_e, or y_e = x_e w_e unless `transposed`, for the rows x_e of every expert e.
 
-    x: [T, K], rows sorted by expert, any strides; weights: E tensors [N, K], as torch.nn.Linear has them, or [K, N]
-    unless `transposed`; or one tensor of them all, [E, ...]. Separate ones are not copied together where the device
-    can do without. counts: how many rows each expert has, E numbers that add up to T: int64 on x's device (then the
-    host neither reads nor checks them), or on the host. biases: E tensors [N] or None. x, weights and biases have one
-    dtype. y: [T, N] in that dtype, contiguous, summed in fp32 (float64 for float64) and rounded once.
+    x: [T, K], rows sorted by expert, any strides. weights: E tensors [N, K], as torch.nn.Linear has them, or [K, N]
+    unless `transposed`; or one tensor [E, ...]. counts: rows of each expert, which add up to T: int64 on x's device
+    (then the host neither reads nor checks them), or on the host. biases: E tensors [N] or None. All of one dtype.
+    y: [T, N] in that dtype, contiguous, summed in fp32 (float64 for float64) and rounded once.
 
-    For the backward pass x, weights and counts are kept. An expert without rows gets zeros for its gradients.
-    `take_gradients` is called there once in place of `weight_gradients`, with the same arguments, and returns what
-    autograd is given for each weight: None where the gradient is kept elsewhere. It goes with a sequence of weights
-    [N, K].
+    Keeps x, weights and counts for the backward pass. An expert without rows gets zero gradients. `take_gradients` is
+    called there instead of `weight_gradients` and returns the gradient of each weight, or None where it is kept
+    elsewhere; it needs a sequence of weights [N, K].
 
     Raises ValueError for shapes, dtypes and counts that do not fit.
     """
@@ -81,8 +68,8 @@ def grouped_matmul(
     if take_gradients is not None and not (matrices is weights and transposed):
         raise ValueError("grouped_matmul: take_gradients goes with a sequence of weights [N, K]")
     known = _known(counts, x, len(matrices))
-    case = _case(x, len(matrices), width, biased=biases is not None)
-    y: torch.Tensor = _module(case, x, width).grouped_matmul(x, weights, known, biases, transposed, take_gradients)
+    module = _module(x, width, len(matrices), biased=biases is not None)
+    y: torch.Tensor = module.grouped_matmul(x, weights, known, biases, transposed, take_gradients)
     return y
 
 
@@ -90,23 +77,19 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> list[
     """dw_e = dy_e^T x_e: the gradients of the weights of y_e = x_e w_e^T.
 
     dy: [T, N] and x: [T, K] in one dtype, any strides; counts as for `grouped_matmul`. Returns E tensors [N, K] in
-    that dtype, summed in fp32 and rounded once, which may be views of one; zeros for an expert without rows. It is a
-    step of a backward pass and not differentiable itself.
+    that dtype, possibly views of one, summed in fp32 and rounded once. Not differentiable.
     """
     _check_pair(dy, x)
     known = _known(counts, x, len(counts))
-    case = _case(x, len(counts), dy.shape[1])
     with torch.no_grad():
-        return list(_module(case, x, dy.shape[1]).weight_gradients(dy, x, known))
+        return list(_module(x, dy.shape[1], len(counts)).weight_gradients(dy, x, known))
 
 
 def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: Counts) -> None:
     """main_grad_e += dy_e^T x_e in place, for every expert e.
 
-    main_grads: E tensors [N, K], all in fp32 or all in the dtype of x (views of one tensor [E, N, K] are a case that
-    devices may be quicker at); dy: [T, N] and x: [T, K] in one dtype, any strides; counts as for `grouped_matmul`.
-    Sums are added as `mindspeed_lite.ops.accumulate_wgrad.accumulate_wgrad` adds one. The main gradient of an expert
-    without rows stays as it is. Not differentiable.
+    main_grads: E tensors [N, K], all in fp32 or all in the dtype of x; dy: [T, N] and x: [T, K] in one dtype, any
+    strides; counts as for `grouped_matmul`. Sums are rounded as `ops.accumulate_wgrad` rounds them. Not differentiable.
     """
     _check_pair(dy, x)
     known = _known(counts, x, len(counts))
@@ -120,33 +103,20 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
     if dtype not in (x.dtype, torch.float32) or any(each.dtype != dtype for each in main_grads):
         dtypes = ", ".join(sorted({str(each.dtype) for each in main_grads}))
         raise ValueError(f"grouped_matmul: main gradients are {dtypes} and x {x.dtype}: want all in that or float32")
-    case = _case(x, len(counts), dy.shape[1], main_grads=main_grads)
     with torch.no_grad():
-        _module(case, x, dy.shape[1]).accumulate_weight_gradients(main_grads, dy, x, known)
+        module = _module(x, dy.shape[1], len(counts), contiguous=all(each.is_contiguous() for each in main_grads))
+        module.accumulate_weight_gradients(main_grads, dy, x, known)
 
 
-def _case(
-    x: torch.Tensor, experts: int, width: int, *, biased: bool = False, main_grads: Tensors | None = None
-) -> Case:
-    return Case(
-        x.device.type,
-        x.dtype,
-        experts,
-        max(width, x.shape[1]),
-        biased,
-        None if main_grads is None else main_grads[0].dtype,
-        main_grads is None or all(each.is_contiguous() for each in main_grads),
-    )
-
-
-def _module(case: Case, x: torch.Tensor, width: int) -> Any:
-    """The module that serves a case: that of the implementation chosen for `grouped_matmul`."""
-    # Kernels are not made for nothing to do.
-    return reference if x.numel() == 0 or width == 0 else sys.modules[OPERATOR.choose(case).__module__]
+def _module(x: torch.Tensor, width: int, experts: int, *, biased: bool = False, contiguous: bool = True) -> Any:
+    """The backend's module; the reference if there is nothing to compute."""
+    if x.numel() == 0 or width == 0:
+        return reference
+    return OPERATOR.module(Case(x.device.type, x.dtype, experts, max(width, x.shape[1]), biased, contiguous))
 
 
 def _check(x: torch.Tensor, weights: Tensors, biases: Tensors | None, transposed: bool) -> int:
-    """N, or ValueError for what does not fit."""
+    """Returns N; raises ValueError for what does not fit."""
     first = weights[0].shape if len(weights) else ()
     form = "[N, K]" if transposed else "[K, N]"
     if x.dim() != 2 or len(first) != 2 or first[1 if transposed else 0] != x.shape[1]:
@@ -174,7 +144,7 @@ def _check_pair(dy: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
-    """Counts that fit: a tensor if they are on x's device and that is not the host, else a list."""
+    """Checked counts: a tensor if they are on a device, else a list."""
     given = list(counts.shape) if isinstance(counts, torch.Tensor) else [len(counts)]
     if given != [experts] or not experts:
         raise ValueError(f"grouped_matmul: counts {given} for {experts} experts, of which there must be some")
@@ -192,7 +162,7 @@ def _known(counts: Counts, x: torch.Tensor, experts: int) -> Counts:
 
 
 def _readable(counts: torch.Tensor) -> bool:
-    """Whether it has values that can be read: a fake one has not."""
+    """False for fake tensors."""
     return type(counts) is torch.Tensor and not torch.compiler.is_compiling()
 
 

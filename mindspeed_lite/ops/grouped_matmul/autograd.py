@@ -1,4 +1,4 @@
-"""grouped_matmul with gradients: one node for all experts, on the products that a backend brings."""
+"""Row counts of experts, and grouped_matmul with gradients: one autograd node for all experts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,30 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops.grouped_matmul.groups import Counts
+from mindspeed_lite.ops.autograd import Inputs, Kernel, apply
 
 Tensors = Sequence[torch.Tensor]
-
+# Rows of each expert: an int64 tensor [E], or integers on the host.
+Counts = torch.Tensor | Sequence[int]
 # From dy [T, N], x [T, K] and counts to a gradient per weight, or None where it is kept elsewhere.
 TakeGradients = Callable[[torch.Tensor, torch.Tensor, Counts], Sequence[torch.Tensor | None]]
+
+
+def on_host(counts: Counts, rows: int) -> list[int]:
+    """Counts as integers; waits for the device if they are there and there are rows."""
+    if not isinstance(counts, torch.Tensor):
+        return list(counts)
+    found: list[int] = counts.tolist() if rows else [0] * len(counts)
+    return found
+
+
+def on_device(counts: Counts, device: torch.device) -> torch.Tensor:
+    """Counts as an int64 tensor on `device`; on CUDA without waiting for the copy."""
+    if isinstance(counts, torch.Tensor):
+        return counts.to(device)
+    cuda = device.type == "cuda"
+    return torch.tensor(counts, dtype=torch.int64, pin_memory=cuda).to(device, non_blocking=cuda)
 
 
 class Products(NamedTuple):
@@ -27,6 +43,15 @@ class Products(NamedTuple):
     weight_gradients: Callable[[torch.Tensor, torch.Tensor, Any], Tensors]
 
 
+class _Options(NamedTuple):
+    products: Products
+    counts: Counts
+    transposed: bool
+    take_gradients: TakeGradients | None
+    stacked: bool  # all weights are one tensor, which has one gradient
+    number: int  # of weights
+
+
 def run(
     products: Products,
     x: torch.Tensor,
@@ -36,63 +61,44 @@ def run(
     transposed: bool,
     take_gradients: TakeGradients | None,
 ) -> torch.Tensor:
-    """The product, recorded for the backward pass where one may follow."""
-    # One tensor of all weights has one gradient.
+    """The product, recorded for the backward pass if one may follow."""
+    stacked = isinstance(weights, torch.Tensor)
     given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights)
-    both = (*given, *(biases or ()))
-    if torch.is_grad_enabled() and (x.requires_grad or any(each.requires_grad for each in both)):
-        stacked = isinstance(weights, torch.Tensor)
-        y: torch.Tensor = _GroupedMatmul.apply(  # type: ignore[no-untyped-call]
-            x, counts, products, transposed, take_gradients, stacked, len(given), *both
-        )
-        return y
-    return products.forward(
-        x, given[0].unbind() if isinstance(weights, torch.Tensor) else given, counts, biases, transposed
-    )
+    options = _Options(products, counts, transposed, take_gradients, stacked, len(given))
+    y: torch.Tensor = apply(_GROUPED, (x, *given, *(biases or ())), options)
+    return y
 
 
-class _GroupedMatmul(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        counts: Counts,
-        products: Products,
-        transposed: bool,
-        take_gradients: TakeGradients | None,
-        stacked: bool,
-        number: int,
-        *both: torch.Tensor,
-    ) -> torch.Tensor:
-        weights, biases = both[:number], both[number:]
-        kept = (counts,) if isinstance(counts, torch.Tensor) else ()
-        ctx.save_for_backward(x, *weights, *kept)
-        ctx.counts = None if kept else counts
-        ctx.products, ctx.transposed, ctx.stacked, ctx.number = products, transposed, stacked, number
-        ctx.take_gradients = take_gradients
-        return products.forward(x, weights[0].unbind() if stacked else weights, counts, biases or None, transposed)
+def _forward(inputs: Any, options: _Options) -> tuple[torch.Tensor, Inputs]:
+    x, weights, biases = inputs[0], inputs[1 : 1 + options.number], inputs[1 + options.number :]
+    counts = options.counts
+    # A tensor of counts is autograd's to keep, as all tensors.
+    saved = (x, *weights, *((counts,) if isinstance(counts, torch.Tensor) else ()))
+    matrices = weights[0].unbind() if options.stacked else weights
+    return options.products.forward(x, matrices, counts, biases or None, options.transposed), saved
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, *weights = ctx.saved_tensors
-        counts = weights.pop() if ctx.counts is None else ctx.counts
-        wants_x, wanted = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
-        wants_weights, wants_biases = any(wanted[: ctx.number]), any(wanted[ctx.number :])
-        products, transposed = ctx.products, ctx.transposed
-        dx: torch.Tensor | None = None
-        dweights: Sequence[torch.Tensor | None] = [None] * ctx.number
-        dbiases: Sequence[torch.Tensor | None] = [None] * (len(wanted) - ctx.number)
-        if wants_x:
-            dx = products.forward(dy, weights[0].unbind() if ctx.stacked else weights, counts, None, not transposed)
-        if wants_weights and ctx.take_gradients is not None:
-            dweights = ctx.take_gradients(dy, x, counts)
-        elif wants_weights:
-            found = products.weight_gradients(*((dy, x) if transposed else (x, dy)), counts)
-            dweights = [torch.stack(found)] if ctx.stacked else found
-        if wants_biases:
-            # A bias is the weight of an input of ones.
-            found = products.weight_gradients(dy, dy.new_ones(dy.shape[0], 1), counts)
-            dbiases = [each.squeeze(-1) for each in found]
-        parts = [each if wants else None for each, wants in zip((*dweights, *dbiases), wanted, strict=True)]
-        return (dx, None, None, None, None, None, None, *parts)
+
+def _backward(dy: torch.Tensor, saved: Any, options: _Options, wanted: Sequence[bool]) -> Inputs:
+    x, weights = saved[0], saved[1 : 1 + options.number]
+    counts = saved[-1] if isinstance(options.counts, torch.Tensor) else options.counts
+    products, transposed, number = options.products, options.transposed, options.number
+    dx: torch.Tensor | None = None
+    dweights: Sequence[torch.Tensor | None] = [None] * number
+    dbiases: Sequence[torch.Tensor | None] = [None] * (len(wanted) - 1 - number)
+    if wanted[0]:
+        dx = products.forward(dy, weights[0].unbind() if options.stacked else weights, counts, None, not transposed)
+    if any(wanted[1 : 1 + number]):
+        if options.take_gradients is not None:
+            dweights = options.take_gradients(dy, x, counts)
+        else:
+            left, right = (dy, x) if transposed else (x, dy)
+            found = products.weight_gradients(left, right, counts)
+            dweights = [torch.stack([*found])] if options.stacked else found
+    if any(wanted[1 + number :]):
+        # A bias is the weight of an input of ones.
+        found = products.weight_gradients(dy, dy.new_ones(dy.shape[0], 1), counts)
+        dbiases = [each.squeeze(-1) for each in found]
+    return (dx, *dweights, *dbiases)
+
+
+_GROUPED = Kernel(_forward, _backward)

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mindspeed_lite.ops.grouped_matmul import autograd, groups, reference, torch_grouped
+from mindspeed_lite.ops.grouped_matmul import autograd, reference, torch_grouped
 from mindspeed_lite.ops.row_kernels import on, programs
 from mindspeed_lite.ops.traced import address, is_traced
 
@@ -72,29 +72,31 @@ def supported(case: Case) -> list[str]:
 def grouped_matmul(
     x: torch.Tensor,
     weights: Tensors | torch.Tensor,
-    counts: groups.Counts,
+    counts: autograd.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
     if is_traced(x):
         return reference.grouped_matmul(x, weights, counts, biases, transposed, take_gradients)
-    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed, take_gradients)
+    return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> Tensors:
     if is_traced(x):
         return reference.weight_gradients(dy, x, counts)
     found = torch.empty(len(counts), dy.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply_gradients(found, None, dy, x, groups.on_device(counts, x.device))
+    _multiply_gradients(found, None, dy, x, autograd.on_device(counts, x.device))
     return found.unbind()
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+def accumulate_weight_gradients(
+    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
+) -> None:
     if is_traced(x):
         reference.accumulate_weight_gradients(main_grads, dy, x, counts)
         return
-    _multiply_gradients(main_grads[0], main_grads, dy, x, groups.on_device(counts, x.device))
+    _multiply_gradients(main_grads[0], main_grads, dy, x, autograd.on_device(counts, x.device))
     for main_grad in main_grads:
         # PyTorch did not see the write.
         torch.autograd.graph.increment_version(main_grad)

@@ -26,7 +26,7 @@ import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
-from mindspeed_lite.ops.grouped_matmul import autograd, groups
+from mindspeed_lite.ops.grouped_matmul import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.grouped_matmul import Case
@@ -58,18 +58,18 @@ def supported(case: Case) -> list[str]:
 def grouped_matmul(
     x: torch.Tensor,
     weights: Tensors | torch.Tensor,
-    counts: groups.Counts,
+    counts: autograd.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
-    return autograd.run(_PRODUCTS, x, weights, groups.on_device(counts, x.device), biases, transposed, take_gradients)
+    return autograd.run(_PRODUCTS, x, weights, autograd.on_device(counts, x.device), biases, transposed, take_gradients)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> Tensors:
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> Tensors:
     if len(counts) == 1:
         return (dy.t() @ x,)
-    sizes = groups.on_device(counts, x.device)
+    sizes = autograd.on_device(counts, x.device)
     found: torch.Tensor = torch_npu.npu_grouped_matmul(
         [dy.contiguous().t()],  # [N, T]
         [x.contiguous()],  # [T, K]
@@ -81,7 +81,9 @@ def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -
     return found.masked_fill_(sizes.eq(0).view(-1, 1, 1), 0.0).unbind()
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+def accumulate_weight_gradients(
+    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
+) -> None:
     if len(main_grads) == 1:
         accumulate_wgrad(main_grads[0], dy, x)
         return
@@ -95,7 +97,7 @@ def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.
         one,  # [E, N, K]
         dy.contiguous(),  # [T, N], transposed by the operator
         x.contiguous(),  # [T, K]
-        groups.on_device(counts, x.device).cumsum(0),
+        autograd.on_device(counts, x.device).cumsum(0),
         transpose_x=True,
         transpose_weight=False,
         group_type=2,

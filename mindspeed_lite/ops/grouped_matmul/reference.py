@@ -1,4 +1,4 @@
-"""The definition of grouped_matmul in plain PyTorch: what every backend is tested against."""
+"""The definition of grouped_matmul in plain PyTorch, which every backend is tested against."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_lite.ops.grouped_matmul import autograd, groups
+from mindspeed_lite.ops.grouped_matmul import autograd
 
 Tensors = Sequence[torch.Tensor]
 
@@ -14,13 +14,13 @@ Tensors = Sequence[torch.Tensor]
 def grouped_matmul(
     x: torch.Tensor,
     weights: Tensors | torch.Tensor,
-    counts: groups.Counts,
+    counts: autograd.Counts,
     biases: Tensors | None = None,
     transposed: bool = True,
     take_gradients: autograd.TakeGradients | None = None,
 ) -> torch.Tensor:
     """y_e = x_e w_e^T + b_e, keeping only its inputs for the backward pass."""
-    counts = groups.on_host(counts, x.shape[0])
+    counts = autograd.on_host(counts, x.shape[0])
     if torch.compiler.is_compiling() and take_gradients is None:
         matrices = weights.unbind() if isinstance(weights, torch.Tensor) else weights
         return product(x, matrices, counts, biases, transposed)
@@ -30,7 +30,7 @@ def grouped_matmul(
 def product(
     x: torch.Tensor, weights: Tensors, counts: Sequence[int], biases: Tensors | None, transposed: bool
 ) -> torch.Tensor:
-    """One product after the other in fp32 (float64 for float64), rounded once; differentiable by itself too."""
+    """One product per expert in fp32 (float64 for float64), rounded once; differentiable by itself too."""
     dtype = wide(x.dtype)
     parts = []
     for expert, rows in enumerate(torch.split(x, list(counts))):
@@ -40,14 +40,16 @@ def product(
     return torch.cat(parts).to(x.dtype)
 
 
-def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> list[torch.Tensor]:
+def weight_gradients(dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts) -> list[torch.Tensor]:
     """dy_e^T x_e of every expert."""
-    dtype, sizes = wide(x.dtype), groups.on_host(counts, x.shape[0])
+    dtype, sizes = wide(x.dtype), autograd.on_host(counts, x.shape[0])
     pairs = zip(torch.split(dy, sizes), torch.split(x, sizes), strict=True)
     return [(a.to(dtype).t() @ b.to(dtype)).to(x.dtype) for a, b in pairs]
 
 
-def accumulate_weight_gradients(main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: groups.Counts) -> None:
+def accumulate_weight_gradients(
+    main_grads: Tensors, dy: torch.Tensor, x: torch.Tensor, counts: autograd.Counts
+) -> None:
     """main_grad_e += dy_e^T x_e, with the product rounded to the dtype of dy and x, as autograd rounds it."""
     for main_grad, dw in zip(main_grads, weight_gradients(dy, x, counts), strict=True):
         main_grad.add_(dw)

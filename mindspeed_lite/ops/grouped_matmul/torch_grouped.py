@@ -1,8 +1,8 @@
-"""PyTorch's grouped product (torch.nn.functional.grouped_mm) where it takes a call of grouped_matmul.
+"""torch.nn.functional.grouped_mm where it takes a call of grouped_matmul.
 
-It wants all weights in one tensor, as stacked parameters are and as separate ones may lie in a flat buffer; bf16; rows
-of a multiple of 16 bytes; no bias. Its kernels are for compute capability 9 and later; elsewhere it is a loop. Weight
-gradients stay with ours: it cannot add to a main gradient, and nothing promises zeros for an expert without rows.
+It wants all weights in one tensor, bf16, rows of a multiple of 16 bytes, no bias, and compute capability 9 or later.
+Weight gradients stay with our kernel: grouped_mm cannot add to a main gradient, and does not document zeros for an
+expert without rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _log = logging.getLogger("mindspeed_lite")
 
 
 def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
-    """Whether it takes the product; why not is logged where the weights form one tensor."""
+    """True if grouped_mm takes the product; the reasons against it are logged once if the weights are one tensor."""
     if not is_one(weights):
         return False
     reasons = list(_missing())
@@ -40,7 +40,7 @@ def serves(x: torch.Tensor, weights: Tensors, biases: Tensors | None) -> bool:
 
 
 def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """y [T, N] of x [T, K] and E weights that are one tensor, [N, K] each or [K, N]; counts [E] on the device."""
+    """y [T, N] of x [T, K] and E weights in one tensor, [N, K] each or [K, N]; counts [E] on the device."""
     first = weights[0]
     together = first.detach().as_strided((len(weights), *first.shape), (first.numel(), *first.stride()))
     grouped: Any = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
@@ -50,7 +50,7 @@ def product(x: torch.Tensor, weights: Tensors, counts: torch.Tensor, transposed:
 
 
 def is_one(weights: Tensors) -> bool:
-    """Whether contiguous matrices lie one behind the other in one storage."""
+    """True if contiguous matrices are adjacent in one storage."""
     first = weights[0]
     if len(weights) < 2 or not all(each.is_contiguous() for each in weights):
         return False
@@ -64,7 +64,6 @@ def is_one(weights: Tensors) -> bool:
 
 @functools.cache
 def _log_once(reasons: str) -> None:
-    """No fallback: ours serves as well."""
     _log.info("grouped_matmul: the Triton kernel serves, not torch's grouped_mm: %s", reasons)
 
 

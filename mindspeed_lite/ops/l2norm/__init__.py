@@ -14,34 +14,22 @@ __all__ = ["OPERATOR", "Case", "l2norm"]
 
 
 class Case(NamedTuple):
-    """What decides which backend can serve a call; dtype is None where the tensors' differ."""
+    """What decides which backend can serve a call."""
 
     device: str
-    dtype: torch.dtype | None
-    contiguous: bool
 
 
-OPERATOR = Operator(
-    "l2norm",
-    reference.l2norm,
-    {"cpu": "mindspeed_lite.ops.l2norm.cpu", "cuda": "mindspeed_lite.ops.l2norm.cuda"},
-)
+# PyTorch's norms of a list are the best there is on every device.
+OPERATOR = Operator("l2norm", reference.l2norm)
 
 
 @torch.no_grad()
 def l2norm(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """sqrt(sum of the squares of all elements of all tensors), a tensor without dimensions, in fp32.
 
-    tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32 or finer
-    (the result is float64 where all tensors are). Nothing is read back to the host. There is no gradient.
+    tensors: at least one, on one device, any shapes, strides and floating-point dtypes. Summed in fp32 (float64, with a
+    float64 result, where all tensors are). Nothing is read back to the host. No gradient.
     """
     if not tensors:
         raise ValueError("l2norm: want at least one tensor")
-    return OPERATOR.choose(_case(tensors))(tensors)
-
-
-def _case(tensors: Sequence[torch.Tensor]) -> Case:
-    # Hundreds of tensors are looked at in every step.
-    dtypes = {tensor.dtype for tensor in tensors}
-    contiguous = all(map(torch.Tensor.is_contiguous, tensors))
-    return Case(tensors[0].device.type, dtypes.pop() if len(dtypes) == 1 else None, contiguous)
+    return OPERATOR.choose(Case(tensors[0].device.type))(tensors)

@@ -21,11 +21,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
 
 
-OPERATOR = Operator(
-    "linear_cross_entropy",
-    reference.linear_cross_entropy,
-    {"cpu": "mindspeed_lite.ops.linear_cross_entropy.cpu", "cuda": "mindspeed_lite.ops.linear_cross_entropy.cuda"},
-)
+OPERATOR = Operator("linear_cross_entropy", reference.linear_cross_entropy)
 
 
 def linear_cross_entropy(
@@ -37,21 +33,17 @@ def linear_cross_entropy(
     gather: Gather | None = None,
     accumulate: Accumulate | None = None,
 ) -> torch.Tensor:
-    """cross_entropy(hidden @ weight^T, target), a part of the vocabulary at a time.
+    """cross_entropy(hidden @ weight^T, target), a chunk of the vocabulary at a time.
 
     hidden: [..., H]; weight: [V, H] in the same dtype; target: [...] of integers; the loss: [...] in fp32 (float64
-    for float64). `vocab_start`, `vocab_size` and `gather` are those of
-    `mindspeed_lite.ops.cross_entropy.cross_entropy`: of a vocabulary that is split over ranks weight is one shard, and
-    the gradient of hidden is what this slice contributes to it.
+    for float64). `vocab_start`, `vocab_size` and `gather` are those of `cross_entropy`: with a sharded vocabulary,
+    weight is one shard and the gradient of hidden is this shard's contribution.
 
-    Logits are in hidden's dtype, as a linear layer would give them. Those of the first columns are kept for the
-    backward pass, up to 64 MiB of them, and their gradient is written over them. The others exist for one chunk of the
-    vocabulary, and twice: the backward pass computes them again, which is one matrix product more than a linear layer
-    and a loss take. Kept besides are hidden, weight, target and two fp32 numbers per row. The gradient of weight is one
-    product per chunk; that of hidden is summed over the chunks in fp32. Both are rounded once, as those of a linear
-    layer are. (Where `accumulate_wgrad` has no product in fp32 for a dtype, that takes one product more.)
+    Logits are in hidden's dtype. Up to 64 MiB of them are kept for the backward pass and overwritten by their gradient;
+    the others are recomputed a chunk at a time, one matrix product more than a linear layer and a loss take. Kept
+    besides are hidden, weight, target and two fp32 numbers per row. Gradients are summed in fp32 and rounded once.
 
-    accumulate: where weight's gradient is to go instead of to autograd.
+    accumulate: takes weight's gradient instead of autograd.
     """
     fits = hidden.dim() > 0 and weight.dim() == 2 and hidden.shape[-1] == weight.shape[1]
     if not fits or hidden.shape[:-1] != target.shape or hidden.dtype != weight.dtype:

@@ -1,11 +1,8 @@
-"""linear_cross_entropy chunk by chunk of the vocabulary, on whatever kernels look at a chunk of logits.
+"""linear_cross_entropy by chunks of the vocabulary, on a backend's passes over a chunk of logits.
 
-Chunks of the vocabulary and not of the tokens: the product that gives a chunk of weight's gradient then runs over all
-tokens, is complete, and needs no fp32 copy of weight's size to be summed in. What is summed over chunks is the
-gradient of hidden, which is small beside the logits.
-
-The logits of the first columns are kept for the backward pass as far as KEPT_BYTES go, which writes their gradient over
-them; those of the others are computed again. Kept columns are one chunk: a product of theirs is rounded once.
+Chunks of the vocabulary and not of the tokens: the product for a chunk of weight's gradient runs over all tokens and
+needs no fp32 copy of weight's size. Only the gradient of hidden is summed over chunks. The logits of the first columns
+are kept for the backward pass, up to KEPT_BYTES, and form one chunk; the others are recomputed.
 """
 
 from __future__ import annotations
@@ -147,12 +144,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """total += a @ b in total's dtype, which is wider than that of a and b or the same."""
-    if not accumulate_wgrad.why_not(total, a.t(), b):
+    """total += a @ b, summed in total's dtype, which is that of a and b or wider."""
+    if accumulate_wgrad.sums_in_main_dtype(total, b):
         accumulate_wgrad.accumulate_wgrad(total, a.t(), b)
     else:
-        # A product in 16 bits is rounded to them, and one rounding per chunk would add up. What it lost is the same
-        # product minus the rounded one, which is a single product too: the sum inside is in fp32.
+        # The 16-bit product and what its rounding lost: one rounding per chunk would add up.
         rounded = torch.mm(a, b)
         total += rounded
         total += torch.addmm(rounded, a, b, beta=-1)

@@ -26,11 +26,7 @@ class Case(NamedTuple):
     """Whether the scale is another than 1."""
 
 
-OPERATOR = Operator(
-    "masked_softmax",
-    reference.masked_softmax,
-    {"cpu": "mindspeed_lite.ops.masked_softmax.cpu", "npu": "mindspeed_lite.ops.masked_softmax.npu"},
-)
+OPERATOR = Operator("masked_softmax", reference.masked_softmax)
 
 
 def masked_softmax(
@@ -39,26 +35,18 @@ def masked_softmax(
     """p = softmax(scale * scores, hidden entries set to -10000) over the last dimension.
 
     scores: [b, n, sq, sk] in bf16, fp16, fp32 or fp64, any strides. mask: bool, broadcastable to the scores; True
-    hides. causal: key j is hidden from query i if j > i; a single query sees all keys. With both, either hides.
-    The probabilities: [b, n, sq, sk] in the scores' dtype. Everything is computed in fp32 (float64 for float64
-    scores) and rounded once.
+    hides. causal: key j is hidden from query i if j > i; a single query sees all keys. p: [b, n, sq, sk] in the scores'
+    dtype. Computed in fp32 (float64 for float64) and rounded once.
 
-    Hidden entries are -10000 and not minus infinity, as in Megatron: a query from which every key is hidden gets the
-    same probability for all of them, and hidden keys count beside visible ones whose scores are as low. Their gradient
-    is zero in any case. A NaN or an infinity among the visible scores of a row makes of it what torch.softmax does.
+    Hidden entries are -10000, as in Megatron: a query from which every key is hidden gets a uniform row. Their gradient
+    is zero. NaN and infinity among visible scores act as in torch.softmax.
 
-    For the backward pass the CPU's kernel keeps the scores in their own dtype, the mask and two fp32 numbers per row.
-    It makes no fp32 copy of the scores in either direction and no matrix for `causal`, and does not read what lies
-    right of the diagonal then, in the scores or in the probabilities' gradient, unless a row's visible scores are near
-    or below -10000. Its result is the same for any number of threads. An NPU keeps the probabilities and a
-    mask, of [1, 1, sq, sk] without one given. There a query from which every key is hidden sees all of them, and their
-    scores have a gradient; how 16-bit scores are computed inside is not documented.
+    The CPU kernel keeps the scores, the mask and two fp32 numbers per row for the backward pass, makes no fp32 copy and
+    no causal matrix, and is deterministic. An NPU keeps the probabilities and a mask; there a query from which every
+    key is hidden sees all of them.
 
-    It replaces megatron.core.fusions.fused_softmax:FusedScaleMaskSoftmax (forward_torch_softmax), without its window
-    and its offset.
-
-    Raises ValueError for scores, mask or scale that do not fit the above, and for `causal` with a number of queries
-    that is neither 1 nor the number of keys.
+    Raises ValueError for arguments that do not fit, and for `causal` with a number of queries that is neither 1 nor the
+    number of keys.
     """
     return OPERATOR.choose(_case(scores, mask, causal, scale))(scores, mask, causal, scale)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from mindspeed_lite.ops import native
+from mindspeed_lite.ops import autograd, native
 from mindspeed_lite.ops.masked_softmax import reference
 from mindspeed_lite.ops.traced import is_traced
 
@@ -40,59 +40,39 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool
     if is_traced(scores) or (mask is not None and is_traced(mask)):
         # A compiler fuses the definition itself, and what has no memory cannot be handed to a kernel.
         return reference.masked_softmax(scores, mask, causal, scale)
-    if torch.is_grad_enabled() and scores.requires_grad:
-        probs: torch.Tensor = _MaskedSoftmax.apply(scores, mask, causal, scale)  # type: ignore[no-untyped-call]
-        return probs
-    return _forward(scores.detach(), mask, causal, scale, None)
-
-
-class _MaskedSoftmax(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float) -> torch.Tensor:
-        # Per row: the maximum, and the sum of exponentials relative to it. Their logarithm would be one number, but
-        # beside a large maximum most of its digits would be lost.
-        statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(scores, mask, statistics)
-        ctx.causal, ctx.scale = causal, scale
-        return _forward(scores, mask, causal, scale, statistics)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dprobs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scores, mask, statistics = ctx.saved_tensors
-        return _backward(dprobs, scores, mask, statistics, ctx.causal, ctx.scale), None, None, None
-
-
-def _forward(
-    scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float, statistics: torch.Tensor | None
-) -> torch.Tensor:
-    scores = scores.contiguous()
-    probs = torch.empty(scores.shape, dtype=scores.dtype)
-    hidden, sizes = _sizes(scores, mask, causal, scale)
-    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(scores, hidden, probs, statistics, *sizes)
+    probs: torch.Tensor = autograd.apply(_KERNEL, (scores, mask), (causal, scale))
     return probs
 
 
-def _backward(
-    dprobs: torch.Tensor,
-    scores: torch.Tensor,
-    mask: torch.Tensor | None,
-    statistics: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> torch.Tensor:
+def _forward(inputs: Any, options: tuple[bool, float]) -> tuple[torch.Tensor, autograd.Inputs]:
+    scores, mask = inputs
+    given = scores.contiguous()
+    probs = torch.empty(scores.shape, dtype=scores.dtype)
+    # Per row: the maximum, and the sum of exponentials relative to it. The logarithm of the sum would lose most of its
+    # digits to a large maximum.
+    statistics = torch.empty(2, *scores.shape[:-1], dtype=torch.float32)
+    hidden, sizes = _sizes(scores, mask, *options)
+    getattr(library, f"masked_softmax_forward_{_NAMES[scores.dtype]}")(given, hidden, probs, statistics, *sizes)
+    return probs, (scores, mask, statistics)
+
+
+def _backward(dprobs: torch.Tensor, saved: Any, options: tuple[bool, float], wanted: Sequence[bool]) -> autograd.Inputs:
+    scores, mask, statistics = saved
     scores, dprobs = scores.contiguous(), dprobs.contiguous()
     dscores = torch.empty(scores.shape, dtype=scores.dtype)
-    hidden, sizes = _sizes(scores, mask, causal, scale)
+    hidden, sizes = _sizes(scores, mask, *options)
     given = (dprobs, scores, hidden, dscores, statistics)
     getattr(library, f"masked_softmax_backward_{_NAMES[scores.dtype]}")(*given, *sizes)
-    return dscores
+    return dscores, None
+
+
+_KERNEL = autograd.Kernel(_forward, _backward)
 
 
 def _sizes(
     scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, scale: float
 ) -> tuple[torch.Tensor | None, tuple[float, ...]]:
-    """The mask with its keys side by side, and what follows the addresses in a call."""
+    """The mask with contiguous keys, and the arguments after the addresses."""
     batch, heads, queries, keys = scores.shape
     strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:

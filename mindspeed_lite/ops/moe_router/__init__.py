@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_lite.ops.dispatch import Operator
 from mindspeed_lite.ops.moe_router import reference
-from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SCORE_FUNCTIONS, SOFTMAX, Form, Groups
 
 __all__ = [
     "OPERATOR",
@@ -36,15 +36,7 @@ class Case(NamedTuple):
     biased: bool = False
 
 
-OPERATOR = Operator(
-    "moe_router",
-    reference.moe_router,
-    {
-        "cpu": "mindspeed_lite.ops.moe_router.cpu",
-        "cuda": "mindspeed_lite.ops.moe_router.cuda",
-        "npu": "mindspeed_lite.ops.moe_router.npu",
-    },
-)
+OPERATOR = Operator("moe_router", reference.moe_router)
 
 
 def topk_routing(
@@ -67,19 +59,16 @@ def topk_routing(
         softmax, use_pre_softmax     s = softmax(x),         p = s
         sigmoid                      s = sigmoid(x),         p = s / (sum of the chosen s + 1e-20), or s if topk is 1
         sqrtsoftplus                 s = sqrt(softplus(x)),  p as for sigmoid
-    times scaling_factor, if it is given and not 0. expert_bias [E] is added to s for the choice, is in no p and gets
-    no gradient; softmax does not look at it. With group_topk, the experts lie in num_groups groups of equal size, and
-    the choice is among those of the group_topk groups with the highest sums of their topk // group_topk highest s.
-    Equal scores are chosen among as torch.topk does on that device. The topk experts come in descending order of s;
-    with gradients disabled in any order.
+    times scaling_factor, if it is given and not 0. expert_bias [E] is added to s for the choice only, without gradient;
+    softmax ignores it. With group_topk, the experts form num_groups groups of equal size, and the choice is among those
+    of the group_topk groups with the highest sums of their topk // group_topk highest s. Equal scores are chosen among
+    as torch.topk does on that device. The topk experts come in descending order of s; with gradients disabled in any.
 
-    logits: any strides. Everything is computed in fp32 (float64 for float64 logits), and p is rounded once, to the
-    dtype of the logits. Returns
+    logits: any strides. Computed in fp32 (float64 for float64); p is rounded once, to the dtype of the logits. Returns
         dense_output False: probs [T, E] in the dtype of the logits, 0 where not chosen; routing_map [T, E] bool;
         dense_output True: probs [T, topk]; indices [T, topk] int64.
-    Differentiable in the logits. For the backward pass the backends keep the indices and [T, topk] fp32 numbers, for
-    use_pre_softmax the logits and the indices; the reference what autograd keeps. What a backend does differently
-    stands in its file.
+    Differentiable in the logits. Backends keep the indices and [T, topk] fp32 numbers, for use_pre_softmax the logits
+    and the indices; the reference what autograd keeps.
 
     Raises ValueError for an unknown score function and for sizes that do not fit.
     """
@@ -95,12 +84,11 @@ def topk_routing(
 
 
 def aux_loss_scores(logits: torch.Tensor, topk: int, score_function: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The plain top-k of the logits [T, E] without groups and bias, and scores that add up to 1 for every token.
+    """The top-k of the logits [T, E] without groups and bias, and scores that add up to 1 for every token.
 
-    Returns (routing_map, scores): routing_map [T, E] bool, True at the topk highest scores, equal ones chosen among as
-    torch.topk does; scores [T, E] in fp32 (float64 for float64 logits): softmax(x), or s / (sum of all s + 1e-20) for
-    the scores s of `topk_routing`. Differentiable in the logits through the scores. For the backward pass the scores
-    and one fp32 number per token are kept.
+    Returns (routing_map, scores): routing_map [T, E] bool, True at the topk highest scores; scores [T, E] in fp32
+    (float64 for float64 logits): softmax(x), or s / (sum of all s + 1e-20) for the scores s of `topk_routing`.
+    Differentiable in the logits through the scores, which are kept with one fp32 number per token.
 
     Raises ValueError for an unknown score function and for a topk that does not fit.
     """
@@ -121,10 +109,8 @@ def load_balancing_loss(
     """coeff E / (topk N^2) sum_e f_e sum_t p_te, for N = total_num_tokens tokens of which f_e were sent to expert e.
 
     probs: [T, E], the scores of this rank's tokens; tokens_per_expert: [E] of any dtype, without gradient, counted
-    over the N tokens, which may be more than T; N is an int or a tensor without dimensions, which is not read back
-    to the host. Returns a tensor without dimensions in fp32 (float64 for float64 probs), differentiable in probs;
-    that gradient is a row repeated T times, and takes the memory of one. Plain PyTorch on every device: a sum over
-    rows is all there is to it.
+    over the N tokens, which may be more than T; N is an int or a tensor, which is not read back. Returns a scalar in
+    fp32 (float64 for float64), differentiable in probs; the gradient is one row expanded T times.
     """
     if probs.dim() != 2 or tokens_per_expert.shape != probs.shape[1:]:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from mindspeed_lite.ops import native
 from mindspeed_lite.ops.moe_router import autograd, reference
-from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SIGMOID, SOFTMAX, SQRTSOFTPLUS, Form
 from mindspeed_lite.ops.rows import as_rows
 from mindspeed_lite.ops.traced import is_traced
 

@@ -8,7 +8,7 @@ import torch
 import triton
 
 from mindspeed_lite.ops.moe_router import autograd, kernels, reference
-from mindspeed_lite.ops.moe_router.form import PRE_SOFTMAX, SOFTMAX, Form
+from mindspeed_lite.ops.moe_router.reference import PRE_SOFTMAX, SOFTMAX, Form
 from mindspeed_lite.ops.row_kernels import WIDEST, launch, on
 from mindspeed_lite.ops.rows import as_rows
 

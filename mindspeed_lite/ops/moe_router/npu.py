@@ -14,7 +14,7 @@ import torch
 import torch_npu  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 from mindspeed_lite.ops.moe_router import autograd, reference
-from mindspeed_lite.ops.moe_router.form import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
+from mindspeed_lite.ops.moe_router.reference import EPS, PRE_SOFTMAX, SIGMOID, SOFTMAX, Form, Groups
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.moe_router import Case

@@ -1,17 +1,12 @@
-"""Small C++ kernels for the CPU: compiled for this machine at first use, kept for the next process, called by address.
+"""C++ kernels for the CPU: compiled for this machine at first use, cached, called by address.
 
-A kernel is one plain C++17 file beside the operator that it serves: no headers but those here, those beside it and the
-standard library's, OpenMP for threads, loops that a compiler vectorises, functions that take pointers and sizes. That
-compiles in a second or two, where a PyTorch extension takes a minute, and asks nothing of the machine but a
-compiler. A machine without one has a reason (`Library.unusable`), and the operator goes another way.
+A kernel is one C++17 file beside its operator. It includes only the headers here, those beside it and the standard
+library's, uses OpenMP for threads, and compiles in a second or two. Without a usable compiler `Library.unusable` has
+the reason, and the operator falls back.
 
-Compiled libraries lie in the cache's folder (`platform/cache.py`), under a name that stands for sources, compiler,
-flags, processor and PyTorch, and end in their own checksum: one that was cut short or altered is compiled again. Many
-processes may ask at once: one compiles, the others wait for it.
-
-OpenMP is that of PyTorch, which is loaded already: the library is linked without one of its own, so that both share
-one pool of threads. GCC's calls are served by GCC's runtime and by LLVM's; clang's by LLVM's only. What PyTorch's
-runtime does not serve is a reason, even where another runtime in the process would: two pools of threads compete.
+Libraries are kept in `platform/cache.py`'s folder under a hash of sources, compiler, flags, processor and PyTorch. Of
+several processes one compiles and the others wait. They are linked without an OpenMP runtime, so that they share
+PyTorch's pool of threads; clang needs LLVM's runtime there, which is checked.
 """
 
 from __future__ import annotations
@@ -48,11 +43,10 @@ _TYPES: Mapping[str, Any] = {
     "f": ctypes.c_float,
     "d": ctypes.c_double,
 }
-# No flag that changes what arithmetic means: sums are reordered where the source says so (`omp simd reduction`).
+# None changes the meaning of arithmetic: sums are reordered where the source says so (`omp simd reduction`).
 _FLAGS = "-std=c++17 -O3 -march=native -fPIC -fopenmp -fno-math-errno -fno-trapping-math -ffp-contract=fast".split()
 _TIMEOUT = 300.0
-_CHECKSUM = hashlib.sha256().digest_size
-# Elements of a pass over memory below which waking the threads costs more than they bring.
+# Elements of a pass over memory below which a second thread does not pay.
 _SERIAL = 1 << 15
 
 _log = logging.getLogger("mindspeed_lite")
@@ -63,15 +57,12 @@ class Library:
 
     Args:
         source: the C++ file.
-        functions: name -> one letter for each argument: p pointer, l int64, i int32, f float, d double. A tensor
-            stands for its address, several in a list or tuple for an array of these. All of them return nothing.
-            They are attributes of the object once `unusable` has answered None. On CPU a call waits in a stream's
-            lane for what has not arrived of its tensors (`platform/streams.py`).
-        uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
-            reason, and no crash.
-        flags: for the compiler, after those that all have.
-        returns_status: the functions return a status instead of nothing (`guard.h`), and what is none raises:
-            MemoryError, or RuntimeError for whatever else a kernel met.
+        functions: name -> one letter per argument: p pointer, l int64, i int32, f float, d double. A tensor stands for
+            its address, a list of tensors for an array of addresses. The functions are attributes of the object.
+        uses_torch: the source calls functions that libtorch_cpu exports.
+        flags: more flags for the compiler.
+        returns_status: the functions return a status (`guard.h`) instead of nothing; an error raises MemoryError or
+            RuntimeError.
     """
 
     def __init__(
@@ -91,13 +82,13 @@ class Library:
         self._loaded: ctypes.CDLL | None = None
 
     def unusable(self) -> str | None:
-        """Why the library cannot be used here, or None; compiles it if need be."""
+        """Why the library cannot be used here, or None; compiles it at the first call."""
         if self._state == "not asked yet":
             self._state = self._load()
         return self._state
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for what is not set yet.
+        # Reached only before the library is loaded.
         if name not in self.functions:
             raise AttributeError(f"{self.source.name} is not known to have {name!r}")
         reason = self.unusable()
@@ -109,7 +100,7 @@ class Library:
         operator = self.source.parent.name
         try:
             path = _compiled(self.source, self.uses_torch, self.flags)
-            # All symbols now: what PyTorch may no longer have is a reason here, not a crash at the first call.
+            # All symbols now: a missing one is a reason here, not a crash at the first call.
             self._loaded = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
             for name, letters in self.functions.items():
                 function = getattr(self._loaded, name)
@@ -159,10 +150,7 @@ def numbers(values: Sequence[int]) -> Any:
 
 
 def without_micro_kernel(library: Library, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Why a library that includes `brgemm.h` multiplies no numbers of `dtype` now, or None.
-
-    The switch of `torch.backends.mkldnn` may change between calls; what the processor has does not.
-    """
+    """Why the micro-kernels of a library that includes `tiles.h` cannot multiply `dtype` now, or None."""
     if not torch._C._get_mkldnn_enabled():
         return "oneDNN is switched off (torch.backends.mkldnn)"
     return _without_micro_kernel(library, dtype)
@@ -181,59 +169,49 @@ def _without_micro_kernel(library: Library, dtype: torch.dtype) -> str | None:
 
 
 def _status(code: int) -> None:
-    """What a kernel's status means (`guard.h`)."""
+    """Raises for a kernel's error status (`guard.h`)."""
     if code:
         raise MemoryError("a CPU kernel found no memory") if code == 1 else RuntimeError("a CPU kernel failed")
 
 
 def threads(work: int) -> int:
-    """How many threads a pass over `work` elements is worth."""
+    """Threads for a pass over `work` elements."""
     return 1 if work < _SERIAL else torch.get_num_threads()
 
 
 def _compiled(source: Path, uses_torch: bool, flags: Sequence[str] = ()) -> Path:
-    """The compiled library of `source`, made if it is not there yet."""
-    text = source.read_bytes()
+    """The cached library of `source`, compiled if it is not there."""
     headers = sorted({*_HEADERS.glob("*.h"), *source.parent.glob("*.h")})
-    parts = [text, *(header.read_bytes() for header in headers), _processor().encode()]
     compiler = _compiler()
-    # It is loaded already, so that its name alone is looked up when ours is; also for nothing but weak symbols.
+    # --no-as-needed: libtorch_cpu is needed even if the source has weak symbols only.
     links = [f"-L{Path(torch.__file__).parent / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"] if uses_torch else []
     flags = (*_FLAGS, *flags)
-    parts += [part.encode() for part in (*compiler, _version(tuple(compiler)), *flags, *links, _torch())]
+    parts = [each.read_bytes() for each in (source, *headers)]
+    parts += [each.encode() for each in (_processor(), *compiler, _version(tuple(compiler)), *flags, *links, _torch())]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
     try:
         folder = cache.folder()
     except cache.NoCache as error:
         raise _Unusable(f"no folder to keep compiled kernels in ({error})") from None
     path = folder / f"{source.parent.name}-{digest}.so"
-    if not _is_whole(path):
+    if not _is_ours(path):
         with _alone(folder / f"{path.name}.lock"):
-            if not _is_whole(path):
+            if not _is_ours(path):
                 _compile(compiler, source, flags, links, path)
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether there is a library that ends in its own checksum and that no other user can have written.
-
-    A loader maps a file without reading it: one that was cut short ends the process.
-    """
+def _is_ours(path: Path) -> bool:
+    """True if there is a library that no other user can have written."""
     try:
-        with open(path, "rb") as file:
-            found, text = os.fstat(file.fileno()), file.read()
+        found = path.stat()
     except FileNotFoundError:
         return False
     if hasattr(os, "getuid") and found.st_uid != os.getuid():
         raise _Unusable(
             f"the compiled CPU kernel {path} belongs to another user, whose code would be loaded: delete it"
         )
-    writable = os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return not writable and text[-_CHECKSUM:] == _checksum(text[:-_CHECKSUM])
-
-
-def _checksum(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()
+    return found.st_size > 0 and not (os.name == "posix" and found.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: list[str], path: Path) -> None:
@@ -245,22 +223,18 @@ def _compile(compiler: list[str], source: Path, flags: Sequence[str], links: lis
     start = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         unlinked, linked = Path(scratch) / "kernel.o", Path(scratch) / "kernel.so"
-        # In two steps: with -fopenmp the second would bring an OpenMP of its own.
+        # Linked by itself: with -fopenmp that would bring an OpenMP runtime of its own.
         for command in (
             [*compiler, *flags, f"-I{_HEADERS}", "-c", str(source), "-o", str(unlinked)],
             [*compiler, "-shared", str(unlinked), *links, "-o", str(linked)],
         ):
             done = _run(compiler, command)
             if done.returncode:
-                said = (done.stderr or done.stdout).strip().splitlines()
-                first = next((line for line in said if "error" in line), said[0] if said else "no message")
+                lines = (done.stderr or done.stdout).strip().splitlines()
+                first = next((line for line in lines if "error" in line), lines[0] if lines else "no message")
                 raise _Unusable(f"{shlex.join(compiler)} does not compile {source.parent.name}/{source.name}: {first}")
-        try:
-            text = linked.read_bytes()
-        except FileNotFoundError:
-            raise _Unusable(f"{shlex.join(compiler)} reports success and has written no library") from None
-        with open(linked, "ab") as file:
-            file.write(_checksum(text))
+        if not linked.exists():
+            raise _Unusable(f"{shlex.join(compiler)} reports success and has written no library")
         linked.chmod(0o700)
         os.replace(linked, path)
     took = time.monotonic() - start
@@ -286,25 +260,24 @@ def _compiler() -> list[str]:
 
 
 def _torch() -> str:
-    """What a library that uses PyTorch's functions and threads depends on."""
+    """What of PyTorch a library depends on."""
     return f"{torch.__version__} {torch.version.git_version} {_torch_has_llvm_openmp()}"
 
 
 @functools.cache
 def _calls_llvm_openmp(compiler: tuple[str, ...]) -> bool:
-    """Whether the compiler's OpenMP code calls LLVM's runtime, as clang's does; False if it compiles none at all."""
+    """Whether the compiler's OpenMP code calls LLVM's runtime, as clang's does."""
     source = 'extern "C" void call(int* x) {\n#pragma omp parallel\n++*x;\n}\n'
     return "__kmpc_" in _run(compiler, [*compiler, "-fopenmp", "-x", "c++", "-S", "-", "-o", "-"], source).stdout
 
 
 @functools.cache
 def _torch_has_llvm_openmp() -> bool:
-    """Whether the OpenMP runtime that PyTorch is linked with serves the calls that clang makes."""
+    """Whether PyTorch's OpenMP runtime serves the calls that clang makes."""
     try:
         loaded = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:
         return False
-    # Looked up in this library and those it is linked with, not in all of the process.
     return hasattr(loaded, "__kmpc_fork_call")
 
 
@@ -314,7 +287,6 @@ def _version(compiler: tuple[str, ...]) -> str:
 
 
 def _run(compiler: Sequence[str], command: Sequence[str], given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run a command of the compiler's; its messages may be in any encoding."""
     try:
         return subprocess.run(
             command, input=given, capture_output=True, text=True, errors="backslashreplace", timeout=_TIMEOUT
@@ -332,16 +304,16 @@ def _processor() -> str:
             if line.startswith(("model name", "flags", "Features", "CPU part")):
                 found.append(line.strip())
             elif not line.strip() and len(found) > 1:
-                break  # the processors of a machine are alike
+                break  # one processor is enough
     return "\n".join(found)
 
 
 @contextlib.contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Within the block no other process holds `lock`; the system lets go of it when its holder dies."""
+    """Holds `lock` within the block; the system releases it when its holder dies."""
     try:
         import fcntl
-    except ImportError:  # not a POSIX system: the worst case is that two processes compile the same
+    except ImportError:  # not a POSIX system: two processes may compile the same
         yield
         return
     with open(lock, "w") as file:

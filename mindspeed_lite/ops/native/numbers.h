@@ -125,18 +125,3 @@ static inline float exp2_(float x, const PowerBounds bounds) {
     const float high = 1.53533619e-4f * square + (1.33988744e-3f * r + 9.61843736e-3f);
     return ((high * square + middle) * square + low) * as_float(as_bits(shifted) << 23);
 }
-
-// 1 / (1 + e^-x).
-static inline float sigmoid_(float x) { return 1.0f / (1.0f + exp_(-x)); }
-
-// (e^2x - 1) / (e^2x + 1), and its odd Taylor polynomial near zero, where that difference would cancel.
-static inline float tanh_(float x) {
-    const float e = exp_(2.0f * std::fabs(x));
-    const float far = 1.0f - 2.0f / (e + 1.0f);
-    const float s = x * x;
-    const float near =
-        std::fabs(x) *
-        (1.0f + s * (-1.0f / 3.0f + s * (2.0f / 15.0f + s * (-17.0f / 315.0f + s * (62.0f / 2835.0f)))));
-    const float size = std::fabs(x) < 0.25f ? near : far;
-    return x == x ? std::copysign(size, x) : x;
-}

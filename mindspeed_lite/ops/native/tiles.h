@@ -1,17 +1,59 @@
-// Operands of small products (`brgemm.h`) in the forms that they are read in, and the memory that they lie in.
+// oneDNN's micro-kernels, which PyTorch exports, and their operands: C (+)= A B for small row-major A [n, m] and fp32
+// C [n, k] of any leading dimension, and B [m, k], in bf16 with pairs of rows interleaved (`paired_rows`), as the
+// processor's instructions read them. A library that includes this links PyTorch (`uses_torch`).
 //
-// A form of T numbers: `rows` has them one row behind the other and serves as A; B is `paired_rows`, in pairs of rows
-// where T is bf16. What lies behind the last row is zero.
+// They throw where the processor has none and while oneDNN is switched off, inside a loop of threads too: `guard.h`.
 #pragma once
 
 #include <cstdlib>
 #include <memory>
 
-#include "brgemm.h"
+#include "guard.h"
+#include "numbers.h"
 
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+namespace c10 {
+struct BFloat16;
+}
+namespace at::native::cpublas {
+void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool add,
+            const c10::BFloat16* a, const c10::BFloat16* b, float* c, bool is_vnni);
+void brgemm(int64_t rows, int64_t columns, int64_t depth, int64_t ld_a, int64_t ld_b, int64_t ld_c, bool add,
+            const float* a, const float* b, float* c, bool is_vnni);
+void brgemm_release(bool is_vnni);
+}  // namespace at::native::cpublas
+
+static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const bf16* a, int64_t ld_a, const bf16* b,
+                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, reinterpret_cast<const c10::BFloat16*>(a),
+                                reinterpret_cast<const c10::BFloat16*>(b), c, true);
+}
+
+static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const float* a, int64_t ld_a, const float* b,
+                            int64_t ld_b, float* c, int64_t ld_c, bool add) {
+    at::native::cpublas::brgemm(rows, columns, depth, ld_a, ld_b, ld_c, add, a, b, c, false);
+}
+
+// The same for a contiguous B.
+template <typename T>
+static inline void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t ld_a, const T* b,
+                            float* c, int64_t ld_c, bool add) {
+    multiply(rows, columns, depth, a, ld_a, b, columns, c, ld_c, add);
+}
+
+// Called by every thread after its last product.
+template <typename T>
+static inline void done_multiplying() {
+    at::native::cpublas::brgemm_release(sizeof(T) == 2);
+}
+
+// Two rows of B, interleaved.
+static inline void pack_rows(const bf16* first, const bf16* second, int64_t width, bf16* to) {
+#pragma omp simd
+    for (int64_t i = 0; i < width; ++i) {
+        to[2 * i].bits = first[i].bits;
+        to[2 * i + 1].bits = second[i].bits;
+    }
+}
 
 // Rows of B that lie interleaved.
 template <typename T>
@@ -54,59 +96,11 @@ static inline void rows(const In* from, int64_t stride, int64_t count, int64_t s
     std::fill(to + count * size, to + height * size, T{});
 }
 
-#ifdef __AVX512F__
-// to[16][16] = from[16][16] transposed, of words and by their leading dimensions.
-static inline void transpose_words(const void* from, int64_t ld_from, void* to, int64_t ld_to) {
-    __m512i a[16], b[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(static_cast<const char*>(from) + i * ld_from * 4);
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) {
-        b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-        b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-    }
-    // a[i + m]: in each quarter j the column 4 j + m of the rows i to i + 3.
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) {
-        a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-        a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-        a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-        a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-    }
-    const auto put = [&](int row, __m512i line) {
-        _mm512_storeu_si512(static_cast<char*>(to) + row * ld_to * 4, line);
-    };
-#pragma GCC unroll 4
-    for (int m = 0; m < 4; ++m) {
-        const __m512i even_above = _mm512_shuffle_i32x4(a[m], a[4 + m], 0x88);
-        const __m512i even_below = _mm512_shuffle_i32x4(a[8 + m], a[12 + m], 0x88);
-        const __m512i odd_above = _mm512_shuffle_i32x4(a[m], a[4 + m], 0xdd);
-        const __m512i odd_below = _mm512_shuffle_i32x4(a[8 + m], a[12 + m], 0xdd);
-        put(m, _mm512_shuffle_i32x4(even_above, even_below, 0x88));
-        put(4 + m, _mm512_shuffle_i32x4(odd_above, odd_below, 0x88));
-        put(8 + m, _mm512_shuffle_i32x4(even_above, even_below, 0xdd));
-        put(12 + m, _mm512_shuffle_i32x4(odd_above, odd_below, 0xdd));
-    }
-}
-#endif
-
 // to[columns][height] = from[height][columns] transposed.
 template <typename T>
 static inline void transpose(const T* from, int64_t height, int64_t columns, T* to) {
     constexpr int64_t B = 8;
     int64_t row = 0;
-#ifdef __AVX512F__
-    if constexpr (sizeof(T) == 4) {
-        for (; row + 16 <= height; row += 16) {
-            const T* lines = from + row * columns;
-            int64_t i = 0;
-            for (; i + 16 <= columns; i += 16) transpose_words(lines + i, columns, to + i * height + row, height);
-            for (; i < columns; ++i) {
-                for (int64_t r = 0; r < 16; ++r) to[i * height + row + r] = lines[r * columns + i];
-            }
-        }
-    }
-#endif
     for (; row + B <= height; row += B) {
         const T* lines = from + row * columns;
         for (int64_t i = 0; i < columns; ++i) {
@@ -142,4 +136,27 @@ static inline void paired_columns(const bf16* from, int64_t height, int64_t size
         bf16 halves[2];
     };
     transpose(reinterpret_cast<const Word*>(from), height, size / 2, reinterpret_cast<Word*>(to));
+}
+
+template <typename T>
+static bool multiplies() {
+    constexpr int64_t TILE = 32;
+    T a[TILE * TILE], b[TILE * TILE];
+    float c[TILE * TILE];
+    for (int64_t i = 0; i < TILE * TILE; ++i) {
+        store(a + i, 1.0f);
+        store(b + i, 0.5f);
+        c[i] = 2.0f;
+    }
+    const int32_t status = guarded([&](Guard&) {
+        multiply(TILE, TILE, TILE, a, TILE, b, c, TILE, true);
+        done_multiplying<T>();
+    });
+    return status == 0 && std::all_of(c, c + TILE * TILE, [](float value) { return value == 2.0f + TILE * 0.5f; });
+}
+
+// Whether the micro-kernel for numbers of `size` bytes works here.
+extern "C" int32_t probe(int32_t size, int32_t* right) {
+    *right = size == 2 ? multiplies<bf16>() : multiplies<float>();
+    return 0;
 }

@@ -31,15 +31,7 @@ class Case(NamedTuple):
     """Whether tokens, experts or rows are too many to be sorted as fp32 numbers, or a token has 512 experts."""
 
 
-OPERATOR = Operator(
-    "permute",
-    reference.permute,  # type: ignore[arg-type]  # three results
-    {
-        "cpu": "mindspeed_lite.ops.permute.cpu",
-        "cuda": "mindspeed_lite.ops.permute.cuda",
-        "npu": "mindspeed_lite.ops.permute.npu",
-    },
-)
+OPERATOR = Operator("permute", reference.permute)  # type: ignore[arg-type]  # three results
 
 
 def permute(
@@ -55,17 +47,17 @@ def permute(
 
     tokens: [T, H] of a floating type, any strides; routing_map: [T, E], True where the expert takes the token;
     probs: [T, E] in a dtype of its own. permuted: [P, H], the tokens of an expert ascending; permuted_probs: [P], the
-    pairs' probs; row_ids: for `unpermute` alone.
+    pairs' probs; row_ids: for `unpermute`.
 
-    P is `num_out_tokens`, or the number of routed pairs, which is then asked of the device. Fewer rows than pairs
-    leave the last ones out; more are filled with unrouted pairs, expert by expert. With `drop_and_pad` each expert has
-    capacity = num_out_tokens // E rows: its first tokens, and, where it has fewer, its first unrouted ones.
+    P is `num_out_tokens`, or the number of routed pairs, which is then read from the device. Fewer rows leave the last
+    pairs out; more are filled with unrouted pairs, expert by expert. With `drop_and_pad` each expert has capacity =
+    num_out_tokens // E rows: its first tokens, then its first unrouted ones.
 
     Differentiable in tokens and probs: the gradient of a token is the sum over its rows, in fp32 (float64 for
-    float64) and rounded once. For it row_ids are kept: two int32 for each row and one for each token.
+    float64), rounded once. Keeps row_ids for it: two int32 per row and one per token.
 
-    topk: every token has exactly so many experts, and P is T * topk; say so where it is known, for torch_npu's
-    operators take nothing else and it cannot be checked without waiting for the device. It changes no result.
+    topk: every token has exactly so many experts, and P is T * topk. torch_npu's operators take nothing else, and it
+    cannot be checked without waiting for the device. It changes no result.
 
     Raises ValueError for shapes that do not fit, 2^31 pairs or more, a capacity above T or without num_out_tokens.
     """
@@ -101,12 +93,11 @@ def unpermute(
     """[T, H]: every token the sum over its rows, each weighted with its pair's prob if `probs` are given.
 
     permuted: [P, H], the rows of `permute`, with any H; row_ids: from that call; restore_shape: (T, H); probs:
-    [T, E] in a dtype of its own, and then routing_map [T, E]; map and drop_and_pad as they were in that call.
+    [T, E] in a dtype of its own, and then routing_map [T, E]; map and drop_and_pad as in that call.
 
     Sums run over a token's rows in the order of its experts, in fp32 (float64 for float64), and are rounded once, to
-    permuted's dtype: the same input gives the same bits. Differentiable in permuted and probs: the gradient of a row
-    is its token's times its prob, that of a prob the product of the two rows, summed in fp32. Kept for it are row_ids,
-    probs, and, where probs want a gradient, permuted.
+    permuted's dtype; deterministic. Differentiable in permuted and probs. Keeps row_ids, probs, and, where probs want a
+    gradient, permuted.
 
     Raises ValueError for shapes that do not fit, and for row ids of another call.
     """
@@ -140,12 +131,11 @@ def sort_chunks(
     order: torch.Tensor | Sequence[int],
     probs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(sorted, sorted_probs): x cut into chunks of `split_sizes` rows, joined in `order`, and probs alongside.
+    """(sorted, sorted_probs): x cut into chunks of `split_sizes` rows, joined in `order`, and probs likewise.
 
-    x: [P, ...]; split_sizes: [C], which add up to P; order: [C], a permutation of the chunks; probs: [P, ...]. Each
-    of the two is a tensor or a sequence. Chunks known to the host are copied as blocks; sizes on another device stay
-    there, and rows are looked up, so that the host does not wait. Differentiable in x and probs: the gradient is the
-    same with the inverse order, for which nothing but sizes and order is kept.
+    x: [P, ...]; split_sizes: [C], which add up to P; order: [C], a permutation of the chunks; probs: [P, ...]. Sizes
+    and order are tensors or sequences. Chunks known to the host are copied as blocks; sizes on another device stay
+    there, and rows are looked up without waiting. Differentiable in x and probs; keeps sizes and order.
 
     Raises ValueError for sizes and orders that do not fit, as far as the host knows them.
     """

@@ -1,18 +1,18 @@
-"""permute and unpermute with gradients, of a backend's kernels. Each gradient is a kernel of the other direction."""
+"""permute and unpermute with gradients, on a backend's kernels: each gradient is a kernel of the other direction."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from mindspeed_lite.ops import autograd
 from mindspeed_lite.ops.permute import rows
 
 
 class Kernels(NamedTuple):
-    """A backend's passes over memory. Tensors are whatever strides they come in, results contiguous.
+    """A backend's passes over memory. Tensors have any strides, results are contiguous.
 
     row_ids(routing_map, count, capacity) -> row ids
     spread(tokens [T, H], row_ids, count) -> [count, H], every token copied to its rows
@@ -37,7 +37,7 @@ def permute(
     capacity: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     row_ids = kernels.row_ids(routing_map, count, capacity)
-    permuted = _Permute.apply(tokens, row_ids, count, kernels)  # type: ignore[no-untyped-call]
+    permuted = autograd.apply(_PERMUTE, (tokens, row_ids), (kernels, count, tokens.shape[0]))
     if probs is None:
         return permuted, None, row_ids
     return permuted, probs.reshape(-1).index_select(0, rows.split(row_ids, count).pair), row_ids
@@ -46,43 +46,37 @@ def permute(
 def unpermute(
     kernels: Kernels, permuted: torch.Tensor, row_ids: torch.Tensor, tokens: int, probs: torch.Tensor | None
 ) -> torch.Tensor:
-    out: torch.Tensor = _Unpermute.apply(permuted, probs, row_ids, tokens, kernels)  # type: ignore[no-untyped-call]
+    out: torch.Tensor = autograd.apply(_UNPERMUTE, (permuted, probs, row_ids), (kernels, permuted.shape[0], tokens))
     return out
 
 
-class _Permute(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, row_ids: torch.Tensor, count: int, kernels: Kernels) -> torch.Tensor:
-        ctx.save_for_backward(row_ids)
-        ctx.tokens, ctx.kernels = tokens.shape[0], kernels
-        return kernels.spread(tokens, row_ids, count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (row_ids,) = ctx.saved_tensors
-        return ctx.kernels.gather(dy, row_ids, ctx.tokens, None), None, None, None
+# Kernels, rows and tokens.
+_Options = tuple[Kernels, int, int]
 
 
-class _Unpermute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        permuted: torch.Tensor,
-        probs: torch.Tensor | None,
-        row_ids: torch.Tensor,
-        tokens: int,
-        kernels: Kernels,
-    ) -> torch.Tensor:
-        # The rows are wanted again by the gradient of probs alone.
-        ctx.save_for_backward(row_ids, probs, permuted if ctx.needs_input_grad[1] else None)
-        ctx.count, ctx.kernels = permuted.shape[0], kernels
-        return kernels.gather(permuted, row_ids, tokens, probs)
+def _permute(inputs: Any, options: _Options) -> tuple[torch.Tensor, autograd.Inputs]:
+    (tokens, row_ids), (kernels, count, _) = inputs, options
+    return kernels.spread(tokens, row_ids, count), (row_ids,)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        row_ids, probs, permuted = ctx.saved_tensors
-        if probs is None:
-            return ctx.kernels.spread(dy, row_ids, ctx.count), None, None, None, None
-        return (*ctx.kernels.backward(dy, permuted, row_ids, probs), None, None, None)
+
+def _permute_backward(dy: torch.Tensor, saved: Any, options: _Options, wanted: Sequence[bool]) -> autograd.Inputs:
+    kernels, _, tokens = options
+    return kernels.gather(dy, saved[0], tokens, None), None
+
+
+def _unpermute(inputs: Any, options: _Options) -> tuple[torch.Tensor, autograd.Inputs]:
+    (permuted, probs, row_ids), (kernels, _, tokens) = inputs, options
+    # The gradient of probs alone reads the rows.
+    kept = permuted if probs is not None and probs.requires_grad else None
+    return kernels.gather(permuted, row_ids, tokens, probs), (row_ids, probs, kept)
+
+
+def _unpermute_backward(dy: torch.Tensor, saved: Any, options: _Options, wanted: Sequence[bool]) -> autograd.Inputs:
+    (row_ids, probs, permuted), (kernels, count, _) = saved, options
+    if probs is None:
+        return kernels.spread(dy, row_ids, count), None, None
+    return (*kernels.backward(dy, permuted, row_ids, probs), None)
+
+
+_PERMUTE = autograd.Kernel(_permute, _permute_backward)
+_UNPERMUTE = autograd.Kernel(_unpermute, _unpermute_backward)

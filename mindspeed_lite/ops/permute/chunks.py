@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mindspeed_lite.ops.linear_map import linear_map
+from mindspeed_lite.ops.autograd import linear_map
 
 
 class Blocks(NamedTuple):

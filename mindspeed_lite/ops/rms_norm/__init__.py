@@ -21,15 +21,7 @@ class Case(NamedTuple):
     zero_centered: bool
 
 
-OPERATOR = Operator(
-    "rms_norm",
-    reference.rms_norm,
-    {
-        "cpu": "mindspeed_lite.ops.rms_norm.cpu",
-        "cuda": "mindspeed_lite.ops.rms_norm.cuda",
-        "npu": "mindspeed_lite.ops.rms_norm.npu",
-    },
-)
+OPERATOR = Operator("rms_norm", reference.rms_norm)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-5, zero_centered: bool = False) -> torch.Tensor:

@@ -32,15 +32,7 @@ class Case(NamedTuple):
     learned: bool
 
 
-OPERATOR = Operator(
-    "rope",
-    reference.rope,
-    {
-        "cpu": "mindspeed_lite.ops.rope.cpu",
-        "cuda": "mindspeed_lite.ops.rope.cuda",
-        "npu": "mindspeed_lite.ops.rope.npu",
-    },
-)
+OPERATOR = Operator("rope", reference.rope)
 
 
 def rope(

@@ -1,19 +1,20 @@
-"""The autograd rule that a backend's kernel needs: the backward pass is the transposed rotation of dy."""
+"""rope's options as kernels take them, and its gradient: the backward pass is the transposed rotation of dy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
+
+from mindspeed_lite.ops import autograd
 
 if TYPE_CHECKING:
     from mindspeed_lite.ops.rope import Pairs
 
 
 class RotationSpec(NamedTuple):
-    """What a kernel is told beside its tensors. transposed: of the backward pass."""
+    """The options of `rope`; transposed: for the backward pass."""
 
     pairs: Pairs
     start: int
@@ -22,7 +23,7 @@ class RotationSpec(NamedTuple):
 
     @property
     def sides(self) -> tuple[bool, bool]:
-        """Whether the pairs lie interleaved in what is read, and in what is written."""
+        """Whether the pairs are interleaved in the input, and in the output."""
         return _SIDES[self.pairs, self.transposed]
 
 
@@ -40,30 +41,22 @@ def rotate(
     turn: Turn, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor | None, how: RotationSpec
 ) -> torch.Tensor:
     """`turn` with its gradient for x."""
-    if torch.is_grad_enabled() and x.requires_grad:
-        y: torch.Tensor = _Rotation.apply(turn, x, cos, sin, positions, how)  # type: ignore[no-untyped-call]
-        return y
-    return turn(x, cos, sin, positions, how)
+    y: torch.Tensor = autograd.apply(_ROTATION, (x, cos, sin, positions), (turn, how))
+    return y
 
 
-class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        turn: Turn,
-        x: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        positions: torch.Tensor | None,
-        how: RotationSpec,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin, positions)
-        ctx.turn, ctx.how = turn, how
-        return turn(x, cos, sin, positions, how)
+def _forward(inputs: Any, options: tuple[Turn, RotationSpec]) -> tuple[torch.Tensor, autograd.Inputs]:
+    turn, how = options
+    x, cos, sin, positions = inputs
+    return turn(x, cos, sin, positions, how), (cos, sin, positions)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        cos, sin, positions = ctx.saved_tensors
-        dx = ctx.turn(dy, cos, sin, positions, ctx.how._replace(transposed=True))
-        return None, dx, None, None, None, None
+
+def _backward(
+    dy: torch.Tensor, saved: Any, options: tuple[Turn, RotationSpec], wanted: Sequence[bool]
+) -> autograd.Inputs:
+    turn, how = options
+    cos, sin, positions = saved
+    return turn(dy, cos, sin, positions, how._replace(transposed=True)), None, None, None
+
+
+_ROTATION = autograd.Kernel(_forward, _backward)

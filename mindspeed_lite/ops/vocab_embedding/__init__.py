@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 # On a device with a queue, one gather and one pass over the result is what PyTorch has for it.
-OPERATOR = Operator("vocab_embedding", reference.vocab_embedding, {"cpu": "mindspeed_lite.ops.vocab_embedding.cpu"})
+OPERATOR = Operator("vocab_embedding", reference.vocab_embedding)
 
 
 def vocab_embedding(

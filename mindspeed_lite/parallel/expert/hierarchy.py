@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_lite.ops import permute as ops
-from mindspeed_lite.ops.linear_map import linear_map
+from mindspeed_lite.ops.autograd import linear_map
 from mindspeed_lite.ops.permute import rows as row_ids
 
 from ..groups import new_groups

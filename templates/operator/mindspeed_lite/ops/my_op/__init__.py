@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 # A device without a file uses the reference.
-OPERATOR = Operator("my_op", reference.my_op, {"npu": "mindspeed_lite.ops.my_op.npu"})
+OPERATOR = Operator("my_op", reference.my_op)
 
 
 def my_op(x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-// layer_norm over rows: a row stays in the nearest cache between its passes, so memory is read and written once.
+// layer_norm and rms_norm over rows: a row stays in the nearest cache between its passes, so memory is read and written
+// once. `centred` is layer_norm; without it mean, bias and db are null.
 //
-// R rows of H numbers, each row at its own distance from the next, the numbers of a row side by side. Sums are
-// pairwise in effect: short runs are added in fp32, runs in double. The variance is that of x - mean, never the
-// difference of two large sums.
+// R rows of H numbers at any distance, contiguous within a row. Sums are pairwise in effect: short runs are added in
+// fp32, runs in double. The variance is that of x - mean, never the difference of two large sums.
 
 #include <algorithm>
 #include <cmath>
@@ -29,26 +29,29 @@ float run_of_values(const T* x, int64_t length) {
     return sum;
 }
 
-template <typename T>
+template <bool centred, typename T>
 float run_of_squares(const T* x, float mean, int64_t length) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t h = 0; h < length; ++h) sum += (load(x + h) - mean) * (load(x + h) - mean);
+    for (int64_t h = 0; h < length; ++h) {
+        const float v = centred ? load(x + h) - mean : load(x + h);
+        sum += v * v;
+    }
     return sum;
 }
 
-template <typename T>
+template <bool centred, typename T>
 void run_of_gradients(const T* dy, const T* x, float mean, const float* scale, int64_t length, float* plain,
-                      float* centred) {
+                      float* product) {
     float a = 0, b = 0;
 #pragma omp simd reduction(+ : a, b)
     for (int64_t h = 0; h < length; ++h) {
         const float g = load(dy + h) * scale[h];
-        a += g;
-        b += g * (load(x + h) - mean);
+        if (centred) a += g;
+        b += g * (centred ? load(x + h) - mean : load(x + h));
     }
     *plain = a;
-    *centred = b;
+    *product = b;
 }
 
 template <typename T>
@@ -58,17 +61,18 @@ double sum_of_values(const T* x, int64_t width) {
     return sum;
 }
 
-template <typename T>
+template <bool centred, typename T>
 double sum_of_squares(const T* x, float mean, int64_t width) {
     double sum = 0;
-    for (int64_t h = 0; h < width; h += kRun) sum += run_of_squares(x + h, mean, std::min(kRun, width - h));
+    for (int64_t h = 0; h < width; h += kRun) sum += run_of_squares<centred>(x + h, mean, std::min(kRun, width - h));
     return sum;
 }
 
-template <typename T>
+template <bool centred, typename T>
 void scaled(const T* x, float mean, float inverse, const float* scale, const float* shift, T* y, int64_t width) {
 #pragma omp simd
-    for (int64_t h = 0; h < width; ++h) store(y + h, (load(x + h) - mean) * inverse * scale[h] + shift[h]);
+    for (int64_t h = 0; h < width; ++h)
+        store(y + h, centred ? (load(x + h) - mean) * inverse * scale[h] + shift[h] : load(x + h) * inverse * scale[h]);
 }
 
 template <typename W>
@@ -78,35 +82,36 @@ std::unique_ptr<float[]> widened(const W* parameter, int64_t width, float plus) 
     return wide;
 }
 
-template <typename T, typename W>
+template <bool centred, typename T, typename W>
 void forward(const T* x, const W* weight, const W* bias, T* y, float* mean, float* rstd, int64_t rows, int64_t width,
              int64_t x_stride, float eps, int zero_centered, int threads) {
-    const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f), shifts = widened(bias, width, 0.0f);
+    const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
+    const auto shifts = centred ? widened(bias, width, 0.0f) : nullptr;
     const float *scale = scales.get(), *shift = shifts.get();
     const int64_t together = std::clamp(kElements / width, int64_t{1}, kMostRows);
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t first = 0; first < rows; first += together) {
         const int64_t count = std::min(together, rows - first);
         double squares[kMostRows] = {};
-        float middle[kMostRows], inverse[kMostRows];
+        float middle[kMostRows] = {}, inverse[kMostRows];
         for (int64_t k = 0; k < count; ++k) {
             const T* row = x + (first + k) * x_stride;
-            middle[k] = static_cast<float>(sum_of_values(row, width) / width);
-            squares[k] = sum_of_squares(row, middle[k], width);
+            if (centred) middle[k] = static_cast<float>(sum_of_values(row, width) / width);
+            squares[k] = sum_of_squares<centred>(row, middle[k], width);
         }
         for (int64_t k = 0; k < kMostRows; ++k)
             inverse[k] = static_cast<float>(1.0 / std::sqrt(squares[k] / width + eps));
         for (int64_t k = 0; k < count; ++k) {
             const int64_t r = first + k;
-            scaled(x + r * x_stride, middle[k], inverse[k], scale, shift, y + r * width, width);
-            mean[r] = middle[k];
+            scaled<centred>(x + r * x_stride, middle[k], inverse[k], scale, shift, y + r * width, width);
+            if (centred) mean[r] = middle[k];
             rstd[r] = inverse[k];
         }
     }
 }
 
 // dx of `count` rows, and their share of the parameters' gradients, added to dw and db.
-template <typename T, int64_t count>
+template <bool centred, int64_t count, typename T>
 void backward_rows(const T* dy, const T* x, T* dx, const float* mean, const float* rstd, const float* scale, float* dw,
                    float* db, int64_t width, int64_t dy_stride, int64_t x_stride) {
     float middle[count], inverse[count], offset[count], slope[count];
@@ -114,13 +119,13 @@ void backward_rows(const T* dy, const T* x, T* dx, const float* mean, const floa
         const T *g = dy + k * dy_stride, *v = x + k * x_stride;
         double a = 0, b = 0;
         for (int64_t h = 0; h < width; h += kRun) {
-            float plain, centred;
-            run_of_gradients(g + h, v + h, mean[k], scale + h, std::min(kRun, width - h), &plain, &centred);
+            float plain, product;
+            run_of_gradients<centred>(g + h, v + h, centred ? mean[k] : 0.0f, scale + h, std::min(kRun, width - h), &plain, &product);
             a += plain;
-            b += centred;
+            b += product;
         }
         const double r = rstd[k];
-        middle[k] = mean[k];
+        middle[k] = centred ? mean[k] : 0.0f;
         inverse[k] = rstd[k];
         offset[k] = static_cast<float>(a * r / width);
         slope[k] = static_cast<float>(b * r * r * r / width);
@@ -129,13 +134,14 @@ void backward_rows(const T* dy, const T* x, T* dx, const float* mean, const floa
     for (int64_t h = 0; h < width; ++h) {
         float share = 0, plain = 0;
         for (int64_t k = 0; k < count; ++k) {
-            const float g = load(dy + k * dy_stride + h), v = load(x + k * x_stride + h) - middle[k];
-            plain += g;
+            const float g = load(dy + k * dy_stride + h), x_ = load(x + k * x_stride + h);
+            const float v = centred ? x_ - middle[k] : x_, dv = g * inverse[k] * scale[h] - v * slope[k];
+            if (centred) plain += g;
             share += g * inverse[k] * v;
-            store(dx + k * width + h, g * inverse[k] * scale[h] - offset[k] - v * slope[k]);
+            store(dx + k * width + h, centred ? dv - offset[k] : dv);
         }
         dw[h] += share;
-        db[h] += plain;
+        if (centred) db[h] += plain;
     }
 }
 
@@ -148,7 +154,7 @@ void total(const double* parts, W* sum, int64_t width, int threads) {
     }
 }
 
-template <typename T, typename W>
+template <bool centred, typename T, typename W>
 void backward(const T* dy, const T* x, const W* weight, const float* mean, const float* rstd, T* dx, W* dw, W* db,
               int64_t rows, int64_t width, int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {
     const auto scales = widened(weight, width, zero_centered ? 1.0f : 0.0f);
@@ -165,7 +171,7 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
             const int64_t end = std::min((chunk + 1) * kChunk, rows);
             int64_t r = chunk * kChunk;
             const auto each = [&](auto count) {
-                backward_rows<T, count()>(dy + r * dy_stride, x + r * x_stride, dx + r * width, mean + r, rstd + r,
+                backward_rows<centred, count()>(dy + r * dy_stride, x + r * x_stride, dx + r * width, mean + r, rstd + r,
                                           scale, part, part + width, width, dy_stride, x_stride);
                 r += count();
             };
@@ -179,25 +185,26 @@ void backward(const T* dy, const T* x, const W* weight, const float* mean, const
         }
     }
     total(of_thread.get(), dw, width, threads);
-    total(of_thread.get() + width, db, width, threads);
+    if (centred) total(of_thread.get() + width, db, width, threads);
 }
 
 }  // namespace
 
 #define EXPORT(suffix, T, W)                                                                                           \
-    extern "C" int32_t layer_norm_forward_##suffix(const T* x, const W* weight, const W* bias, T* y, float* mean,      \
-                                                   float* rstd, int64_t rows, int64_t width, int64_t x_stride,         \
-                                                   float eps, int zero_centered, int threads) {                        \
+    extern "C" int32_t norm_forward_##suffix(const T* x, const W* weight, const W* bias, T* y, float* mean,            \
+                                             float* rstd, int64_t rows, int64_t width, int64_t x_stride, float eps,    \
+                                             int zero_centered, int threads) {                                         \
+        const auto run = bias ? forward<true, T, W> : forward<false, T, W>;                                            \
         return guarded([&](Guard&) {                                                                                   \
-            forward(x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, zero_centered, threads);               \
+            run(x, weight, bias, y, mean, rstd, rows, width, x_stride, eps, zero_centered, threads);                   \
         });                                                                                                            \
     }                                                                                                                  \
-    extern "C" int32_t layer_norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* mean,       \
-                                                    const float* rstd, T* dx, W* dw, W* db, int64_t rows,              \
-                                                    int64_t width, int64_t dy_stride, int64_t x_stride,                \
-                                                    int zero_centered, int threads) {                                  \
+    extern "C" int32_t norm_backward_##suffix(const T* dy, const T* x, const W* weight, const float* mean,             \
+                                              const float* rstd, T* dx, W* dw, W* db, int64_t rows, int64_t width,     \
+                                              int64_t dy_stride, int64_t x_stride, int zero_centered, int threads) {   \
+        const auto run = mean ? backward<true, T, W> : backward<false, T, W>;                                          \
         return guarded([&](Guard&) {                                                                                   \
-            backward(dy, x, weight, mean, rstd, dx, dw, db, rows, width, dy_stride, x_stride, zero_centered, threads); \
+            run(dy, x, weight, mean, rstd, dx, dw, db, rows, width, dy_stride, x_stride, zero_centered, threads);      \
         });                                                                                                            \
     }
 

@@ -1,0 +1,59 @@
+"""One autograd.Function for all kernels with a backward pass of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+Inputs = Sequence[torch.Tensor | None]
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Kernel(NamedTuple):
+    """Forward and backward pass of an operator.
+
+    forward(inputs, options) -> (outputs, saved): one tensor, or a tuple of which only the first is differentiable; and
+        the tensors that the backward pass reads.
+    backward(dout, saved, options, wanted) -> the gradient of each input, None where it is not wanted.
+    """
+
+    forward: Callable[[Any, Any], tuple[Any, Inputs]]
+    backward: Callable[[torch.Tensor, Any, Any, Sequence[bool]], Inputs]
+
+
+def apply(kernel: Kernel, inputs: Inputs, options: Any = None) -> Any:
+    """The outputs of `kernel`, recorded for the backward pass if an input requires a gradient."""
+    if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        return _Function.apply(kernel, options, *inputs)  # type: ignore[no-untyped-call]
+    return kernel.forward(inputs, options)[0]
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, options: Any, *inputs: torch.Tensor | None) -> Any:
+        outputs, saved = kernel.forward(inputs, options)
+        ctx.save_for_backward(*saved)
+        ctx.kernel, ctx.options = kernel, options
+        ctx.set_materialize_grads(False)
+        if isinstance(outputs, tuple):
+            ctx.mark_non_differentiable(*(each for each in outputs[1:] if each is not None))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: torch.Tensor | None, *_: Any) -> Any:
+        wanted = ctx.needs_input_grad[2:]
+        if dout is None:
+            return (None, None, *(None for _ in wanted))
+        gradients = ctx.kernel.backward(dout, ctx.saved_tensors, ctx.options, wanted)
+        return (None, None, *(each if want else None for each, want in zip(gradients, wanted, strict=True)))
+
+
+def linear_map(x: torch.Tensor, forward: Map, adjoint: Map) -> torch.Tensor:
+    """`forward(x)` of a linear function, whose backward pass applies the adjoint; keeps no tensor."""
+    kernel = Kernel(lambda inputs, _: (forward(inputs[0]), ()), lambda dy, *_: (adjoint(dy),))
+    y: torch.Tensor = apply(kernel, (x,))
+    return y
