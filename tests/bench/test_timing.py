@@ -26,7 +26,9 @@ class Clock:
 
 def raced(seconds, effort, clock=None):
     clock = clock or Clock()
-    return timing.race({name: clock.takes(name, each) for name, each in seconds.items()}, effort, clock=clock), clock
+    return timing.time_interleaved(
+        {name: clock.takes(name, each) for name, each in seconds.items()}, effort, clock=clock
+    ), clock
 
 
 def test_twice_as_long_is_a_ratio_of_two():
@@ -56,7 +58,7 @@ def test_rounds_end_with_the_time_but_not_before_the_least():
 
 def test_what_slows_a_whole_round_down_does_not_blur_the_ratio():
     a, b = [1.0, 5.0, 1.0, 9.0, 1.0, 2.0, 7.0], [2.0, 10.0, 2.0, 18.0, 2.0, 4.0, 14.0]
-    ratio = timing.ratio(timing.timing(b), timing.timing(a))
+    ratio = timing.ratio(*(timing.timing([timing.Sample(each, 0.0, False) for each in one]) for one in (b, a)))
     assert (ratio.ratio, ratio.low, ratio.high) == (2, 2, 2)
 
 
@@ -80,7 +82,7 @@ def test_a_contender_that_fails_late_drops_out_and_the_others_go_on():
         if len(calls) > 2:
             raise RuntimeError("out of\nmemory")
 
-    found, errors = timing.race(
+    found, errors = timing.time_interleaved(
         {"a": clock.takes("a", 1.0), "b": fails_at_the_third},
         timing.Effort(sample_seconds=0.1, rounds=(3, 3), warmup=0),
         clock=clock,
@@ -90,5 +92,5 @@ def test_a_contender_that_fails_late_drops_out_and_the_others_go_on():
 
 def test_no_garbage_is_collected_within_a_sample():
     seen = []
-    timing.race({"a": lambda: seen.append(gc.isenabled())}, timing.Effort(rounds=(3, 3)))
+    timing.time_interleaved({"a": lambda: seen.append(gc.isenabled())}, timing.Effort(rounds=(3, 3)))
     assert seen[-1] is False and gc.isenabled()
