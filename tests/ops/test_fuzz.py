@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_lite.ops import discovery
 from tools.fuzz import environments
-from tools.fuzz.build import NoCall, problem, inputs_of
+from tools.fuzz.build import NoCall, inputs_of, problem
 from tools.fuzz.call import Call
 from tools.fuzz.judge import fake_finding, forked
 
