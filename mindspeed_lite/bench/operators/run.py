@@ -269,10 +269,11 @@ def _judge(row: Mapping[str, Any], findings: Findings) -> None:
         if error is not None:
             severity = "warning" if name in _BASELINES or error.startswith(equivalence.DISAGREES) else "note"
             severity = "failure" if name == OURS else severity
-            _find(findings, severity, f"{name} did not run in {where}: {error}")
-        elif name != OURS and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
-            text = f"{OURS} is slower than {name} in {where}: {name} takes {ratio:.2f}x of our time"
-            _find(findings, "warning" if name in _BASELINES else "note", text)
+            _find(findings, severity, f"{name} did not run in {row['operator']}, {row['case']}: {error}")
+        elif name in _BASELINES and ratio is not None and ratio < 1 - _NEGLIGIBLE and contender["ratio_high"] < 1:
+            _find(
+                findings, "warning", f"{OURS} is slower than {name} in {where}: {name} takes {ratio:.2f}x of our time"
+            )
     since = row["earlier"]
     if since is not None and since["verdict"] == "regression":
         _find(findings, "failure", f"Regression in {where}: {since['ratio']:,.2f}x of the earlier run.")
