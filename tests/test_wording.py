@@ -28,7 +28,6 @@ SHARED_NAMES = {
     "Event",
     "Form",
     "Kernels",
-    "Measured",
     "Outcome",
     "Pass",
     "Plan",

@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 
 from mindspeed_lite.bench import timing
 
@@ -94,3 +95,43 @@ def test_no_garbage_is_collected_within_a_sample():
     seen = []
     timing.time_interleaved({"a": lambda: seen.append(gc.isenabled())}, timing.Effort(rounds=(3, 3)))
     assert seen[-1] is False and gc.isenabled()
+
+
+class Device:
+    """A device's module: a call takes 2 ms there; `waits`: the calls have synchronized."""
+
+    def __init__(self, waits=False):
+        self.log, self.waits = [], waits
+
+    def Event(self, enable_timing):
+        device = self
+
+        class Event:
+            def record(self):
+                self.at = sum(entry == "call" for entry in device.log)
+
+            def query(self):
+                return device.waits
+
+            def elapsed_time(self, end):
+                return 2.0 * (end.at - self.at)
+
+        return Event()
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def _sleep(self, cycles):
+        self.log.append("spin")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_devices_time_is_that_of_its_events(monkeypatch, waits):
+    device = Device(waits)
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    effort = timing.Effort(sample_seconds=10.0, rounds=(3, 3), warmup=0)
+    found, errors = timing.time_interleaved({"a": lambda: device.log.append("call")}, effort, "npu")
+    assert not errors and found["a"].device == found["a"].seconds == pytest.approx(2e-3) and found["a"].host < 2e-3
+    # Queued behind a kernel that spins, and no more calls than the queue holds.
+    assert device.log[-18:] == ["spin", *["call"] * 16, "synchronize"]
+    assert all(each.waits == waits for each in found["a"].samples)

@@ -31,7 +31,7 @@ from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.case import Problem
 from tests.harness.reasons import why_not_of
 from tests.npu_contract.checks import problems
-from tests.npu_contract.definitions import Case, source
+from tests.npu_contract.definitions import ContractCase, source
 from tests.npu_contract.operators import CASES, MUTATIONS, PROBES
 from tests.npu_contract.recorder import Recorder, describe, from_json, to_json
 
@@ -43,7 +43,7 @@ def run_cases(which: str) -> dict[str, Any]:
     return {name: _run(case, which) for name, case in CASES.items()}
 
 
-def _run(case: Case, which: str) -> dict[str, Any]:
+def _run(case: ContractCase, which: str) -> dict[str, Any]:
     record: dict[str, Any] = {"pass": which, "error": None, "why_not": []}
     try:
         with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def _forward_and_backward(case: Case, leaves: Any, which: str, record: dict[str, Any]) -> None:
+def _forward_and_backward(case: ContractCase, leaves: Any, which: str, record: dict[str, Any]) -> None:
     record["leaves"] = {name: describe(leaf) for name, leaf in leaves.items()}
     with Recorder(on_meta=which == "content") as recorder:
         # What was called before an error is part of the record.
