@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,17 +31,16 @@ class Shape:
 
 @functools.lru_cache(8)
 def counts(shape: Shape) -> tuple[int, ...]:
-    """Rows of each expert."""
+    """Rows of each expert; no tensors, which a fake tensor mode would leave without values."""
     if shape.experts == 1:
         return (shape.rows,)
-    generator = torch.Generator().manual_seed(2)
-    odds = torch.randn(shape.experts - 1, generator=generator).softmax(0)
-    chosen = torch.multinomial(odds, shape.rows, replacement=True, generator=generator)
-    return (*chosen.bincount(minlength=shape.experts - 1).tolist(), 0)
+    draws = random.Random(2)
+    odds = [math.exp(draws.gauss(0, 1)) for _ in range(shape.experts - 1)]
+    chosen = Counter(draws.choices(range(shape.experts - 1), odds, k=shape.rows))
+    return (*(chosen[expert] for expert in range(shape.experts - 1)), 0)
 
 
 def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
-    counts(shape)  # drawn before any fake tensor mode sees it
     scale = max(shape.inputs, 1) ** -0.5
     weights = [draw(shape.outputs, shape.inputs, scale=scale) for _ in range(shape.experts)]
     return draw(shape.rows, shape.inputs), *weights
