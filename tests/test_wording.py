@@ -26,7 +26,6 @@ SHARED_NAMES = {
     "Event",
     "Form",
     "Kernels",
-    "Measured",
     "Outcome",
     "Pass",
     "Plan",

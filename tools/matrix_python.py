@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 
 from mindspeed_lite import runtime
-from mindspeed_lite.bench.selftest import numerics
-from mindspeed_lite.bench.selftest.check import FAILED
+from mindspeed_lite.bench.selftest import FAILED, numerics
 from tests.harness import checkouts, on_and_off
 from tests.harness.training import Trainer
 from tools import matrix

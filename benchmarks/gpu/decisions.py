@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu.operators import case_unit
 from benchmarks.gpu.units import Unit
-from mindspeed_lite.bench.operators import BoundCase, Runner
+from mindspeed_lite.ops.case import Contender, Problem
 
 Function = Callable[..., torch.Tensor]
 
@@ -28,7 +28,7 @@ def units(device: str, tiny: bool) -> list[Unit]:
     ]
 
 
-def _triton_norm(has_bias: bool, case: BoundCase) -> Sequence[Runner]:
+def _triton_norm(has_bias: bool, case: Problem) -> Sequence[Contender]:
     """Our one-pass kernels, whose backward is one launch where PyTorch's is two."""
     if case.device != "cuda":
         return []
@@ -42,18 +42,18 @@ def _triton_norm(has_bias: bool, case: BoundCase) -> Sequence[Runner]:
 
         return run
 
-    return [Runner("triton", load)]
+    return [Contender("triton", load)]
 
 
-def _attention(case: BoundCase) -> Sequence[Runner]:
+def _attention(case: Problem) -> Sequence[Contender]:
     """Each implementation of PyTorch's attention alone."""
     if case.device != "cuda":
         return []
     backend: Any = torch.nn.attention.SDPBackend
     return [
-        Runner("cuDNN", lambda: _sdpa(backend.CUDNN_ATTENTION)),
-        Runner("FA2", lambda: _sdpa(backend.FLASH_ATTENTION)),
-        Runner("FA3", _fa3),
+        Contender("cuDNN", lambda: _sdpa(backend.CUDNN_ATTENTION)),
+        Contender("FA2", lambda: _sdpa(backend.FLASH_ATTENTION)),
+        Contender("FA3", _fa3),
     ]
 
 

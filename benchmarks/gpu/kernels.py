@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_lite.bench import operators
 from mindspeed_lite.bench.operators import equivalence
+from mindspeed_lite.ops import discovery
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for word in options.cases:
         name, _, text = word.partition(":")
-        case = operators.case(name, text, options.device, torch.bfloat16)
+        case = discovery.cases(name).problem(text, options.device, torch.bfloat16)
         inputs, function = case.make(), case.contenders[0].load()
         equivalence.outcome(function, inputs)
         with _profiled(options.device):

@@ -35,7 +35,7 @@ def units(device: str, tiny: bool) -> list[Unit]:
 def _profile(name: str, device: str, tiny: bool, keep: Callable[[Figures], None]) -> Figures:
     if shutil.which("ncu") is None:
         raise SkippedError("ncu is not on PATH")
-    text = discovery.cases(name).tiny[0] if tiny else _CASES[name]
+    text = discovery.cases(name).correctness[0] if tiny else _CASES[name]
     command = ["ncu", "--csv", "--profile-from-start", "off", "--clock-control", "none", "--launch-count", "12"]
     command += ["--metrics", ",".join(METRICS), sys.executable, "-m", "benchmarks.gpu.kernels", "--device", device]
     ran = subprocess.run([*command, f"{name}:{text}"], capture_output=True, text=True)

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from benchmarks.gpu.units import Figures, Unit
 from mindspeed_lite import platform
-from mindspeed_lite.bench.selftest import numerics
-from mindspeed_lite.bench.selftest.check import FAILED, Check
+from mindspeed_lite.bench.selftest import FAILED, Check, numerics
 
 
 def units(device: str, tiny: bool) -> list[Unit]:

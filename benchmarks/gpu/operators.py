@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
-from benchmarks.gpu import device_timing
 from benchmarks.gpu.units import Figures, SkippedError, Unit
-from mindspeed_lite.bench import operators
-from mindspeed_lite.bench.operators import COMPILED, BoundCase, Runner
-from mindspeed_lite.bench.operators.run import equivalent_contenders, one_call
+from mindspeed_lite.bench import timing
+from mindspeed_lite.bench.operators.run import equivalent_contenders, one_calls
 from mindspeed_lite.ops import discovery, dispatch
+from mindspeed_lite.ops.case import COMPILED, OURS, Contender, OwnLayout, Problem
 
 # Beyond a GPU's cache, and no larger than that. What has no time here is left out on CUDA; its unit says why.
 SHAPES: Mapping[str, str] = {
@@ -21,14 +19,15 @@ SHAPES: Mapping[str, str] = {
     "rope": "s=4096,b=2,n=32,d=128",
     "bias_dropout_add": "8192x4096",
     "linear_cross_entropy": "8192x4096x128256",
-    "moe_router": "32768x256,k=8,scores=sigmoid,groups=8/4,bias=1",
+    "moe_router": "32768x256x8,scores=sigmoid,groups=8,group_topk=4,bias=1",
     "permute": "8192x4096x64x8",
     "adamw": "4x67108864",
     "l2norm": "8x67108864",
     "accumulate_wgrad": "8192x4096x14336",
     "masked_softmax": "4x16x2048x2048",
 }
-Extra = Callable[[BoundCase], Sequence[Runner]]
+EFFORT = timing.Effort(sample_seconds=0.02, rounds=(5, 5), warmup=2)
+Extra = Callable[[Problem], Sequence[Contender]]
 Keep = Callable[[Figures], None]
 
 
@@ -51,15 +50,16 @@ def case_unit(operator: str, text: str, device: str, tiny: bool, extra: Extra = 
     """The unit of one case in bf16, with contenders besides those that the operator declares."""
 
     def run(keep: Keep) -> Figures:
-        shape = discovery.cases(operator).tiny[-1 if "main" in text else 0] if tiny else text
-        case = operators.case(operator, shape, device, torch.bfloat16)
+        declared = discovery.cases(operator)
+        shape = declared.correctness[1 if "main" in text else 0] if tiny else text
+        case = declared.problem(shape, device, torch.bfloat16)
         contenders = [each for each in case.contenders if each.name != COMPILED]
         return measure_case(case, [*contenders, *extra(case)], keep)
 
     return Unit(operator, run)
 
 
-def measure_case(case: BoundCase, contenders: Sequence[Runner], keep: Keep) -> Figures:
+def measure_case(case: Problem, contenders: Sequence[Contender], keep: Keep) -> Figures:
     """Times of every contender that agrees with ours, forward and forward with backward; and why the others have none.
 
     Forward builds the graph, so that the difference of the two is the backward pass.
@@ -74,19 +74,18 @@ def measure_case(case: BoundCase, contenders: Sequence[Runner], keep: Keep) -> F
     if case.both is not None:
         figures["bytes"]["both"], figures["flops"]["both"] = case.both.bytes, case.both.flops
     figures["notes"] = [
-        f"{name}: {function.note}" for name, function in functions.items() if isinstance(function, operators.OwnLayout)
+        f"{name}: {function.note}" for name, function in functions.items() if isinstance(function, OwnLayout)
     ]
     for direction in ("forward", "both") if case.both is not None else ("forward",):
-        steps: dict[str, Any] = {}
-        for name, function in functions.items():
-            try:
-                steps[name] = one_call(function, inputs, gradient, backward=direction == "both")
-            except Exception as error:  # no memory for inputs of its own
-                errors[name] = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        steps = one_calls(functions, inputs, gradient, errors, backward=direction == "both")
         with torch.set_grad_enabled(case.both is not None):
-            figures["times"][direction] = device_timing.as_figures(device_timing.measure(steps, case.device))
+            timed, failed = timing.time_interleaved(steps, EFFORT, case.device)
+        figures["times"][direction] = {
+            name: {"device": each.device, "host": each.host, "waits": any(one.waits for one in each.samples)}
+            for name, each in timed.items()
+        } | {name: {"error": error} for name, error in failed.items()}
         keep(figures)
-    ours = errors.get(operators.OURS) or figures["times"]["forward"].get(operators.OURS, {}).get("error")
+    ours = errors.get(OURS) or figures["times"]["forward"].get(OURS, {}).get("error")
     if ours:
         figures["failed"] = f"mindspeed_lite: {ours}"
     del inputs, functions, gradient

@@ -24,7 +24,7 @@ def units(device: str, tiny: bool) -> list[Unit]:
 def _check(names: tuple[str, ...], device: str, keep: Callable[[Figures], None]) -> Figures:
     if shutil.which(_TOOL) is None:
         raise SkippedError(f"{_TOOL} is not on PATH")
-    cases = [f"{name}:{discovery.cases(name).tiny[0]}" for name in names]
+    cases = [f"{name}:{discovery.cases(name).correctness[0]}" for name in names]
     command = [_TOOL, "--tool", "memcheck", "--error-exitcode", "9", sys.executable]
     ran = subprocess.run(
         [*command, "-m", "benchmarks.gpu.kernels", "--device", device, *cases], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The report of the operators: a table for each, a row per case, a column per contender."""
+"""The report of `bench-ops`: a table for each operator, a row for each case, a column for each contender."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 
 from .tables import Record, Table, View, command, conditions, filled, findings
-from .wording import UNKNOWN, between, interval, judged, listed, percent, rate, seconds
+from .wording import UNKNOWN, judged, listed, percent, seconds
 
 OURS = "mindspeed_lite"
 _MARGINS = (
@@ -47,7 +47,8 @@ def _facts(record: Record) -> Table:
     facts = [["cases", f"{len(rows)}: {listed([f'{counts[each]} {each}' for each in _MARGINS if counts[each]])}"]]
     if verdicts := Counter(row["earlier"]["verdict"] for row in rows if row["earlier"]):
         facts.append(["since the earlier run", listed([f"{many} {verdict}" for verdict, many in verdicts.items()])])
-    return Table("", ("", ""), facts if rows else [])
+    note = f"Other columns than our time are times over it: above 1, {OURS} is faster."
+    return Table("", ("", ""), facts if rows else [], note)
 
 
 def _ours(row: Record) -> Record | None:
@@ -65,7 +66,7 @@ def _margin(row: Record) -> str:
 
 
 def operators(record: Record) -> list[Table]:
-    """For every operator its cases: our time, and what the others' is over ours."""
+    """A table for each operator: a row for each case, our time, and each contender's over ours."""
     return [
         _operator(name, [row for row in record["rows"] if row["operator"] == name])
         for name in dict.fromkeys(row["operator"] for row in record["rows"])
@@ -79,21 +80,17 @@ def _operator(name: str, rows: list[Record]) -> Table:
     for row in rows:
         found = {each["name"]: each for each in row["contenders"]}
         ours = found.get(OURS, {})
-        compute = row["bound"] == "compute"
         cells.append(
             [
                 f"{row['case']}, {row['direction']}",
                 _failure(ours) or seconds(ours.get("seconds")),
-                between(ours.get("low"), ours.get("high")),
-                rate(ours.get("flops_per_second"), "FLOP") if compute else rate(ours.get("bytes_per_second"), "B"),
                 percent(ours.get("of_ceiling")),
                 *(_against(found.get(other, {})) for other in others),
                 *([judged(row["earlier"])] if earlier else []),
             ]
         )
-    note = f"A contender: its time, and over ours with its interval; above 1, {OURS} is faster."
-    headers = ("case", "time", "10 % to 90 %", "rate", "of ceiling", *others)
-    return Table(name, (*headers, "since the earlier run") if earlier else headers, cells, note)
+    headers = ("case", "time", "of ceiling", *others)
+    return Table(name, (*headers, "since the earlier run") if earlier else headers, cells)
 
 
 def _failure(contender: Record) -> str:
@@ -103,10 +100,10 @@ def _failure(contender: Record) -> str:
 
 
 def _against(contender: Record) -> str:
-    """`320.0 us, 2.91x (2.79 to 3.05)`."""
+    """The time over ours: `2.91x`, or `1.02x (too close to tell)` where the interval contains 1."""
     if failure := _failure(contender):
         return failure
-    if contender.get("seconds") is None:
-        return UNKNOWN
-    ratio = interval(contender["ratio"], contender["ratio_low"], contender["ratio_high"])
-    return f"{seconds(contender['seconds'])}, {ratio}"
+    if contender.get("ratio") is None:
+        return UNKNOWN if contender.get("seconds") is None else seconds(contender["seconds"])
+    near = contender["ratio_low"] <= 1 <= contender["ratio_high"]
+    return f"{contender['ratio']:.2f}x{' (too close to tell)' if near else ''}"

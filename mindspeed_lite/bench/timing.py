@@ -1,33 +1,38 @@
-"""Times contenders side by side: A B C, A B C, ..., so that what disturbs the machine disturbs all of them.
+"""Times functions in turns (A B C, A B C, ...), so that a disturbance of the machine hits all of them.
 
-A sample is a loop of calls long enough to be measured, with the device idle before and after it. A contender's time
-is the median of its samples. Two contenders are compared by the ratios of their samples of the same round: what
-slows a whole round down cancels out there, as it does not between two medians.
+A sample is a loop of calls: by the clock on a CPU, by device events elsewhere. Two functions are compared by the ratios
+of their samples of one round, in which the slowdown of a whole round cancels out.
 """
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
 
 from mindspeed_lite.bench.statistics import quantile
 
 CONFIDENCE = 0.95
 
 _MAX_CALLS = 100_000
+_MAX_QUEUED_CALLS = 16  # a device's queue of launches is finite
+_SPIN_CYCLES = 2_000_000  # for each queued call
+
+Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Effort:
     """How long to measure.
 
-    sample_seconds: the least a sample lasts. rounds: at least and at most so many; between them, until `seconds`
-    have passed. warmup: calls of each contender before anything counts.
+    sample_seconds: least duration of a sample. rounds: least and most; between them until `seconds` have passed.
+    warmup: calls of each function before anything counts.
     """
 
     sample_seconds: float = 0.01
@@ -39,43 +44,57 @@ class Effort:
 QUICK = Effort(sample_seconds=0.002, rounds=(5, 10), seconds=0.2, warmup=1)
 
 
+class Sample(NamedTuple):
+    """Seconds of a call on the device and on the host; waits: the call synchronizes with the device."""
+
+    device: float
+    host: float
+    waits: bool
+
+
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call: median, 10 % and 90 % quantile, and every sample by round."""
+    """Seconds of a call, back to back: median, 10 % and 90 % quantile; and the samples by round."""
 
     seconds: float
     low: float
     high: float
-    samples: tuple[float, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def device(self) -> float:
+        """Median of the device's time alone."""
+        return statistics.median(each.device for each in self.samples)
+
+    @property
+    def host(self) -> float:
+        """Median of the time to issue a call."""
+        return statistics.median(each.host for each in self.samples)
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """The median of the rounds' ratios with its confidence interval."""
+class Ratio(NamedTuple):
+    """Median of the rounds' ratios with its confidence interval."""
 
     ratio: float
     low: float
     high: float
 
 
-def race(
-    contenders: Mapping[str, Callable[[], object]],
+def time_interleaved(
+    contenders: Mapping[str, Call],
     effort: Effort,
-    synchronize: Callable[[], None] = lambda: None,
+    device: str = "cpu",
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """The timing of each contender, and for those that raised while running what they said.
-
-    A contender that fails drops out; the others go on.
-    """
+    """The timing of each function, and the error of each that raised; the others go on."""
     errors: dict[str, str] = {}
     calls: dict[str, int] = {}
     for name, run in contenders.items():
         try:
-            calls[name] = _calls(run, effort, synchronize, clock)
-        except Exception as error:  # whatever a library raises is the reader's to know
-            errors[name] = said(error)
-    samples: dict[str, list[float]] = {name: [] for name in calls}
+            calls[name] = _calls(run, effort, device, clock)
+        except Exception as error:  # a library's own
+            errors[name] = format_error(error)
+    samples: dict[str, list[Sample]] = {name: [] for name in calls}
     start = clock()
     least, most = effort.rounds
     for number in range(most):
@@ -83,78 +102,78 @@ def race(
             break
         for name in list(calls):
             try:
-                samples[name].append(_sample(contenders[name], calls[name], synchronize, clock) / calls[name])
+                samples[name].append(_sample(contenders[name], calls[name], device, clock))
             except Exception as error:
-                errors[name] = said(error)
+                errors[name] = format_error(error)
                 del calls[name]
     return {name: timing(samples[name]) for name in calls}, errors
 
 
-def timing(samples: Sequence[float]) -> Timing:
+def timing(samples: Sequence[Sample]) -> Timing:
     """The summary of samples in the order of their rounds."""
-    ordered = sorted(samples)
+    ordered = sorted(max(each.device, each.host) for each in samples)
     return Timing(statistics.median(ordered), quantile(ordered, 0.1), quantile(ordered, 0.9), tuple(samples))
 
 
 def ratio(of: Timing, over: Timing) -> Ratio:
-    """How many times as long `of` takes as `over`, from pairs of the same round."""
-    pairs = sorted(a / b for a, b in zip(of.samples, over.samples, strict=True))
+    """How many times as long `of` takes as `over`, from pairs of one round."""
+    pairs = sorted(max(a[:2]) / max(b[:2]) for a, b in zip(of.samples, over.samples, strict=True))
     skip = _outside(len(pairs))
     return Ratio(statistics.median(pairs), pairs[skip], pairs[-1 - skip])
 
 
-def said(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An exception as one short line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}"[:400].rstrip(": ")
 
 
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Within the block Python does not collect garbage of its own accord."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _calls(
-    run: Callable[[], object], effort: Effort, synchronize: Callable[[], None], clock: Callable[[], float]
-) -> int:
-    """Warm up, and say how many calls make a sample."""
+def _calls(run: Call, effort: Effort, device: str, clock: Callable[[], float]) -> int:
+    """Warms up, and returns how many calls make a sample."""
     for _ in range(effort.warmup):
         run()
+    most = _MAX_CALLS if device == "cpu" else _MAX_QUEUED_CALLS
     calls = 1
     while True:
-        seconds = _sample(run, calls, synchronize, clock)
-        if seconds >= effort.sample_seconds or calls >= _MAX_CALLS:
+        seconds = max(_sample(run, calls, device, clock)[:2]) * calls
+        if seconds >= effort.sample_seconds or calls >= most:
             return calls
         # A little more than needed, but no leap from a reading too short to trust.
         wanted = calls * 1.2 * effort.sample_seconds / max(seconds, 1e-9)
-        calls = min(_MAX_CALLS, max(calls + 1, min(math.ceil(wanted), calls * 100)))
+        calls = min(most, max(calls + 1, min(math.ceil(wanted), calls * 100)))
 
 
-def _sample(
-    run: Callable[[], object], calls: int, synchronize: Callable[[], None], clock: Callable[[], float]
-) -> float:
-    """Seconds of so many calls, from an idle device to an idle device."""
-    with no_collection():
-        synchronize()
-        start = clock()
-        for _ in range(calls):
-            run()
-        synchronize()
-        return clock() - start
+def _sample(run: Call, calls: int, device: str, clock: Callable[[], float]) -> Sample:
+    if device != "cpu":
+        return _device_sample(getattr(torch, device), run, calls)
+    # Without garbage collection, as timeit has it.
+    seconds = timeit.Timer(run, timer=clock).timeit(calls) / calls
+    return Sample(seconds, seconds, False)
+
+
+def _device_sample(module: Any, run: Call, calls: int) -> Sample:
+    """Queues the calls after a kernel that spins (on CUDA), so that the device runs them without gaps.
+
+    A call that waits for the device (`.item()`) ends the spin early; its device time then includes the host's.
+    """
+    start, end, spun = (module.Event(enable_timing=True) for _ in range(3))
+    spin = getattr(module, "_sleep", None)
+    module.synchronize()
+    if spin is not None:
+        spin(_SPIN_CYCLES * (1 + calls))
+    spun.record()
+    start.record()
+    seconds = timeit.Timer(run).timeit(calls) / calls
+    waits = spin is not None and bool(spun.query())
+    end.record()
+    module.synchronize()
+    return Sample(start.elapsed_time(end) / 1e3 / calls, seconds, waits)
 
 
 def _outside(count: int) -> int:
-    """How many sorted values stand outside the median's confidence interval on either side.
+    """How many sorted values lie outside the median's confidence interval on either side, by the sign test.
 
-    By the sign test: no assumption about the distribution. Under six values no interval is sure enough, and the
-    whole range is all there is.
+    Below six values the interval is the whole range.
     """
     skip, missed = 0, 1 / 2**count  # the chance that the true median lies beyond the outermost value
     while True:

@@ -15,7 +15,7 @@ from mindspeed_lite.ops.discovery import OPERATORS, cases
 from . import terminal
 
 if TYPE_CHECKING:
-    from mindspeed_lite.bench.operators import BoundCase
+    from mindspeed_lite.ops.case import Problem
 
 PROGRAM = "mindspeed-lite bench-ops"
 
@@ -35,7 +35,7 @@ class _UsageError(Exception):
 
 def main(arguments: Sequence[str]) -> int:
     """Measure and print; 1 after a regression or where an operator did not run, 2 for bad input, 130 after Ctrl-C."""
-    options = _parser().parse_args(list(arguments))
+    options = _parser(list(arguments)).parse_args(list(arguments))
     try:
         _check_operators(options)
         for package in ("rich", "jinja2") if options.out is not None else ("rich",):
@@ -69,17 +69,12 @@ def _first_problem(report: dict[str, Any]) -> str:
     return next(errors, "no case was chosen")
 
 
-def _parser() -> terminal.Parser:
-    width = max(map(len, OPERATORS))
+def _parser(arguments: Sequence[str] = ()) -> terminal.Parser:
     parser = terminal.Parser(
         prog=PROGRAM,
         description="Time every operator against plain PyTorch, torch.compile and installed peers\n"
         "(on a GPU: Liger-Kernel, flash-attn, Transformer Engine), forward and forward+backward.",
-        epilog="shapes:\n"
-        + "\n".join(
-            f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.example}"
-            for name, declared in ((name, cases(name)) for name in OPERATORS)
-        ),
+        epilog=_shapes() if {"-h", "--help"} & set(arguments) else None,
     )
     parser.add_argument(
         "--op", action="append", metavar="NAME", help=f"an operator ({', '.join(OPERATORS)}); repeatable; default: all"
@@ -105,6 +100,15 @@ def _parser() -> terminal.Parser:
     parser.add_argument("--quick", action="store_true", help="a small case of each, few rounds, no torch.compile")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
+
+
+def _shapes() -> str:
+    """How the shapes of each operator are written; importing the operators takes seconds."""
+    width = max(map(len, OPERATORS))
+    rows = ((name, cases(name)) for name in OPERATORS)
+    return "shapes:\n" + "\n".join(
+        f"  {name:{width}}  {declared.syntax}\n  {'':{width}}  for example {declared.cpu[0]}" for name, declared in rows
+    )
 
 
 def _check_operators(options: argparse.Namespace) -> None:
@@ -190,22 +194,23 @@ def _check_peers(options: argparse.Namespace, device: str) -> None:
             raise _UsageError(f"--against {peer}: its kernels need a CUDA device, and this is {device}; leave it out")
 
 
-def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[BoundCase]:
-    from mindspeed_lite.bench import operators
+def _cases(options: argparse.Namespace, device: str, dtype: Any) -> list[Problem]:
+    from mindspeed_lite.ops.case import COMPILED
 
-    found: dict[tuple[str, str], BoundCase] = {}
+    found: dict[tuple[str, str], Problem] = {}
     for name, texts in options.chosen.items():
-        for text in cases(name).shapes(device, options.quick) if texts is None else texts:
+        declared = cases(name)
+        for text in declared.timed(device, options.quick) if texts is None else texts:
             try:
-                case = operators.case(name, text, device, dtype, options.against)
+                problem = declared.problem(text, device, dtype, options.against)
             except ValueError as error:
                 raise _UsageError(f"--shapes: {text!r} is no shape of {name}: {error}") from error
             if options.quick:
                 # Compiling takes longer than everything else together.
-                case = case.only(*(each.name for each in case.contenders if each.name != operators.COMPILED))
-            found[name, case.name] = case
+                problem = problem.only(*(each.name for each in problem.contenders if each.name != COMPILED))
+            found[name, problem.name] = problem
     for peer in options.against or ():
-        if not any(each.name == peer for case in found.values() for each in case.contenders):
+        if not any(each.name == peer for problem in found.values() for each in problem.contenders):
             raise _UsageError(f"--against {peer}: it has none of these operators: {', '.join(options.chosen)}")
     return list(found.values())
 

@@ -19,7 +19,7 @@ from .checks import Row, examine, found
 PROGRAM = "mindspeed-lite doctor"
 
 _STYLE = {
-    "ok": "green", "note": "yellow", "problem": "red", "slower": "yellow", "fallback": "yellow", "failed": "red",
+    "ok": "green", "note": "yellow", "problem": "red", "fallback": "yellow", "failed": "red",
 }  # fmt: skip
 _OUT = "selftest.json"
 

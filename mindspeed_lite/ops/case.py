@@ -1,36 +1,30 @@
-"""What an operator's `cases.py` is written with: one benchmark case as data, without torch.
+"""Declares what an operator is tested and timed on: shapes, inputs, work, and the implementations to compare.
 
-`cases.py` stands in the operator's folder and defines `CASES`, a `Cases`: what bench-ops times, what the self-test
-judges against float64, what the NPU emulation and the NPU contract run. Importing it imports neither torch nor triton,
-so that `--help` is instant; functions of tensors are named in it, and loaded by `mindspeed_lite.bench.operators`.
+`mindspeed_lite/ops/<op>/cases.py` defines `CASES`, an `OperatorCases`. Tests, fuzzing, the self-test, the NPU contract
+and `bench-ops` all read it.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import importlib.util
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-OURS = "mindspeed_lite"
-TORCH = "torch"
-COMPILED = "torch.compile"
+OURS, TORCH, COMPILED = "mindspeed_lite", "torch", "torch.compile"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# A dtype as --dtype spells it -> its name in torch, and the bytes of an element.
-DTYPES: Mapping[str, tuple[str, int]] = {
-    "bf16": ("bfloat16", 2),
-    "fp16": ("float16", 2),
-    "fp32": ("float32", 4),
-    "fp64": ("float64", 8),
-}
+Function = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
 class Work:
-    """The least that must be moved and computed: bytes, and floating-point operations."""
+    """Least memory traffic in bytes, and floating-point operations."""
 
     bytes: int
     flops: int
@@ -40,136 +34,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Input:
-    """One input tensor: `offset` + `scale` * random numbers, from a generator that all inputs of a case share.
-
-    uniform: numbers of [0, 1) in place of normal ones. wide: at least fp32, whatever the case's dtype.
-    """
-
-    shape: tuple[int, ...]
-    scale: float = 1.0
-    offset: float = 0.0
-    uniform: bool = False
-    wide: bool = False
-    gradient: bool = True
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to compute a case, by the name of its code.
-
-    path: `module:function`; a module without a dot is a file of the operator's folder.
-    options: the function is called with the case's inputs and these keyword arguments.
-    from_case: `path` is called with the case instead, and returns the function of the inputs.
-    package: a peer, listed on a GPU where this package is installed. What it makes of a case may be an `OwnLayout`.
-    compiled: under torch.compile.
-    """
-
-    name: str
-    path: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    from_case: bool = False
-    package: str = ""
-    compiled: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    """One problem to solve.
-
-    name: shapes, options and dtype, unique within the operator. shape: what the operator's own functions read.
-    dtype: a key of `DTYPES`. inputs: empty where `inputs(case)` of the operator's bench.py makes them; they are the
-    same at every call. forward, both: the work of the direction. contenders: `OURS` first, then `TORCH`.
-
-    An operator without gradients has None for `both` and inputs that want none, which it may write. is_random: every
-    contender draws random numbers in its own way, and results are not compared.
-    """
-
-    operator: str
-    name: str
-    shape: Any
-    device: str
-    dtype: str
-    inputs: tuple[Input, ...]
-    forward: Work
-    both: Work | None
-    contenders: tuple[Contender, ...]
-    is_random: bool = False
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch's own."""
-        import torch
-
-        found: torch.dtype = getattr(torch, DTYPES[self.dtype][0])
-        return found
-
-
-def _no_variants(device: str, dtype: str) -> tuple[Case, ...]:
-    return ()
-
-
-@dataclass(frozen=True)
-class Cases:
-    """Every standing case of an operator, as texts that `case` reads; the same texts are what --shapes takes.
-
-    syntax, example: how such a text is written, for --help.
-    case: (text, device, dtype) -> Case; ValueError says what is wrong with the text.
-    cpu, accelerator: timed by bench-ops on the device. quick: the same under --quick.
-    tiny: a millisecond on any machine: contenders must agree on every one, and the first is timed by the quick
-        self-test.
-    numerics: compared with float64 by the self-test and on the NPU emulation; chosen for the ways through a backend,
-        not for size. Default: `quick`.
-    numerics_bf16: compared in bf16 only, since they take a while.
-    variants: (device, dtype) -> compared as well; cases that no text describes.
-    """
-
-    syntax: str
-    example: str
-    case: Callable[[str, str, str], Case]
-    cpu: tuple[str, ...]
-    accelerator: tuple[str, ...]
-    quick: tuple[str, ...]
-    tiny: tuple[str, ...]
-    numerics: tuple[str, ...] = ()
-    numerics_bf16: tuple[str, ...] = ()
-    variants: Callable[[str, str], tuple[Case, ...]] = _no_variants
-
-    def shapes(self, device: str, quick: bool) -> tuple[str, ...]:
-        """The texts of what bench-ops times on `device`."""
-        return self.quick if quick else self.cpu if device == "cpu" else self.accelerator
-
-
-def itemsize(dtype: str) -> int:
-    """Bytes of an element."""
-    return DTYPES[dtype][1]
-
-
-def wide_itemsize(dtype: str) -> int:
-    """Bytes of an element in fp32, or in float64 where the dtype is that."""
-    return max(4, itemsize(dtype))
-
-
-def sizes(text: str, syntax: str, example: str) -> tuple[int, ...]:
-    """The numbers of `1024x4096`, as many as `syntax` (`ROWSxHIDDEN`) has, each at least 1.
-
-    Raises:
-        ValueError: the text is none of that form.
-    """
-    count = syntax.count("x") + 1
-    match = re.fullmatch("[xX]".join([r"([1-9]\d*)"] * count), text)
-    if match is None:
-        raise ValueError(f"want {syntax} with {'both' if count == 2 else 'all'} at least 1, for example {example}")
-    return tuple(map(int, match.groups()))
-
-
-@dataclass(frozen=True)
 class OwnLayout:
-    """A function of a case's inputs by a library that wants them in another layout, or writes over them.
+    """A library's function that needs another layout, or overwrites its inputs.
 
-    arrange: the case's inputs -> its own, as copies; not timed, as a model made for the library has them so.
-    call: these -> a tensor, or several; timed. restore: what `call` gives -> the case's output; not timed.
-    note: what is left out of its time, for the report.
+    arrange: the problem's inputs -> copies in the library's layout, not timed. call: timed. restore: its result -> the
+    problem's output, not timed. note: what the time leaves out, for the report.
     """
 
     arrange: Callable[..., tuple[torch.Tensor, ...]]
@@ -181,30 +50,239 @@ class OwnLayout:
         return self.restore(self.call(*self.arrange(*inputs)))
 
 
-def contenders(ours: Contender, plain: Contender, *others: Contender) -> tuple[Contender, ...]:
-    """Ours, plain PyTorch, the same compiled, then `others`."""
-    return ours, plain, replace(plain, name=COMPILED, compiled=True), *others
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation. make: shape -> function of the inputs, or `OwnLayout`.
+
+    package: listed on a GPU where this package is installed; always listed if empty. takes: whether it has the shape.
+    """
+
+    make: Callable[[Any], Function]
+    package: str = ""
+    takes: Callable[[Any], bool] = lambda shape: True
 
 
-def by_case(name: str, function: str, package: str = "") -> Contender:
-    """A contender that `function` of the operator's bench.py makes from the case."""
-    return Contender(name, f"bench:{function}", from_case=True, package=package)
+@dataclass(frozen=True)
+class Contender:
+    """A named implementation of a problem; `load` may raise, and its error is reported instead of a time."""
+
+    name: str
+    load: Callable[[], Function]
 
 
-def generator(case: Case) -> torch.Generator:
-    """What draws a case's inputs: on a GPU the GPU, since the host takes seconds for large ones."""
-    import torch
+@dataclass(frozen=True)
+class Problem:
+    """One shape and dtype of an operator.
 
-    return torch.Generator("cuda" if case.device == "cuda" else "cpu").manual_seed(1)
+    make: the inputs, equal at every call. contenders: `OURS` first, then `TORCH`. both: work of forward and backward;
+    None for an operator without gradients. is_random: results are not compared.
+    """
+
+    operator: str
+    name: str
+    device: str
+    dtype: torch.dtype
+    make: Callable[[], tuple[torch.Tensor, ...]]
+    contenders: tuple[Contender, ...]
+    forward: Work
+    both: Work | None
+    is_random: bool = False
+
+    def only(self, *names: str) -> Problem:
+        """The problem with these contenders."""
+        return replace(self, contenders=tuple(each for each in self.contenders if each.name in names))
 
 
-def movable(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`tensor` as a function of another one, on whose device it comes; copied when that device changes."""
+class Draw:
+    """Draws the inputs of a problem in its dtype, from one seed; on a GPU by the GPU, which is faster.
 
-    def on_device_of(like: torch.Tensor) -> torch.Tensor:
-        nonlocal tensor
-        if tensor.device != like.device:
-            tensor = tensor.to(like.device)
-        return tensor
+    options: `generator` and `device` for calls of torch's own random functions.
+    """
 
-    return on_device_of
+    def __init__(self, device: str, dtype: torch.dtype) -> None:
+        where = torch.device("cuda" if device == "cuda" else "cpu")
+        self.device, self.dtype = device, dtype
+        self.options: dict[str, Any] = {"generator": torch.Generator(where).manual_seed(1), "device": where}
+
+    def __call__(
+        self, *shape: int, scale: float = 1.0, offset: float = 0.0, wide: bool = False, gradient: bool = True
+    ) -> torch.Tensor:
+        """Normally distributed values; wide: at least fp32."""
+        values = torch.randn(shape, **self.options).mul_(scale).add_(offset)
+        return self.of(values, wide=wide, gradient=gradient)
+
+    def integers(self, end: int, *shape: int) -> torch.Tensor:
+        """int64 in [0, end)."""
+        return torch.randint(end, shape, **self.options).to(self.device)
+
+    def of(self, values: torch.Tensor, *, wide: bool = False, gradient: bool = True) -> torch.Tensor:
+        """`values` as an input."""
+        dtype = torch.promote_types(self.dtype, torch.float32) if wide else self.dtype
+        return values.to(self.device, dtype).requires_grad_(gradient)
+
+
+@dataclass(frozen=True)
+class OperatorCases:
+    """All shapes of an operator, as texts: sizes joined by x, then options, such as `4096x64,k=6`.
+
+    shape: frozen dataclass of int, bool, float and Literal fields; `__post_init__` raises ValueError.
+    inputs: (shape, draw) -> tensors. ours, reference: (shape, *inputs) -> output; `reference` is what a user without
+    this package runs. work: (shape, bytes of an element) -> forward and backward.
+    correctness: small shapes, one for each code path of a backend. not_on_npu: those that the NPU backend refuses.
+    cpu, accelerator: timed there. quick: timed by `bench-ops --quick`; default: the first of `cpu`.
+    """
+
+    operator: str
+    shape: type[Any]
+    inputs: Callable[[Any, Draw], Sequence[torch.Tensor]]
+    ours: Function
+    reference: Function
+    work: Callable[[Any, int], tuple[Work, Work | None]]
+    correctness: tuple[str, ...]
+    cpu: tuple[str, ...]
+    accelerator: tuple[str, ...]
+    not_on_npu: tuple[str, ...] = ()
+    quick: str = ""
+    peers: Mapping[str, Peer] = field(default_factory=dict)
+    is_random: Callable[[Any], bool] = lambda shape: False
+
+    def checked(self, device: str) -> tuple[str, ...]:
+        """Texts of the shapes that are compared with float64."""
+        return self.correctness if device == "npu" else self.correctness + self.not_on_npu
+
+    def timed(self, device: str, quick: bool) -> tuple[str, ...]:
+        """Texts of the shapes that `bench-ops` times."""
+        if quick:
+            return (self.quick or self.cpu[0],)
+        return self.cpu if device == "cpu" else self.accelerator
+
+    @property
+    def syntax(self) -> str:
+        """`ROWSxHIDDEN[,zero_centered=0|1]`."""
+        fields, hints = dataclasses.fields(self.shape), typing.get_type_hints(self.shape)
+        required = "x".join(each.name.upper() for each in fields if each.default is dataclasses.MISSING)
+        return required + "".join(
+            f"[,{each.name}={'|'.join(_choices(hints[each.name])) or each.default}]"
+            for each in fields
+            if each.default is not dataclasses.MISSING
+        )
+
+    def parse(self, text: str) -> Any:
+        """The shape of a text.
+
+        Raises:
+            ValueError: the text is no shape of this operator.
+        """
+        try:
+            return _parse(self.shape, text)
+        except ValueError as error:
+            raise ValueError(f"{error}; want {self.syntax}, for example {self.cpu[0]}") from None
+
+    def problem(self, text: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None) -> Problem:
+        """The problem of a text. peers: names of those to list, wherever they run; default: those installed."""
+        return self.of(self.parse(text), f"{text} {dtype_name(dtype)}", device, dtype, peers)
+
+    def of(
+        self, shape: Any, name: str, device: str, dtype: torch.dtype, peers: Collection[str] | None = None
+    ) -> Problem:
+        """The problem of a shape."""
+        forward, backward = self.work(shape, dtype.itemsize)
+
+        def ours(*inputs: torch.Tensor) -> torch.Tensor:
+            return self.ours(shape, *inputs)
+
+        def reference(*inputs: torch.Tensor) -> torch.Tensor:
+            return self.reference(shape, *inputs)
+
+        def is_listed(name: str, peer: Peer) -> bool:
+            if not peer.takes(shape):
+                return False
+            if peers is not None and peer.package:
+                return name in peers
+            return not peer.package or (device == "cuda" and _is_installed(peer.package))
+
+        return Problem(
+            operator=self.operator,
+            name=name,
+            device=device,
+            dtype=dtype,
+            make=lambda: tuple(self.inputs(shape, Draw(device, dtype))),
+            contenders=(
+                Contender(OURS, lambda: ours),
+                Contender(TORCH, lambda: reference),
+                Contender(COMPILED, lambda: _compile(reference)),
+                *(
+                    Contender(name, functools.partial(peer.make, shape))
+                    for name, peer in self.peers.items()
+                    if is_listed(name, peer)
+                ),
+            ),
+            forward=forward,
+            both=None if backward is None else forward + backward,
+            is_random=self.is_random(shape),
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bf16` for torch.bfloat16, as --dtype spells it."""
+    return next((name for name, each in DTYPES.items() if each == dtype), str(dtype).removeprefix("torch."))
+
+
+def _parse(shape: type[Any], text: str) -> Any:
+    fields, hints = {each.name: each for each in dataclasses.fields(shape)}, typing.get_type_hints(shape)
+    required = [name for name, each in fields.items() if each.default is dataclasses.MISSING]
+    first, *options = text.split(",")
+    if "=" in first:
+        options = [first, *options]
+    else:
+        sizes = first.lower().split("x")
+        if len(sizes) > len(required):
+            raise ValueError(f"{len(sizes)} sizes")
+        options = [f"{name}={size}" for name, size in zip(required, sizes, strict=False)] + options
+    given: dict[str, Any] = {}
+    for option in options:
+        name, _, value = option.strip().partition("=")
+        if name not in fields:
+            raise ValueError(f"{name!r} is none of {', '.join(fields)}")
+        if name in given:
+            raise ValueError(f"{name} is given twice")
+        given[name] = _value(name, value, hints[name], fields[name].default)
+    missing = [name for name in required if name not in given]
+    if missing:
+        raise ValueError(f"{' and '.join(missing)} missing")
+    return shape(**given)
+
+
+def _value(name: str, text: str, kind: Any, default: Any) -> Any:
+    choices = _choices(kind)
+    if choices:
+        if text not in choices:
+            raise ValueError(f"{name} is one of {', '.join(choices)}, not {text!r}")
+        return text == "1" if kind is bool else text
+    if kind is float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{name} is no number: {text!r}") from None
+    least = 1 if default is dataclasses.MISSING or default > 0 else 0
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"{name} is a whole number of at least {least}, not {text!r}")
+    return int(text)
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return ("0", "1") if kind is bool else typing.get_args(kind)
+
+
+def _compile(function: Function) -> Function:
+    """Compiles for exactly one shape; otherwise the second shape of a function is compiled for any shape."""
+    torch.compiler.reset()
+    compiled: Function = torch.compile(function, dynamic=False)
+    return compiled
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):  # a broken parent package, or a stub without a spec
+        return False

@@ -3,6 +3,7 @@
 import gc
 
 import pytest
+import torch
 
 from mindspeed_lite.bench import timing
 
@@ -26,7 +27,9 @@ class Clock:
 
 def raced(seconds, effort, clock=None):
     clock = clock or Clock()
-    return timing.race({name: clock.takes(name, each) for name, each in seconds.items()}, effort, clock=clock), clock
+    return timing.time_interleaved(
+        {name: clock.takes(name, each) for name, each in seconds.items()}, effort, clock=clock
+    ), clock
 
 
 def test_twice_as_long_is_a_ratio_of_two():
@@ -56,7 +59,7 @@ def test_rounds_end_with_the_time_but_not_before_the_least():
 
 def test_what_slows_a_whole_round_down_does_not_blur_the_ratio():
     a, b = [1.0, 5.0, 1.0, 9.0, 1.0, 2.0, 7.0], [2.0, 10.0, 2.0, 18.0, 2.0, 4.0, 14.0]
-    ratio = timing.ratio(timing.timing(b), timing.timing(a))
+    ratio = timing.ratio(*(timing.timing([timing.Sample(each, 0.0, False) for each in one]) for one in (b, a)))
     assert (ratio.ratio, ratio.low, ratio.high) == (2, 2, 2)
 
 
@@ -80,7 +83,7 @@ def test_a_contender_that_fails_late_drops_out_and_the_others_go_on():
         if len(calls) > 2:
             raise RuntimeError("out of\nmemory")
 
-    found, errors = timing.race(
+    found, errors = timing.time_interleaved(
         {"a": clock.takes("a", 1.0), "b": fails_at_the_third},
         timing.Effort(sample_seconds=0.1, rounds=(3, 3), warmup=0),
         clock=clock,
@@ -90,5 +93,45 @@ def test_a_contender_that_fails_late_drops_out_and_the_others_go_on():
 
 def test_no_garbage_is_collected_within_a_sample():
     seen = []
-    timing.race({"a": lambda: seen.append(gc.isenabled())}, timing.Effort(rounds=(3, 3)))
+    timing.time_interleaved({"a": lambda: seen.append(gc.isenabled())}, timing.Effort(rounds=(3, 3)))
     assert seen[-1] is False and gc.isenabled()
+
+
+class Device:
+    """A device's module: a call takes 2 ms there; `waits`: the calls have synchronized."""
+
+    def __init__(self, waits=False):
+        self.log, self.waits = [], waits
+
+    def Event(self, enable_timing):
+        device = self
+
+        class Event:
+            def record(self):
+                self.at = sum(entry == "call" for entry in device.log)
+
+            def query(self):
+                return device.waits
+
+            def elapsed_time(self, end):
+                return 2.0 * (end.at - self.at)
+
+        return Event()
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def _sleep(self, cycles):
+        self.log.append("spin")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_devices_time_is_that_of_its_events(monkeypatch, waits):
+    device = Device(waits)
+    monkeypatch.setattr(torch, "npu", device, raising=False)
+    effort = timing.Effort(sample_seconds=10.0, rounds=(3, 3), warmup=0)
+    found, errors = timing.time_interleaved({"a": lambda: device.log.append("call")}, effort, "npu")
+    assert not errors and found["a"].device == found["a"].seconds == pytest.approx(2e-3) and found["a"].host < 2e-3
+    # Queued behind a kernel that spins, and no more calls than the queue holds.
+    assert device.log[-18:] == ["spin", *["call"] * 16, "synchronize"]
+    assert all(each.waits == waits for each in found["a"].samples)

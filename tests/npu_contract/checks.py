@@ -6,19 +6,19 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tests.npu_contract.definitions import Case
+from tests.npu_contract.definitions import ContractCase
 from tests.npu_contract.operators import violations
 from tests.npu_contract.recorder import Call, Tensor
 
 Record = Mapping[str, Any]
 
 
-def problems(case: Case, record: Record) -> list[str]:
+def problems(case: ContractCase, record: Record) -> list[str]:
     """Everything that is wrong with a case's run; empty when the call is right."""
     return list(_problems(case, record))
 
 
-def _problems(case: Case, record: Record) -> Iterator[str]:
+def _problems(case: ContractCase, record: Record) -> Iterator[str]:
     yield from record["why_not"]
     if record["error"]:
         yield record["error"]
@@ -54,7 +54,7 @@ def _outputs(have: Any, want: Any) -> Iterator[str]:
         yield f"the output is {have}: want {want}{', contiguous' if contiguous else ''}"
 
 
-def _arguments(case: Case, forward: Call) -> Iterator[str]:
+def _arguments(case: ContractCase, forward: Call) -> Iterator[str]:
     for name, want in case.arguments().items():
         # Releases differ in the optional arguments they have.
         have = forward.arguments.get(name)
@@ -63,7 +63,7 @@ def _arguments(case: Case, forward: Call) -> Iterator[str]:
             yield f"{name} is {have}: want {want}"
 
 
-def _backward(case: Case, record: Record) -> Iterator[str]:
+def _backward(case: ContractCase, record: Record) -> Iterator[str]:
     called = [call.operator for call in record["backward"]]
     if called != [case.backward] * case.calls:
         yield f"backward called {called}: want {[case.backward] * case.calls}"
@@ -80,7 +80,7 @@ def _backward(case: Case, record: Record) -> Iterator[str]:
             yield f"the gradient of {name} is {gradient}: want {leaf}"
 
 
-def _carried(case: Case, forward: Call, backward: Call) -> Iterator[str]:
+def _carried(case: ContractCase, forward: Call, backward: Call) -> Iterator[str]:
     given = {case.renamed.get(name, name): value for name, value in forward.arguments.items()}
     results = forward.results or ()
     given.update({name: results[position] for name, position in case.saved.items()})

@@ -17,7 +17,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 Tensors = Mapping[str, torch.Tensor]
 
 
-class Case:
+class ContractCase:
     """One call of an operator of `mindspeed_lite.ops`: how to make it, and what torch_npu must be handed for it.
 
     That is said from the public operator's documentation, independently of its implementation.

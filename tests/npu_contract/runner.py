@@ -26,12 +26,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mindspeed_lite.bench.operators import BoundCase
 from mindspeed_lite.bench.selftest import numerics
 from mindspeed_lite.ops import dispatch
+from mindspeed_lite.ops.case import Problem
 from tests.harness.reasons import why_not_of
 from tests.npu_contract.checks import problems
-from tests.npu_contract.definitions import Case, source
+from tests.npu_contract.definitions import ContractCase, source
 from tests.npu_contract.operators import CASES, MUTATIONS, PROBES
 from tests.npu_contract.recorder import Recorder, describe, from_json, to_json
 
@@ -43,7 +43,7 @@ def run_cases(which: str) -> dict[str, Any]:
     return {name: _run(case, which) for name, case in CASES.items()}
 
 
-def _run(case: Case, which: str) -> dict[str, Any]:
+def _run(case: ContractCase, which: str) -> dict[str, Any]:
     record: dict[str, Any] = {"pass": which, "error": None, "why_not": []}
     try:
         with contextlib.ExitStack() as stack:
@@ -62,15 +62,14 @@ def _run(case: Case, which: str) -> dict[str, Any]:
 def run_declared(which: str) -> dict[str, Any]:
     """The calls that the operators' own cases (`ops/<op>/cases.py`) make in one pass, by operator and case name."""
     found = {}
-    for case in numerics.problems(DEVICES[which], quick=True):
+    for case in numerics.problems(DEVICES[which], True, "npu"):
         if "npu" in dispatch.operator(case.operator).backends:
             found[f"{case.operator} {case.name}"] = _run_declared(case, which)
     return found
 
 
-def _run_declared(case: BoundCase, which: str) -> dict[str, Any]:
+def _run_declared(case: Problem, which: str) -> dict[str, Any]:
     record: dict[str, Any] = {"error": None, "calls": []}
-    # What the function holds besides its inputs is computed: it needs numbers, and turns fake when it meets them.
     function = case.contenders[0].load()
     try:
         with contextlib.ExitStack() as stack:
@@ -83,7 +82,8 @@ def _run_declared(case: BoundCase, which: str) -> dict[str, Any]:
             with torch.set_grad_enabled(which != "content"):
                 out = function(*inputs)
             if which != "content" and case.both is not None:
-                torch.autograd.grad(out, inputs, torch.zeros_like(out))
+                wanted = [each for each in inputs if each.requires_grad]
+                torch.autograd.grad(out, wanted, torch.zeros_like(out))
     except Exception as error:  # whatever goes wrong is the case's result
         record["error"] = _said(error)
     return to_json(record)
@@ -93,7 +93,7 @@ def _said(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
-def _forward_and_backward(case: Case, leaves: Any, which: str, record: dict[str, Any]) -> None:
+def _forward_and_backward(case: ContractCase, leaves: Any, which: str, record: dict[str, Any]) -> None:
     record["leaves"] = {name: describe(leaf) for name, leaf in leaves.items()}
     with Recorder(on_meta=which == "content") as recorder:
         # What was called before an error is part of the record.

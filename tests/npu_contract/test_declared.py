@@ -14,7 +14,7 @@ Records = dict[str, Any]
 
 NAMES = [
     f"{case.operator} {case.name}"
-    for case in numerics.problems("cpu", quick=True)
+    for case in numerics.problems("cpu", True, "npu")
     if "npu" in operator(case.operator).backends
 ]
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mindspeed_lite.ops import native
-from mindspeed_lite.ops.adamw import OPERATOR, Case, adamw, cpu, reference, torch_fused
-from mindspeed_lite.ops.dispatch import _reported, force, selected
+from mindspeed_lite.ops.adamw import Case, adamw, cpu, reference, torch_fused
+from mindspeed_lite.ops.dispatch import force, selected
 from tests.harness.compare import error
 from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
@@ -28,8 +23,6 @@ from tests.harness.adamw import RULE, Lists, make, through
 why_not = why_not_of(functools.partial(adamw, **RULE))
 
 NAMES = ("param", "exp_avg", "exp_avg_sq")
-# Both paths round about as often, in another order: half a unit in the last place either way is chance.
-SLACK = torch.finfo(torch.float32).eps / 2
 
 
 PATHS = {"cpu": through(cpu), "cuda, interpreted": through(cuda), "torch's fused": through(torch_fused)}
@@ -135,80 +128,6 @@ def test_on_cpu_every_bit_is_that_of_torch_whatever_the_magnitude() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("decoupled", [True, False])
-@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scale", [None, 0.37])
-def test_error_is_not_above_that_of_torch(
-    path: str, decoupled: bool, grad_dtype: torch.dtype, scale: float | None
-) -> None:
-    lists = make([(300, 41), 5000, (7,), 0, 1], grad_dtype)
-    rule = {"decoupled": decoupled, "grad_scale": scale}
-    truth, replaced, got = exact(lists, **rule), torchs(lists, **rule), run(PATHS[path], lists, **rule)
-    for name, ours, theirs, true in zip(NAMES, got, replaced, truth, strict=False):
-        allowed = error(flat(theirs), flat(true)) + SLACK
-        assert error(flat(ours), flat(true)) <= allowed, name
-    narrowed = zip(got[3], got[0], strict=True)
-    if path.startswith("cuda"):  # Triton's interpreter cuts off what does not fit into bf16
-        outs, params = (flat(each) for each in zip(*narrowed, strict=True))
-        assert error(outs, params) <= 0.7 * torch.finfo(torch.bfloat16).eps
-    else:
-        assert all(torch.equal(out, param.bfloat16()) for out, param in narrowed)
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_a_trajectory_stays_as_near_to_the_truth_as_torchs(path: str, decoupled: bool) -> None:
-    """Forty steps whose gradients depend on the parameters: a wrong correction or decay would add up."""
-
-    def train(step: Callable[..., None], dtype: torch.dtype) -> torch.Tensor:
-        params = [torch.linspace(-1, 1, 501, dtype=dtype)]
-        moments = [[torch.zeros_like(params[0])] for _ in range(2)]
-        for count in range(1, 41):
-            grads = [params[0] - torch.linspace(1, -1, 501, dtype=dtype)]
-            rule = {**RULE, "lr": 0.05, "step": count, "decoupled": decoupled, "grad_scale": 1 / count}
-            step(params, grads, *moments, **rule)
-        return params[0]
-
-    truth = train(through(reference), torch.float64)
-    allowed = 2 * error(train(through(reference), torch.float32), truth) + SLACK
-    assert error(train(PATHS[path], torch.float32), truth) <= allowed
-    assert (truth - torch.linspace(-1, 1, 501)).abs().max() > 0.5, "it does not move"
-
-
-@settings(max_examples=30)
-@given(
-    sizes=st.lists(st.one_of(st.integers(0, 40), st.sampled_from([2047, 2048, 2049, 32769])), max_size=4),
-    grad_dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    out_dtype=st.sampled_from([None, torch.bfloat16, torch.float16, torch.float32]),
-    decoupled=st.booleans(),
-    scale=st.sampled_from([None, 1.0, 0.25, 1e-4, torch.tensor(0.3)]),
-    path=st.sampled_from(["dispatched", "torch's fused", "cuda, interpreted"]),
-    seed=st.integers(0, 1000),
-)
-def test_every_path_is_the_reference(
-    sizes: list[int],
-    grad_dtype: torch.dtype,
-    out_dtype: torch.dtype | None,
-    decoupled: bool,
-    scale: float | None,
-    path: str,
-    seed: int,
-) -> None:
-    lists = make(sizes, grad_dtype, out_dtype, seed)
-    function = {**PATHS, "dispatched": adamw}[path]
-    if not sizes:
-        adamw(*lists[:4], **RULE)
-        return
-    rule = {"decoupled": decoupled, "grad_scale": scale}
-    got, truth = run(function, lists, out_dtype is not None, **rule), exact(lists, **rule)
-    # Up to eight roundings in each of the three, and the differences in them cancel nothing.
-    for name, ours, true in zip(NAMES, got, truth, strict=False):
-        assert error(flat(ours), flat(true)) <= 8 * torch.finfo(torch.float32).eps, name
-    if out_dtype is not None and path != "cuda, interpreted":
-        assert all(torch.equal(out, param.to(out_dtype)) for out, param in zip(got[3], got[0], strict=True))
-
-
-@pytest.mark.parametrize("path", PATHS)
 def test_extreme_values_do_what_they_do_in_torch(path: str) -> None:
     numbers = [0.0, -0.0, 1e-30, 1e-42, 1e19, -3e38, float("inf"), -float("inf"), float("nan"), 1.0]
     grads = torch.tensor(numbers)
@@ -220,21 +139,6 @@ def test_extreme_values_do_what_they_do_in_torch(path: str) -> None:
         torch.testing.assert_close(ours[0], their[0], equal_nan=True, rtol=1e-6, atol=1e-44)
     # a coefficient of zero is a coefficient: infinite gradients become NaN, as where they are clipped before
     assert run(PATHS[path], lists, step=1, grad_scale=0.0)[0][0].isnan().tolist() == [False] * 6 + [True] * 3 + [False]
-
-
-def test_threads_and_neighbours_change_no_bit() -> None:
-    lists = make([100_000, 3, 70_001])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = [run(through(cpu), [[tensors[place]] for tensors in lists]) for place in range(3)]
-        torch.set_num_threads(2)
-        together = run(through(cpu), lists)
-    finally:
-        torch.set_num_threads(before)
-    for place in range(3):
-        for part, whole in zip(alone[place], together, strict=True):
-            assert torch.equal(part[0], whole[place])
 
 
 def test_tensors_that_are_not_contiguous_go_to_the_reference() -> None:
@@ -269,35 +173,6 @@ def test_parameters_that_require_a_gradient_are_updated_in_place() -> None:
     adamw([parameter], *lists[1:4], **RULE)
     assert parameter.requires_grad and parameter.grad_fn is None
     assert not torch.equal(parameter, lists[0][0])
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    native._compiler.cache_clear()
-    monkeypatch.setattr(cpu, "_lib", native.Library(cpu._lib.source, cpu._lib.functions))
-    _reported.clear()
-    yield
-    monkeypatch.undo()
-    native._compiler.cache_clear()
-    _reported.clear()
-
-
-def test_without_a_compiler_torchs_fused_one_serves_and_it_is_said_once(
-    no_compiler: None, caplog: pytest.LogCaptureFixture
-) -> None:
-    lists = make([40, 3])
-    expected = run(through(torch_fused), lists, grad_scale=0.5)
-    with caplog.at_level(logging.WARNING, "mindspeed_lite"):
-        for _ in range(2):
-            got = run(adamw, lists, grad_scale=0.5)
-    assert all(
-        torch.equal(a, b) for ours, theirs in zip(got, expected, strict=True) for a, b in zip(ours, theirs, strict=True)
-    )
-    assert [record.getMessage() for record in caplog.records] == [
-        "adamw: cpu falls back to torch's fused AdamW: no C++ compiler: the variable CXX names "
-        f"{native.os.environ['CXX']}, which is not there"
-    ]
 
 
 @pytest.mark.parametrize("grad", ["fp32", "bf16"])
@@ -346,7 +221,3 @@ def test_on_an_npu_torchs_operator_gets_scaled_gradients(npu_twin: list[Any]) ->
     for name, ours, true in zip(NAMES, got, truth, strict=False):
         assert error(flat(ours), flat(true)) <= 4 * torch.finfo(torch.float32).eps, name
     assert all(torch.equal(out, param.bfloat16()) for out, param in zip(got[3], got[0], strict=True))
-
-
-def test_the_operator_is_in_the_table() -> None:
-    assert OPERATOR.name == "adamw" and sorted(OPERATOR.backends) == ["cpu", "cuda", "npu"]

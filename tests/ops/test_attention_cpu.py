@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from mindspeed_lite.ops import attention as halves
-from mindspeed_lite.ops import native
-from mindspeed_lite.ops.attention import attention, cpu, prepare
+from mindspeed_lite.ops.attention import attention, cpu_native, prepare
 from mindspeed_lite.ops.attention import reference as definition
 from tests.harness import attention_reference as reference
 from tests.harness.attention import slack, term_sizes
 from tests.harness.compare import error
 from tests.harness.errors import assert_within, bound, is_within, mutations
 
-_KERNEL = Path(cpu.__file__).with_name("cpu.cpp")
-_TEXTS = (_KERNEL, *sorted(_KERNEL.parent.glob("*.h")))
-_digest = hashlib.sha256(b"\0".join(each.read_bytes() for each in _TEXTS))
-_PRODUCTS = native.Library(
-    Path(__file__).with_name("attention_products.cpp"),
-    {**cpu._library.functions, "begin": "ll", "found": "p"},
-    # The kernel's own text decides which compiled library serves, too.
-    flags=(f"-I{_KERNEL.parent}", f"-DKERNEL=0x{_digest.hexdigest()[:15]}"),
-    returns_status=True,
-)
-_without_products = pytest.mark.skipif(_PRODUCTS.unusable() is not None, reason=str(_PRODUCTS.unusable()))
-_without_kernel = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
+_without_kernel = pytest.mark.skipif(cpu_native.unusable() is not None, reason=str(cpu_native.unusable()))
 
 # sq, sk, b, n, g, d, dv and options.
 CALLS: list[tuple[tuple[int, ...], dict[str, Any]]] = [
@@ -83,24 +67,6 @@ def judge(tensors: list[torch.Tensor], **options: Any) -> None:
                 assert not is_within(wrong, true, allowed), (name, kind)
 
 
-@contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, threads: int = 1, products: int = -1) -> Iterator[list[int]]:
-    """The kernel with the test's products; the list then holds how many sizes and how many threads they had."""
-    counts: list[int] = []
-    before, room = torch.get_num_threads(), native.numbers([0, 0])
-    monkeypatch.setattr(cpu, "_library", _PRODUCTS)
-    torch.set_num_threads(threads)
-    _PRODUCTS.begin(threads, products)
-    try:
-        yield counts
-    finally:
-        _PRODUCTS.found(room)
-        _PRODUCTS.begin(1, -1)
-        torch.set_num_threads(before)
-        monkeypatch.undo()
-        counts.extend(room)
-
-
 @_without_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("sizes", "options"), CALLS)
@@ -110,24 +76,14 @@ def test_results_are_exact_and_wrong_ones_are_not(
     judge(make(sizes, dtype), **options)
 
 
-@_without_products
-@pytest.mark.parametrize(("sizes", "options"), CALLS)
-def test_products_of_bf16_in_pairs(
-    sizes: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with counted(monkeypatch):
-        assert cpu._numbers_of(torch.zeros(1, 1, 1, 2).bfloat16(), 2) == "bf16"
-        judge(make(sizes, torch.bfloat16), **options)
-
-
 @_without_kernel
 @pytest.mark.parametrize("sizes", [(140, 140, 1, 4, 2, 16, 16), (70, 70, 2, 2, 1, 7, 5)], ids=["pairs", "as fp32"])
 def test_sums_that_are_not_rounded(sizes: tuple[int, ...]) -> None:
     """Rounded, they are the other results bit by bit; PyTorch's kernel and the definition give fp32 ones too."""
     q, k, v, dout = make(sizes, torch.bfloat16)
     spec = prepare(q, k, v, causal=True)
-    out, lse = cpu.forward(q, k, v, spec)
-    gradients = cpu.backward(dout, q, k, v, out, lse, spec)
+    out, lse = cpu_native.forward(q, k, v, spec)
+    gradients = cpu_native.backward(dout, q, k, v, out, lse, spec)
     got, logs = halves.forward(q, k, v, spec, wide=True)
     results = (got, *halves.backward(dout, q, k, v, out, lse, spec, wide=True))
     assert torch.equal(logs, lse)
@@ -144,7 +100,7 @@ def test_sums_of_every_kernel_are_more_exact_than_rounded_ones(
     q, k, v, dout = make((140, 140, 1, 4, 2, 16, 16), dtype)
     exact = run(reference.attention, [t.double() for t in (q, k, v, dout)], causal=True)
     if kernel == "PyTorch's":
-        monkeypatch.setattr(cpu, "takes", lambda case: False)
+        monkeypatch.setattr(cpu_native, "takes", lambda case: False)
     elif kernel == "definition":
         monkeypatch.setattr(halves, "module", lambda spec: definition)
     spec = prepare(q, k, v, causal=True)
@@ -166,68 +122,6 @@ def test_a_mask_and_a_sink(dtype: torch.dtype) -> None:
     mask = torch.rand(2, 1, 140, 170, generator=torch.Generator().manual_seed(1)) < 0.4
     judge(tensors, mask=mask)
     judge(tensors, mask=mask, causal=True, sink=torch.linspace(-2.0, 2.0, 4).to(dtype))
-
-
-@_without_products
-@pytest.mark.parametrize("half", ["forward", "backward"])
-def test_one_key_head_of_one_sequence_is_work_for_all_threads(half: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 3 tiles of queries of 2 heads that share all their keys.
-    q, k, v, dout = make((384, 384, 1, 2, 1, 16, 16), torch.float32)
-    spec = prepare(q, k, v, causal=True)
-    with counted(monkeypatch, 1) as alone:
-        out, lse = cpu.forward(q, k, v, spec)
-        want = cpu.backward(dout, q, k, v, out, lse, spec)
-    with counted(monkeypatch, 3) as together:
-        if half == "forward":
-            assert torch.equal(cpu.forward(q, k, v, spec)[0], out)
-        else:
-            got = cpu.backward(dout, q, k, v, out, lse, spec)
-            assert all(torch.equal(mine, other) for mine, other in zip(got, want, strict=True))
-    assert alone[1] == 1 and together[1] == 3
-
-
-@_without_products
-def test_many_lengths_need_few_sizes_of_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = []
-    for lengths in (range(3, 603, 10), range(3, 603, 5)):
-        with counted(monkeypatch) as counts:
-            for length in lengths:
-                run(attention, make((length, length, 1, 1, 1, 8, 8), torch.float32), causal=True)
-        few.append(counts[0])
-    # Twice as many lengths need hardly more: 7 products, each of a few lengths.
-    assert few[0] <= few[1] <= 60
-
-
-@_without_products
-@pytest.mark.parametrize("threads", [1, 3])
-@pytest.mark.parametrize("products", [0, 1, 17])
-def test_a_product_that_fails_is_an_exception_and_stops_those_who_wait(
-    threads: int, products: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q, k, v, dout = make((300, 300, 1, 4, 1, 8, 8), torch.float32)
-    spec = prepare(q, k, v)
-    out, lse = reference.forward_half(q, k, v)
-    with counted(monkeypatch, threads, products):
-        _PRODUCTS.begin(1, products)
-        with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-            cpu.forward(q, k, v, spec)
-        _PRODUCTS.begin(1, products)
-        with pytest.raises(RuntimeError, match="a CPU kernel failed"):
-            cpu.backward(dout, q, k, v, out, lse, spec)
-
-
-@_without_kernel
-def test_results_do_not_depend_on_threads_where_heads_share_keys() -> None:
-    tensors = make((500, 500, 1, 6, 1, 32, 32), torch.float32)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 3):
-            torch.set_num_threads(threads)
-            results.append(run(attention, tensors, causal=True))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert all(torch.equal(mine, first) for mine, first in zip(other, results[0], strict=True))
 
 
 @_without_kernel

@@ -12,49 +12,12 @@ from mindspeed_lite.ops.attention import attention, packed
 from mindspeed_lite.ops.attention.packed import Packing
 from mindspeed_lite.ops.dispatch import force
 from tests.harness import attention_reference as reference
-from tests.harness.attention import CALLS, NAMES, call, make
-from tests.harness.attention_reference import backward_half as backward
-from tests.harness.attention_reference import forward_half as forward
+from tests.harness.attention import NAMES, make
 from tests.harness.compare import error, forward_backward
-from tests.npu_contract.operators.attention import Blocks
 
 from . import twin
 
 pytestmark = pytest.mark.usefixtures("npu_twin")
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_both_halves(name: str) -> None:
-    inputs, dout, options = call(name, torch.float32)
-    exact = forward_backward(lambda *qkv: reference.attention(*qkv, **options), inputs, dout, torch.float64)
-    _, exact_lse = reference.attention(*(t.double() for t in inputs), **options, return_lse=True)
-    with force("attention", "npu"):
-        out, lse = forward(*inputs, **options)
-        grads = backward(dout, *inputs, out, lse, **options)
-        asked = attention(*inputs, **options, return_lse=True)
-    assert torch.equal(asked[0], out) and torch.equal(asked[1], lse)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
-    for part, ours, truth in zip(NAMES, (out, *grads), exact, strict=False):
-        assert error(ours, truth) < 2e-6, part
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float32, 2e-6), (torch.bfloat16, 2**-7)])
-def test_partial_results_of_two_ranks_make_the_whole(dtype: torch.dtype, allowed: float) -> None:
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(24, 2, heads, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
-    dout = torch.randn(24, 2, 4, 16, generator=generator).to(dtype)
-    # The rank's own rows in causal order, and the first chunk of another rank's keys, which all of them see.
-    hidden = torch.cat([torch.zeros(24, 12).bool(), torch.ones(24, 24).bool().triu(1)], 1)
-
-    def whole(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = (torch.cat([t[:12], t]) for t in (k, v))
-        return reference.attention(q, keys, values, mask=hidden)  # type: ignore[return-value]
-
-    exact = forward_backward(whole, (q, k, v), dout, torch.float64)
-    with force("attention", "npu"):
-        got = forward_backward(lambda *qkv: Blocks.apply(*qkv, None), (q, k, v), dout)
-    for part, ours, truth in zip(NAMES, got, exact, strict=False):
-        assert ours.dtype == dtype and error(ours, truth) < allowed, part
 
 
 @pytest.fixture(params=["its own", "none"])
@@ -64,28 +27,6 @@ def argument(request: pytest.FixtureRequest, npu_twin: list[twin.Call], monkeypa
     assert backend._takes_sink()
     monkeypatch.setattr(backend, "_takes_sink", lambda: request.param == "its own")
     return str(request.param)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_sink(name: str, argument: str, npu_twin: list[twin.Call]) -> None:
-    inputs, dout, options = call(name, torch.float32)
-    inputs = (*inputs, torch.randn(4, generator=torch.Generator().manual_seed(3)))
-
-    def run(function: Any) -> Any:
-        return lambda q, k, v, sink: function(q, k, v, sink=sink, **options)
-
-    exact = forward_backward(run(reference.attention), inputs, dout, torch.float64)
-    with force("attention", "npu"):
-        got = forward_backward(run(attention), inputs, dout)
-        calls = [(made.function, "sink" in made.kwargs) for made in npu_twin]
-        _, lse = attention(*inputs[:3], sink=inputs[3], return_lse=True, **options)
-    *qkv, sink = (t.double() for t in inputs)
-    _, exact_lse = reference.attention(*qkv, sink=sink, **options, return_lse=True)
-    forward, backward = "npu_fusion_attention", "npu_fusion_attention_grad"
-    assert calls == [(forward, True)] if argument == "its own" else [(forward, False), (backward, False)]
-    for part, ours, truth in zip(NAMES, got, exact, strict=True):
-        assert error(ours, truth) < 2e-6, part
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dv", [8, 5, 12])

@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_lite.ops import discovery
 from tools.fuzz import environments
-from tools.fuzz.build import NoCall, bound_case, inputs_of
+from tools.fuzz.build import NoCall, inputs_of, problem
 from tools.fuzz.call import Call
 from tools.fuzz.judge import fake_finding, forked
 
@@ -30,7 +30,7 @@ def test_a_short_run_finds_nothing() -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("odd_widths_without_gradient", r"FINDING rms_norm: gradient 1 is \S+ from the definition's"),
+        ("odd_widths_without_gradient", r"FINDING rms_norm: gradient of input 1 is \S+ from the definition's"),
         ("bf16_ends_the_process", r"FINDING rms_norm: the process ended with SIGABRT"),
     ],
 )
@@ -46,19 +46,19 @@ def test_a_planted_fault_is_found_and_its_command_repeats_it(fault: str, words: 
 def test_a_call_is_its_own_text() -> None:
     call = Call("rms_norm", "7x5", "bf16", layouts=("sliced", "plain"), values="nan", threads=2)
     assert Call.of(call.json()) == call and "seed" not in call.json()
-    x, weight, *_ = inputs_of(call, bound_case(call))
+    x, weight, *_ = inputs_of(call, problem(call))
     assert x.shape == (7, 5) and x.stride() == (10, 1) and x.isnan().sum() == 1 and weight.is_contiguous()
-    assert bound_case(Call("rms_norm", "7x5", "bf16", empty=0)).make()[0].shape == (0, 5)
+    assert problem(Call("rms_norm", "7x5", "bf16", empty=0)).make()[0].shape == (0, 5)
     for wrong in (Call("rms_norm", "7", "bf16"), Call("rms_norm", "100000x5000", "bf16")):
         with pytest.raises(NoCall):
-            bound_case(wrong)
+            problem(wrong)
 
 
 def test_no_kernel_is_handed_the_address_of_a_tensor_that_has_none() -> None:
     """Which would end the process: all in one child, which says where it is."""
 
     def findings() -> str:
-        calls = [Call(name, discovery.cases(name).tiny[-1], "bf16", mode="fake") for name in discovery.OPERATORS]
+        calls = [Call(name, discovery.cases(name).correctness[0], "bf16", mode="fake") for name in discovery.OPERATORS]
         found = {call.operator: fake_finding(call) for call in calls}
         return "; ".join(f"{name}: {text}" for name, text in found.items() if text)
 

@@ -6,8 +6,8 @@ import importlib.util
 import pytest
 import torch
 
-from mindspeed_lite.bench import operators
 from mindspeed_lite.bench.operators import equivalence, run
+from mindspeed_lite.ops.case import OwnLayout, Problem
 from mindspeed_lite.ops.discovery import OPERATORS, cases
 
 # Every kind of case that Liger-Kernel is listed for, small.
@@ -25,9 +25,9 @@ CASES = [
 ]
 
 
-def liger(name: str, text: str) -> operators.BoundCase:
+def liger(name: str, text: str) -> Problem:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return operators.case(name, text, device, torch.float32, ["liger"]).only("mindspeed_lite", "liger")
+    return cases(name).problem(text, device, torch.float32, ["liger"]).only("mindspeed_lite", "liger")
 
 
 def test_every_operator_that_lists_it_has_a_case_here() -> None:
@@ -69,8 +69,9 @@ def test_liger_computes_the_same(name: str, text: str, interpreted: None) -> Non
     assert all(torch.equal(each, kept) for each, kept in zip(inputs, before, strict=True))
     # The timed call is the one that was compared.
     function = case.contenders[1].load()
-    if isinstance(function, operators.OwnLayout):
-        with torch.no_grad():
-            run.one_call(function, inputs, None, backward=False)()
-        assert all(each is not None for each in run.one_call(function, inputs, None, backward=True)())
+    if isinstance(function, OwnLayout):
+        for backward in (False, True):
+            with torch.set_grad_enabled(backward):
+                (call,) = run.one_calls({"liger": function}, inputs, None, {}, backward=backward).values()
+                assert call() is not None
     assert all(torch.equal(each, kept) for each, kept in zip(inputs, before, strict=True))

@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck
 
-from mindspeed_lite.ops import dispatch
 from mindspeed_lite.ops.dispatch import force
-from mindspeed_lite.ops.rope import OPERATOR, PAIRS, cpu, reference, rope
+from mindspeed_lite.ops.rope import (
+    OPERATOR,
+    PAIRS,
+    cpu,
+    cuda,
+    reference,
+    rope,
+)
 from mindspeed_lite.ops.rope.angles import cos_sin, packed_positions
 from mindspeed_lite.ops.storage_cache import StorageVersionCache
-from tests.harness.compare import assert_not_worse, error, forward_backward, one_thread
+from tests.harness.compare import error, forward_backward
 from tests.harness.errors import bound
 from tests.harness.reasons import why_not_of
 from tests.harness.triton_compile import compile_sm90
 
 from . import twin
-from .twin.rope import npu_rotary_mul
-
-triton = pytest.importorskip("triton")
-
-from mindspeed_lite.ops.rope import cuda  # noqa: E402
 
 why_not = why_not_of(rope)
 
 NAMES = ("y", "dx")
 BACKENDS = {"cpu": cpu.rope, "cuda": cuda.rope}
 EVERY_BACKEND = pytest.mark.parametrize("backend", BACKENDS)
-
-INTERPRETED = torch.cuda.device_count() == 0
-
-# Two products and their sum are rounded once each, in fp32, by both paths.
-SLACK = torch.finfo(torch.float32).eps / 2
 
 
 def table(rows: int, width: int, pairs: str = "half", batch: int = 1, seed: int = 0) -> torch.Tensor:
@@ -51,20 +43,6 @@ def table(rows: int, width: int, pairs: str = "half", batch: int = 1, seed: int 
     angles = position[..., None] * 100.0 ** -torch.linspace(0, 1, width // 2)  # [rows, batch, width / 2]
     both = torch.stack((angles, angles), -1).flatten(-2) if pairs == "interleaved" else torch.cat((angles, angles), -1)
     return both[:, :, None]
-
-
-def composed(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pairs: str, start: int, scale: float) -> Any:
-    """The path that is replaced: whole-tensor operations in x's dtype."""
-    width = cos.shape[-1]
-    cos, sin = ((t[: x.shape[0]] * scale).to(x.dtype) for t in (cos, sin))
-    turned = x[..., start : start + width]
-    if pairs == "regrouped":
-        turned = torch.cat((turned[..., 0::2], turned[..., 1::2]), -1)
-    if pairs == "interleaved":
-        other = torch.stack((-turned[..., 1::2], turned[..., 0::2]), -1).flatten(-2)
-    else:
-        other = torch.cat((-turned[..., width // 2 :], turned[..., : width // 2]), -1)
-    return torch.cat((x[..., :start], turned * cos + other * sin, x[..., start + width :]), -1)
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,85 +83,7 @@ def test_rows_belong_to_positions_and_sequences_may_have_their_own() -> None:
         assert function(x, cos, 0 * cos, positions=positions)[..., 0, 0].tolist() == [[8, 9], [0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_the_definition_has_the_gradients_it_says(pairs: Any) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x, cos, sin = (
-        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
-        for shape in ((3, 2, 2, 7), (4, 2, 1, 4), (4, 2, 1, 4))
-    )
-    positions = torch.tensor([3, 0, 3])
-    assert gradcheck(lambda *t: reference.rope(*t, pairs, 2, 1.5, positions), (x, cos, sin))
-
-
 # ---- backends against the definition ----
-
-
-@settings(max_examples=60)
-@given(
-    sizes=st.tuples(st.integers(0, 5), st.integers(1, 3), st.integers(1, 5), st.integers(1, 20), st.integers(0, 3)),
-    after=st.integers(0, 3),
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
-    pairs=st.sampled_from(PAIRS),
-    scale=st.sampled_from([1.0, 1.25]),
-    options=st.tuples(st.booleans(), st.booleans(), st.booleans()),
-    backend=st.sampled_from(["cpu", "cpu", "cuda"]),
-    seed=st.integers(0, 100),
-)
-def test_no_backend_is_further_from_the_truth_than_what_it_replaces(
-    sizes: tuple[int, ...],
-    after: int,
-    dtype: torch.dtype,
-    pairs: Any,
-    scale: float,
-    options: tuple[bool, bool, bool],
-    backend: str,
-    seed: int,
-) -> None:
-    s, b, n, half, start = sizes
-    per_batch, packed, sliced = options
-    d = start + 2 * half + after
-    if backend == "cuda" and dtype == torch.bfloat16 and INTERPRETED:
-        dtype = torch.float16  # Triton's interpreter cuts bfloat16 off where hardware rounds it
-    x, dy = make((s, b, n, d), dtype, seed)
-    cos, sin = cos_sin(table(s + 2, 2 * half, pairs, b if per_batch else 1, seed))
-    positions = torch.randint(s + 2, (s,), generator=torch.Generator().manual_seed(seed)) if packed else None
-    rows = [t if positions is None else t[positions] for t in (cos, sin)]
-
-    def view(function: Callable[..., torch.Tensor], x: torch.Tensor, *rest: Any) -> torch.Tensor:
-        # As a part of a fused projection: the last dimension is contiguous, the others are not.
-        return function(torch.cat((x, x, x), -1)[..., d : 2 * d] if sliced else x, *rest)
-
-    with one_thread():
-        got = forward_backward(lambda x: view(BACKENDS[backend], x, cos, sin, pairs, start, scale, positions), (x,), dy)
-        replaced = forward_backward(lambda x: view(composed, x, *rows, pairs, start, scale), (x,), dy)
-        exact = forward_backward(lambda x: view(reference.rope, x, *rows, pairs, start, scale), (x,), dy, torch.float64)
-    assert got[0].is_contiguous()
-    # Few elements: that one of a handful was rounded the other way is chance.
-    eps = torch.finfo(dtype).eps
-    assert_not_worse(got, replaced, exact, SLACK if s * b * n * half > 200 else eps / 2, NAMES)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_at_full_size_the_error_is_not_above_that_of_what_it_replaces(pairs: Any, dtype: torch.dtype) -> None:
-    x, dy = make((512, 1, 8, 64), dtype)
-    cos, sin = cos_sin(table(512, 64, pairs))
-    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs), (x,), dy, torch.float64)
-    replaced = forward_backward(lambda x: composed(x, cos, sin, pairs, 0, 1.0), (x,), dy)
-    got = forward_backward(lambda x: rope(x, cos, sin, pairs=pairs), (x,), dy)
-    assert_not_worse(got, replaced, exact, SLACK, NAMES)
-
-
-@pytest.mark.parametrize("pairs", PAIRS)
-def test_the_triton_kernel_takes_bfloat16(pairs: Any) -> None:
-    x, dy = make((5, 2, 3, 9), torch.bfloat16)
-    cos, sin = cos_sin(table(5, 6, pairs))
-    exact = forward_backward(lambda x: reference.rope(x, cos, sin, pairs, 2), (x,), dy, torch.float64)
-    got = forward_backward(lambda x: cuda.rope(x, cos, sin, pairs, 2), (x,), dy)
-    for name, ours, truth in zip(NAMES, got, exact, strict=True):
-        # Its interpreter cuts off where a GPU rounds: twice as much.
-        assert ours.dtype == torch.bfloat16 and error(ours, truth) < bound(ours.dtype, 2, roundings=4), name
 
 
 @EVERY_BACKEND
@@ -197,37 +97,6 @@ def test_the_gradient_is_the_transposed_rotation_whatever_the_factors(backend: s
     got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin, pairs, 2, 0.5), (x,), dy)
     for name, ours, truth in zip(NAMES, got, exact, strict=True):
         assert error(ours, truth) < bound(torch.float32, 2), name
-
-
-@EVERY_BACKEND
-def test_any_strides_and_any_memory_format(backend: str) -> None:
-    x, dy = make((4, 3, 2, 8), torch.float32)
-    cos, sin = cos_sin(table(4, 8))
-    exact = reference.rope(x, cos, sin)
-    for same in (x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0), x[:, :, :1].expand(-1, -1, 2, -1)):
-        want = exact if same.stride(2) else exact[:, :, :1].expand_as(x)
-        torch.testing.assert_close(BACKENDS[backend](same, cos, sin), want)
-    # The gradient comes as it pleases too, from a broadcast for instance.
-    leaf = x.clone().requires_grad_()
-    BACKENDS[backend](leaf, cos, sin).sum().backward()
-    torch.testing.assert_close(leaf.grad, forward_backward(lambda x: reference.rope(x, cos, sin), (x,), 0 * dy + 1)[1])
-
-
-@EVERY_BACKEND
-def test_extreme_values_stay_what_they_are(backend: str) -> None:
-    x = torch.tensor([3e38, -3e38, torch.inf, 1.0, torch.nan, 1e-38, 0.0, -0.0]).view(1, 1, 2, 4)
-    cos, sin = torch.full((1, 1, 1, 4), 0.5), torch.zeros(1, 1, 1, 4)
-    got, want = (function(x, cos, sin) for function in (BACKENDS[backend], reference.rope))
-    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
-
-
-@EVERY_BACKEND
-@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 1, 0, 4), (1, 1, 1, 2)])
-def test_empty_and_single(backend: str, shape: tuple[int, ...]) -> None:
-    x, dy = make(shape, torch.float32)
-    cos, sin = cos_sin(table(2, 2))
-    got = forward_backward(lambda x: BACKENDS[backend](x, cos, sin), (x,), dy)
-    torch.testing.assert_close(got, forward_backward(lambda x: reference.rope(x, cos, sin), (x,), dy))
 
 
 @EVERY_BACKEND
@@ -268,30 +137,7 @@ def test_a_position_without_a_row_is_nan_on_npus() -> None:
     assert got[1:3].isnan().all() and not got[[0, 3]].isnan().any()
 
 
-def test_the_same_bits_every_time_and_with_any_number_of_threads() -> None:
-    x, (cos, sin) = torch.randn(300, 2, 8, 64), cos_sin(table(300, 64))
-    several = rope(x, cos, sin)
-    with one_thread():
-        assert torch.equal(rope(x, cos, sin), several)
-
-
-def test_a_packed_tensor_has_three_dimensions() -> None:
-    x, (cos, sin) = torch.randn(6, 2, 8), cos_sin(table(4, 8))
-    positions = torch.tensor([0, 1, 2, 3, 0, 1])
-    want = torch.cat([reference.rope(part[:, None], cos, sin)[:, 0] for part in x.split([4, 2])])
-    torch.testing.assert_close(rope(x, cos, sin, positions=positions), want)
-
-
 # ---- what is kept ----
-
-
-@EVERY_BACKEND
-def test_nothing_is_kept_for_backward_but_the_factors(backend: str) -> None:
-    x, (cos, sin) = torch.randn(5, 1, 2, 8, requires_grad=True), cos_sin(table(5, 8))
-    saved: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        BACKENDS[backend](x, cos, sin)
-    assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
 
 
 def test_cos_and_sin_are_computed_once_for_all_who_hold_the_angles() -> None:
@@ -382,23 +228,6 @@ def test_positions_are_computed_once_and_a_wrong_packing_is_an_error() -> None:
 # ---- falling back, compiling, refusing ----
 
 
-def test_without_a_compiler_the_reference_serves_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, (cos, sin) = torch.randn(3, 1, 2, 8, dtype=torch.bfloat16), cos_sin(table(3, 8))
-    said: list[Any] = []
-    monkeypatch.setattr(cpu._lib, "_state", "no C++ compiler today")
-    monkeypatch.setattr(dispatch, "_reported", set())
-    operator = dispatch.operator("rope")
-    operator._chosen.clear()
-    stop = dispatch.on_fallback(lambda *what: said.append(what))
-    try:
-        got = [rope(x, cos, sin) for _ in range(2)]
-    finally:
-        stop()
-        operator._chosen.clear()
-    assert said == [("rope", "cpu", ("no C++ compiler today",))]
-    assert all(torch.equal(each, reference.rope(x, cos, sin)) for each in got)
-
-
 def test_angles_that_learn_go_to_the_reference() -> None:
     x, cos = torch.randn(3, 1, 2, 8), torch.randn(3, 1, 1, 8, requires_grad=True)
     assert why_not(x, cos, cos.detach()) == ["cos and sin want a gradient"]
@@ -406,24 +235,6 @@ def test_angles_that_learn_go_to_the_reference() -> None:
         rope(x, cos, cos.detach())
     rope(x, cos, cos.detach()).sum().backward()
     assert cos.grad is not None
-
-
-def test_compiles() -> None:
-    x, dy = make((6, 2, 2, 8), torch.float32)
-    angles = table(6, 8)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x, angles: rope(x * 1.0, *cos_sin(angles)), backend="aot_eager")
-    exact = forward_backward(lambda x: reference.rope(x, *cos_sin(angles)), (x,), dy, torch.float64)
-    for name, ours, truth in zip(NAMES, forward_backward(lambda x: compiled(x, angles), (x,), dy), exact, strict=True):
-        assert error(ours, truth) < 1e-6, name
-
-
-def test_fake_tensors_have_a_shape() -> None:
-    with FakeTensorMode():
-        x = torch.randn(3, 1, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-        y = rope(x, *cos_sin(torch.randn(3, 1, 1, 8)))
-        y.sum().backward()
-        assert (y.shape, y.dtype) == (x.shape, x.dtype) and x.grad is not None
 
 
 @pytest.mark.parametrize(
@@ -469,27 +280,6 @@ def test_the_kernel_compiles_for_an_h100_without_spilling(sides: tuple[bool, boo
 # ---- NPU, on an emulation of its documentation ----
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("pairs", PAIRS)
-@pytest.mark.parametrize("form", ["whole", "partial", "packed", "per batch"])
-@pytest.mark.usefixtures("npu_twin")
-def test_npu(form: str, pairs: Any, dtype: torch.dtype) -> None:
-    if form == "per batch" and pairs == "interleaved":
-        pytest.skip("documented for one table only")
-    x, dy = make((5, 2, 3, 12), dtype)
-    width, start = (12, 0) if form != "partial" else (8, 3)
-    cos, sin = cos_sin(table(7, width, pairs, 2 if form == "per batch" else 1))
-    positions = torch.tensor([6, 0, 1, 0, 3]) if form == "packed" else None
-    how: dict[str, Any] = dict(pairs=pairs, start=start, scale=1.5, positions=positions)
-    exact = forward_backward(lambda x: reference.rope(x, cos, sin, **how), (x,), dy, torch.float64)
-    with force("rope", "npu"):
-        got = forward_backward(lambda x: rope(x, cos, sin, **how), (x,), dy)
-    assert got[0].is_contiguous()
-    for name, ours, truth in zip(NAMES, got, exact, strict=True):
-        # Factors, result and, with a scale, the result again are rounded to x's dtype.
-        assert error(ours, truth) <= bound(dtype, 2, roundings=3), name
-
-
 def test_npu_keeps_no_input_and_rounds_the_factors_once(npu_twin: list[twin.Call]) -> None:
     x, angles = torch.randn(5, 1, 2, 8, dtype=torch.bfloat16, requires_grad=True), table(5, 8)
     saved: list[torch.Tensor] = []
@@ -518,21 +308,3 @@ def test_npu_refuses_what_the_operator_does_not_take() -> None:
         "one for all": reasons((2, 3, 1, 2), 2, pairs="interleaved", batch=3),
     }.items():
         assert len(found) == 1 and words in found[0], (words, found)
-
-
-def test_the_twin_notices_wrong_calls() -> None:
-    x, r = torch.randn(4, 2, 3, 8), torch.rand(4, 1, 1, 8)
-    call = functools.partial(npu_rotary_mul, x)
-    call(r, r)
-    for wrong in (
-        lambda: call(r.bfloat16(), r.bfloat16()),
-        lambda: call(r[:3], r[:3]),
-        lambda: call(2 * r + 1, r),
-        lambda: call(r[0], r[0]),
-        lambda: call(r, r, rotary_mode="neox"),
-        lambda: call(r.expand(4, 2, 1, 8), r.expand(4, 2, 1, 8), rotary_mode="interleave"),
-    ):
-        with pytest.raises(ValueError):
-            wrong()
-    with pytest.raises(TypeError):
-        call(r, r, mode="half")  # type: ignore[call-arg]

@@ -1,74 +1,51 @@
-"""A call's case with its code, and its inputs."""
+"""Builds a call's problem and its inputs."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import torch
 
-from mindspeed_lite.bench import operators
-from mindspeed_lite.bench.operators import BoundCase
-from mindspeed_lite.ops.case import OURS
+from mindspeed_lite.ops.case import DTYPES, OURS, Problem
 from mindspeed_lite.ops.discovery import cases
-from tools.fuzz.call import Call, numbers
+from tools.fuzz.call import Call
 
-# A size that no other is made of, for what `cases.py` has no text for: none at all.
-_MARKER = 9973
 # Below this a call takes milliseconds.
 _MOST_BYTES, _MOST_FLOPS = 1 << 23, 1 << 26
 
 
 class NoCall(Exception):
-    """The text describes no call that is worth a try."""
+    """The call describes no problem, or a large one."""
 
 
-def bound_case(call: Call) -> BoundCase:
-    """The case to run; NoCall if there is none, or a large one."""
-    declared, text = cases(call.operator), call.text
-    sizes = numbers(text)
-    if call.empty >= len(sizes):
-        raise NoCall
-    if call.empty >= 0:
-        place = sizes[call.empty]
-        text = f"{text[: place.start()]}{_MARKER}{text[place.end() :]}"
+def problem(call: Call) -> Problem:
+    """The problem to run. Raises NoCall."""
+    declared = cases(call.operator)
     try:
-        if call.variant >= 0:
-            found = declared.variants("cpu", call.dtype)[call.variant]
-        else:
-            found = declared.case(text, "cpu", call.dtype)
-    except (ValueError, IndexError):
-        raise NoCall from None
-    if call.empty >= 0:
-        inputs = tuple(dataclasses.replace(each, shape=_emptied(each.shape)) for each in found.inputs)
-        if inputs == found.inputs:
+        shape = declared.parse(call.text)
+        if call.empty >= 0:
+            sizes = [name for name, size in vars(shape).items() if type(size) is int and size > 0]
+            shape = dataclasses.replace(shape, **{sizes[call.empty]: 0})
+        found = declared.of(shape, call.text, "cpu", DTYPES[call.dtype]).only(OURS)
+        work = found.both or found.forward
+        if work.bytes > _MOST_BYTES or work.flops > _MOST_FLOPS:
             raise NoCall
-        found = dataclasses.replace(found, inputs=inputs, shape=_emptied(found.shape))
-    elif (
-        max(found.forward.bytes, found.both.bytes if found.both else 0) > _MOST_BYTES
-        or found.forward.flops > _MOST_FLOPS
-    ):
-        raise NoCall
-    return operators.bind(found).only(OURS)
+        found.make()
+    except (ValueError, IndexError, RuntimeError, ZeroDivisionError):
+        raise NoCall from None
+    return found
 
 
-def inputs_of(call: Call, case: BoundCase) -> list[torch.Tensor]:
-    """The case's inputs in the call's layouts and with its values."""
-    made = list(case.make())
+def inputs_of(call: Call, found: Problem) -> list[torch.Tensor]:
+    """The problem's inputs in the call's layouts and with its values."""
+    made = list(found.make())
     for place, tensor in enumerate(made):
         own = tensor.detach().clone()
-        if place == 0 and call.values != "normal" and own.is_floating_point() and own.numel():
+        if place == 0 and call.values != "normal" and own.numel():
             _spoil(own, call)
         own = _laid_out(own, call.layouts[place % len(call.layouts)])
         made[place] = own.requires_grad_(tensor.requires_grad)
     return made
-
-
-def _emptied(shape: Any) -> Any:
-    if isinstance(shape, tuple):
-        sizes = [_emptied(each) for each in shape]
-        return type(shape)(*sizes) if hasattr(shape, "_fields") else tuple(sizes)
-    return 0 if shape is not True and shape == _MARKER else shape
 
 
 def _spoil(tensor: torch.Tensor, call: Call) -> None:
@@ -79,8 +56,8 @@ def _spoil(tensor: torch.Tensor, call: Call) -> None:
 
 
 def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same numbers in another layout; `expanded`, the first of each dimension for all."""
-    if not tensor.dim() or layout == "plain":
+    """The same values in another layout; `expanded`: the first of each dimension for all."""
+    if not tensor.dim() or layout == "plain" or not tensor.is_floating_point():
         return tensor
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)

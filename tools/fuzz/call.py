@@ -15,8 +15,7 @@ MODES = ("here", "forked", "fake", "compiled")
 class Call:
     """operator, text and dtype are those of a case.
 
-    variant: the place among the cases that no text describes, instead of the text's; or -1.
-    empty: the place of the number in `text` that is 0 instead; or -1.
+    empty: the place of the size that is 0 instead, among the shape's sizes; or -1.
     layouts: of the inputs in order, again from the first when there are more inputs.
     values: what one element of the first input is, or `normal`.
     mode: where and how it is called; a forked process has one thread, as a DataLoader's workers have.
@@ -25,7 +24,6 @@ class Call:
     operator: str
     text: str
     dtype: str
-    variant: int = -1
     empty: int = -1
     layouts: tuple[str, ...] = ("plain",)
     values: str = "normal"

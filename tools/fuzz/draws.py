@@ -20,10 +20,8 @@ def calls(draw: st.DrawFn, threads: int, only: tuple[str, ...] = tuple(OPERATORS
     """A call of one of the operators `only`, by at most `threads` threads."""
     operator = draw(st.sampled_from(only))
     declared = cases(operator)
-    text = draw(st.sampled_from((*declared.tiny, *declared.numerics)))
+    text = draw(st.sampled_from(declared.correctness))
     dtype = draw(st.sampled_from(_DTYPES))
-    variants = len(declared.variants("cpu", dtype))
-    variant = draw(st.integers(-8, variants - 1)) if variants else -1
     for place in reversed(numbers(text)):
         if draw(st.booleans()):
             text = f"{text[: place.start()]}{draw(_SIZES)}{text[place.end() :]}"
@@ -33,8 +31,7 @@ def calls(draw: st.DrawFn, threads: int, only: tuple[str, ...] = tuple(OPERATORS
         operator,
         text,
         dtype,
-        max(variant, -1),
-        -1 if variant >= 0 else max(empty, -1),
+        max(empty, -1),
         tuple(draw(st.lists(st.sampled_from(LAYOUTS), min_size=1, max_size=3))),
         draw(_VALUES),
         1 if mode in ("forked", "fake") else draw(st.integers(1, threads)),

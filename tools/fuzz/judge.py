@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mindspeed_lite.bench.operators import BoundCase
-from mindspeed_lite.bench.operators.equivalence import output_gradient, own
+from mindspeed_lite.bench.operators.equivalence import outcome, output_gradient, own
+from mindspeed_lite.bench.selftest.numerics import in_float64
 from mindspeed_lite.ops import dispatch
-from tools.fuzz.build import NoCall, bound_case, inputs_of
+from mindspeed_lite.ops.case import Function, Problem
+from tools.fuzz.build import NoCall, inputs_of, problem
 from tools.fuzz.call import Call
 
 _FORK_SECONDS = 300
@@ -24,41 +25,40 @@ _FORK_SECONDS = 300
 # dtype. What is missing, of another sign or of another place is beyond.
 _EPS, _REFERENCE = 4.0, 3.0
 
-Function = Callable[..., torch.Tensor]
 Results = dict[str, torch.Tensor]
 
 
 def finding(call: Call) -> str:
     """What is wrong with the call, or nothing."""
     try:
-        case = bound_case(call)
+        found = problem(call)
     except NoCall:
         return ""
     # A kernel that is handed the address of a fake tensor ends the process.
     if call.mode == "fake":
         _load_fake_kernels()
     if call.mode in ("forked", "fake"):
-        return forked(lambda: _finding(call, case))
-    return _finding(call, case)
+        return forked(lambda: _finding(call, found))
+    return _finding(call, found)
 
 
-def _finding(call: Call, case: BoundCase) -> str:
+def _finding(call: Call, problem: Problem) -> str:
     torch.set_num_threads(call.threads)
     torch.manual_seed(call.seed)
     try:
-        inputs = inputs_of(call, case)
-        function = case.contenders[0].load()
+        inputs = inputs_of(call, problem)
+        definition = function = problem.contenders[0].load()
         if call.mode == "fake":
             return _fake(function, inputs)
         if call.mode == "compiled":
             torch.compiler.reset()
             function = torch.compile(function, backend="eager", dynamic=False)
-        ours = _results(function, inputs)
-        plain_function = case.contenders[0].load()
+        ours = outcome(function, inputs)
+        gradient = output_gradient(ours["output"])
         with dispatch.force(call.operator, dispatch.REFERENCE):
-            plain = _results(plain_function, inputs)
-            wide = [each.detach().double().requires_grad_(each.requires_grad) for each in _floats(inputs)]
-            exact = None if case.is_random else _results(plain_function, wide)
+            plain = outcome(definition, inputs, gradient)
+            wide = [in_float64(each) for each in inputs]
+            exact = None if problem.is_random else outcome(definition, wide, gradient.double())
     except Exception as error:
         return _raised(call, error)
     for name, theirs in plain.items():
@@ -82,23 +82,7 @@ def _load_fake_kernels() -> None:
 
 def fake_finding(call: Call) -> str:
     """The same of a call with fake tensors, in this process."""
-    return _finding(call, bound_case(call))
-
-
-def _floats(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [each for each in inputs if each.is_floating_point()]
-
-
-def _results(function: Function, inputs: Sequence[torch.Tensor]) -> Results:
-    """The output, and the gradient of each input that wants one."""
-    leaves = [each.detach().requires_grad_(each.requires_grad) for each in inputs]
-    out = function(*own(leaves))
-    wanted = [each for each in leaves if each.requires_grad]
-    if not wanted or not out.requires_grad:
-        return {"output": out.detach()}
-    gradients = torch.autograd.grad(out, wanted, output_gradient(out), allow_unused=True)
-    named = {f"gradient {place}": each.detach() for place, each in enumerate(gradients, 1) if each is not None}
-    return {"output": out.detach(), **named}
+    return _finding(call, problem(call))
 
 
 def _fake(function: Function, inputs: Sequence[torch.Tensor]) -> str:
@@ -118,7 +102,7 @@ def _raised(call: Call, error: Exception) -> str:
     """An error of the operator's; what cannot be asked for is no finding."""
     frames = traceback.extract_tb(error.__traceback__)
     folder = f"{os.sep}ops{os.sep}{call.operator}{os.sep}"
-    in_operator = [each for each in frames if folder in each.filename and not each.filename.endswith("bench.py")]
+    in_operator = [each for each in frames if folder in each.filename and not each.filename.endswith("cases.py")]
     if not in_operator or (isinstance(error, ValueError) and str(error).startswith(f"{call.operator}: ")):
         return ""
     said = str(error).strip().splitlines()
@@ -126,8 +110,10 @@ def _raised(call: Call, error: Exception) -> str:
 
 
 def _wrong(call: Call, inputs: Sequence[torch.Tensor], ours: Results, plain: Results, exact: Results) -> str:
-    eps = max(torch.finfo(each.dtype).eps for each in _floats(inputs))
-    size = max([1.0, *(_mean_square(each) for each in _floats(inputs))])
+    floats = [each for each in inputs if each.is_floating_point()]
+    floats = [each for each in floats if each.requires_grad] or floats
+    eps = max(torch.finfo(each.dtype).eps for each in floats)
+    size = max([1.0, *map(_mean_square, floats)])
     for name, truth in exact.items():
         mine, theirs = ours[name].double(), plain[name].double()
         if not bool(theirs.isfinite().all()) or not bool(truth.isfinite().all()):
@@ -136,7 +122,7 @@ def _wrong(call: Call, inputs: Sequence[torch.Tensor], ours: Results, plain: Res
             return f"{name} is not finite"
         number = math.sqrt(max(truth.numel(), 1))
         # A gradient is made of the output's, whose elements are of size 1, and of the inputs.
-        around = number * (size if name == "output" else size * size)
+        around = number * (size if name.startswith("output") else size * size)
         allowed = _EPS * eps * (float(truth.norm()) + around) + _REFERENCE * float((theirs - truth).norm())
         apart = float((mine - truth).norm())
         if not apart <= allowed:

@@ -1,43 +1,50 @@
-"""Rejects an implementation whose output differs before timing it.
+"""Compares the results of two implementations, so that no wrong one is timed.
 
-Every contender rounds in its own places, so what counts is the relative distance in the 2-norm, for the output and
-for each gradient. A contender that disagrees gets no time; which of the two is wrong is for the reader to find out.
+The measure is the relative distance in the 2-norm of the output and of each gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-# Several roundings of the dtype each, as plain PyTorch makes them in the backward of a softmax; an error of the
-# formula is far beyond.
-_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-6}
+from mindspeed_lite.ops.case import Function
 
-Function = Callable[..., torch.Tensor]
+# Several roundings of the dtype, as a backward pass of a softmax makes them; an error of a formula is far larger.
+_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-3, torch.float64: 1e-6}
 
 DISAGREES = "does not agree with ours"
 
 
-def outcome(function: Function, inputs: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Everything a call gives: its output with and without gradients, and each input's gradient, if it has any."""
+def outcome(
+    function: Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """All results of a call: the output without and with gradients, and the gradient of each input that wants one.
+
+    gradient: of the output; default: `output_gradient`.
+    """
     with torch.no_grad():
-        alone = function(*own(inputs))
-    if not any(each.requires_grad for each in inputs):
-        return {"output": alone}
-    out = function(*inputs)
-    gradients = torch.autograd.grad(out, inputs, output_gradient(out))
-    found = {"output without gradients": alone, "output": out.detach()}
-    return found | {f"gradient of input {number}": each for number, each in enumerate(gradients, 1)}
+        inference = function(*own(inputs))
+    wanted = {f"gradient of input {place}": each for place, each in enumerate(inputs, 1) if each.requires_grad}
+    if not wanted:
+        return {"output": inference}
+    out = function(*own(inputs))
+    found = {"output without gradients": inference, "output": out.detach()}
+    if out.requires_grad:
+        gradient = output_gradient(out) if gradient is None else gradient
+        gradients = torch.autograd.grad(out, [*wanted.values()], gradient, allow_unused=True)
+        found |= {name: each for name, each in zip(wanted, gradients, strict=True) if each is not None}
+    return found
 
 
 def own(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs, copies in place of those without a gradient: an operator may write them."""
+    """The inputs, with copies of those without gradients: an operator may write them."""
     return [each if each.requires_grad else each.clone() for each in inputs]
 
 
 def output_gradient(out: torch.Tensor) -> torch.Tensor:
-    """The gradient to send back through `out`: random, the same for all contenders."""
+    """The gradient sent through `out`: random, equal for all implementations."""
     # On a GPU by the GPU: a large one takes the host seconds.
     device = out.device if out.device.type == "cuda" else torch.device("cpu")
     generator = torch.Generator(device).manual_seed(2)
@@ -45,22 +52,23 @@ def output_gradient(out: torch.Tensor) -> torch.Tensor:
 
 
 def disagreement(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> str | None:
-    """Where the two outcomes differ by more than rounding, or None."""
+    """Where two outcomes differ by more than rounding, or None."""
     allowed = _TOLERANCE[dtype]
     found = []
     for name, want in ours.items():
-        got = theirs[name]
-        if got.shape != want.shape or got.dtype != want.dtype:
+        got = theirs.get(name)
+        if got is None:
+            found.append(f"{name} is missing")
+        elif got.shape != want.shape or got.dtype != want.dtype:
             found.append(f"{name} is {tuple(got.shape)} {got.dtype}, not {tuple(want.shape)} {want.dtype}")
-            continue
-        distance = _distance(got, want)
-        if not distance <= allowed:  # a NaN is no agreement
+        elif not (distance := relative_error(got, want)) <= allowed:  # NaN is no agreement
             found.append(f"{name} differs by {distance:.2g}, allowed {allowed:.2g}")
     return None if not found else f"{DISAGREES}: {'; '.join(found)}"
 
 
-def _distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    wide = torch.float64 if want.dtype == torch.float64 else torch.float32
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want| in the 2-norm; |got| where `want` is zero."""
+    wide = torch.promote_types(want.dtype, torch.float32)
     norm = float(torch.linalg.vector_norm(want, dtype=wide).item())
     distance = float(torch.linalg.vector_norm(got.to(wide) - want.to(wide)).item())
     return distance / norm if norm else distance

@@ -1,8 +1,6 @@
-"""Checks the device itself: `torch.cuda` names, streams, random states, memory, collectives.
+"""Checks the device itself: device layer, copies, streams, random state, memory statistics, collectives.
 
-Each check is handed the device's module (`torch.npu`, `torch.cuda`), does the thing, and reports what it saw or
-raises `DeviceCheckError` with what it should have been. On the CPU these names are our own device layer's, which has
-its own tests; there only the layer and the process group are checked.
+Streams, random state and memory are checked on accelerators only.
 """
 
 from __future__ import annotations
@@ -13,17 +11,17 @@ from typing import Any
 import torch
 
 from mindspeed_lite import platform
-from mindspeed_lite.bench.selftest.check import Check, Outcome
+from mindspeed_lite.bench.selftest import Check, Outcome
 
 _MEGABYTE = 1 << 20
 
 
 class DeviceCheckError(AssertionError):
-    """The device did something else; the text says what, and what was expected."""
+    """The device behaves otherwise than expected."""
 
 
 def checks(device: str) -> list[Check]:
-    """The checks of a device; the first puts the device layer in place."""
+    """The checks of a device; the first activates the device layer."""
     backend = platform.device(device).distributed_backend
     found = [
         Check("device", "device layer", functools.partial(layer, device)),
@@ -43,7 +41,7 @@ def checks(device: str) -> list[Check]:
 
 
 def layer(device: str) -> Outcome:
-    """The device layer goes in, and on an NPU "cuda" then means npu."""
+    """Activates the device layer; on an NPU, "cuda" then means npu."""
     chosen = platform.activate(device)
     text = chosen.describe()
     if device == "npu":
@@ -61,25 +59,25 @@ def layer(device: str) -> Outcome:
 
 
 def arithmetic(device: str) -> Outcome:
-    """A tensor comes back as it went, and a product in whole numbers is exact."""
+    """A copy there and back is equal, and a matmul of integers is exact."""
     generator = torch.Generator().manual_seed(4)
     a = torch.randint(-8, 9, (96, 64), generator=generator).float()
     b = torch.randint(-8, 9, (64, 80), generator=generator).float()
     there = a.to(device)
     if not torch.equal(there.cpu(), a):
-        raise DeviceCheckError("a tensor copied to the device and back is another one")
+        raise DeviceCheckError("a tensor copied to the device and back differs")
     for dtype in (torch.float32, torch.bfloat16):
         # Sums below 2 ** 13 with bf16 factors that are exact; the result in bf16 is rounded once.
         got = (there.to(dtype) @ b.to(device, dtype)).float().cpu()
         off = float((got - (a @ b)).abs().max().item())
         allowed = 0.0 if dtype == torch.float32 else float((a @ b).abs().max().item()) * 2**-8
         if not off <= allowed:
-            raise DeviceCheckError(f"a {dtype} product of whole numbers is off by {off:g}, allowed {allowed:g}")
-    return Outcome("a copy there and back is the same, a product of whole numbers exact")
+            raise DeviceCheckError(f"a {dtype} matmul of integers is off by {off:g}, allowed {allowed:g}")
+    return Outcome("a copy there and back is equal, a matmul of integers exact")
 
 
 def streams(module: Any, device: str) -> Outcome:
-    """Work on a second stream is done when waited for, and two events around it are a time apart."""
+    """Work on a second stream is done after a wait, and the events around it measure a time."""
     start, end = module.Event(enable_timing=True), module.Event(enable_timing=True)
     a = torch.ones(1024, 1024, device=device)
     side = module.Stream()
@@ -95,14 +93,14 @@ def streams(module: Any, device: str) -> Outcome:
     module.synchronize()
     elapsed = float(start.elapsed_time(end))
     if not elapsed > 0:
-        raise DeviceCheckError(f"eight matrix products between two events took {elapsed} ms")
+        raise DeviceCheckError(f"eight matmuls between two events took {elapsed} ms")
     if abs(total - 1024.0**2) > 1024:
-        raise DeviceCheckError(f"what a second stream computed sums to {total:g}, not {1024**2}: it was not waited for")
-    return Outcome(f"eight products on a second stream, {elapsed:.3f} ms by its events")
+        raise DeviceCheckError(f"a second stream's result sums to {total:g}, not {1024**2}: wait_stream did not wait")
+    return Outcome(f"eight matmuls on a second stream, {elapsed:.3f} ms by its events")
 
 
 def random_state(module: Any, device: str) -> Outcome:
-    """A state that is put back gives the same numbers, and so does a seed."""
+    """A restored state and a repeated seed give the same values."""
 
     def draw() -> torch.Tensor:
         return torch.randn(1000, device=device).cpu()
@@ -113,17 +111,17 @@ def random_state(module: Any, device: str) -> Outcome:
     first = draw()
     module.set_rng_state(state)
     if not torch.equal(draw(), first):
-        raise DeviceCheckError("the random state saved and put back gives other numbers")
+        raise DeviceCheckError("a restored random state gives other values")
     module.manual_seed(7)
     if not torch.equal(draw(), seeded):
-        raise DeviceCheckError("the same seed gives other numbers")
+        raise DeviceCheckError("the same seed gives other values")
     if torch.equal(seeded, first):
-        raise DeviceCheckError("drawing does not move the random state: the same numbers come twice")
-    return Outcome("a state put back and a seed give the same numbers")
+        raise DeviceCheckError("drawing does not advance the random state")
+    return Outcome("a restored state and a seed give the same values")
 
 
 def memory(module: Any, device: str) -> Outcome:
-    """A tensor shows in what is allocated and in the peak, and is gone from the former when it is freed."""
+    """Allocated and peak memory count a tensor, allocated memory only until it is freed."""
     module.synchronize()
     module.reset_peak_memory_stats()
     before = module.memory_allocated()
@@ -134,7 +132,7 @@ def memory(module: Any, device: str) -> Outcome:
     for name, value, good in (
         ("memory_allocated moves by", held, held >= 64 * _MEGABYTE),
         ("max_memory_allocated moves by", peak, peak >= 64 * _MEGABYTE),
-        ("after it is freed there stay", left, left < 32 * _MEGABYTE),
+        ("after it is freed there remain", left, left < 32 * _MEGABYTE),
     ):
         if not good:
             raise DeviceCheckError(f"with a tensor of 64 MB {name} {value / _MEGABYTE:g} MB")
@@ -142,7 +140,7 @@ def memory(module: Any, device: str) -> Outcome:
 
 
 def process_group(device: str, backend: str) -> Outcome:
-    """A group of one process: it forms, adds up, and on an NPU has the name that fused operators want."""
+    """A group of one process works, and on an NPU has the name that fused operators need."""
     distributed: Any = torch.distributed
     distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
     try:

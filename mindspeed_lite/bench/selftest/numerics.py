@@ -1,9 +1,7 @@
-"""Checks every operator against float64: ours and the plain path, forward and backward.
+"""Checks every operator against float64 on the CPU: ours and the reference, forward and backward.
 
-An error is relative in the 2-norm. Ours may be twice the plain path's, plus one eps of the dtype: the rule by which
-`--mindspeed-lite-verify` judges features of the class ulp. But never more than 8 eps, which is what ours may be off
-where there is no plain path: on a device that computes nonsense, the plain path's is no measure. The float64
-evaluation is the operator's reference on the CPU, since not every device has such numbers.
+An error is relative in the 2-norm. Ours may be twice the reference's plus one eps of the dtype, as
+`--mindspeed-lite-verify` allows features of class ulp, and never more than 8 eps.
 """
 
 from __future__ import annotations
@@ -16,15 +14,15 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.bench import operators, timing
-from mindspeed_lite.bench.operators import BoundCase, equivalence
-from mindspeed_lite.bench.selftest.check import FAILED, FALLBACK, OK, Check, Outcome
+from mindspeed_lite.bench import timing
+from mindspeed_lite.bench.operators import equivalence
+from mindspeed_lite.bench.selftest import FAILED, FALLBACK, OK, Check, Outcome
 from mindspeed_lite.ops import dispatch
+from mindspeed_lite.ops.case import Function, Problem
 from mindspeed_lite.ops.discovery import OPERATORS, cases
 
-Function = equivalence.Function
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_QUICK_SHAPES, _QUICK_DTYPES = 4, 2
 _MOST_EPS = 8
 
 
@@ -36,45 +34,49 @@ def checks(device: str, quick: bool) -> list[Check]:
     return found
 
 
-def problems(device: str, quick: bool) -> list[BoundCase]:
-    """Every problem; quick: the first shapes, one dtype of each width."""
-    found = []
-    for name in OPERATORS:
-        declared = cases(name)
-        for dtype in _DTYPES[: 2 if quick else 3]:
-            texts = (declared.numerics or declared.quick)[: 2 if quick else None]
-            found += [operators.case(name, text, device, dtype) for text in texts]
-            found += operators.variants(name, device, dtype)
-        if not quick:
-            found += [operators.case(name, text, device, torch.bfloat16) for text in declared.numerics_bf16]
-    return found
+def problems(device: str, quick: bool, backend: str = "") -> list[Problem]:
+    """Every shape in every dtype; quick: the first shapes, a dtype of each width.
+
+    backend: whose shapes; default: the device's.
+    """
+    return [
+        cases(name).problem(text, device, dtype)
+        for name in OPERATORS
+        for dtype in _DTYPES[: _QUICK_DTYPES if quick else None]
+        for text in cases(name).checked(backend or device)[: _QUICK_SHAPES if quick else None]
+    ]
 
 
-def judge(problem: BoundCase, device: str) -> Outcome:
-    """Whether ours is as near to float64 as it must be, on the device's own backend."""
+def judge(problem: Problem, device: str) -> Outcome:
+    """Compares ours on the device's own backend with float64."""
     inputs = problem.make()
-    load_ours, load_plain = (each.load for each in problem.contenders[:2])
-    function = load_ours()
-    refused = _refusal(problem.operator, device, function, inputs)
+    ours_function, reference_function = (each.load() for each in problem.contenders[:2])
+    refused = _refusal(problem.operator, device, ours_function, inputs)
     with _on_own_backend(problem.operator, "" if refused else device):
-        ours, gradient = _outcome(function, inputs, None)
+        ours = equivalence.outcome(ours_function, inputs)
+    gradient = equivalence.output_gradient(ours["output"])
+    suffix = ""
     try:
-        plain, _ = _outcome(load_plain(), inputs, gradient)
-        without = ""
-    except Exception as error:  # too large, or without a kernel: ours is judged alone
-        plain, without = {}, f"; the plain path did not run: {timing.said(error)}"
-    wide = [each.detach().cpu().double().requires_grad_(each.requires_grad) for each in inputs]
+        reference = equivalence.outcome(reference_function, inputs, gradient)
+    except Exception as error:  # out of memory, or no kernel: ours is judged alone
+        reference, suffix = {}, f"; the reference did not run: {timing.format_error(error)}"
     with dispatch.force(problem.operator, dispatch.REFERENCE):
-        exact, _ = _outcome(function, wide, gradient.cpu().double())
-    figures = [_figure(name, ours[name], plain.get(name), exact[name], problem.dtype) for name in exact]
+        exact = equivalence.outcome(ours_function, [in_float64(each) for each in inputs], gradient.cpu().double())
+    figures = [_figure(name, ours[name], reference.get(name), exact[name], problem.dtype) for name in exact]
     wrong = [each for each in figures if not _share(each) <= 1]
     text = "; ".join(map(_text, wrong or [max(figures, key=_share)]))
     status = FAILED if wrong else OK
     if refused:
         text += f"; computed by the reference: {refused}"
-        # Every problem here is one that the NPU backends are written for.
+        # NPU backends are written for every one of these shapes.
         status = FAILED if device == "npu" or status == FAILED else FALLBACK
-    return Outcome(text + without, status, figures)
+    return Outcome(text + suffix, status, figures)
+
+
+def in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """A leaf on the CPU, in float64 if it is floating point."""
+    moved = tensor.detach().cpu()
+    return moved.double().requires_grad_(tensor.requires_grad) if moved.is_floating_point() else moved
 
 
 def _backend(name: str, device: str) -> Outcome:
@@ -85,52 +87,37 @@ def _backend(name: str, device: str) -> Outcome:
 
 
 def _on_own_backend(name: str, device: str) -> contextlib.AbstractContextManager[None]:
-    """Force the device's backend where there is one, so that nothing falls back unseen."""
+    """Forces the device's backend where there is one, so that no fallback goes unseen."""
     if device in dispatch.operator(name).backends and not dispatch.operator(name).unusable(device):
         return dispatch.force(name, device)
     return contextlib.nullcontext()
 
 
 def _refusal(name: str, device: str, function: Function, inputs: Sequence[torch.Tensor]) -> str:
-    """Why the device's backend does not take this problem, or nothing."""
+    """Why the device's backend refuses this problem, or nothing."""
     try:
         with _on_own_backend(name, device), torch.no_grad():
             function(*equivalence.own(inputs))
-    except RuntimeError as error:
-        # The device's own errors are of this type too, and are for the caller.
+    except RuntimeError as error:  # also the type of the device's own errors
         if "is forced and cannot serve" not in str(error):
             raise
-        return timing.said(error)
+        return timing.format_error(error)
     return ""
 
 
-def _outcome(
-    function: Function, inputs: Sequence[torch.Tensor], gradient: torch.Tensor | None
-) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Output and gradients by name, and the gradient that was sent back: `gradient`, or one made for the output."""
-    if not any(each.requires_grad for each in inputs):
-        return {"output": function(*equivalence.own(inputs))}, torch.empty(0)
-    out = function(*inputs)
-    sent = equivalence.output_gradient(out) if gradient is None else gradient
-    found = torch.autograd.grad(out, inputs, sent)
-    named = {f"gradient of input {number}": each for number, each in enumerate(found, 1)}
-    return {"output": out.detach(), **named}, sent
-
-
 def _figure(
-    name: str, ours: torch.Tensor, plain: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
+    name: str, ours: torch.Tensor, reference: torch.Tensor | None, exact: torch.Tensor, dtype: torch.dtype
 ) -> dict[str, Any]:
     eps = torch.finfo(dtype).eps
-    error = _error(ours, exact)
-    other = None if plain is None else _error(plain, exact)
+    other = None if reference is None else _error(reference, exact)
     bound = _MOST_EPS * eps
     if other is not None and math.isfinite(other) and bool(exact.any()):
         bound = min(bound, 2 * other + eps)
-    return {"result": name, "ours": error, "plain": other, "bound": bound}
+    return {"result": name, "ours": _error(ours, exact), "reference": other, "bound": bound}
 
 
 def _error(got: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of `got` relative to `exact`; infinite for a wrong shape and for values that are not finite."""
+    """Relative error; infinite for a wrong shape and for values that are not finite."""
     wide = got.detach().cpu().double()
     if wide.shape != exact.shape or not bool(wide.isfinite().all()):
         return math.inf
@@ -143,5 +130,5 @@ def _share(figure: dict[str, Any]) -> float:
 
 
 def _text(figure: dict[str, Any]) -> str:
-    plain = "" if figure["plain"] is None else f", plain {figure['plain']:.2g}"
-    return f"{figure['result']}: error {figure['ours']:.2g}, bound {figure['bound']:.2g}{plain}"
+    other = "" if figure["reference"] is None else f", reference {figure['reference']:.2g}"
+    return f"{figure['result']}: error {figure['ours']:.2g}, bound {figure['bound']:.2g}{other}"

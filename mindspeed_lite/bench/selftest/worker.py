@@ -1,9 +1,9 @@
-"""Runs the self-test's checks one after the other, in a process of their own, and writes down how each ends.
+"""Runs the self-test's checks in a process of their own, and writes down how each ends.
 
     python -m mindspeed_lite.bench.selftest.worker DEVICE SKIP --lines FILE [--quick]
 
-leaves out the first SKIP checks. FILE gets a line of JSON for the plan, the environment and the ceiling, and one for
-each check when it has ended; the first check of the plan without a line is the one that ended the process.
+leaves out the first SKIP checks. FILE gets a line of JSON for the plan and the environment, and one for each check that
+has ended; the first check without a line is the one that ended the process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 from mindspeed_lite.bench import timing
 from mindspeed_lite.bench.output import finite
-from mindspeed_lite.bench.selftest.check import FAILED, Check, Outcome
+from mindspeed_lite.bench.selftest import FAILED, Check, Outcome
 
 
 def plan(device: str, quick: bool) -> list[Check]:
-    """Every check in the order in which it is run: first the device, without which the rest means little."""
+    """All checks in order: first the device, without which the others mean little."""
     from mindspeed_lite.bench.selftest import device as device_checks
-    from mindspeed_lite.bench.selftest import numerics, speed
+    from mindspeed_lite.bench.selftest import numerics
 
-    return [*device_checks.checks(device), *numerics.checks(device, quick), *speed.checks(device, quick)]
+    return [*device_checks.checks(device), *numerics.checks(device, quick)]
 
 
 def run(check: Check) -> dict[str, Any]:
@@ -33,8 +33,8 @@ def run(check: Check) -> dict[str, Any]:
     start = time.perf_counter()
     try:
         outcome = check.run()
-    except Exception as error:  # whatever it is, it is what there is to report
-        outcome = Outcome(timing.said(error), FAILED)
+    except Exception as error:
+        outcome = Outcome(timing.format_error(error), FAILED)
     return {
         "group": check.group,
         "name": check.name,
@@ -46,7 +46,7 @@ def run(check: Check) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is left of the plan; 0 whatever the checks say."""
+    """Runs the rest of the plan; always 0."""
     parser = argparse.ArgumentParser(prog="python -m mindspeed_lite.bench.selftest.worker", description=main.__doc__)
     parser.add_argument("device", choices=("cpu", "cuda", "npu"))
     parser.add_argument("skip", type=int)
@@ -55,24 +55,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     from mindspeed_lite import platform
     from mindspeed_lite.bench import environment
-    from mindspeed_lite.bench.selftest import speed
 
     with open(options.lines, "a", encoding="utf-8") as file:
 
-        def tell(**entry: Any) -> None:
+        def write(**entry: Any) -> None:
             file.write(json.dumps(finite(entry), allow_nan=False) + "\n")
             file.flush()
 
         chosen = platform.choose(options.device)
         checks = plan(chosen.name, options.quick)
-        tell(plan=[[check.group, check.name] for check in checks], environment=environment.describe(chosen))
+        write(plan=[[check.group, check.name] for check in checks], environment=environment.describe(chosen))
         if options.skip:
-            # The first check does this; if it could not, it has said so.
+            # Otherwise the first check does this; if it could not, its line says so.
             with contextlib.suppress(Exception):
                 platform.activate(chosen.name)
         for check in checks[options.skip :]:
-            tell(check=run(check))
-        tell(ceiling=speed.reached())
+            write(check=run(check))
     return 0
 
 

@@ -1,49 +1,68 @@
-"""accumulate_wgrad: against the product and the addition that autograd and a gradient hook make of it.
+"""Cases of accumulate_wgrad, compared with the matmul and the addition of autograd and a gradient hook.
 
-The operator adds in place, and a case must give the same at every call: every contender adds to a main gradient that
-has just been zeroed, as in the first micro-batch, and zeroing is part of all times. Counted as bytes forward: dy and x
-read, main_grad zeroed, read and written; as operations: those of the product. The backward pass, which a training step
-does not have here, is that of the formula: two products with the output's gradient.
+Work counts dy and x read, main_grad read and written, and the matmul.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize, sizes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-_SYNTAX, _EXAMPLE = "ROWSxINPUTxOUTPUT", "1024x1024x3072"
+import torch
 
-
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxINPUTxOUTPUT`."""
-    rows, k, n = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    inputs, product, main = rows * (n + k) * itemsize(dtype), 2 * rows * n * k, n * k * itemsize("fp32")
-    forward = Work(inputs + 3 * main, product)
-    backward = Work(2 * inputs + main, 2 * product)
-    return Case(
-        operator="accumulate_wgrad",
-        name=f"{rows}x{k}x{n} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, n)), Input((rows, k))),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            by_case(OURS, "ours"),
-            by_case(TORCH, "plain"),
-            by_case("apex", "apex", package="fused_weight_gradient_mlp_cuda"),
-        ),
-    )
+from mindspeed_lite.ops.accumulate_wgrad import accumulate_wgrad
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 
 
-# The layers of CPU runs (query-key-value, MLP, output layer), and Llama 8B's MLP.
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
+@dataclass(frozen=True)
+class Shape:
+    """dy [rows, outputs], x [rows, inputs], main_grad [outputs, inputs] in fp32."""
+
+    rows: int
+    inputs: int
+    outputs: int
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    main_grad = draw(shape.outputs, shape.inputs, wide=True, gradient=False)
+    return main_grad, draw(shape.rows, shape.outputs, gradient=False), draw(shape.rows, shape.inputs, gradient=False)
+
+
+def ours(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return accumulate_wgrad(main_grad, dy, x)
+
+
+def reference(shape: Shape, main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return main_grad.add_(dy.t() @ x)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, None]:
+    moved = shape.rows * (shape.outputs + shape.inputs) * size + 2 * shape.outputs * shape.inputs * max(4, size)
+    return Work(moved, 2 * shape.rows * shape.outputs * shape.inputs), None
+
+
+def apex(shape: Shape) -> Callable[..., torch.Tensor]:
+    kernels: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
+
+    def run(main_grad: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        kernels.wgrad_gemm_accum_fp32(x, dy, main_grad)
+        return main_grad
+
+    return run
+
+
+# Layers of a small model (query-key-value, MLP, output layer), and Llama 8B's.
+CASES = OperatorCases(
+    operator="accumulate_wgrad",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("128x64x192", "37x100x65", "1100x130x97"),
     cpu=("1024x1024x3072", "1024x2816x1024", "1024x1024x32768", "4096x1024x3072"),
     accelerator=("8192x4096x6144", "8192x4096x28672", "8192x14336x4096"),
-    quick=("1024x1024x3072",),
-    tiny=("64x128x192",),
-    numerics=("128x64x192", "37x100x65", "1100x130x97"),
+    peers={"apex": Peer(apex, "fused_weight_gradient_mlp_cuda")},
 )

@@ -1,84 +1,125 @@
-"""activation: against the functions that a user without us writes, step by step in the tensors' own dtype.
+"""Cases of activation, compared with PyTorch's functions one after another in the tensors' dtype.
 
-Counted as bytes: forward reads x, bias and weights and writes y; backward reads these and dy, and writes the gradients.
-Counted as operations on each element of y: for an exponential, a division and what is around them 10 forward and 20
-backward, and one for a bias, for a weight and for a product of halves. None of them is a matmul's, so memory is the
-bound on every device.
+Work counts x, bias, weights and y, and their gradients. Operations of an element of y: 10 forward and 20 backward, and
+1 forward and 2 backward for each of bias, weights and product of halves.
 """
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize
+import torch
 
-# The kinds of the operator; of the gated ones x has both halves.
-_GATED = ("swiglu", "geglu", "quick_geglu")
-_KINDS = (*_GATED, "gelu", "squared_relu")
-# What Liger-Kernel has, without a bias and without weights.
-_LIGER = ("swiglu", "geglu", "squared_relu")
+from mindspeed_lite.ops.activation import activation
+from mindspeed_lite.ops.activation.reference import GATED, PLAIN
+from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+
+# Of Liger-Kernel, without bias and weights.
+_LIGER = {
+    "swiglu": ("swiglu", "LigerFusedGateUpSiLUMulFunction"),
+    "geglu": ("geglu", "LigerGELUMulFunction"),
+    "squared_relu": ("relu_squared", "LigerReLUSquaredFunction"),
+}
 
 
-class Shape(NamedTuple):
-    """Rows, the width of x, the function, and whether there are a bias and weights."""
+@dataclass(frozen=True)
+class Shape:
+    """x [rows, width], both halves of a gated kind; bias [width], weights [rows, 1]."""
 
     rows: int
     width: int
-    kind: str
-    bias: bool
-    weights: bool
+    kind: Literal["swiglu", "geglu", "quick_geglu", "gelu", "squared_relu"] = "swiglu"
+    bias: bool = False
+    weights: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_gated and self.width % 2:
+            raise ValueError(f"{self.kind} wants an even width")
+
+    @property
+    def is_gated(self) -> bool:
+        return self.kind in GATED
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxWIDTH[,kind=KIND][,bias=1][,weights=1]`."""
-    match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)(?:,kind=(\w+))?(,bias=1)?(,weights=1)?", text)
-    kind = (match[3] or "swiglu") if match else ""
-    if match is None or kind not in _KINDS:
-        raise ValueError(
-            "want ROWSxWIDTH and, if wanted in this order, "
-            f"kind={'|'.join(_KINDS)}, bias=1, weights=1; for example 1024x5632,kind=swiglu"
-        )
-    rows, width, _, bias, weights = shape = Shape(int(match[1]), int(match[2]), kind, bool(match[4]), bool(match[5]))
-    gated = kind in _GATED
-    if gated and width % 2:
-        raise ValueError(f"{kind} wants an even width")
-    half = width // 2 if gated else width
-    inputs = [Input((rows, width))]
-    inputs += [Input((width,))] * bias + [Input((rows, 1), uniform=True)] * weights
-    size, extra = itemsize(dtype), bias * width + weights * rows
-    small = bias + weights + gated
-    forward = Work((rows * (width + half) + extra) * size, (10 + small) * rows * half)
-    backward = Work((rows * (2 * width + half) + 2 * extra) * size, (20 + 2 * small) * rows * half)
-    peers = [by_case("liger", "liger", package="liger_kernel")] if kind in _LIGER and not extra else []
-    return Case(
-        operator="activation",
-        name=f"{kind} {rows}x{width}{' bias' * bias}{' weights' * weights} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=tuple(inputs),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain"), *peers),
-    )
+def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+    made = [draw(shape.rows, shape.width)]
+    if shape.bias:
+        made.append(draw(shape.width))
+    if shape.weights:
+        made.append(draw.of(torch.rand(shape.rows, 1, **draw.options)))
+    return made
 
 
-# The width is that of x. A small model of CPU runs, and Llama's 8B: 14336 of each half.
-_CPU = ("1024x5632", "4096x28672", "4096x28672,weights=1", "4096x16384,kind=gelu,bias=1")
+def _split(shape: Shape, rest: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return rest[0] if shape.bias else None, rest[-1] if shape.weights else None
 
-CASES = Cases(
-    syntax="ROWSxWIDTH and, if wanted in this order, kind=KIND (swiglu), bias=1, weights=1",
-    example="1024x5632",
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "16384x28672"),
-    quick=("1024x5632",),
-    tiny=("32x64", "24x48", "24x48,kind=gelu,bias=1", "24x48,kind=squared_relu,weights=1"),
-    numerics=(
+
+def ours(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    bias, weights = _split(shape, rest)
+    return activation(x, shape.kind, bias, weights)
+
+
+def reference(shape: Shape, x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    bias, weights = _split(shape, rest)
+    if bias is not None:
+        x = x + bias
+    if shape.is_gated:
+        gate, up = x.chunk(2, -1)
+        y = GATED[shape.kind](gate) * up
+    else:
+        y = PLAIN[shape.kind](x)
+    return y if weights is None else y * weights
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    rows, width = shape.rows, shape.width
+    out = width // 2 if shape.is_gated else width
+    extra, small = shape.bias * width + shape.weights * rows, shape.bias + shape.weights + shape.is_gated
+    forward = Work((rows * (width + out) + extra) * size, (10 + small) * rows * out)
+    return forward, Work((rows * (2 * width + out) + 2 * extra) * size, (20 + 2 * small) * rows * out)
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel: SwiGLU of both halves in one tensor, like ours; GeGLU of two tensors."""
+    module, name = _LIGER[shape.kind]
+    function: Any = getattr(importlib.import_module(f"liger_kernel.ops.{module}"), name)
+    if shape.kind != "geglu":
+        run: Callable[..., torch.Tensor] = function.apply
+        return run
+
+    def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(half.clone(memory_format=torch.contiguous_format) for half in x.chunk(2, -1))
+
+    return OwnLayout(halves, function.apply, "the halves are two tensors, overwritten by their gradients")
+
+
+# A small model, and Llama 8B: 14336 for each half.
+_TIMED = ("1024x5632", "4096x28672", "4096x28672,weights=1", "4096x16384,kind=gelu,bias=1")
+
+CASES = OperatorCases(
+    operator="activation",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=(
         "64x1024",
         "37x1000,kind=geglu",
         "64x1024,kind=gelu,bias=1",
         "129x250,kind=swiglu,bias=1,weights=1",
     ),
+    not_on_npu=("24x48,kind=squared_relu,weights=1", "24x48,kind=quick_geglu"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "16384x28672"),
+    peers={
+        "liger": Peer(
+            liger,
+            "liger_kernel",
+            takes=lambda shape: shape.kind in _LIGER and not shape.bias and not shape.weights,
+        )
+    },
 )

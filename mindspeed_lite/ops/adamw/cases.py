@@ -1,45 +1,103 @@
-"""adamw: against what Megatron's step is without it: clipping, torch's AdamW, and the copy into 16 bits.
+"""Cases of adamw, compared with a Megatron step: clipping, torch's AdamW, and the copy into 16 bits.
 
-Counted as bytes: parameter and both moments, in fp32, are read and written, the gradient, in fp32, is read, the copy is
-written. Counted as operations on each element: 1 to scale, 1 to decay, 3 and 4 for the moments, 5 for the parameter.
-The dtype is that of the copy.
+Parameters, gradients and moments are fp32; the dtype is that of the copy. Work counts each tensor read and written,
+and 14 operations of an element.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Work, by_case, itemsize, sizes, wide_itemsize
-from mindspeed_lite.ops.case import contenders as together
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-_SYNTAX, _EXAMPLE = "TENSORSxELEMENTS", "8x1048576"
+import torch
+from torch.optim.adamw import adamw as torch_adamw
+
+from mindspeed_lite.ops.adamw import Rule, adamw, torch_fused
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+
+RULE: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+STEP = 10
+# So near to 1 that gradients scaled in place keep their size over thousands of calls.
+SCALE = 1 - 2.0**-20
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `TENSORSxELEMENTS`."""
-    count, size = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    ours, plain, compiled = together(by_case(OURS, "ours"), by_case(TORCH, "plain"))
-    return Case(
-        operator="adamw",
-        name=f"{count}x{size} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(),
-        forward=Work((7 * wide_itemsize(dtype) + itemsize(dtype)) * count * size, 14 * count * size),
-        both=None,
-        contenders=(ours, plain, by_case("torch fused", "fused"), compiled),
+@dataclass(frozen=True)
+class Shape:
+    """`tensors` parameters of `elements`."""
+
+    tensors: int
+    elements: int
+
+
+def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+    """Parameters, gradients, first and second moments, copies."""
+
+    def drawn(scale: float) -> list[torch.Tensor]:
+        return [draw(shape.elements, scale=scale, wide=True, gradient=False) for _ in range(shape.tensors)]
+
+    params, grads, exp_avgs, exp_avg_sqs = (drawn(scale) for scale in (0.02, 1e-2, 1e-2, 1e-2))
+    for exp_avg_sq in exp_avg_sqs:
+        exp_avg_sq.square_().add_(1e-6)
+    return [*params, *grads, *exp_avgs, *exp_avg_sqs, *(param.to(draw.dtype, copy=True) for param in params)]
+
+
+def _lists(shape: Shape, tensors: tuple[torch.Tensor, ...]) -> list[list[torch.Tensor]]:
+    count = shape.tensors
+    return [list(tensors[start : start + count]) for start in range(0, 5 * count, count)]
+
+
+def ours(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+    *state, outs = _lists(shape, tensors)
+    adamw(*state, **RULE, step=STEP, grad_scale=SCALE, outs=outs)
+    return outs[0]
+
+
+def reference(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+    params, grads, exp_avgs, exp_avg_sqs, outs = _lists(shape, tensors)
+    for grad in grads:
+        grad.mul_(SCALE)
+    steps = [torch.tensor(STEP - 1.0) for _ in params]
+    rule = {name: value for name, value in RULE.items() if name != "betas"}
+    beta1, beta2 = RULE["betas"]
+    torch_adamw(
+        params, grads, exp_avgs, exp_avg_sqs, [], steps, beta1=beta1, beta2=beta2, amsgrad=False, maximize=False, **rule
     )
+    for param, out in zip(params, outs, strict=True):
+        out.copy_(param)
+    return outs[0]
 
 
-# A few matrices, many small ones, and a layer or two of a large model.
-_CPU = ("256x4096", "8x1048576", "4x16777216")
+def work(shape: Shape, size: int) -> tuple[Work, None]:
+    count = shape.tensors * shape.elements
+    return Work((7 * max(4, size) + size) * count, 14 * count), None
 
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "16x67108864"),
-    quick=("8x65536",),
-    tiny=("3x40",),
-    numerics=("3x1000", "2x65537"),
+
+def fused(shape: Shape) -> Callable[..., torch.Tensor]:
+    """torch's fused kernel."""
+
+    def run(*tensors: torch.Tensor) -> torch.Tensor:
+        params, grads, exp_avgs, exp_avg_sqs, outs = _lists(shape, tensors)
+        torch._foreach_mul_(grads, SCALE)
+        torch_fused.adamw(params, grads, exp_avgs, exp_avg_sqs, Rule(**RULE, step=STEP), outs)
+        return outs[0]
+
+    return run
+
+
+# Many small matrices, a few, and layers of a large model.
+_TIMED = ("256x4096", "8x1048576", "4x16777216")
+
+CASES = OperatorCases(
+    operator="adamw",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("3x1000", "2x65537"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "16x67108864"),
+    quick="8x65536",
+    peers={"torch fused": Peer(fused)},
 )

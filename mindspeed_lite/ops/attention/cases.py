@@ -1,156 +1,216 @@
-"""attention: against what Megatron's local DotProductAttention computes, and against PyTorch's fused function.
+"""Cases of attention, compared with Megatron's local DotProductAttention and with PyTorch's fused function.
 
-`torch` writes every score to memory, as Megatron does without us: baddbmm, a mask, softmax, bmm. `torch sdpa` is
-`scaled_dot_product_attention` as a user would call it, with the layout changed there and back.
-
-Counted as operations: two for each multiply-add of the matrix products, over the pairs of query and key that the
-mask leaves, 2 products forward and 4 backward (computing the scores again, as flash kernels do, is their choice and
-not counted). Counted as bytes: forward reads q, k and v and writes the output; backward reads these four and the
-output's gradient and writes three gradients.
+The reference writes every score to memory: baddbmm, mask, softmax, bmm. Work counts two operations for each
+multiply-add of the visible pairs, with 2 matmuls forward and 4 backward; bytes are those of q, k, v, the output and
+their gradients.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, itemsize
-from mindspeed_lite.ops.case import contenders as together
+import torch
 
-_EXAMPLE = "for example s=1024,b=1,n=16,g=16,d=64"
-# Ends of the sequences of the packed variant.
-PACKED_ENDS = (0, 40, 45, 128)
+from mindspeed_lite.ops.attention import attention, packed
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
 
 
-class Shape(NamedTuple):
-    """Sequence, batch, query heads, key heads, head size; keys before the query's own, or -1; causal order."""
+@dataclass(frozen=True)
+class Shape:
+    """q [s, b, n, d], k and v [s, b, g, d]; g: 0 for n; w: keys visible before the query's own, -1 for all.
+
+    mask: a random one for each sequence. sink: a further logit for each head. packed: three sequences of one pack.
+    """
 
     s: int
-    b: int
     n: int
-    g: int
     d: int
-    w: int
-    causal: bool
+    b: int = 1
+    g: int = 0
+    w: int = -1
+    causal: bool = True
+    mask: bool = False
+    sink: bool = False
+    packed: bool = False
 
+    def __post_init__(self) -> None:
+        if self.n % self.groups:
+            raise ValueError(f"g={self.g} key heads do not divide n={self.n} heads")
+        if self.is_special and (self.w >= 0 or not self.causal or self.n != self.groups):
+            raise ValueError("mask, sink and packed want causal attention without w and g")
 
-def parse(text: str) -> Shape:
-    """The shape of `s=1024,n=16,d=64`.
+    @property
+    def groups(self) -> int:
+        return self.g or self.n or 1
 
-    Raises:
-        ValueError: what is wrong with the text.
-    """
-    given: dict[str, int] = {}
-    for part in text.split(","):
-        key, equals, value = part.strip().partition("=")
-        if key not in Shape._fields:
-            raise ValueError(f"{key!r} is none of {', '.join(Shape._fields)}; {_EXAMPLE}")
-        if key in given:
-            raise ValueError(f"{key} is given twice")
-        if not equals or not value.isdecimal() or (key != "causal" and int(value) < (0 if key == "w" else 1)):
-            raise ValueError(f"{key} needs a whole number{'' if key in ('w', 'causal') else ' of at least 1'}")
-        given[key] = int(value)
-    missing = [key for key in ("s", "n", "d") if key not in given]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} missing; {_EXAMPLE}")
-    causal = given.pop("causal", 1)
-    if causal not in (0, 1):
-        raise ValueError(f"causal is 0 or 1, not {causal}")
-    shape = Shape(**{"b": 1, "g": given["n"], "w": -1, **given}, causal=bool(causal))
-    if shape.n % shape.g:
-        raise ValueError(f"g={shape.g} key heads do not divide n={shape.n} heads")
-    return shape
+    @property
+    def is_special(self) -> bool:
+        return self.mask or self.sink or self.packed
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        return None if self.w < 0 else (self.w, 0 if self.causal else self.w)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return 0, self.s // 3, self.s // 2, self.s
 
 
 def visible_pairs(shape: Shape) -> int:
-    """How many pairs of query and key one head computes."""
+    """Pairs of query and key that one head computes."""
     before = shape.s - 1 if shape.w < 0 else min(shape.w, shape.s - 1)
     # Query i sees min(i, before) keys before its own.
     earlier = before * (before + 1) // 2 + (shape.s - 1 - before) * before
     return shape.s + (earlier if shape.causal else 2 * earlier)
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of such a text."""
-    shape = parse(text)
-    s, b, n, g, d, w, causal = shape
-    queries, keys = s * b * n * d * itemsize(dtype), s * b * g * d * itemsize(dtype)
-    product = 2 * b * n * d * visible_pairs(shape)
-    options = ("" if causal else " full") + ("" if w < 0 else f" w={w}")
-    ours, plain, compiled = together(by_case(OURS, "ours"), by_case(TORCH, "plain"))
-    return Case(
-        operator="attention",
-        name=f"s={s} b={b} n={n} g={g} d={d}{options} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((s, b, n, d)), Input((s, b, g, d)), Input((s, b, g, d))),
-        forward=Work(2 * queries + 2 * keys, 2 * product),
-        both=Work(6 * queries + 6 * keys, 6 * product),
-        contenders=(
-            ours,
-            plain,
-            by_case("torch sdpa", "sdpa"),
-            compiled,
-            by_case("flash_attn", "flash_attn", package="flash_attn"),
-            by_case("transformer_engine", "transformer_engine", package="transformer_engine"),
-        ),
+def hidden(shape: Shape) -> torch.Tensor | None:
+    """[s, s] bool, True where the key is hidden; None where all keys are visible."""
+    if not shape.causal and shape.w < 0:
+        return None
+    visible: torch.Tensor = torch.ones(shape.s, shape.s, dtype=torch.bool)
+    if shape.w >= 0:
+        visible = visible.triu_(-shape.w).tril_(shape.w)
+    if shape.causal:
+        visible = visible.tril_()
+    mask: torch.Tensor = ~visible
+    return mask
+
+
+def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+    """q, k, v; with `sink` its logits; the mask of the reference."""
+    s, b, n, d = shape.s, shape.b, shape.n, shape.d
+    batch = () if shape.packed else (b,)
+    made = [draw(s, *batch, heads, d) for heads in (n, shape.groups, shape.groups)]
+    if shape.sink:
+        made.append(draw.of(torch.linspace(-2, 2, n)))
+    mask = hidden(shape)
+    if mask is None:
+        return made
+    if shape.mask:
+        mask = mask | (torch.rand(b, 1, s, s, **draw.options).cpu() < 0.3)
+        mask[..., range(s), range(s)] = False  # no row without keys, where the reference has another answer
+    if shape.packed:
+        document = torch.arange(s).unsqueeze(-1).ge(torch.tensor(shape.ends[1:])).sum(-1)
+        mask |= document.unsqueeze(-1) != document
+    return [*made, mask.to(draw.device)]
+
+
+def ours(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    out: torch.Tensor
+    if shape.packed:
+        out = packed.attention(q, k, v, packed.Packing.of(shape.ends), causal=True)
+    elif shape.mask:
+        out = attention(q, k, v, mask=rest[-1])
+    elif shape.sink:
+        out = attention(q, k, v, causal=True, sink=rest[0])
+    else:
+        out = attention(q, k, v, causal=shape.causal, window=shape.window)
+    return out
+
+
+def reference(shape: Shape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    s, b, n, g, d = shape.s, shape.b, shape.n, shape.groups, shape.d
+    if n != g:
+        k, v = k.repeat_interleave(n // g, dim=2), v.repeat_interleave(n // g, dim=2)
+    queries, keys, values = (t.reshape(s, b * n, d).transpose(0, 1) for t in (q, k, v))
+    scores = torch.baddbmm(q.new_empty(b * n, s, s), queries, keys.transpose(1, 2), beta=0.0, alpha=d**-0.5)
+    if shape.causal or shape.w >= 0:
+        scores.view(b, n, s, s).masked_fill_(rest[-1], -10000.0)
+    if shape.sink:
+        logits = torch.cat([scores, rest[0].repeat(b).reshape(b * n, 1, 1).expand(b * n, s, 1)], -1)
+        probs = logits.softmax(-1)[..., :-1]
+    else:
+        probs = scores.softmax(-1)
+    out = torch.bmm(probs, values).view(b, n, s, d).permute(2, 0, 1, 3)  # [s, b, n, d]
+    return (out.squeeze(1) if shape.packed else out).contiguous()
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    tokens = shape.s * shape.b * shape.d * size
+    matmul = 2 * shape.b * shape.n * shape.d * visible_pairs(shape)
+    moved = 2 * tokens * (shape.n + shape.groups)
+    return Work(moved, 2 * matmul), Work(2 * moved, 4 * matmul)
+
+
+def sdpa(shape: Shape) -> Callable[..., torch.Tensor]:
+    """`scaled_dot_product_attention`, with the layout changed there and back."""
+    function = torch.nn.functional.scaled_dot_product_attention
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (q, k, v))  # [b, n or g, s, d]
+        mask = ~rest[-1] if shape.w >= 0 else None
+        causal = shape.causal and mask is None
+        out = function(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=shape.n != shape.groups)
+        return out.permute(2, 0, 1, 3).contiguous()
+
+    return run
+
+
+def flash_attn(shape: Shape) -> Callable[..., torch.Tensor]:
+    function: Any = importlib.import_module("flash_attn").flash_attn_func
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))  # [b, s, n or g, d]
+        out: torch.Tensor = function(q, k, v, causal=shape.causal, window_size=shape.window or (-1, -1))
+        return out.transpose(0, 1).contiguous()
+
+    return run
+
+
+def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+    module: Any = importlib.import_module("transformer_engine.pytorch").DotProductAttention(
+        shape.n,
+        shape.d,
+        num_gqa_groups=shape.groups,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal" if shape.causal else "no_mask",
+        window_size=shape.window,
     )
 
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = module(q, k, v)
+        return out.view(shape.s, shape.b, shape.n, shape.d)
 
-def _variants(device: str, dtype: str) -> tuple[Case, ...]:
-    """A mask of its own for each sequence; one more logit per head, our own call of a backend's backward; a pack."""
-    square = case("s=96,b=2,n=4,d=64", device, dtype)
-    pack = case(f"s={PACKED_ENDS[-1]},n=4,d=64", device, dtype)
-    return (
-        replace(
-            square,
-            name=f"mask [2, 1, 96, 96] n=4 d=64 {dtype}",
-            contenders=(by_case(OURS, "masked_ours"), by_case(TORCH, "masked_plain")),
-        ),
-        replace(
-            square,
-            name=f"softmax offset s=96 b=2 n=4 d=64 {dtype}",
-            inputs=(),
-            contenders=(by_case(OURS, "offset_ours"), by_case(TORCH, "offset_plain")),
-        ),
-        replace(
-            pack,
-            name=f"pack of {PACKED_ENDS[-1]} n=4 d=64 {dtype}",
-            inputs=(Input((PACKED_ENDS[-1], 4, 64)),) * 3,
-            contenders=(by_case(OURS, "packed_ours"), by_case(TORCH, "packed_plain")),
-        ),
-    )
+    return run
 
 
-# The model of CPU runs short and long, grouped heads (Llama 8B), a window (Mistral's idea).
-_CPU = ("s=1024,n=16,d=64", "s=4096,n=16,d=64", "s=2048,n=32,g=8,d=128", "s=4096,n=16,d=64,w=1024")
+def _is_ordinary(shape: Shape) -> bool:
+    return not shape.is_special
 
-CASES = Cases(
-    syntax="s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), g=KEY HEADS (n), w=WINDOW (none), causal=0|1 (1)",
-    example="s=1024,b=1,n=16,g=16,d=64",
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "s=8192,n=32,g=8,d=128"),
-    quick=("s=256,n=16,d=64",),
-    tiny=(
-        "s=64,n=2,d=32",
-        "s=12,n=4,d=8",
-        "s=12,b=2,n=4,g=2,d=8",
-        "s=12,n=2,d=8,w=3",
-        "s=12,n=2,d=8,w=3,causal=0",
-        "s=12,n=2,d=8,causal=0",
-    ),
-    # Causal, no mask, a window on one side and on both, one key head for several heads and for all, lengths that are no
-    # power of two.
-    numerics=(
+
+# A small model short and long, grouped heads (Llama 8B), a window (Mistral).
+_TIMED = ("s=1024,n=16,d=64", "s=4096,n=16,d=64", "s=2048,n=32,g=8,d=128", "s=4096,n=16,d=64,w=1024")
+
+CASES = OperatorCases(
+    operator="attention",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=(
         "s=128,n=4,d=64",
+        "s=96,b=2,n=4,d=64,mask=1",
+        "s=128,n=4,d=64,packed=1",
+        "s=96,b=2,n=4,d=64,sink=1",
         "s=100,b=2,n=8,g=2,d=80",
         "s=192,n=4,d=64,w=32",
         "s=130,n=4,g=1,d=128,causal=0",
         "s=130,n=2,d=64,w=20,causal=0",
+        # Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU.
+        "s=2080,n=1,d=64",
     ),
-    # Beyond the 2048 x 2048 triangle that stands for every causal mask on an NPU.
-    numerics_bf16=("s=2080,n=1,d=64",),
-    variants=_variants,
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "s=8192,n=32,g=8,d=128"),
+    quick="s=256,n=16,d=64",
+    peers={
+        "torch sdpa": Peer(sdpa, takes=_is_ordinary),
+        "flash_attn": Peer(flash_attn, "flash_attn", takes=_is_ordinary),
+        "transformer_engine": Peer(transformer_engine, "transformer_engine", takes=_is_ordinary),
+    },
 )

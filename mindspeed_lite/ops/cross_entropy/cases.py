@@ -1,47 +1,71 @@
-"""cross_entropy: against `torch.nn.functional.cross_entropy` of logits widened to fp32, as Megatron widens them.
+"""Cases of cross_entropy, compared with `torch.nn.functional.cross_entropy` of fp32 logits, as in Megatron.
 
-Counted as bytes: forward reads the logits; backward reads them and writes their gradient. What there is per row is
-left out. Counted as operations on each element: 4 forward (maximum, difference, exponential, sum), 5 backward
-(difference, exponential, quotient, the target's one, times the loss's gradient). None of them is a matmul's. The
-logits here are a leaf and are used again, so our gradient gets memory of its own, which in a model it does not.
+Work counts the logits read, and their gradient written. Operations of an element: 4 forward, 5 backward. The logits are
+a leaf here, so our gradient cannot overwrite them as it does in a model.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize, sizes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-_SYNTAX, _EXAMPLE = "ROWSxVOCABULARY", "1024x32768"
+import torch
+
+from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+from mindspeed_lite.ops.cross_entropy import cross_entropy
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxVOCABULARY`."""
-    rows, width = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    forward = Work(rows * width * itemsize(dtype), 4 * rows * width)
-    backward = Work(2 * rows * width * itemsize(dtype), 5 * rows * width)
-    return Case(
-        operator="cross_entropy",
-        name=f"{rows}x{width} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, width), scale=2.0),),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            by_case(OURS, "ours"), by_case(TORCH, "plain"), by_case("liger", "liger", package="liger_kernel")
-        ),
+@dataclass(frozen=True)
+class Shape:
+    """[rows, vocabulary]."""
+
+    rows: int
+    vocabulary: int
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """Logits and labels."""
+    return draw(shape.rows, shape.vocabulary, scale=2.0), draw.integers(shape.vocabulary, shape.rows)
+
+
+def ours(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits, labels)
+
+
+def reference(shape: Shape, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    count = shape.rows * shape.vocabulary
+    return Work(count * size, 4 * count), Work(2 * count * size, 5 * count)
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    function: Any = importlib.import_module("liger_kernel.ops.cross_entropy").LigerCrossEntropyFunction
+    return OwnLayout(
+        lambda logits, labels: (logits.clone(), labels),
+        lambda logits, labels: function.apply(logits, labels, None, -100, 0.0, 0.0, "none")[0],
+        "its own copy of the logits, which the forward pass overwrites with their gradient",
     )
 
 
-# CPU runs, and Llama 3's vocabulary whole and as one of eight ranks has it.
-_CPU = ("1024x32768", "512x128256")
+# A small model, and Llama 3's vocabulary, also as one of eight ranks holds it.
+_TIMED = ("1024x32768", "512x128256")
 
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "8192x32768", "8192x128256", "8192x16032"),
-    quick=("256x8192",),
-    tiny=("24x48",),
+CASES = OperatorCases(
+    operator="cross_entropy",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("24x48", "256x8192"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "8192x32768", "8192x128256", "8192x16032"),
+    quick="256x8192",
+    peers={"liger": Peer(liger, "liger_kernel")},
 )

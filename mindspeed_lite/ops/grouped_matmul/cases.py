@@ -1,50 +1,89 @@
-"""grouped_matmul: against a loop over the experts' linear layers, and PyTorch's grouped product.
+"""Cases of grouped_matmul, compared with a loop over the experts' linear layers.
 
-Tokens choose their experts with very different odds, so that groups are uneven; one expert has no rows. Every expert
-has a weight of its own: PyTorch's product wants one tensor of all, and joining them is part of its time. Counted as
-bytes: forward reads input and weights and writes the output; backward reads those and the output's gradient and
-writes the gradients. As operations: those of the products.
+Groups are uneven, and the last expert has no rows. Work counts inputs, weights and outputs once, and the matmuls.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize, sizes
+import functools
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
-_SYNTAX, _EXAMPLE = "ROWSxINPUTxOUTPUTxEXPERTS", "4096x512x256x16"
+import torch
+
+from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+from mindspeed_lite.ops.grouped_matmul import grouped_matmul
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxINPUTxOUTPUTxEXPERTS`."""
-    rows, k, n, experts = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    size, product = itemsize(dtype), 2 * rows * n * k
-    forward = Work((rows * (n + k) + experts * n * k) * size, product)
-    backward = Work((rows * (n + 2 * k) + 2 * experts * n * k) * size, 2 * product)
-    return Case(
-        operator="grouped_matmul",
-        name=f"{rows}x{k}x{n}x{experts} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, k)), *[Input((n, k), scale=k**-0.5)] * experts),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            by_case(OURS, "ours"),
-            by_case(TORCH, "plain"),
-            # It has no float64.
-            *([] if dtype == "fp64" else [by_case("torch grouped_mm", "grouped_mm")]),
-        ),
+@dataclass(frozen=True)
+class Shape:
+    """x [rows, inputs], a weight [outputs, inputs] for each expert."""
+
+    rows: int
+    inputs: int
+    outputs: int
+    experts: int
+
+
+@functools.lru_cache(8)
+def counts(shape: Shape) -> tuple[int, ...]:
+    """Rows of each expert; no tensors, which a fake tensor mode would leave without values."""
+    if shape.experts == 1:
+        return (shape.rows,)
+    draws = random.Random(2)
+    odds = [math.exp(draws.gauss(0, 1)) for _ in range(shape.experts - 1)]
+    chosen = Counter(draws.choices(range(shape.experts - 1), odds, k=shape.rows))
+    return (*(chosen[expert] for expert in range(shape.experts - 1)), 0)
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    scale = max(shape.inputs, 1) ** -0.5
+    weights = [draw(shape.outputs, shape.inputs, scale=scale) for _ in range(shape.experts)]
+    return draw(shape.rows, shape.inputs), *weights
+
+
+def ours(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    return grouped_matmul(x, weights, list(counts(shape)))
+
+
+def reference(shape: Shape, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    parts = zip(torch.split(x, list(counts(shape))), weights, strict=True)
+    return torch.cat([torch.nn.functional.linear(rows, weight) for rows, weight in parts])
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    rows, k, n, experts = shape.rows, shape.inputs, shape.outputs, shape.experts
+    matmul = 2 * rows * n * k
+    forward = Work((rows * (n + k) + experts * n * k) * size, matmul)
+    return forward, Work((rows * (n + 2 * k) + 2 * experts * n * k) * size, 2 * matmul)
+
+
+def grouped_mm(shape: Shape) -> Callable[..., torch.Tensor]:
+    """`torch.nn.functional.grouped_mm` on one tensor of all weights."""
+    product: Callable[..., torch.Tensor] = torch.nn.functional.grouped_mm  # type: ignore[attr-defined, unused-ignore]
+    ends = list(itertools.accumulate(counts(shape)))
+    return OwnLayout(
+        lambda x, *weights: (x.clone(), torch.stack(weights), torch.tensor(ends, dtype=torch.int32, device=x.device)),
+        lambda x, weights, offs: product(x, weights.transpose(1, 2), offs=offs),
+        "the weights are one tensor, stacked beforehand",
     )
 
 
-# Layers of many small experts and of few large ones; on accelerators those of Qwen3-30B-A3B and Mixtral 8x7B.
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
+# Many small experts and few large ones; on accelerators Qwen3-30B-A3B and Mixtral 8x7B.
+CASES = OperatorCases(
+    operator="grouped_matmul",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("300x64x96x4", "37x100x65x3", "513x136x72x9"),
     cpu=("12288x512x256x64", "2048x1024x1408x8"),
     accelerator=("65536x2048x1536x128", "16384x4096x28672x8"),
-    quick=("1024x256x128x8",),
-    tiny=("64x32x16x4", "24x16x32x3"),
-    numerics=("300x64x96x4", "37x100x65x3", "513x136x72x9"),
+    quick="1024x256x128x8",
+    peers={"torch grouped_mm": Peer(grouped_mm)},
 )

@@ -1,43 +1,57 @@
-"""l2norm: against Megatron's own: a norm for each tensor, and the norm of these on the host.
+"""Cases of l2norm, compared with Megatron's norm of norms without its transfers to the host.
 
-The tensors are the gradients of a model of the case's dtype, which the optimizer has in fp32 (a model's fp32 and its
-16 bits have the same case then; float64 stays itself). Counted as bytes: every tensor is read. Counted as operations on
-each element: a product and a sum.
+The tensors are gradients in fp32, also for 16-bit models. Operations of an element: a multiplication and an addition.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, sizes, wide_itemsize
+from dataclasses import dataclass
 
-_SYNTAX, _EXAMPLE = "TENSORSxELEMENTS", "8x1048576"
+import torch
 
-
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `TENSORSxELEMENTS`."""
-    count, size = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    return Case(
-        operator="l2norm",
-        name=f"{count}x{size} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((size,), wide=True, gradient=False),) * count,
-        forward=Work(count * size * wide_itemsize(dtype), 2 * count * size),
-        both=None,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain")),
-    )
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.l2norm import l2norm
 
 
-# A few matrices, many small ones, and a layer or two of a large model.
-_CPU = ("256x4096", "8x1048576", "4x16777216")
+@dataclass(frozen=True)
+class Shape:
+    """`tensors` tensors of `elements`."""
 
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "16x67108864"),
-    quick=("8x65536",),
-    tiny=("3x40",),
-    numerics=("3x1000", "2x65537"),
+    tensors: int
+    elements: int
+
+
+def inputs(shape: Shape, draw: Draw) -> list[torch.Tensor]:
+    return [draw(shape.elements, wide=True, gradient=False) for _ in range(shape.tensors)]
+
+
+def ours(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+    return l2norm(tensors)
+
+
+def reference(shape: Shape, *tensors: torch.Tensor) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(each) for each in tensors]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm
+
+
+def work(shape: Shape, size: int) -> tuple[Work, None]:
+    count = shape.tensors * shape.elements
+    return Work(count * max(4, size), 2 * count), None
+
+
+# Many small matrices, a few, and layers of a large model.
+_TIMED = ("256x4096", "8x1048576", "4x16777216")
+
+CASES = OperatorCases(
+    operator="l2norm",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("3x1000", "2x65537"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "16x67108864"),
+    quick="8x65536",
 )

@@ -1,64 +1,64 @@
-"""layer_norm: against `torch.nn.functional.layer_norm`, which is what Megatron's local norm calls.
+"""Cases of layer_norm, compared with `torch.nn.functional.layer_norm`, which Megatron's local norm calls.
 
-Counted as bytes: forward reads x, weight and bias and writes y; backward reads x, the weight and dy and writes dx and
-the gradients of weight and bias. The two numbers kept for each row are left out. Counted as operations on each
-element: 7 forward (sum, minus mean, square, sum, times 1 / deviation, times weight, plus bias), 13 backward. None of
-them is a matmul's, so memory is the bound on every device.
+Work counts every tensor once. Operations of an element: 7 forward, 13 backward.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import (
-    OURS,
-    TORCH,
-    Case,
-    Cases,
-    Contender,
-    Input,
-    Work,
-    by_case,
-    contenders,
-    itemsize,
-    sizes,
-)
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.layer_norm import layer_norm
 
 EPS = 1e-5
-_SYNTAX, _EXAMPLE = "ROWSxHIDDEN", "1024x4096"
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxHIDDEN`."""
-    rows, hidden = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    size = itemsize(dtype)
+@dataclass(frozen=True)
+class Shape:
+    """[rows, hidden]."""
+
+    rows: int
+    hidden: int
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    return draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0), draw(shape.hidden)
+
+
+def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return layer_norm(x, weight, bias, eps=EPS)
+
+
+def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.layer_norm(x, (shape.hidden,), weight, bias, EPS)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    rows, hidden = shape.rows, shape.hidden
     forward = Work((2 * rows * hidden + 2 * hidden) * size, 7 * rows * hidden)
-    backward = Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
-    return Case(
-        operator="layer_norm",
-        name=f"{rows}x{hidden} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, hidden)), Input((hidden,), scale=0.1, offset=1.0), Input((hidden,))),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            Contender(OURS, "mindspeed_lite.ops.layer_norm:layer_norm", {"eps": EPS}),
-            by_case(TORCH, "plain"),
-            by_case("liger", "liger", package="liger_kernel"),
-        ),
-    )
+    return forward, Work((3 * rows * hidden + 3 * hidden) * size, 13 * rows * hidden)
 
 
-# A small model of CPU runs, and hidden sizes of models with LayerNorm (GPT-3 6.7B and 175B).
-_CPU = ("1024x1024", "4096x4096")
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    function: Any = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
+    return lambda x, weight, bias: function.apply(x, weight, bias, EPS)
 
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "8192x12288"),
-    quick=("1024x1024",),
-    tiny=("24x48",),
-    numerics=("64x1024", "37x1000", "300x64"),
+
+# A small model, GPT-3 6.7B and 175B.
+CASES = OperatorCases(
+    operator="layer_norm",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("64x1024", "37x1000", "300x64"),
+    cpu=("1024x1024", "4096x4096"),
+    accelerator=("1024x1024", "4096x4096", "8192x12288"),
+    peers={"liger": Peer(liger, "liger_kernel")},
 )

@@ -1,44 +1,71 @@
-"""linear_cross_entropy: against a linear layer and `torch.nn.functional.cross_entropy` of its logits in fp32.
+"""Cases of linear_cross_entropy, compared with a linear layer and `torch.nn.functional.cross_entropy` in fp32.
 
-Counted as bytes: forward reads hidden and weight; backward reads both and writes their gradients. The logits are left
-out, which is the point. Counted as operations: the three matrix products that a linear layer needs; ours takes a
-fourth to have the logits again, and where no 16-bit product can be had in fp32 a fifth.
+Work counts hidden states, weight and their gradients, not the logits, and the three matmuls of a linear layer.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize, sizes
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-_SYNTAX, _EXAMPLE = "ROWSxHIDDENxVOCABULARY", "1024x1024x32768"
+import torch
 
-
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxHIDDENxVOCABULARY`."""
-    rows, hidden, width = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    once = (rows + width) * hidden * itemsize(dtype)
-    product = 2 * rows * hidden * width
-    return Case(
-        operator="linear_cross_entropy",
-        name=f"{rows}x{hidden}x{width} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, hidden)), Input((width, hidden), scale=hidden**-0.5)),
-        forward=Work(once, product),
-        both=Work(3 * once, 3 * product),
-        contenders=contenders(
-            by_case(OURS, "ours"), by_case(TORCH, "plain"), by_case("liger", "liger", package="liger_kernel")
-        ),
-    )
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.linear_cross_entropy import linear_cross_entropy
 
 
-# CPU runs, and Llama 3's 8B and its vocabulary as one of eight ranks has it.
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
+@dataclass(frozen=True)
+class Shape:
+    """x [rows, hidden], weight [vocabulary, hidden]."""
+
+    rows: int
+    hidden: int
+    vocabulary: int
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """x, weight and labels."""
+    weight = draw(shape.vocabulary, shape.hidden, scale=max(shape.hidden, 1) ** -0.5)
+    return draw(shape.rows, shape.hidden), weight, draw.integers(shape.vocabulary, shape.rows)
+
+
+def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return linear_cross_entropy(x, weight, labels)
+
+
+def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    logits = torch.nn.functional.linear(x, weight)
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return torch.nn.functional.cross_entropy(wide, labels, reduction="none")
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    once = (shape.rows + shape.vocabulary) * shape.hidden * size
+    matmul = 2 * shape.rows * shape.hidden * shape.vocabulary
+    return Work(once, matmul), Work(2 * once, 2 * matmul)
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel, with a loss for each row and the weight's gradient summed in fp32, like ours."""
+    module: Any = importlib.import_module("liger_kernel.ops.fused_linear_cross_entropy")
+    function: Any = module.LigerFusedLinearCrossEntropyFunction
+    options = (None, None, -100, 0.0, 0.0, "none", None, False, torch.float32)
+    return lambda x, weight, labels: function.apply(x, weight, labels, *options)[0]
+
+
+# A small model, and Llama 3 8B, also as one of eight ranks holds it.
+CASES = OperatorCases(
+    operator="linear_cross_entropy",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("24x16x48", "128x256x4096"),
     cpu=("1024x1024x32768",),
     accelerator=("8192x4096x32768", "8192x4096x128256", "8192x8192x16032"),
-    quick=("128x256x4096",),
-    tiny=("24x16x48",),
+    quick="128x256x4096",
+    peers={"liger": Peer(liger, "liger_kernel")},
 )

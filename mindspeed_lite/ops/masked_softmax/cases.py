@@ -1,69 +1,73 @@
-"""masked_softmax: against the steps one by one, as Megatron's local attention computes them.
+"""Cases of masked_softmax, compared with the steps of Megatron's local attention.
 
-Counted as bytes: forward reads the visible scores and writes all probabilities; backward reads the visible scores and
-their probabilities' gradients and writes all gradients; both read the mask, where there is one. Under the causal mask
-what lies right of the diagonal counts as not visible; a mask that is a tensor has to be read to know, and then all of
-it counts as visible. What there is per row is left out. Counted as operations on each visible score: 5 forward
-(maximum, difference, exponential, sum, quotient), 7 backward (difference, exponential, quotient, product, sum,
-difference, product). None of them is a matmul's. The scale is 1, as Megatron's is unless layers are scaled.
+Work counts visible scores read, all probabilities written, and a mask tensor read; backward likewise with gradients.
+Under the causal mask only the lower triangle is visible. Operations of a visible score: 5 forward, 7 backward.
 """
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize
+import torch
 
-_PATTERN = re.compile(r"([1-9]\d*)[xX]([1-9]\d*)[xX]([1-9]\d*)[xX]([1-9]\d*)(?:,causal=([01]))?")
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.masked_softmax import masked_softmax
 
 
-class Shape(NamedTuple):
-    """Batch, heads, queries, keys; the causal mask, or one that is a tensor."""
+@dataclass(frozen=True)
+class Shape:
+    """Scores [b, n, sq, sk]; the causal mask, or a random one."""
 
     b: int
     n: int
     sq: int
     sk: int
-    causal: bool
+    causal: bool = True
+
+    def __post_init__(self) -> None:
+        if self.causal and self.sq != self.sk:
+            raise ValueError(f"a causal mask wants as many queries as keys, not {self.sq} and {self.sk}")
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `BxNxSQxSK[,causal=0|1]`."""
-    match = _PATTERN.fullmatch(text)
-    if match is None:
-        raise ValueError("want BxNxSQxSK with all at least 1 and, if wanted, causal=0|1 (1); example 1x16x1024x1024")
-    batch, heads, queries, keys = (int(match[each]) for each in (1, 2, 3, 4))
-    causal = match[5] != "0"
-    if causal and queries != keys:
-        raise ValueError(f"a causal mask wants as many queries as keys, not {queries} and {keys}")
-    size, whole = itemsize(dtype), batch * heads * queries * keys
-    visible = batch * heads * queries * (queries + 1) // 2 if causal else whole
-    read = 0 if causal else batch * queries * keys
-    forward = Work((visible + whole) * size + read, 5 * visible)
-    backward = Work((2 * visible + whole) * size + read, 7 * visible)
-    return Case(
-        operator="masked_softmax",
-        name=f"{batch}x{heads}x{queries}x{keys}{'' if causal else ',causal=0'} {dtype}",
-        shape=Shape(batch, heads, queries, keys, causal),
-        device=device,
-        dtype=dtype,
-        inputs=(Input((batch, heads, queries, keys), scale=2.0),),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain")),
-    )
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """Scores, and the mask: True where the key is hidden."""
+    scores = draw(shape.b, shape.n, shape.sq, shape.sk, scale=2.0)
+    if shape.causal:
+        mask = torch.ones(1, 1, shape.sq, shape.sk, dtype=torch.bool).triu(1)
+    else:
+        mask = torch.rand(shape.b, 1, shape.sq, shape.sk, **draw.options) < 0.25
+        mask[..., 0] = False  # no row is hidden completely
+    return scores, mask.to(draw.device)
 
 
-# CPU runs with both kinds of mask, and a batch of sequences on an accelerator.
-CASES = Cases(
-    syntax="BxNxSQxSK and, if wanted, causal=0",
-    example="1x16x1024x1024",
-    case=case,
+def ours(shape: Shape, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return masked_softmax(scores, causal=True) if shape.causal else masked_softmax(scores, mask)
+
+
+def reference(shape: Shape, scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    if scores.dtype.itemsize > 2:
+        return scores.masked_fill(mask, -10000.0).softmax(-1)
+    return scores.float().masked_fill_(mask, -10000.0).softmax(-1).to(scores.dtype)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    heads, total = shape.b * shape.n, shape.b * shape.n * shape.sq * shape.sk
+    visible = heads * shape.sq * (shape.sq + 1) // 2 if shape.causal else total
+    mask = 0 if shape.causal else shape.b * shape.sq * shape.sk
+    forward = Work((visible + total) * size + mask, 5 * visible)
+    return forward, Work((2 * visible + total) * size + mask, 7 * visible)
+
+
+# correctness: lengths that NPUs take.
+CASES = OperatorCases(
+    operator="masked_softmax",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("1x4x128x128", "2x3x96x160,causal=0", "1x2x32x4096,causal=0"),
     cpu=("1x16x1024x1024", "1x16x1024x1024,causal=0", "1x8x2048x2048"),
     accelerator=("4x16x2048x2048",),
-    quick=("1x4x128x128",),
-    tiny=("1x4x32x32", "2x3x24x24", "2x3x20x24,causal=0"),
-    # Lengths that NPUs take.
-    numerics=("1x4x128x128", "2x3x96x160,causal=0", "1x2x32x4096,causal=0"),
+    quick="1x4x128x128",
 )

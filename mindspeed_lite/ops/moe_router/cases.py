@@ -1,89 +1,125 @@
-"""moe_router: against the same steps one by one, as Megatron computes them without Transformer Engine.
+"""Cases of moe_router, compared with Megatron's steps without Transformer Engine.
 
-The output is the probabilities [T, E]; the map is computed beside them. The logits of a token differ from each other:
-among equal ones, and among those that only float64 tells apart, devices may choose differently.
-
-Counted as bytes: forward reads the logits and writes probabilities and map; backward reads the chosen gradients and
-writes that of the logits. Counted as operations on each logit: 8 for its score, and one comparison for each expert that
-is looked for and each group; backward as many for a score as forward. None of them is a matmul's.
+The output is the probabilities [tokens, experts]. Work counts logits, probabilities and map; backward the chosen
+gradients and that of the logits. Operations of a logit: 8 for its score in each direction, and a comparison for each
+chosen expert and group.
 """
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Work, by_case, contenders, itemsize
+import torch
 
-# As the operator names them.
-_SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
-_PATTERN = re.compile(
-    r"([1-9]\d*)[xX]([1-9]\d*),k=([1-9]\d*)(?:,scores=(\w+))?(,pre=1)?(?:,groups=([1-9]\d*)/([1-9]\d*))?(,bias=1)?"
-)
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.moe_router import topk_routing
 
 
-class Shape(NamedTuple):
-    """Tokens, experts and how many of these each takes; the score; `chosen` of `groups`, or 0 of 0; an expert bias."""
+@dataclass(frozen=True)
+class Shape:
+    """Logits [tokens, experts]; groups, group_topk: 0 for no limit; pre: softmax before the choice."""
 
     tokens: int
     experts: int
-    topk: int
-    function: str
-    pre: bool
-    groups: int
-    chosen: int
-    bias: bool
+    k: int
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    pre: bool = False
+    groups: int = 0
+    group_topk: int = 0
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        groups = self.groups
+        if groups and (self.experts % groups or not 0 < self.group_topk <= min(groups, self.k)):
+            raise ValueError(f"k={self.k} of {self.experts} experts in {self.group_topk} of {groups} groups")
+        if self.k > self.experts:
+            raise ValueError(f"k={self.k} of {self.experts} experts")
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `TOKENSxEXPERTS,k=TOPK[,scores=FUNCTION][,pre=1][,groups=NUMBER/CHOSEN][,bias=1]`."""
-    match = _PATTERN.fullmatch(text)
-    function = (match[4] or "softmax") if match else ""
-    if match is None or function not in _SCORE_FUNCTIONS:
-        raise ValueError(
-            "want TOKENSxEXPERTS,k=TOPK and, if wanted in this order, "
-            f"scores={'|'.join(_SCORE_FUNCTIONS)}, pre=1, groups=NUMBER/CHOSEN, bias=1; for example 4096x64,k=6"
-        )
-    tokens, experts, topk = (int(match[each]) for each in (1, 2, 3))
-    pre, biased = bool(match[5]), bool(match[8])
-    groups, chosen = (int(match[6]), int(match[7])) if match[6] else (0, 0)
-    if topk > experts or (groups and (experts % groups or not chosen <= groups or topk < chosen)):
-        raise ValueError(f"{topk} of {experts} experts in {chosen} of {groups} groups")
-    size, count = itemsize(dtype), tokens * experts
-    forward = Work(count * (2 * size + 1), count * (8 + topk + groups))
-    backward = Work(count * size + tokens * topk * size, 8 * count)
-    details = "".join([" pre-softmax" * pre, f" groups {groups}/{chosen}" if groups else "", " bias" * biased])
-    return Case(
-        operator="moe_router",
-        name=f"{tokens}x{experts} top {topk} {function}{details} {dtype}",
-        shape=Shape(tokens, experts, topk, function, pre, groups, chosen, biased),
-        device=device,
-        dtype=dtype,
-        inputs=(),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain")),
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """Logits without equal values in a row, exact in any dtype; with `bias` the expert bias."""
+    experts = shape.experts
+    places = torch.rand(shape.tokens, experts, **draw.options).argsort(dim=1)
+    # Steps of a power of two through about [-2, 2].
+    logits = draw.of((places - experts // 2) * (4.0 / (1 << max(experts - 1, 0).bit_length())))
+    if not shape.bias:
+        return (logits,)
+    order = torch.randperm(experts, **draw.options)
+    return logits, draw.of(torch.linspace(-0.1, 0.1, experts, device=order.device)[order], wide=True, gradient=False)
+
+
+def ours(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
+    probs, _ = topk_routing(
+        logits,
+        shape.k,
+        use_pre_softmax=shape.pre,
+        num_groups=shape.groups or None,
+        group_topk=shape.group_topk or None,
+        score_function=shape.scores,
+        expert_bias=expert_bias,
     )
+    return probs
+
+
+def reference(shape: Shape, logits: torch.Tensor, expert_bias: torch.Tensor | None = None) -> torch.Tensor:
+    groups, k = shape.groups, shape.k
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+
+    def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if groups:
+            grouped = scores.view(shape.tokens, groups, -1)
+            worth = grouped.topk(k // shape.group_topk, dim=-1)[0].sum(dim=-1)
+            mask = torch.zeros_like(worth).scatter_(1, worth.topk(shape.group_topk, dim=-1, sorted=False)[1], 1)
+            mask = mask.unsqueeze(-1).expand_as(grouped).reshape_as(scores)
+            scores = scores.masked_fill(~mask.bool(), float("-inf"))
+        return torch.topk(scores, k, dim=1)
+
+    if shape.scores == "softmax" and shape.pre:
+        probs, indices = choose(torch.softmax(logits, dim=-1, dtype=dtype))
+    elif shape.scores == "softmax":
+        chosen, indices = choose(logits)
+        probs = torch.softmax(chosen, dim=-1, dtype=dtype)
+    else:
+        wide = logits.to(dtype)
+        scores = torch.sigmoid(wide) if shape.scores == "sigmoid" else torch.nn.functional.softplus(wide).sqrt()
+        if expert_bias is None:
+            probs, indices = choose(scores)
+        else:
+            indices = choose(scores + expert_bias)[1]
+            probs = scores.gather(1, indices)
+        if k > 1:
+            probs = probs / (probs.sum(dim=-1, keepdim=True) + 1e-20)
+    probs = probs.type_as(logits)
+    # The map that callers need with the probabilities.
+    torch.zeros_like(logits).int().scatter(1, indices, 1).bool()
+    return torch.zeros_like(logits).scatter(1, indices, probs)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    count = shape.tokens * shape.experts
+    forward = Work(count * (2 * size + 1), count * (8 + shape.k + shape.groups))
+    return forward, Work((count + shape.tokens * shape.k) * size, 8 * count)
 
 
 # Mixtral, a model of 64 experts in both ways, and DeepSeek-V3.
-_DEEPSEEK = ",k=8,scores=sigmoid,groups=8/4,bias=1"
-_CPU = ("2048x8,k=2", "4096x64,k=6", "4096x64,k=6,pre=1", f"8192x256{_DEEPSEEK}")
+_DEEPSEEK = ",scores=sigmoid,groups=8,group_topk=4,bias=1"
+_TIMED = ("2048x8x2", "4096x64x6", "4096x64x6,pre=1", f"8192x256x8{_DEEPSEEK}")
 
-CASES = Cases(
-    syntax="TOKENSxEXPERTS,k=TOPK and, if wanted in this order, scores=FUNCTION (softmax), pre=1, "
-    "groups=NUMBER/CHOSEN, bias=1",
-    example="4096x64,k=6",
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, f"32768x256{_DEEPSEEK}"),
-    quick=("512x64,k=6",),
-    tiny=(
-        "64x16,k=2,pre=1",
-        "24x48,k=4",
-        "24x48,k=4,pre=1,groups=4/2",
-        "24x48,k=4,scores=sigmoid,groups=4/2,bias=1",
-        "24x48,k=1,scores=sqrtsoftplus",
+CASES = OperatorCases(
+    operator="moe_router",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=(
+        "64x64x6,pre=1",
+        f"100x64x8{_DEEPSEEK}",
+        "37x60x4,scores=sigmoid",
     ),
-    numerics=("64x64,k=6,pre=1", "100x64,k=8,scores=sigmoid,groups=8/4,bias=1", "37x60,k=4,scores=sigmoid"),
+    not_on_npu=("24x48x4", "24x48x4,pre=1,groups=4,group_topk=2", "24x48x1,scores=sqrtsoftplus"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, f"32768x256x8{_DEEPSEEK}"),
+    quick="512x64x6",
 )

@@ -1,64 +1,73 @@
-"""permute and unpermute: against what Megatron's dispatchers compute, with sorts of the map and sums by scatter_add.
+"""Cases of permute and unpermute, compared with Megatron's sorts of the map and sums by scatter_add.
 
-Every token goes to TOPK experts, its rows are weighted and summed again; probs are fp32 as a router makes them. Only
-what is in between differs from a layer: the experts are left out.
-
-Counted as bytes: forward reads each token and writes its rows, reads the rows and writes the sums; backward the same
-with gradients, and the rows again for the gradient of probs. The map and what there is per row are left out. Counted as
-operations on each number of a row: 2 forward (times prob, sum), 4 backward (times prob, product with the row, two
-sums). None of them is a matmul's.
+A layer without its experts: tokens are permuted, weighted by fp32 probs and summed again. Work counts tokens and rows
+read and written. Operations of an element of a row: 2 forward, 4 backward.
 """
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Work, by_case, contenders, itemsize
+import torch
+
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.permute import permute, unpermute
 
 
-class Shape(NamedTuple):
-    """Tokens, their width, the experts, and how many of these each token goes to."""
+@dataclass(frozen=True)
+class Shape:
+    """Tokens [tokens, hidden], each sent to `topk` of `experts`."""
 
     tokens: int
     hidden: int
     experts: int
     topk: int
 
+    def __post_init__(self) -> None:
+        if self.topk > self.experts:
+            raise ValueError(f"topk={self.topk} of {self.experts} experts")
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `TOKENSxHIDDENxEXPERTSxTOPK`."""
-    match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)[xX]([1-9]\d*)[xX]([1-9]\d*)", text)
-    if match is None or int(match[4]) > int(match[3]):
-        raise ValueError("want TOKENSxHIDDENxEXPERTSxTOPK, each at least 1 and TOPK of EXPERTS, like 4096x512x64x6")
-    tokens, hidden, experts, topk = shape = Shape(*map(int, match.groups()))
-    count = tokens * topk
-    one, many = tokens * hidden * itemsize(dtype), count * hidden * itemsize(dtype)
-    forward = Work(2 * (one + many), 2 * count * hidden)
-    backward = Work(2 * one + 3 * many, 4 * count * hidden)
-    return Case(
-        operator="permute",
-        name=f"{tokens}x{hidden}x{experts}x{topk} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain")),
-    )
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """Tokens, probs [tokens, experts] that are 0 where a token does not go, and the routing map."""
+    chosen = torch.rand(shape.tokens, shape.experts, **draw.options).topk(shape.topk, 1).indices
+    routing_map = torch.zeros(shape.tokens, shape.experts, dtype=torch.bool, device=chosen.device)
+    routing_map.scatter_(1, chosen, True)
+    probs = torch.rand(shape.tokens, shape.experts, **draw.options).mul_(routing_map)
+    return draw(shape.tokens, shape.hidden), draw.of(probs, wide=True), routing_map.to(draw.device)
+
+
+def ours(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+    rows, _, row_ids = permute(x, routing_map, None, shape.tokens * shape.topk, topk=shape.topk)
+    return unpermute(rows, row_ids, (shape.tokens, shape.hidden), probs, routing_map)
+
+
+def reference(shape: Shape, x: torch.Tensor, probs: torch.Tensor, routing_map: torch.Tensor) -> torch.Tensor:
+    by_expert = routing_map.t().contiguous()
+    order = by_expert.reshape(-1).argsort(descending=True, stable=True)[: shape.tokens * shape.topk]
+    token = order % shape.tokens
+    rows = x.index_select(0, token) * probs.t().contiguous().masked_select(by_expert).unsqueeze(-1)
+    sums = torch.zeros(shape.tokens, shape.hidden, dtype=rows.dtype, device=x.device)
+    return sums.scatter_add(0, token.unsqueeze(1).expand(-1, shape.hidden), rows).to(x.dtype)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    once, rows = shape.tokens * shape.hidden, shape.tokens * shape.topk * shape.hidden
+    return Work(2 * (once + rows) * size, 2 * rows), Work((2 * once + 3 * rows) * size, 4 * rows)
 
 
 # Many small experts, and few large ones.
-_CPU = ("4096x512x64x6", "2048x1024x8x2")
+_TIMED = ("4096x512x64x6", "2048x1024x8x2")
 
-CASES = Cases(
-    syntax="TOKENSxHIDDENxEXPERTSxTOPK",
-    example="4096x512x64x6",
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "8192x7168x256x8"),
-    quick=("512x256x16x4",),
-    tiny=("32x64x4x2", "24x48x6x2"),
-    numerics=("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
+CASES = OperatorCases(
+    operator="permute",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("64x1024x8x2", "37x1000x12x1", "300x64x64x6"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "8192x7168x256x8"),
+    quick="512x256x16x4",
 )

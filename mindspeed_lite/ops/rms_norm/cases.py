@@ -1,86 +1,95 @@
-"""rms_norm: against `torch.nn.functional.rms_norm`, which is what Megatron's local norm calls.
+"""Cases of rms_norm, compared with `torch.nn.functional.rms_norm`, which Megatron's local norm calls.
 
-Counted as bytes: forward reads x and the weight and writes y; backward reads x, the weight and dy and writes dx and
-the weight's gradient. The one number kept for each row is left out. Counted as operations on each element: 4
-forward (square, sum, times 1 / rms, times weight), 9 backward (x dy, its sum over rows and its weighted sum over
-the row, and dx). None of them is a matmul's, so memory is the bound on every device.
+Work counts every tensor once. Operations of an element: 4 forward, 9 backward.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from mindspeed_lite.ops.case import (
-    OURS,
-    TORCH,
-    Case,
-    Cases,
-    Contender,
-    Input,
-    Work,
-    by_case,
-    contenders,
-    itemsize,
-    sizes,
-)
+import torch
+
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.rms_norm import rms_norm
 
 EPS = 1e-5
-_SYNTAX, _EXAMPLE = "ROWSxHIDDEN", "1024x4096"
 
 
-class Shape(NamedTuple):
-    """Rows, and the width of each; zero_centered: the weight stands for 1 + weight."""
+@dataclass(frozen=True)
+class Shape:
+    """[rows, hidden]; zero_centered: the weight is stored minus 1."""
 
     rows: int
     hidden: int
     zero_centered: bool = False
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxHIDDEN`."""
-    rows, hidden = sizes(text, _SYNTAX, _EXAMPLE)
-    return _of(Shape(rows, hidden), device, dtype)
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """x, and a weight to which 1 can be added without rounding."""
+    x, weight = draw(shape.rows, shape.hidden), draw(shape.hidden, scale=0.1, offset=1.0)
+    return x, (weight.detach() - 1).requires_grad_() if shape.zero_centered else weight
 
 
-def _of(shape: Shape, device: str, dtype: str) -> Case:
-    rows, hidden, zero_centered = shape
-    size = itemsize(dtype)
+def ours(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return rms_norm(x, weight, eps=EPS, zero_centered=shape.zero_centered)
+
+
+def reference(shape: Shape, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(x, (shape.hidden,), 1 + weight if shape.zero_centered else weight, EPS)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    rows, hidden = shape.rows, shape.hidden
     forward = Work((2 * rows * hidden + hidden) * size, 4 * rows * hidden)
-    backward = Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
-    options = {"eps": EPS, "zero_centered": zero_centered}
-    return Case(
-        operator="rms_norm",
-        name=f"{rows}x{hidden}{' 1 + weight' if zero_centered else ''} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=() if zero_centered else (Input((rows, hidden)), Input((hidden,), scale=0.1, offset=1.0)),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            Contender(OURS, "mindspeed_lite.ops.rms_norm:rms_norm", options),
-            by_case(TORCH, "plain"),
-            by_case("liger", "liger", package="liger_kernel"),
-            by_case("transformer_engine", "transformer_engine", package="transformer_engine"),
+    return forward, Work((3 * rows * hidden + 2 * hidden) * size, 9 * rows * hidden)
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel with Gemma's rounding (all in fp32, like ours), without overwriting dy."""
+    function: Any = importlib.import_module("liger_kernel.ops.rms_norm").LigerRMSNormFunction
+    return lambda x, weight: function.apply(x, weight, EPS, float(shape.zero_centered), "gemma", False)
+
+
+def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Transformer Engine's module, with the problem's weight as its own."""
+    module: Any = importlib.import_module("transformer_engine.pytorch")
+
+    @functools.lru_cache(1)
+    def made(device: torch.device, dtype: torch.dtype) -> Any:
+        norm = module.RMSNorm(shape.hidden, eps=EPS, device=device, dtype=dtype)
+        del norm.weight
+        return norm
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        norm = made(x.device, x.dtype)
+        norm.weight = weight
+        out: torch.Tensor = norm(x)
+        return out
+
+    return run
+
+
+# A small model, Llama 8B and 70B, and heads (QK norm).
+_TIMED = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
+
+CASES = OperatorCases(
+    operator="rms_norm",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("64x1024", "64x1024,zero_centered=1", "37x1000", "512x4096", "300x64"),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "16384x8192"),
+    peers={
+        "liger": Peer(liger, "liger_kernel"),
+        "transformer_engine": Peer(
+            transformer_engine, "transformer_engine", takes=lambda shape: not shape.zero_centered
         ),
-    )
-
-
-def _variants(device: str, dtype: str) -> tuple[Case, ...]:
-    return (_of(Shape(64, 1024, True), device, dtype),)
-
-
-# A small model of CPU runs, Llama's hidden sizes 4096 (8B) and 8192 (70B), and heads (QK-norm).
-_CPU = ("1024x1024", "4096x4096", "4096x8192", "65536x64")
-
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "16384x8192"),
-    quick=("1024x1024",),
-    tiny=("32x64", "24x48"),
-    numerics=("64x1024", "37x1000", "512x4096", "300x64"),
-    variants=_variants,
+    },
 )

@@ -1,108 +1,124 @@
-"""rope: against the composition that Megatron's local implementation makes for queries or keys.
+"""Cases of rope, compared with Megatron's local implementation.
 
-x is a part of a fused projection, as there: its last dimension is contiguous, the others are not. The angles are given;
-ours has cos and sin of them from the call before, as in every layer but the first, the composition computes them.
-
-Counted as bytes: forward reads x, cos and sin (fp32) and writes y, backward does it once more. Counted as operations:
-3 on each element turned, in each direction. None of them is a matmul's, so memory is the bound on every device.
+x is part of a fused projection: only its last dimension is contiguous. cos and sin are computed once, as in every layer
+but the first. Work counts x, y, cos and sin (fp32), and 3 operations of a rotated element, in each direction.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Work, by_case, contenders, itemsize
+import torch
 
-_EXAMPLE = "for example s=1024,b=1,n=16,d=64"
-# How the elements of a head pair up, as in the operator.
-_PAIRS = ("half", "interleaved", "regrouped")
+from mindspeed_lite.ops.case import Draw, OperatorCases, OwnLayout, Peer, Work
+from mindspeed_lite.ops.rope import Pairs, rope
+from mindspeed_lite.ops.rope.angles import cos_sin
 
 
-class Shape(NamedTuple):
-    """Sequence, batch, heads, head size, rotary elements of a head; how they pair up."""
+@dataclass(frozen=True)
+class Shape:
+    """[s, b, n, d]; r: rotated elements of a head, 0 for all."""
 
     s: int
-    b: int
     n: int
     d: int
-    r: int
-    pairs: str
+    b: int = 1
+    r: int = 0
+    pairs: Pairs = "half"
+
+    def __post_init__(self) -> None:
+        if self.width % 2 or self.width > self.d:
+            raise ValueError(f"r={self.width} rotary elements: want an even number within d={self.d}")
+
+    @property
+    def width(self) -> int:
+        return self.r or self.d
 
 
-def parse(text: str) -> Shape:
-    """The shape of `s=1024,n=16,d=64`.
-
-    Raises:
-        ValueError: what is wrong with the text.
-    """
-    given: dict[str, int] = {}
-    pairs = "half"
-    for part in text.split(","):
-        key, equals, value = part.strip().partition("=")
-        if key not in Shape._fields:
-            raise ValueError(f"{key!r} is none of {', '.join(Shape._fields)}; {_EXAMPLE}")
-        if key in given:
-            raise ValueError(f"{key} is given twice")
-        if key == "pairs":
-            if value not in _PAIRS:
-                raise ValueError(f"pairs is one of {', '.join(_PAIRS)}, not {value!r}")
-            pairs = value
-        elif not equals or not value.isdecimal() or int(value) < 1:
-            raise ValueError(f"{key} needs a whole number of at least 1")
-        else:
-            given[key] = int(value)
-    missing = [key for key in ("s", "n", "d") if key not in given]
-    if missing:
-        raise ValueError(f"{' and '.join(missing)} missing; {_EXAMPLE}")
-    shape = Shape(**{"b": 1, "r": given["d"], **given}, pairs=pairs)
-    if shape.r % 2 or shape.r > shape.d:
-        raise ValueError(f"r={shape.r} rotary elements: want an even number within d={shape.d}")
-    return shape
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """x [s, b, n, d] and angles [s, 1, 1, r]."""
+    x = draw(shape.s, shape.b, shape.n, 3, shape.d, gradient=False)[..., 1, :].requires_grad_()
+    step = 1e4 ** -(torch.arange(0, shape.width, 2).float() / shape.width)
+    angles = torch.arange(shape.s).float()[:, None] * step
+    both = (angles, angles)
+    repeated = torch.stack(both, -1).flatten(-2) if shape.pairs == "interleaved" else torch.cat(both, -1)
+    return x, draw.of(repeated[:, None, None], wide=True, gradient=False)
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of such a text."""
-    shape = parse(text)
-    s, b, n, d, r, pairs = shape
-    work = Work(2 * s * b * n * d * itemsize(dtype) + 2 * s * r * 4, 3 * s * b * n * r)
-    options = ("" if r == d else f" r={r}") + ("" if pairs == "half" else f" {pairs}")
-    peers = [] if pairs == "regrouped" else [by_case("transformer_engine", "engine", package="transformer_engine")]
-    if pairs == "half" and n > 1:  # it turns queries and keys: some of the heads each
-        peers.insert(0, by_case("liger", "liger", package="liger_kernel"))
-    return Case(
-        operator="rope",
-        name=f"s={s} b={b} n={n} d={d}{options} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(),
-        forward=work,
-        both=work + work,
-        contenders=contenders(by_case(OURS, "ours"), by_case(TORCH, "plain"), *peers),
+def ours(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    return rope(x, *cos_sin(angles), pairs=shape.pairs)
+
+
+def reference(shape: Shape, x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    rotated, rest = x[..., : shape.width], x[..., shape.width :]
+    if shape.pairs == "regrouped":
+        rotated = torch.cat((rotated[..., 0::2], rotated[..., 1::2]), -1)
+    if shape.pairs == "interleaved":
+        other = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), -1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, -1)
+        other = torch.cat((-second, first), -1)
+    y = rotated * angles.cos().to(x.dtype) + other * angles.sin().to(x.dtype)
+    return torch.cat((y, rest), -1)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    heads = shape.s * shape.b * shape.n
+    once = Work(2 * heads * shape.d * size + 2 * shape.s * shape.width * 4, 3 * heads * shape.width)
+    return once, once
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel, which rotates queries and keys: half of the heads each."""
+    function: Any = importlib.import_module("liger_kernel.ops.rope").LigerRopeFunction
+    first = shape.n // 2
+
+    def arrange(x: torch.Tensor, angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # [b, s, heads, d] in memory, [b, heads, s, d] by shape.
+        parts = (x[:, :, :first], x[:, :, first:])
+        q, k = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(1, 2) for part in parts)
+        angles = angles.detach()[:, 0, 0]
+        return q, k, angles.cos(), angles.sin()
+
+    def restore(rotated: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        return torch.cat(rotated, 1).permute(2, 0, 1, 3)
+
+    return OwnLayout(
+        arrange, function.apply, "x is two tensors [batch, sequence, heads, size], overwritten by y", restore
     )
 
 
-# The model of CPU runs, Llama 8B's queries and keys, multi-latent attention's positions.
-_CPU = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
+def transformer_engine(shape: Shape) -> Callable[..., torch.Tensor]:
+    function: Any = importlib.import_module("transformer_engine.pytorch.attention.rope").apply_rotary_pos_emb
+    options = {"tensor_format": "sbhd", "fused": True, "interleaved": shape.pairs == "interleaved"}
+    return lambda x, angles: function(x, angles, **options)
 
-CASES = Cases(
-    syntax="s=SEQUENCE,n=HEADS,d=SIZE and, if wanted, b=BATCH (1), r=ROTARY ELEMENTS (d), "
-    "pairs=half|interleaved|regrouped (half)",
-    example="s=1024,b=1,n=16,d=64",
-    case=case,
-    cpu=_CPU,
-    accelerator=(*_CPU, "s=8192,b=2,n=64,d=128", "s=4096,n=32,d=128,pairs=interleaved"),
-    quick=("s=1024,n=16,d=64",),
-    tiny=(
-        "s=64,n=2,d=32",
-        "s=12,n=2,d=8",
-        "s=12,b=2,n=2,d=8,r=4,pairs=interleaved",
-        "s=12,n=2,d=8,r=6,pairs=regrouped",
-    ),
-    numerics=(
+
+# A small model, Llama 8B's queries and keys, multi-latent attention.
+_TIMED = ("s=1024,n=16,d=64", "s=4096,n=32,d=128", "s=4096,n=8,d=128", "s=4096,n=16,d=64,pairs=regrouped")
+
+CASES = OperatorCases(
+    operator="rope",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=(
         "s=128,n=4,d=64",
         "s=100,b=2,n=3,d=80,r=40",
         "s=96,n=4,d=64,pairs=interleaved",
         "s=96,n=4,d=64,pairs=regrouped",
     ),
+    cpu=_TIMED,
+    accelerator=(*_TIMED, "s=8192,b=2,n=64,d=128", "s=4096,n=32,d=128,pairs=interleaved"),
+    peers={
+        "liger": Peer(liger, "liger_kernel", takes=lambda shape: shape.pairs == "half" and shape.n > 1),
+        "transformer_engine": Peer(
+            transformer_engine, "transformer_engine", takes=lambda shape: shape.pairs != "regrouped"
+        ),
+    },
 )

@@ -1,90 +1,105 @@
-"""vocab_embedding: against an embedding with assignments to masked positions, as Megatron has it.
+"""Cases of vocab_embedding, compared with Megatron's embedding and its assignments to masked positions.
 
-The slice is one of four, so that three ids of four are masked. Counted as bytes: forward reads a row for each id that
-is here and writes one for each; backward reads the output's gradient and writes the weight's. No arithmetic worth the
-name but the sums of the gradient.
+The rank holds one of four vocabulary shards. Work counts a row read for each local id and one written for each id;
+backward the output's gradient read and the weight's written.
 
-With `main=1` the slice is the whole vocabulary, and the case is what a micro-batch does to it: the lookup, the gradient
-for a given one of the output, and its addition to an fp32 main gradient. Counted as bytes: a row read and one written
-for each id, the output's gradient read, and as many rows of the main gradient read and written.
+`main=1`: the shard is the whole vocabulary, and the case adds the lookup's gradient to an fp32 main gradient, as one
+micro-batch does.
 """
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Input, Work, by_case, contenders, itemsize, wide_itemsize
+import torch
 
-SLICES = 4
+from mindspeed_lite.ops.case import Draw, OperatorCases, Peer, Work
+from mindspeed_lite.ops.vocab_embedding import vocab_embedding
+
+SHARDS = 4
 
 
-class Shape(NamedTuple):
-    """Ids, the width of a row, and the rows of the slice."""
+@dataclass(frozen=True)
+class Shape:
+    """ids: number of tokens. rows: of the shard."""
 
     ids: int
     hidden: int
     rows: int
+    main: bool = False
 
 
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `IDSxHIDDENxROWS`, with `,main=1` up to the main gradient."""
-    match = re.fullmatch(r"([1-9]\d*)[xX]([1-9]\d*)[xX]([1-9]\d*)(,main=1)?", text)
-    if match is None:
-        raise ValueError("want IDSxHIDDENxROWS, each at least 1, and if wanted ,main=1: for example 1024x1024x8192")
-    shape = Shape(*(int(number) for number in match.groups()[:3]))
-    return (_accumulated if match[4] else _slice)(shape, device, dtype)
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    """weight and ids; with a main gradient also dy and that gradient."""
+    weight = draw(shape.rows, shape.hidden, gradient=not shape.main)
+    ids = draw.integers(shape.rows * (1 if shape.main else SHARDS), shape.ids)
+    if not shape.main:
+        return weight, ids
+    main_grad = draw(shape.rows, shape.hidden, scale=0.0, wide=True, gradient=False)
+    return weight, ids, draw(shape.ids, shape.hidden, gradient=False), main_grad
 
 
-def _slice(shape: Shape, device: str, dtype: str) -> Case:
-    count, hidden, rows = shape
-    size = itemsize(dtype)
-    forward = Work((count + count // SLICES) * hidden * size, 0)
-    backward = Work((count + rows) * hidden * size, count * hidden)
-    return Case(
-        operator="vocab_embedding",
-        name=f"{count}x{hidden}x{rows} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, hidden)),),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(by_case(OURS, "slice_ours"), by_case(TORCH, "slice_plain")),
-    )
+def ours(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
+    if not main:
+        return vocab_embedding(ids, weight, shape.rows)
+    dy, main_grad = main
+    leaf = weight.detach().requires_grad_()
+    with torch.enable_grad():
+        torch.autograd.backward(vocab_embedding(ids, leaf, sparse=True), dy)
+    assert leaf.grad is not None
+    return main_grad.add_(leaf.grad)
 
 
-def _accumulated(shape: Shape, device: str, dtype: str) -> Case:
-    count, hidden, rows = shape
-    moved = count * hidden * (3 * itemsize(dtype) + 2 * wide_itemsize(dtype))
-    return Case(
-        operator="vocab_embedding",
-        name=f"{count}x{hidden}x{rows} main {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(
-            Input((rows, hidden), gradient=False),
-            Input((count, hidden), gradient=False),
-            Input((rows, hidden), scale=0.0, wide=True, gradient=False),
-        ),
-        forward=Work(moved, count * hidden),
-        both=None,
-        contenders=contenders(
-            by_case(OURS, "accumulated_ours"),
-            by_case(TORCH, "accumulated_plain"),
-            by_case("liger", "accumulated_liger", package="liger_kernel"),
-        ),
-    )
+def reference(shape: Shape, weight: torch.Tensor, ids: torch.Tensor, *main: torch.Tensor) -> torch.Tensor:
+    rows = shape.rows
+    if not main:
+        mask = (ids < rows) | (ids >= 2 * rows)
+        local = ids.clone() - rows
+        local[mask] = 0
+        out = torch.nn.functional.embedding(local, weight)
+        out[mask, :] = 0.0
+        return out
+    dy, main_grad = main
+    # What autograd does, in a form that torch.compile can trace.
+    out = torch.nn.functional.embedding(ids, weight)
+    gradient: torch.Tensor = torch.ops.aten.embedding_dense_backward(dy.view_as(out), ids, rows, -1, False)
+    return main_grad.add_(gradient)
 
 
-# A rank's slice of vocabularies of 32k and 128k.
-CASES = Cases(
-    syntax="IDSxHIDDENxROWS and, if wanted, main=1",
-    example="1024x1024x8192",
-    case=case,
+def work(shape: Shape, size: int) -> tuple[Work, Work | None]:
+    ids, hidden, rows = shape.ids, shape.hidden, shape.rows
+    if shape.main:
+        return Work(ids * hidden * (3 * size + 2 * max(4, size)), ids * hidden), None
+    return Work((ids + ids // SHARDS) * hidden * size, 0), Work((ids + rows) * hidden * size, ids * hidden)
+
+
+def liger(shape: Shape) -> Callable[..., torch.Tensor]:
+    """Liger-Kernel's embedding, whose dense gradient is added."""
+    function: Any = importlib.import_module("liger_kernel.ops.experimental.embedding").LigerEmbeddingFunction
+
+    def run(weight: torch.Tensor, ids: torch.Tensor, dy: torch.Tensor, main_grad: torch.Tensor) -> torch.Tensor:
+        leaf = weight.detach().requires_grad_()
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(function.apply(leaf, ids), leaf, dy)
+        return main_grad.add_(gradient)
+
+    return run
+
+
+# A rank's shard of vocabularies of 32k and 128k.
+CASES = OperatorCases(
+    operator="vocab_embedding",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("24x16x32", "24x16x32,main=1", "256x256x1024"),
     cpu=("1024x1024x8192", "1024x1024x32768,main=1"),
     accelerator=("8192x4096x8192", "8192x4096x32064", "8192x4096x128256,main=1"),
-    quick=("256x256x1024",),
-    tiny=("24x16x32", "24x16x32,main=1"),
+    quick="256x256x1024",
+    peers={"liger": Peer(liger, "liger_kernel", takes=lambda shape: bool(shape.main))},
 )

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from tests.npu_contract.definitions import Case, Mutation, Probe
+from tests.npu_contract.definitions import ContractCase, Mutation, Probe
 from tests.npu_contract.recorder import Call
 
 MODULES: Mapping[str, ModuleType] = {
@@ -34,10 +34,10 @@ def _named(attribute: str) -> dict[str, Any]:
     }
 
 
-ALL: tuple[tuple[str, Case], ...] = tuple(
+ALL: tuple[tuple[str, ContractCase], ...] = tuple(
     (f"{module}/{case.name}", case) for module, content in MODULES.items() for case in getattr(content, "CASES", ())
 )
-CASES: Mapping[str, Case] = dict(ALL)
+CASES: Mapping[str, ContractCase] = dict(ALL)
 MUTATIONS: Mapping[str, Mutation] = _named("MUTATIONS")
 PROBES: Mapping[str, Probe] = _named("PROBES")
 CONTRACTS: Mapping[str, Callable[[Call], Iterator[str]]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import LEFT_OUT, Case, Mutation, Probe, Tensors, by_name, prober
+from tests.npu_contract.definitions import LEFT_OUT, ContractCase, Mutation, Probe, Tensors, by_name, prober
 from tests.npu_contract.operators.grouped_matmul import group_list, int64
 from tests.npu_contract.recorder import Call, Tensor
 
@@ -16,7 +16,7 @@ NAMED = ("transpose_x", "transpose_weight", "group_type")
 
 
 @dataclass(frozen=True)
-class AccumulateWgrad(Case):
+class AccumulateWgrad(ContractCase):
     """`mindspeed_lite.ops.accumulate_wgrad.accumulate_wgrad` for dy [M, N] and x [M, K]."""
 
     name: str

@@ -12,7 +12,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -31,7 +31,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class _Activation(Case):
+class _Activation(ContractCase):
     """`mindspeed_lite.ops.activation.activation`."""
 
     name: str

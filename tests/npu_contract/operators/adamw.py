@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, Case, Mutation, Probe, Tensors, is_tensor
+from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Probe, Tensors, is_tensor
 from tests.npu_contract.recorder import Call, Tensor
 
 BETAS, LR, DECAY, EPS = (0.9, 0.95), 0.01, 0.1, 1e-6
@@ -17,7 +17,7 @@ LISTS = ("self", "grads", "exp_avgs", "exp_avg_sqs", "state_steps")
 
 
 @dataclass(frozen=True)
-class AdamW(Case):
+class AdamW(ContractCase):
     """`mindspeed_lite.ops.adamw.adamw` over `count` tensors and one that is empty."""
 
     name: str

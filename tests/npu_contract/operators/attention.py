@@ -26,7 +26,7 @@ from tests.npu_contract.attention_calls import (
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -48,7 +48,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Attention(Case):
+class Attention(ContractCase):
     """`mindspeed_lite.ops.attention.attention`; mask: the leading sizes of one over [sq, sk], or all its sizes."""
 
     name: str

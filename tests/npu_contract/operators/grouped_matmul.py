@@ -11,7 +11,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -26,7 +26,7 @@ NAMED = ("group_list", "split_item", "group_type", "group_list_type")
 
 
 @dataclass(frozen=True)
-class _Experts(Case):
+class _Experts(ContractCase):
     """Experts of weights [n, k], with `counts` rows each; counts of the host unless they are `on_device`."""
 
     name: str

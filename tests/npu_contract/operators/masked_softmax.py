@@ -11,7 +11,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -30,7 +30,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class MaskedSoftmax(Case):
+class MaskedSoftmax(ContractCase):
     """`mindspeed_lite.ops.masked_softmax.masked_softmax`; scale is torch_npu's own default in float16 alone.
 
     mask: the shape of a mask that hides every third entry.

@@ -11,7 +11,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -26,7 +26,7 @@ SIGMOID = 1
 
 
 @dataclass(frozen=True)
-class _Routing(Case):
+class _Routing(ContractCase):
     """`mindspeed_lite.ops.moe_router.topk_routing` of logits [tokens, experts]."""
 
     name: str

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, Case, Mutation, Probe, Tensors, by_name, is_tensor, prober
+from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Probe, Tensors, by_name, is_tensor, prober
 from tests.npu_contract.recorder import Call, Tensor
 
 T, E, H = 6, 4, 32
 
 
 @dataclass(frozen=True)
-class _Permutation(Case):
+class _Permutation(ContractCase):
     """T tokens of H numbers and E experts: topk of them for each token, or `capacity` tokens for each of them."""
 
     name: str

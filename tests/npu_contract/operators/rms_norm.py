@@ -12,7 +12,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -31,7 +31,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class RmsNorm(Case):
+class RmsNorm(ContractCase):
     """`mindspeed_lite.ops.rms_norm.rms_norm`; eps is never torch_npu's own default."""
 
     name: str

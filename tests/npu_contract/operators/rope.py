@@ -11,7 +11,7 @@ import torch
 from tests.npu_contract.definitions import (
     DTYPES,
     LEFT_OUT,
-    Case,
+    ContractCase,
     Mutation,
     Probe,
     Tensors,
@@ -31,7 +31,7 @@ def in_model(options: Mapping[str, Any]) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Rope(Case):
+class Rope(ContractCase):
     """`mindspeed_lite.ops.rope.rope` of x [s, b, n, d] or, packed, [t, n, d]."""
 
     name: str

@@ -1,44 +1,51 @@
-"""my_op: against its definition, as plain PyTorch computes it step by step.
+"""Cases of my_op, compared with its definition step by step.
 
-Counted as bytes: forward reads x and writes y; backward reads x and dy and writes dx. Counted as operations on each
-element: 10 forward (an exponential, a division and what is around them), 20 backward.
+Work counts x, y and their gradients. Operations of an element: 10 forward (an exponential, a division), 20 backward.
 """
 
 from __future__ import annotations
 
-from mindspeed_lite.ops.case import OURS, TORCH, Case, Cases, Contender, Input, Work, contenders, itemsize, sizes
+from dataclasses import dataclass
 
-_SYNTAX, _EXAMPLE = "ROWSxWIDTH", "1024x4096"
+import torch
 
-
-def case(text: str, device: str, dtype: str) -> Case:
-    """The case of `ROWSxWIDTH`."""
-    rows, width = shape = sizes(text, _SYNTAX, _EXAMPLE)
-    size = rows * width * itemsize(dtype)
-    forward, backward = Work(2 * size, 10 * rows * width), Work(3 * size, 20 * rows * width)
-    return Case(
-        operator="my_op",
-        name=f"{rows}x{width} {dtype}",
-        shape=shape,
-        device=device,
-        dtype=dtype,
-        inputs=(Input((rows, width)),),
-        forward=forward,
-        both=forward + backward,
-        contenders=contenders(
-            Contender(OURS, "mindspeed_lite.ops.my_op:my_op"),
-            Contender(TORCH, "mindspeed_lite.ops.my_op.reference:my_op"),
-        ),
-    )
+from mindspeed_lite.ops.case import Draw, OperatorCases, Work
+from mindspeed_lite.ops.my_op import my_op
 
 
-CASES = Cases(
-    syntax=_SYNTAX,
-    example=_EXAMPLE,
-    case=case,
-    cpu=("1024x4096", "4096x14336"),
+@dataclass(frozen=True)
+class Shape:
+    """[rows, width]."""
+
+    rows: int
+    width: int
+
+
+def inputs(shape: Shape, draw: Draw) -> tuple[torch.Tensor, ...]:
+    return (draw(shape.rows, shape.width),)
+
+
+def ours(shape: Shape, x: torch.Tensor) -> torch.Tensor:
+    return my_op(x)
+
+
+def reference(shape: Shape, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def work(shape: Shape, size: int) -> tuple[Work, Work]:
+    count = shape.rows * shape.width
+    return Work(2 * count * size, 10 * count), Work(3 * count * size, 20 * count)
+
+
+CASES = OperatorCases(
+    operator="my_op",
+    shape=Shape,
+    inputs=inputs,
+    ours=ours,
+    reference=reference,
+    work=work,
+    correctness=("64x1024", "37x1000"),
+    cpu=("1024x1024", "4096x14336"),
     accelerator=("4096x14336", "16384x14336"),
-    quick=("1024x1024",),
-    tiny=("24x48",),
-    numerics=("64x1024", "37x1000"),
 )

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from tests.npu_contract.definitions import DTYPES, Case, Mutation, Probe, Tensors, is_tensor, prober
+from tests.npu_contract.definitions import DTYPES, ContractCase, Mutation, Probe, Tensors, is_tensor, prober
 from tests.npu_contract.recorder import Call, Tensor
 
 
 @dataclass(frozen=True)
-class MyOp(Case):
+class MyOp(ContractCase):
     """`mindspeed_lite.ops.my_op.my_op`."""
 
     name: str
