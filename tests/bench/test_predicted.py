@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -247,10 +246,7 @@ Measured = Callable[[str, str], list[memory_run.Measured]]
 
 
 def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
-    plan = Plan(
-        arm=Arm("memory", "given"), records=str(folder), warmup=0, steps=2, profile=False, trace="", allocator="",
-        launched=time.time(), package_root=str(ROOT), memory=True,
-    )  # fmt: skip
+    plan = Plan(Arm("memory", "given"), str(folder), warmup=0, steps=2, package_root=str(ROOT), memory=True)
     plan.write(folder / "plan.json")
     environment = {VARIABLE: str(folder / "plan.json"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()
