@@ -50,7 +50,7 @@ _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one process can reach at most, and where the figures are from."""
+    """What one process can reach at most."""
 
     flops_per_second: float
     bytes_per_second: float
@@ -68,7 +68,7 @@ def products_of_training(device: str) -> Iterator[None]:
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceiling:
-    """Measure in plain PyTorch; about two seconds on two cores."""
+    """Measure in plain PyTorch, in about two seconds."""
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
     name = str(dtype).removeprefix("torch.")
@@ -121,7 +121,7 @@ def _kind(device: str, dtype: torch.dtype) -> str:
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
-    """(floating-point operations per second, size) of the fastest square matmul."""
+    """(FLOP/s, size) of the fastest square matmul."""
     best, best_size, left = 0.0, _SIZES[0], _MATMUL_SECONDS
     for size in _SIZES:
         operations = 2.0 * size**3
@@ -146,7 +146,7 @@ def _copy(device: str, size: int) -> float:
 
 
 def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
-    """The shortest of several runs after one that does not count; stops at `budget` seconds or 50 runs."""
+    """The shortest run after a warm-up; stops at `budget` seconds or 50 runs."""
     synchronize = synchronizer(device)
     synchronize()
     deadline = time.perf_counter() + budget

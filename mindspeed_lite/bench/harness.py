@@ -91,7 +91,7 @@ class Outcome:
 
     @property
     def peaks(self) -> list[int]:
-        """Peak memory of each process."""
+        """Peak bytes of each process."""
         return [process.steps[-1]["peak_memory_bytes"] for process in self.processes if process.steps]
 
 
@@ -134,7 +134,6 @@ def run(
 
 
 def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
-    """Set status and reason from what the run left behind."""
     has_ended = bool(outcome.processes) and all(process.end is not None for process in outcome.processes)
     steps, code = outcome.steps, outcome.exit_code
     if hung and not has_ended:
@@ -161,7 +160,7 @@ def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> str | None:
-    """Wait for the end; returns why the run had to be ended, if it had."""
+    """Wait for the end; returns why the run had to be ended, or None."""
     seen, since = -1, time.monotonic()
     while process.poll() is None:
         found = records.read(folder)

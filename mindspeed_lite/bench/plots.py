@@ -81,7 +81,7 @@ def style() -> Iterator[None]:
 
 
 def _time(record: Record) -> Figure | None:
-    """Above every measured step, below the categories of the profiled one; a row per arm."""
+    """Measured steps above the categories of the profiled one, a row per arm."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -104,7 +104,6 @@ def _time(record: Record) -> Figure | None:
 
 
 def _step_times(axes: Any, arms: Sequence[Record]) -> None:
-    """Every measured step as a dot, a lane per run; the bar spans 10 % to 90 %, the tick is the median."""
     for place, arm in enumerate(arms):
         summary, color = arm["summary"], _color(arm["name"], arms)
         low, high = summary["step_seconds_p10"], summary["step_seconds_p90"]
@@ -119,7 +118,6 @@ def _step_times(axes: Any, arms: Sequence[Record]) -> None:
 
 
 def _categories(axes: Any, arms: Sequence[Record]) -> None:
-    """A bar per arm, a segment per category; hidden communication is named at its end."""
     ends = [0.0] * len(arms)
     for name, color in zip(arms[0]["breakdown"]["categories"], itertools.cycle(COLORS)):
         times = [arm["breakdown"]["categories"][name] for arm in arms]
@@ -177,7 +175,7 @@ def _curve(comparison: Record, side: str) -> tuple[list[int], list[float]]:
 
 
 def _color(name: str, arms: Sequence[Record]) -> str:
-    """The colour of an arm in both plots; neutral for those that are not on."""
+    """The same in both plots; neutral for arms that are not on."""
     names = [arm["name"] for arm in arms if arm["role"] == "on"]
     return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
 

@@ -83,7 +83,6 @@ def text(record: Record, columns: int, color: bool) -> str:
 
 
 def _print_table(console: Console, table: Table) -> None:
-    """A column of figures is not wrapped."""
     from rich.padding import Padding
     from rich.table import Table as Grid
     from rich.text import Text

@@ -136,7 +136,7 @@ class Benchmark:
         return [*(Arm(name, "only", (name,)) for name in applicable), *together]
 
     def _run_rounding_baseline(self, dtype: str) -> None:
-        """Off in float32 for a training in 16 bits; otherwise, or where that fails, with sums in another order."""
+        """Off in float32 for a training in 16 bits; otherwise or if that fails in another order."""
         if dtype != "fp32":
             outcome = self._run(Arm("rounding baseline, float32", "off", arithmetic="float32"), 1)
             if outcome.status == "ok":
@@ -144,7 +144,7 @@ class Benchmark:
         self._run(Arm("rounding baseline, other order", "off", arithmetic="other order"), 1)
 
     def _measure_ceiling(self, told: dict[str, Any]) -> dict[str, Any] | None:
-        """What a large matmul and copy reach with the job's threads, in a process of its own; None if it fails."""
+        """Measured with the job's threads in a process of its own; None if that fails."""
         self.show("measuring the ceiling", 0)
         environment = told["environment"]
         command = [

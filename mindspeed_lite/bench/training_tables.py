@@ -1,4 +1,4 @@
-"""The report of a training: one function for each table, from the record to rows of text."""
+"""The tables of a training's report."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _facts(record: Record, fastest: Record | None) -> Table:
 
 
 def compared(record: Record) -> Table:
-    """Every arm compared with off, a verdict in each cell."""
+    """Every arm against off, with verdicts."""
     rows = [
         [
             label(each["arm"]),
@@ -86,7 +86,6 @@ def compared(record: Record) -> Table:
 
 
 def _growth(growth: Record | None) -> str:
-    """Whether memory grows from step to step."""
     if growth is None or growth["verdict"] != "grows":
         return growth["verdict"] if growth else UNKNOWN
     on, off = size(growth["bytes_per_step_on"]), size(growth["bytes_per_step_off"])
@@ -94,7 +93,7 @@ def _growth(growth: Record | None) -> str:
 
 
 def losses(record: Record) -> Table:
-    """How far every arm's losses and gradient norms are from those of off."""
+    """Distances of losses and gradient norms from off."""
     found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
         [
@@ -180,7 +179,6 @@ def _of_wall(value: float | None, wall: float) -> str:
 
 
 def _logs(record: Record) -> list[Block]:
-    """The end of the log of every run that failed."""
     return [
         Block(f"{arm['name']}, run {run['repeat']} {run['status']}: {run['reason']} ({run['log']})", run["log_tail"])
         for arm in record["arms"]
