@@ -12,7 +12,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -91,18 +91,6 @@ def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str 
             source = f"{title}, {whose}: dense {kind} peak; bandwidth {measured.source}"
             return replace(measured, flops_per_second=flops, source=source)
     return measured
-
-
-def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The higher figures of two measurements, with the source of the matmul: a shared machine only lowers them."""
-    if one is None or other is None:
-        found = one if other is None else other
-        return None if found is None else dict(found)
-    first = one if one["flops_per_second"] >= other["flops_per_second"] else other
-    return {
-        **{name: max(value, other[name]) for name, value in one.items() if name != "source"},
-        "source": first["source"],
-    }
 
 
 def synchronizer(device: str) -> Callable[[], None]:

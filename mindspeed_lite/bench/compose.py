@@ -67,6 +67,18 @@ def needs_rounding_baseline(record: Mapping[str, Any]) -> bool:
     return any(loss["class"] == "ulp" and loss["verdict"] != "identical" for loss in losses)
 
 
+def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """The higher figures of two measurements, with the source of the matmul: a shared machine only lowers them."""
+    if one is None or other is None:
+        found = one if other is None else other
+        return None if found is None else dict(found)
+    first = one if one["flops_per_second"] >= other["flops_per_second"] else other
+    return {
+        **{name: max(value, other[name]) for name, value in one.items() if name != "source"},
+        "source": first["source"],
+    }
+
+
 def _arm(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
     arm = outcomes[0].arm
     told = next((outcome.run for outcome in outcomes if outcome.run), None)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mindspeed_lite.bench import ceiling
-from mindspeed_lite.bench.ceiling import Ceiling, higher_ceiling, stated
+from mindspeed_lite.bench.ceiling import Ceiling, stated
+from mindspeed_lite.bench.compose import higher_ceiling
 
 
 @pytest.fixture

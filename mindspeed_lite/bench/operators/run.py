@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_lite.bench import ceiling, environment, timing
+from mindspeed_lite.bench import ceiling, compose, environment, timing
 from mindspeed_lite.bench.operators import OURS, BoundCase, OwnLayout, Runner, Work, dtype_name, earlier, equivalence
 from mindspeed_lite.ops import dispatch
 from mindspeed_lite.platform import Device
@@ -67,8 +67,8 @@ def run(
 
     def look_up(*operators: str) -> None:
         reached = asdict(ceiling.measure(device.name, dtype))
-        report["ceiling"] = ceiling.higher_ceiling(report["ceiling"], reached)
-        beside.update({name: ceiling.higher_ceiling(beside.get(name), reached) for name in operators})
+        report["ceiling"] = compose.higher_ceiling(report["ceiling"], reached)
+        beside.update({name: compose.higher_ceiling(beside.get(name), reached) for name in operators})
 
     try:
         last = ""
