@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks.configurations import CONFIGURATIONS, DENSE, Configuration
 from benchmarks.memory_plans import WORKER, Plan
-from mindspeed_lite.bench.calibration.run import processor
+from mindspeed_lite import platform
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.child_process import child_process, terminate
 
@@ -78,7 +78,7 @@ def main(given: Sequence[str] | None = None) -> int:
             found = _trained(name, options.rounds, options.shares, cache)
         part = [
             f"{_configuration(name).about}. `--configuration {name} --rounds {options.rounds}` "
-            f"on {processor()}, {len(os.sched_getaffinity(0))} cores, "
+            f"on {platform.choose('cpu').describe()}, "
             f"{datetime.now(timezone.utc):%Y-%m-%d}, {time.monotonic() - began:.0f} s.",
             "",
             *found,

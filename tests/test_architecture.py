@@ -154,7 +154,7 @@ JSON_FILE = "mindspeed_lite.json_file"
 OWN_JSON = {
     *("engine/fingerprints", "engine/report", "platform/allocator", "cli/npu_probe", "cli/features"),
     *("cli/checks/megatron", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
-    *("bench/inject/sitecustomize", "bench/timeline", "bench/calibration/turns", "bench/calibration/run"),
+    *("bench/inject/sitecustomize", "bench/timeline", "bench/calibration/measure"),
 }
 
 

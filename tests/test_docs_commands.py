@@ -54,7 +54,7 @@ COVERED = {
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"python -m tools\.matrix_scripts .*": "tools/matrix_scripts.py",
-    r"mindspeed-lite (plan|calibrate) .*": "tests/cli/test_plan.py",
+    r"mindspeed-lite (plan|calibrate)( .*)?": "tests/cli/test_plan.py",
     r"python -m benchmarks\.moe_record_load.*": "benchmarks/moe_record_load.py",
     r"python -m benchmarks\.balanced_lengths.*": "benchmarks/balanced_lengths.py",
     r"python -m benchmarks\.expert_placement": "benchmarks/expert_placement.py",

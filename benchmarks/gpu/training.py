@@ -56,7 +56,7 @@ def _train(
             "features": [
                 each["feature"] for each in report.get("entries", ()) if each["status"] == "applied" and each["flags"]
             ],
-            "fallbacks": [text for process in outcome.processes for text in process.fallbacks],
+            "fallbacks": [text for process in outcome.processes if process.end for text in process.end["fallbacks"]],
         }
     if outcome.status != "ok":
         end = " | ".join(line.strip() for line in outcome.log_tail if line.strip())[-300:]

@@ -1,18 +1,13 @@
-"""The most this device reaches: floating-point operations per second of a large matmul, bytes of a large copy.
+"""The most that plain PyTorch reaches on this device: FLOP/s of a large matmul, bytes per second of a large copy.
 
-    python -m mindspeed_lite.bench.ceiling --dtype bf16 --threads 1
+    python -m mindspeed_lite.bench.ceiling DEVICE DTYPE THREADS
 
-prints the figures as JSON. It is a process of its own, so that a benchmark can measure with the threads and the
-environment of the job and without its memory.
-
-The figures are those of plain PyTorch, not of the hardware: what an operator is compared with is what a user could
-get. The copy counts a read and a write; what a write costs beyond (a CPU may read the line first) is not counted.
-A tensor that fits in a cache can beat the copy, which is far larger than any.
+prints them as JSON, so that a benchmark can measure in a process of its own. A copy counts a read and a write. A tensor
+that fits in a cache can beat the copy.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
@@ -27,18 +22,16 @@ from mindspeed_lite.platform import cpu_matmul
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
-# Square matmuls of growing size, until the next would take too long: small ones do not fill a large device, and
-# large ones do not end on a small one.
+# Square matmuls of growing size, until the next would take too long.
 _SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 _MATMUL_SECONDS = 1.2
 _COPY_SECONDS = 0.5
-# Well beyond the last-level cache of a CPU (some have a gigabyte over all sockets, but not for one process) or GPU.
+# Beyond the last-level cache of a CPU or GPU.
 _COPY_BYTES = {"cpu": 1 << 28}
 _COPY_BYTES_ELSEWHERE = 1 << 30
 
-# Dense peaks per second, by part of the device's name; the first that fits counts, so the special stands before
-# the general. NVIDIA: data sheets, whose larger figures are for sparse matrices. Ascend: cube cores x clock x 8192
-# (16 x 16 x 16 multiply-adds) from the platform configuration that CANN ships for the chip; there is no sheet.
+# Dense peaks per second; the first whose name is in the device's counts. NVIDIA: data sheets without sparsity. Ascend:
+# cube cores x clock x 8192 from the chip's platform configuration in CANN.
 _H100 = {"16 bit": 989.4e12, "tf32": 494.7e12, "fp32": 66.9e12, "fp64": 66.9e12}
 _A100 = {"16 bit": 312e12, "tf32": 156e12, "fp32": 19.5e12, "fp64": 19.5e12}
 _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
@@ -57,18 +50,10 @@ _KNOWN: tuple[tuple[str, dict[str, float], str], ...] = (
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one process can reach at most, and where the figures are from."""
+    """What one process can reach at most."""
 
     flops_per_second: float
     bytes_per_second: float
-    source: str
-
-
-@dataclass(frozen=True)
-class Peak:
-    """A dense peak by the vendor's own account."""
-
-    flops_per_second: float
     source: str
 
 
@@ -83,43 +68,33 @@ def products_of_training(device: str) -> Iterator[None]:
 
 
 def measure(device: str, dtype: torch.dtype) -> Ceiling:
-    """The best of a large matmul and a large copy in plain PyTorch; about two seconds on two cores."""
+    """Measure in plain PyTorch, in about two seconds."""
     best, size = _matmul(device, dtype)
     copied = _COPY_BYTES.get(device, _COPY_BYTES_ELSEWHERE)
-    bandwidth = _copy(device, copied)
     name = str(dtype).removeprefix("torch.")
     precision = " in tf32" if device == "cuda" and _kind(device, dtype) == "tf32" else ""
-    return Ceiling(
-        best,
-        bandwidth,
-        f"measured: {name} matmul of {size} x {size}{precision}, copy of {copied >> 20} MiB (read and write counted)",
+    source = (
+        f"measured: {name} matmul of {size} x {size}{precision}, copy of {copied >> 20} MiB (read and write counted)"
     )
+    return Ceiling(best, _copy(device, copied), source)
 
 
-def known(device_name: str, dtype: torch.dtype, device: str = "cuda") -> Peak | None:
-    """The vendor's dense peak of a device of that name, or None where none is recorded here."""
+def stated(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str = "cuda") -> Ceiling:
+    """The ceiling for utilisation: the vendor's dense peak where it is known, unless the measured matmul beats it."""
     kind = _kind(device, dtype)
     for part, peaks, title in _KNOWN:
         if part.lower() in device_name.lower():
-            figure = peaks.get(kind)
-            if figure is None and kind in ("bf16", "fp16"):
-                figure = peaks.get("16 bit")
+            flops = peaks.get(kind) or (peaks.get("16 bit") if kind in ("bf16", "fp16") else None)
+            if flops is None or flops <= measured.flops_per_second:
+                break
             whose = "CANN's platform configuration" if title.startswith("Ascend") else "data sheet"
-            return None if figure is None else Peak(figure, f"{title}, {whose}: dense {kind} peak")
-    return None
-
-
-def for_utilisation(measured: Ceiling, device_name: str, dtype: torch.dtype, device: str = "cuda") -> Ceiling:
-    """The ceiling to state utilisation against: the vendor's peak, unless a matmul here has beaten it."""
-    peak = known(device_name, dtype, device)
-    if peak is None or peak.flops_per_second <= measured.flops_per_second:
-        return measured
-    source = f"{peak.source}; bandwidth {measured.source}"
-    return replace(measured, flops_per_second=peak.flops_per_second, source=source)
+            source = f"{title}, {whose}: dense {kind} peak; bandwidth {measured.source}"
+            return replace(measured, flops_per_second=flops, source=source)
+    return measured
 
 
 def synchronizer(device: str) -> Callable[[], None]:
-    """A function that returns when everything sent to the device is done."""
+    """A function that waits for everything sent to the device."""
     if device == "cpu":
         return lambda: None
     module: Any = getattr(torch, device)
@@ -134,7 +109,7 @@ def _kind(device: str, dtype: torch.dtype) -> str:
 
 
 def _matmul(device: str, dtype: torch.dtype) -> tuple[float, int]:
-    """(floating-point operations per second, size) of the fastest square matmul."""
+    """(FLOP/s, size) of the fastest square matmul."""
     best, best_size, left = 0.0, _SIZES[0], _MATMUL_SECONDS
     for size in _SIZES:
         operations = 2.0 * size**3
@@ -159,7 +134,7 @@ def _copy(device: str, size: int) -> float:
 
 
 def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
-    """The shortest of several runs after one that does not count; stops at `budget` seconds or 50 runs."""
+    """The shortest run after a warm-up; stops at `budget` seconds or 50 runs."""
     synchronize = synchronizer(device)
     synchronize()
     deadline = time.perf_counter() + budget
@@ -177,30 +152,17 @@ def _best_time(run: Callable[[], object], device: str, budget: float) -> float:
     return best
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Measure and print one JSON object."""
-    parser = argparse.ArgumentParser(prog="python -m mindspeed_lite.bench.ceiling", description=main.__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda", "npu"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default="bf16", help="default: %(default)s")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads of an operation; default: PyTorch's choice")
-    options = parser.parse_args(arguments)
-    if options.threads is not None:
-        if options.threads < 1:
-            parser.error(f"--threads: want at least 1, not {options.threads}")
-        torch.set_num_threads(options.threads)
+def main(device: str, dtype: str, threads: str) -> None:
+    """Measure with so many threads and print one JSON object."""
     from mindspeed_lite import platform
 
-    try:
-        device = platform.choose(options.device)
-    except platform.DeviceError as error:
-        parser.error(f"--device: {error}")
-    dtype = DTYPES[options.dtype]
-    with products_of_training(device.name):
-        measured = measure(device.name, dtype)
-    stated = for_utilisation(measured, device.describe(), dtype, device.name)
-    print(json.dumps({**asdict(stated), "measured_flops_per_second": measured.flops_per_second}))
-    return 0
+    torch.set_num_threads(int(threads))
+    chosen = platform.choose(device)
+    with products_of_training(chosen.name):
+        measured = measure(chosen.name, DTYPES[dtype])
+    found = stated(measured, chosen.describe(), DTYPES[dtype], chosen.name)
+    print(json.dumps({**asdict(found), "measured_flops_per_second": measured.flops_per_second}))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(*sys.argv[1:])

@@ -1,9 +1,9 @@
-"""The record of finished runs: arms with their figures, comparisons, and findings."""
+"""The record of finished runs (docs/bench-report.md): arms with their figures, comparisons and findings."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,15 +26,17 @@ def report(
     ceiling: dict[str, Any] | None,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The report as docs/bench-report.md describes it; runs that failed are in it, with what they left."""
-    arms = [_arm(name, runs, ceiling) for name, runs in _by_arm(outcomes).items()]
-    first = _description(outcomes) or {"environment": {}, "model": {}}
-    comparisons = _comparisons(outcomes, arms)
-    # A rounding baseline that did not run was followed by another, or the losses say that they were not judged.
-    judged = [run for arm in arms if arm["role"] != "rounding_baseline" for run in arm["runs"]]
-    complete = complete and all(run["status"] == "ok" for run in judged)
-    affinity = [cores for each in outcomes[0].processes if each.run for cores in each.run["environment"]["affinity"]]
-    environment = {**first["environment"], "affinity": affinity, "differences": _differences(outcomes)}
+    """The whole record; runs that failed are in it, with what they left."""
+    by_arm: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_arm.setdefault(outcome.arm.name, []).append(outcome)
+    arms = [_arm(runs, ceiling) for runs in by_arm.values()]
+    comparisons = [_comparison(arm, by_arm, outcomes) for arm in arms if arm["role"] == "on"]
+    first = next((outcome.run for outcome in outcomes if outcome.run), None) or {"environment": {}, "model": {}}
+    # A rounding baseline that did not run was replaced by another, or the losses are not judged.
+    judged = [outcome for outcome in outcomes if outcome.arm.role != "rounding_baseline"]
+    complete = complete and all(outcome.status == "ok" for outcome in judged)
+    affinity = [each.run["environment"]["affinity"] for each in outcomes[0].processes if each.run]
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "bench",
@@ -43,134 +45,79 @@ def report(
         "command": list(command),
         "complete": complete,
         "settings": {**settings, "confidence": CONFIDENCE},
-        "environment": environment,
+        "environment": {**first["environment"], "affinity": affinity},
         "model": first["model"],
         "ceiling": ceiling,
         "arms": arms,
         "comparisons": comparisons,
-        "findings": _findings(arms, comparisons, environment, complete),
+        "findings": [finding for arm in arms for finding in _of_arm(arm)]
+        + [finding for row in comparisons for finding in _of_comparison(row)]
+        + (
+            []
+            if complete
+            else [_finding("warning", None, "this report is incomplete: a run failed or was interrupted")]
+        ),
         "files": {"trace": [], "plots": []},
     }
 
 
-def needs_rounding_baseline(outcomes: Sequence[Outcome]) -> bool:
-    """Whether some arm promises the same mathematics and gives other losses than off."""
-    arms = [_arm(name, runs, None) for name, runs in _by_arm(outcomes).items()]
-    return any(
-        row["loss"] is not None and row["loss"]["class"] == "ulp" and row["loss"]["verdict"] != "identical"
-        for row in _comparisons(outcomes, arms)
-    )
-
-
-def dtype(outcomes: Sequence[Outcome]) -> str:
-    """The precision of the training."""
-    found = _description(outcomes)
-    return str(found["model"]["dtype"]) if found else "fp32"
-
-
-def _by_arm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.arm.name, []).append(outcome)
-    return found
-
-
-def _description(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """The environment, model and report of the first process that trained."""
-    return next((each.run for outcome in outcomes for each in outcome.processes if each.run), None)
+def needs_rounding_baseline(record: Mapping[str, Any]) -> bool:
+    """True where an arm promises the same mathematics and has other losses than off."""
+    losses = [row["loss"] for row in record["comparisons"] if row["loss"]]
+    return any(loss["class"] == "ulp" and loss["verdict"] != "identical" for loss in losses)
 
 
 def higher_ceiling(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of two measurements of the ceiling each figure's higher, with the source of the products.
-
-    What else a machine does lowers a measurement, for minutes where two cores share their units with a neighbour's.
-    """
+    """The higher figures of two measurements, with the source of the matmul: a shared machine only lowers them."""
     if one is None or other is None:
         found = one if other is None else other
         return None if found is None else dict(found)
-    figures = {name: max(value, other[name]) for name, value in one.items() if name != "source"}
     first = one if one["flops_per_second"] >= other["flops_per_second"] else other
-    return {**figures, "source": first["source"]}
-
-
-def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
-    first = _description(outcomes)
-    entries = (first["report"] or {}).get("entries", []) if first else []
-    features = [entry for entry in entries if entry["status"] == "applied" and entry["flags"]]
-    profiles = [each.breakdown for outcome in outcomes for each in outcome.processes if each.breakdown]
     return {
-        "name": name,
-        "role": outcomes[0].arm.role,
+        **{name: max(value, other[name]) for name, value in one.items() if name != "source"},
+        "source": first["source"],
+    }
+
+
+def _arm(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any]:
+    arm = outcomes[0].arm
+    told = next((outcome.run for outcome in outcomes if outcome.run), None)
+    entries = (told["report"] or {}).get("entries", []) if told else []
+    features = [entry for entry in entries if entry["status"] == "applied" and entry["flags"]]
+    processes = [process for outcome in outcomes for process in outcome.processes]
+    profiles = [process.breakdown for process in processes if process.breakdown]
+    return {
+        "name": arm.name,
+        "role": arm.role,
         "features": [entry["feature"] for entry in features],
         "skipped": {entry["feature"]: entry["reasons"] for entry in entries if entry["status"] == "skipped"},
-        "fallbacks": sorted({text for each in outcomes for process in each.processes for text in process.fallbacks}),
+        "fallbacks": sorted({text for process in processes if process.end for text in process.end["fallbacks"]}),
         "numerics": judge.widest([entry["numerics"] for entry in features]),
         "runs": [_run(outcome) for outcome in outcomes],
         "summary": _summary([outcome for outcome in outcomes if outcome.status == "ok"], ceiling),
         "breakdown": breakdown.merge(profiles) if profiles else None,
-        "experts": _experts(outcomes),
-    }
-
-
-def _experts(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """Experts' messages of the run whose lanes were recorded; None where there were none."""
-    told = {each.rank: each.experts for outcome in outcomes for each in outcome.processes if each.experts}
-    if not told:
-        return None
-    slowest = max(told.values(), key=lambda each: float(each["exposed_seconds"]))
-    world = 1 + max(max(rank, *map(int, each["sent"])) for rank, each in told.items())
-    return {
-        "step_seconds": slowest["step_seconds"],
-        "exposed_seconds": slowest["exposed_seconds"],
-        "exposed_share": slowest["exposed_seconds"] / slowest["step_seconds"],
-        "in_flight_seconds": {
-            name: statistics.mean(each[f"{name}_seconds"] for each in told.values()) for name in ("dispatch", "combine")
-        },
-        "bytes": [
-            [told.get(rank, {"sent": {}})["sent"].get(str(to), 0) for to in range(world)] for rank in range(world)
-        ],
     }
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
-    measured = _measured(outcome)
-    kept = ("repeat", "status", "reason", "log", "log_tail", "seconds", "exit_code")
+    names = ("repeat", "status", "reason", "log", "log_tail", "seconds", "exit_code", "steps")
     return {
-        **{name: getattr(outcome, name) for name in kept},
-        "first_step_seconds": _first_step(outcome),
-        "peak_memory_bytes": _peaks(outcome),
-        "median_step_seconds": statistics.median(measured) if measured else None,
-        "steps": [{key: value for key, value in step.items() if key != "profiled"} for step in outcome.steps],
+        **{name: getattr(outcome, name) for name in names},
+        "first_step_seconds": outcome.first_step,
+        "peak_memory_bytes": outcome.peaks,
+        "median_step_seconds": outcome.median_step,
     }
 
 
-def _measured(outcome: Outcome) -> list[float]:
-    return [step["seconds"] for step in outcome.steps if step["measured"]]
-
-
-def _peaks(outcome: Outcome) -> list[int]:
-    return [process.steps[-1]["peak_memory_bytes"] for process in outcome.processes if process.steps]
-
-
-def _peak(outcome: Outcome) -> float:
-    return float(max(_peaks(outcome)))
-
-
-def _first_step(outcome: Outcome) -> float | None:
-    times = [process.steps[0]["time"] for process in outcome.processes if process.steps]
-    return max(times) - outcome.launched if times else None
-
-
 def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dict[str, Any] | None:
-    first = _description(outcomes)
-    if first is None:
+    told = next((outcome.run for outcome in outcomes if outcome.run), None)
+    if told is None:
         return None
-    seconds = [each for outcome in outcomes for each in _measured(outcome)]
+    seconds = [each for outcome in outcomes for each in outcome.measured_seconds]
     step = statistics.median(seconds)
-    processes = first["environment"]["world_size"]
-    tokens = first["model"]["tokens_per_step"] / step
-    flops = first["model"]["flops_per_step"] / step / processes
-    peak = (ceiling or {}).get("flops_per_second")
+    processes = told["environment"]["world_size"]
+    tokens = told["model"]["tokens_per_step"] / step
+    flops = told["model"]["flops_per_step"] / step / processes
     return {
         "step_seconds": step,
         "step_seconds_p10": quantile(seconds, 0.1),
@@ -178,107 +125,73 @@ def _summary(outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None) -> dic
         "tokens_per_second": tokens,
         "tokens_per_second_per_process": tokens / processes,
         "flops_per_second": flops,
-        "utilisation": flops / peak if peak else None,
-        "peak_memory_bytes": statistics.median(map(_peak, outcomes)),
-        "memory_kind": first["memory_kind"],
-        "first_step_seconds": statistics.median(filter(None, map(_first_step, outcomes))),
+        "utilisation": flops / ceiling["flops_per_second"] if ceiling else None,
+        "peak_memory_bytes": statistics.median(max(outcome.peaks) for outcome in outcomes),
+        "memory_kind": told["memory_kind"],
+        "first_step_seconds": statistics.median(outcome.first_step or 0.0 for outcome in outcomes),
     }
-
-
-def _comparisons(outcomes: Sequence[Outcome], arms: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    good = [outcome for outcome in outcomes if outcome.status == "ok"]
-    runs = _by_arm(good)
-    off = {outcome.repeat: outcome for outcome in runs.get("off", [])}
-    baselines = (each for each in good if each.arm.role == "rounding_baseline")
-    reference = next(((_ROUNDING_BASELINES[each.arm.arithmetic], each.steps) for each in baselines), None)
-    rows = []
-    for arm in arms:
-        if arm["role"] != "on":
-            continue
-        pairs = [(off[each.repeat], each) for each in runs.get(arm["name"], []) if each.repeat in off]
-        rows.append(_comparison(arm, pairs, reference))
-    return rows
 
 
 def _comparison(
-    arm: Mapping[str, Any],
-    pairs: Sequence[tuple[Outcome, Outcome]],
-    reference: tuple[str, list[dict[str, Any]]] | None,
+    arm: Mapping[str, Any], by_arm: Mapping[str, Sequence[Outcome]], outcomes: Sequence[Outcome]
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"arm": arm["name"], "against": "off"}
-    if not pairs:
-        return row | {"speed": None, "memory": None, "first_step": None, "loss": None, "growth": None}
-    off, on = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-    # The very first run fills caches: compiled code, indices of the data, the disk's.
-    later = slice(1, None) if len(pairs) > 1 else slice(None)
-    speeds, memory, firsts = (
-        [[figure(outcome) for outcome in side] for side in (off, on)]
-        for figure in (lambda run: statistics.median(_measured(run)), _peak, lambda run: _first_step(run) or 0.0)
-    )
-    steps = [outcome.steps for outcome in off], [outcome.steps for outcome in on]
+    offs = {outcome.repeat: outcome for outcome in by_arm.get("off", ()) if outcome.status == "ok"}
+    ons = [each for each in by_arm[arm["name"]] if each.status == "ok" and each.repeat in offs]
+    if not ons:
+        return row | dict.fromkeys(("speed", "memory", "first_step", "loss", "growth"))
+    pairs = [(offs[on.repeat], on) for on in ons]
+    baselines = [each for each in outcomes if each.arm.role == "rounding_baseline" and each.status == "ok"]
+    reference = next(((_ROUNDING_BASELINES[each.arm.arithmetic], each.steps) for each in baselines), None)
+    steps = [off.steps for off, _ in pairs], [on.steps for _, on in pairs]
     return row | {
-        "speed": _ratio(speeds[0], speeds[1], "faster", "slower"),
-        "memory": _ratio(memory[1], memory[0], "larger", "smaller"),
-        "first_step": _ratio(firsts[0][later], firsts[1][later], "faster", "slower"),
+        "speed": _ratio(pairs, lambda run: run.median_step or 0.0, ("faster", "slower")),
+        "memory": _ratio([(on, off) for off, on in pairs], lambda run: float(max(run.peaks)), ("larger", "smaller")),
+        # The very first run fills caches: compiled code, indices of the data, the disk's.
+        "first_step": _ratio(pairs[1:] or pairs, lambda run: run.first_step or 0.0, ("faster", "slower")),
         "loss": judge.compare_losses(*steps, arm["numerics"], reference),
-        "growth": judge.compare_growth(*steps, max(memory[0])),
+        "growth": judge.compare_growth(*steps, max(max(off.peaks) for off, _ in pairs)),
     }
 
 
-def _ratio(numerators: Sequence[float], denominators: Sequence[float], above: str, below: str) -> dict[str, Any] | None:
-    found = paired_ratio(numerators, denominators)
-    return None if found is None else {**asdict(found), "verdict": found.verdict(above, below)}
+def _ratio(
+    pairs: Sequence[tuple[Outcome, Outcome]], figure: Callable[[Outcome], float], verdicts: tuple[str, str]
+) -> dict[str, Any] | None:
+    found = paired_ratio([figure(above) for above, _ in pairs], [figure(below) for _, below in pairs])
+    return None if found is None else {**asdict(found), "verdict": found.verdict(*verdicts)}
 
 
-def _differences(outcomes: Sequence[Outcome]) -> list[str]:
-    """What was not the same in all runs although it should have been."""
-    described = [(outcome.arm.name, found["environment"]) for outcome in outcomes if (found := _description([outcome]))]
-    texts = [
-        f"{name} of {arm} differs from that of {described[0][0]}"
-        for arm, environment in described
-        for name in ("device", "versions", "world_size", "threads", "affinity", "allocator", "variables")
-        if environment.get(name) != described[0][1].get(name)
+def _finding(severity: str, arm: str | None, text: str) -> dict[str, Any]:
+    return {"severity": severity, "arm": arm, "text": text}
+
+
+def _of_arm(arm: Mapping[str, Any]) -> list[dict[str, Any]]:
+    failed = "warning" if arm["role"] == "rounding_baseline" else "failure"
+    found = [
+        (failed, f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
+        for run in arm["runs"]
+        if run["status"] != "ok"
     ]
-    return list(dict.fromkeys(texts))
+    for feature, reasons in arm["skipped"].items():
+        found.append(("warning", f"{feature} was requested and not applied: {'; '.join(reasons)}"))
+    if arm["role"] == "on" and arm["name"] != "off again" and not arm["features"] and arm["summary"]:
+        found.append(("warning", "no feature was applied: this arm is off once more"))
+    found += [("warning", f"fallback: {text}") for text in arm["fallbacks"]]
+    return [_finding(severity, arm["name"], text) for severity, text in found]
 
 
-def _findings(
-    arms: Sequence[Mapping[str, Any]],
-    comparisons: Sequence[Mapping[str, Any]],
-    environment: Mapping[str, Any],
-    complete: bool,
-) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-
-    def say(severity: str, arm: str | None, text: str) -> None:
-        found.append({"severity": severity, "arm": arm, "text": text})
-
-    for arm in arms:
-        for run in arm["runs"]:
-            if run["status"] != "ok":
-                severity = "warning" if arm["role"] == "rounding_baseline" else "failure"
-                say(severity, arm["name"], f"repeat {run['repeat']}: {run['status']}: {run['reason']} ({run['log']})")
-        for feature, reasons in arm["skipped"].items():
-            say("warning", arm["name"], f"{feature} was asked for and not applied: {'; '.join(reasons)}")
-        if arm["role"] == "on" and arm["name"] != "off again" and not arm["features"] and arm["summary"]:
-            say("warning", arm["name"], "no feature was applied: this arm is off once more")
-        for text in arm["fallbacks"]:
-            say("warning", arm["name"], f"fallback: {text}")
-    for row in comparisons:
-        loss, speed, growth = row["loss"], row["speed"], row["growth"]
-        if loss and loss["verdict"] == "differs":
-            say("failure", row["arm"], f"the training is not the same: {loss['reason']}")
-        if loss and loss["verdict"] == "not judged":
-            say("warning", row["arm"], f"the losses were not judged: {loss['reason']}")
-        if speed and speed["low"] is None:
-            say("warning", row["arm"], "there is only one pair of runs: any difference may be noise; raise --repeats")
-        if speed and speed["verdict"] == "slower":
-            say("warning", row["arm"], f"a step is slower: {speed['ratio']:.3f} times the speed of off")
-        if growth and growth["verdict"] == "grows":
-            more = growth["bytes_per_step_on"] / 1e6
-            say("failure", row["arm"], f"memory grows by {more:.1f} MB with every step, and does not with features off")
-    for text in environment.get("differences", ()):
-        say("warning", None, f"the runs were not alike: {text}")
-    if not complete:
-        say("warning", None, "this report is incomplete, it holds what was measured until the end of the benchmark")
-    return found
+def _of_comparison(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    loss, speed, growth = row["loss"], row["speed"], row["growth"]
+    if loss and loss["verdict"] == "differs":
+        found.append(("failure", f"the training is not the same: {loss['reason']}"))
+    if loss and loss["verdict"] == "not judged":
+        found.append(("warning", f"the losses were not judged: {loss['reason']}"))
+    if speed and speed["low"] is None:
+        found.append(("warning", "there is only one pair of runs: any difference may be noise; raise --repeats"))
+    if speed and speed["verdict"] == "slower":
+        found.append(("warning", f"a step is slower: {speed['ratio']:.3f} times the speed of off"))
+    if growth and growth["verdict"] == "grows":
+        more = growth["bytes_per_step_on"] / 1e6
+        found.append(("failure", f"memory grows by {more:.1f} MB with every step, and does not with features off"))
+    return [_finding(severity, row["arm"], text) for severity, text in found]

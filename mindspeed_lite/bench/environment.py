@@ -1,7 +1,8 @@
-"""Under which conditions something was measured: the report's `environment`."""
+"""The report's `environment`: device, versions and settings of this process."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform as python_platform
 from importlib import metadata
@@ -17,28 +18,33 @@ _PREFIXES = (
     "OMP_", "KMP_", "MKL_", "MALLOC_", "LD_PRELOAD", "GLIBC_TUNABLES", "TORCH", "PYTORCH_", "NCCL_", "GLOO_", "CUDA_",
     "ASCEND_", "MINDSPEED_LITE_",
 )  # fmt: skip
-# These differ by run or by process, or say where things lie, and decide nothing.
+# Prefixes and suffixes of variables that differ by run or process, or are paths.
 _NOT = (("TORCHELASTIC_", "MINDSPEED_LITE_BENCH"), ("_DIR", "_PATH", "_HOME"))
 
 
 def describe(device: Device) -> dict[str, Any]:
-    """The environment of this process, and of this process alone: `affinity` has one list."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    """Describe this process."""
     return {
         "device": device.describe(),
         "device_type": device.name,
         "versions": _versions(device),
         "world_size": int(os.environ.get("WORLD_SIZE", "1")),
         "threads": torch.get_num_threads(),
-        "affinity": [cores],
+        "affinity": _affinity(),
         "allocator": _allocator(device),
         "variables": {
             name: os.environ[name]
             for name in sorted(os.environ)
             if name.startswith(_PREFIXES) and not name.startswith(_NOT[0]) and not name.endswith(_NOT[1])
         },
-        "differences": [],
     }
+
+
+def _affinity() -> str:
+    """The cores that this process may use, as Linux lists them: `0-3,8`."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("Cpus_allowed_list")), "")
+    return ""
 
 
 def _versions(device: Device) -> dict[str, str]:
@@ -50,10 +56,8 @@ def _versions(device: Device) -> dict[str, str]:
     if device.name == "cuda" and torch.version.cuda:
         found["cuda"] = torch.version.cuda
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

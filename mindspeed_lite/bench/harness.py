@@ -1,4 +1,4 @@
-"""Runs the user's command with the plan of an arm, watches that it gets on, and reads what it measured."""
+"""Runs the user's command for one arm, watches its progress, and reads what it measured."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mindspeed_lite
 from mindspeed_lite.bench import records
@@ -21,29 +21,23 @@ from mindspeed_lite.bench.plan import VARIABLE, Arm, Plan
 from mindspeed_lite.bench.records import Process
 from mindspeed_lite.child_process import child_process, terminate
 
-if TYPE_CHECKING:
-    # Imports torch, which the parent process can do without.
-    from mindspeed_lite.bench.network import Links
-
 _INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(mindspeed_lite.__file__).parent.parent
 
 _POLL = 0.25  # seconds between two looks at a run
-_FAREWELL = 60.0  # what a run may take to end after its last step
+_MOST_TO_END = 60.0  # seconds that a run may take to end after its last step
 _TAIL = 40  # lines of a log that go into the report
 
 
 @dataclass(frozen=True)
 class Job:
-    """The user's command and how long to run it, the same for every arm.
+    """The user's command and how to run it, the same for every arm; see also `Plan`.
 
     Attributes:
-        command: argv, untouched.
-        folder: where logs and records go.
+        command: argv, unchanged.
+        folder: for logs and records.
         timeout: seconds without a new step after which a run counts as hung.
         environment: variables set in every run, on top of this process's.
-        memory: whether bytes are counted by what they are for.
-        links: what joins the processes in place of the machine's own links, if anything.
     """
 
     command: tuple[str, ...]
@@ -54,12 +48,12 @@ class Job:
     allocator: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     memory: bool = False
-    links: Links | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass
 class Outcome:
-    """One finished run: what became of it, and what its processes wrote."""
+    """A finished run; `status` is ok, crashed, hung or no steps."""
 
     arm: Arm
     repeat: int
@@ -73,8 +67,32 @@ class Outcome:
     log_tail: list[str] = field(default_factory=list)
 
     @property
+    def run(self) -> dict[str, Any] | None:
+        """Environment, model and features of the first process that trained."""
+        return next((process.run for process in self.processes if process.run), None)
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
         return records.merged_steps(self.processes)
+
+    @property
+    def measured_seconds(self) -> list[float]:
+        return [step["seconds"] for step in self.steps if step["measured"]]
+
+    @property
+    def median_step(self) -> float | None:
+        return statistics.median(measured) if (measured := self.measured_seconds) else None
+
+    @property
+    def first_step(self) -> float | None:
+        """Seconds from the start of the processes to the end of the first step."""
+        times = [process.steps[0]["time"] for process in self.processes if process.steps]
+        return max(times) - self.launched if times else None
+
+    @property
+    def peaks(self) -> list[int]:
+        """Peak bytes of each process."""
+        return [process.steps[-1]["peak_memory_bytes"] for process in self.processes if process.steps]
 
 
 def run(
@@ -89,47 +107,38 @@ def run(
         old.unlink()
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
+    plan = Plan(
+        arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile, trace=str(trace or ""),
+        allocator=job.allocator, package_root=str(_ROOT), memory=job.memory, beside=job.beside,
+    )  # fmt: skip
+    plan.write(folder / "plan.json")
     log = folder / "log.txt"
-    with log.open("w") as output, held_port() as port, job.links.opened() if job.links else nullcontext("") as name:
-        launched = time.time()
-        plan = Plan(
-            arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
-            trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
-            package_root=str(_ROOT), memory=job.memory,
-            link_rate=job.links.megabits if job.links else 0.0, link_name=name,
-            link_rate_within=job.links.within if job.links else None,
-            ranks_per_host=job.links.ranks_per_host if job.links else 1,
-        )  # fmt: skip
-        plan.write(folder / "plan.json")
+    outcome = Outcome(arm, repeat, "ok", None, str(log.relative_to(job.folder)), 0.0, None, [], time.time())
+    with log.open("w") as output, held_port() as port, contextlib.ExitStack() as stack:
         started = child_process(
             job.command, end=partial(_end, folder=folder), stdin=subprocess.DEVNULL, stdout=output,
             stderr=subprocess.STDOUT, env=_environment(job, folder / "plan.json", port),
         )  # fmt: skip
-        with contextlib.ExitStack() as stack:
-            try:
-                process = stack.enter_context(started)
-            except OSError as error:
-                reason = f"{job.command[0]}: {error.strerror}"
-                return Outcome(arm, repeat, "crashed", reason, _relative(log, job), 0.0, None, [], launched)
-            hung = _watch(process, folder, job, progress)
-    outcome = Outcome(
-        arm, repeat, "ok", None, _relative(log, job), time.time() - launched, process.returncode,
-        records.read(folder), launched,
-    )  # fmt: skip
-    _judge(outcome, hung, job)
+        try:
+            process = stack.enter_context(started)
+        except OSError as error:
+            outcome.status, outcome.reason = "crashed", f"{job.command[0]}: {error.strerror}"
+            return outcome
+        hung = _watch(process, folder, job, progress)
+    outcome.seconds, outcome.exit_code = time.time() - outcome.launched, process.returncode
+    outcome.processes = records.read(folder)
+    _set_status(outcome, hung, job)
     if outcome.status != "ok":
         outcome.log_tail = log.read_text(errors="replace").splitlines()[-_TAIL:]
     return outcome
 
 
-def _judge(outcome: Outcome, hung: str | None, job: Job) -> None:
-    """Set status and reason from what the run left behind."""
-    done = [process.ended for process in outcome.processes]
-    steps = outcome.steps
-    if hung is not None and not (done and all(done)):
+def _set_status(outcome: Outcome, hung: str | None, job: Job) -> None:
+    has_ended = bool(outcome.processes) and all(process.end is not None for process in outcome.processes)
+    steps, code = outcome.steps, outcome.exit_code
+    if hung and not has_ended:
         outcome.status, outcome.reason = "hung", hung
-    elif outcome.exit_code and not (hung and done and all(done)):
-        code = outcome.exit_code
+    elif code and not (hung and has_ended):
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         if code == -signal.SIGKILL:
             how += " (out of memory?)"
@@ -137,12 +146,12 @@ def _judge(outcome: Outcome, hung: str | None, job: Job) -> None:
     elif not steps:
         outcome.status = "no steps"
         outcome.reason = (
-            "it ended without a training step of Megatron that could be seen: the command must start "
+            "Megatron was imported, but it ended without a training step"
+            if outcome.processes
+            else "it ended without a training step of Megatron that could be seen: the command must start "
             "megatron.training's pretrain, in Python processes that read PYTHONPATH"
-            if not outcome.processes
-            else "Megatron was imported, but it ended without a training step"
         )
-    elif sum(step["measured"] for step in steps) < 2:
+    elif len(outcome.measured_seconds) < 2:
         outcome.status = "no steps"
         outcome.reason = (
             f"it trained for {len(steps)} steps, and {job.warmup} of warm-up and 2 measured ones are needed: "
@@ -151,7 +160,7 @@ def _judge(outcome: Outcome, hung: str | None, job: Job) -> None:
 
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: Callable[[int], None]) -> str | None:
-    """Wait for the end; returns what stood still if the run had to be ended."""
+    """Wait for the end; returns why the run had to be ended, or None."""
     seen, since = -1, time.monotonic()
     while process.poll() is None:
         found = records.read(folder)
@@ -159,29 +168,24 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, job: Job, progress: C
         if steps != seen:
             seen, since = steps, time.monotonic()
             progress(steps)
-        finished = bool(found) and all(each.ended for each in found)
-        limit = min(_FAREWELL, job.timeout) if finished else job.timeout
+        has_ended = bool(found) and all(each.end is not None for each in found)
+        limit = min(_MOST_TO_END, job.timeout) if has_ended else job.timeout
         if time.monotonic() - since > limit:
+            # Every training process writes its threads' stacks into the log.
+            for pid in records.pids(folder):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGUSR2)
+            time.sleep(1.0)
             where = f"after step {seen}" if seen else "before its first step"
-            _ask_where(folder)
-            return f"no progress for {limit:.0f} s {where}; every thread's stack stands at the end of its log"
+            return f"no progress for {limit:.0f} s {where}; every thread's stack is at the end of its log"
         time.sleep(_POLL)
-    progress(records.progress(folder))
     return None
 
 
-def _ask_where(folder: Path) -> None:
-    """Let every training process write its threads' stacks into the log."""
-    for pid in records.pids(folder):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGUSR2)
-    time.sleep(1.0)
-
-
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """End the run with everything it started: helpers that outlive it would disturb the next one."""
+    """End the run with everything it started, which would disturb the next one."""
     terminate(process)
-    # Launchers may start workers in sessions of their own; those that are still ours carry the plan's name.
+    # Launchers may start workers in sessions of their own; their environment names the plan.
     mark = f"{VARIABLE}={folder / 'plan.json'}".encode()
     for pid in records.pids(folder):
         with contextlib.suppress(OSError):
@@ -191,13 +195,12 @@ def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 def _environment(job: Job, plan: Path, port: int) -> dict[str, str]:
     changed = {**os.environ, **job.environment, VARIABLE: str(plan)}
-    paths = [str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    changed["PYTHONPATH"] = os.pathsep.join(paths)
-    # The log in the order of writing: what ends a run stands at its end, not before what was buffered.
+    changed["PYTHONPATH"] = os.pathsep.join([str(_INJECT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Otherwise buffered output would follow the error that ended a run.
     changed.setdefault("PYTHONUNBUFFERED", "1")
     if job.allocator:
         changed["MINDSPEED_LITE_ALLOCATOR"] = job.allocator
-    # A single process without torchrun needs to be told where it meets itself; torchrun tells its own.
+    # For a single process without torchrun, which sets its own.
     changed.setdefault("MASTER_ADDR", "127.0.0.1")
     changed.setdefault("MASTER_PORT", str(port))
     return changed
@@ -210,10 +213,6 @@ def held_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield int(held.getsockname()[1])
-
-
-def _relative(path: Path, job: Job) -> str:
-    return str(path.relative_to(job.folder))
 
 
 __all__ = ["Job", "Outcome", "held_port", "run"]

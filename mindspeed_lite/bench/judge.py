@@ -1,68 +1,62 @@
-"""Do two trainings tell the same story? Losses and gradient norms against what rounding allows; memory that grows."""
+"""Compares losses and gradient norms of two runs with the rounding baseline, and their memory growth."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from mindspeed_lite.bench.statistics import slope
-
 Steps = Sequence[dict[str, Any]]
 
 CLASSES = ("bitwise", "ulp", "deviation")
 
-# Two trainings that each deviate from the exact one as far as the rounding baseline says are this far apart, at most.
+# Two trainings that each deviate from the exact one as far as the rounding baseline are this far apart, at most.
 ALLOWED = 2.0
-
-# Growth per step that counts as a leak: beyond so many times that of off, and beyond the larger of this share of the
-# peak and these bytes.
-_HEAP, _LEAK_SHARE, _LEAK_BYTES = 1.5, 0.001, 1 << 20
+# A leak grows by more than this factor of the growth of off, plus the larger of a share of the peak and some bytes.
+_GROWTH_FACTOR, _LEAK_SHARE, _LEAK_BYTES = 1.5, 0.001, 1 << 20
 
 
 def widest(classes: Sequence[str]) -> str:
-    """The class of several features together."""
+    """The numerics class of several features together."""
     return max(classes, key=CLASSES.index, default="bitwise")
 
 
-def _differences(first: Steps, second: Steps) -> list[tuple[int, float]]:
-    """Iteration and largest difference of its losses; infinite where one is not a number and the other is."""
-    found = []
-    for a, b in zip(first, second, strict=False):
-        worst = 0.0 if set(a["loss"]) == set(b["loss"]) else math.inf
-        for name in set(a["loss"]) & set(b["loss"]):
-            x, y = a["loss"][name], b["loss"][name]
-            if not (math.isfinite(x) and math.isfinite(y)):
-                worst = max(worst, 0.0 if _same(x, y) else math.inf)
-            else:
-                worst = max(worst, abs(x - y))
-        found.append((a["iteration"], worst))
-    return found
+def _distance(x: float | None, y: float | None) -> float:
+    """|x - y|; infinite where one is missing or not finite and the other is not the same."""
+    if x == y or (x is not None and y is not None and math.isnan(x) and math.isnan(y)):
+        return 0.0
+    found = math.inf if x is None or y is None else abs(x - y)
+    return math.inf if math.isnan(found) else found
 
 
-def _same(a: float | None, b: float | None) -> bool:
-    return a == b or (a is not None and b is not None and math.isnan(a) and math.isnan(b))
-
-
-def _root_mean_square(differences: Sequence[tuple[int, float]]) -> float:
-    return math.sqrt(statistics.fmean(value * value for _, value in differences)) if differences else 0.0
-
-
-def _identical(first: Steps, second: Steps) -> bool:
-    return all(value == 0.0 for _, value in _differences(first, second)) and all(
-        _same(a["grad_norm"], b["grad_norm"]) for a, b in zip(first, second, strict=False)
-    )
-
-
-def _norm_difference(first: Steps, second: Steps) -> float | None:
-    """The largest relative difference of the gradient norms."""
-    found = [
-        0.0 if _same(a["grad_norm"], b["grad_norm"]) else abs(a["grad_norm"] - b["grad_norm"]) / abs(a["grad_norm"])
+def _loss_distances(first: Steps, second: Steps) -> list[tuple[float, int]]:
+    """The largest distance of the losses of each iteration, and the iteration."""
+    return [
+        (
+            max(
+                (_distance(a["loss"].get(name), b["loss"].get(name)) for name in {**a["loss"], **b["loss"]}),
+                default=0.0,
+            ),
+            a["iteration"],
+        )
         for a, b in zip(first, second, strict=False)
-        if a["grad_norm"] and b["grad_norm"] is not None
     ]
-    return max((math.inf if math.isnan(value) else value for value in found), default=None)
+
+
+def _rms(distances: Sequence[tuple[float, int]]) -> float:
+    return math.sqrt(statistics.fmean(value * value for value, _ in distances)) if distances else 0.0
+
+
+def _norm_distances(first: Steps, second: Steps) -> list[float]:
+    """The distances of the gradient norms, relative to the first."""
+    pairs = ((a["grad_norm"], b["grad_norm"]) for a, b in zip(first, second, strict=False))
+    return [_distance(x, y) / (abs(x) if x and math.isfinite(x) else 1.0) for x, y in pairs if (x, y) != (None, None)]
+
+
+def _are_identical(first: Steps, second: Steps) -> bool:
+    return not any(value for value, _ in _loss_distances(first, second)) and not any(_norm_distances(first, second))
 
 
 def compare_losses(
@@ -73,94 +67,86 @@ def compare_losses(
     Args:
         off, on: the steps of each run; the runs of one arm are repeats.
         numerics: the class that the features promise.
-        rounding_baseline: what the third training is, and its steps.
+        rounding_baseline: name and steps of the third training.
     """
     pairs = list(zip(off, on, strict=False))
-    differences = [_differences(a, b) for a, b in pairs]
-    iteration, largest = max((pair for each in differences for pair in each), key=lambda pair: pair[1])
-    # The curves are those of the repeat in which that was: what a plot shows is what the words say.
-    shown = next(pair for pair, each in zip(pairs, differences, strict=True) if (iteration, largest) in each)
-    norms = [norm for a, b in pairs if (norm := _norm_difference(a, b)) is not None]
-    rms = max(map(_root_mean_square, differences))
+    distances = [_loss_distances(a, b) for a, b in pairs]
+    largest, iteration = max((each for row in distances for each in row), key=lambda each: each[0])
+    shown = next(pair for pair, row in zip(pairs, distances, strict=True) if (largest, iteration) in row)
+    norms = [norm for a, b in pairs for norm in _norm_distances(a, b)]
     found: dict[str, Any] = {
         "class": numerics,
         "largest_difference": largest,
-        "rms_difference": rms,
+        "rms_difference": max(map(_rms, distances)),
         "step": iteration,
         "grad_norm_difference": max(norms, default=None),
-        "series": _series(*shown, rounding_baseline[1] if rounding_baseline else None),
+        "series": _series(*shown, rounding_baseline[1] if rounding_baseline else ()),
         "rounding_baseline": None,
         "times_rounding_baseline": None,
     }
-    own = max((value for each in off[1:] for _, value in _differences(off[0], each)), default=0.0)
-    deterministic = all(_identical(off[0], each) for each in off[1:])
     if rounding_baseline is not None:
-        reference = _differences(off[0], rounding_baseline[1])
-        allowed = _root_mean_square(reference)
+        reference = _loss_distances(off[0], rounding_baseline[1])
+        allowed = _rms(reference)
         found["rounding_baseline"] = {
             "kind": rounding_baseline[0],
-            "largest_difference": max((value for _, value in reference), default=0.0),
+            "largest_difference": max(reference, default=(0.0, 0))[0],
             "rms_difference": allowed,
         }
-        found["times_rounding_baseline"] = rms / allowed if allowed > 0 and math.isfinite(allowed) else None
-    found["verdict"], found["reason"] = _loss_verdict(
-        found, all(_identical(a, b) for a, b in pairs), own if not deterministic else None
-    )
+        if allowed and math.isfinite(allowed):
+            found["times_rounding_baseline"] = found["rms_difference"] / allowed
+    if all(_are_identical(a, b) for a, b in pairs):
+        found["verdict"], found["reason"] = "identical", "every loss and gradient norm has the same bits"
+    else:
+        found["verdict"], found["reason"] = _verdict(found, off)
     return found
 
 
-def _loss_verdict(found: dict[str, Any], identical: bool, own: float | None) -> tuple[str, str]:
-    if identical:
-        return "identical", "every loss and gradient norm has the same bits"
-    where = f"by {found['largest_difference']:.3g} at iteration {found['step']}"
-    if not math.isfinite(found["largest_difference"]):
+def _verdict(found: dict[str, Any], off: Sequence[Steps]) -> tuple[str, str]:
+    """Of losses or gradient norms that differ."""
+    largest, times = found["largest_difference"], found["times_rounding_baseline"]
+    where = f"the losses differ by {largest:.3g} at iteration {found['step']}"
+    if not math.isfinite(largest):
         return "differs", f"a loss is missing or not a number in one of the two, first at iteration {found['step']}"
     if found["class"] == "deviation":
-        return "documented deviation", f"the losses differ {where}, as the feature's page says they may"
+        return "documented deviation", f"{where}, as the feature's page says they may"
     if found["class"] == "bitwise":
-        if own is not None:
-            return "not judged", (
-                f"off differs from itself by {own:.3g}, so that equality of bits cannot be asked for; "
-                f"the losses differ {where}"
-            )
-        norm = found["grad_norm_difference"]
-        what = (
-            f"the losses differ {where}" if found["largest_difference"] else f"the gradient norms differ by {norm:.3g}"
-        )
+        if not all(_are_identical(off[0], each) for each in off[1:]):
+            own = max(value for each in off[1:] for value, _ in _loss_distances(off[0], each))
+            return "not judged", f"off differs from itself by {own:.3g}, so that bits cannot be compared; {where}"
+        what = where if largest else f"the gradient norms differ by {found['grad_norm_difference']:.3g}"
         return "differs", f"{what}, and the features promise the same bits"
-    times = found["times_rounding_baseline"]
     if times is None:
-        return "not judged", f"the losses differ {where}; there is no rounding baseline to hold that against"
-    text = f"the losses differ {where}, {times:.2f} times as far as off from {found['rounding_baseline']['kind']}"
+        return "not judged", f"{where}; there is no rounding baseline to compare that with"
+    text = f"{where}, {times:.2f} times as far as off from {found['rounding_baseline']['kind']}"
     if times > ALLOWED:
         return "differs", f"{text}; rounding explains {ALLOWED:g} times"
     return "agrees", text
 
 
-def _series(off: Steps, on: Steps, rounding_baseline: Steps | None) -> list[dict[str, Any]]:
-    """The first loss of each iteration, side by side."""
+def _series(off: Steps, on: Steps, rounding_baseline: Steps) -> list[dict[str, Any]]:
+    """The first loss of each iteration by arm."""
 
     def first(step: dict[str, Any]) -> float | None:
         return next(iter(step["loss"].values()), None)
 
     rows = [{"iteration": a["iteration"], "off": first(a), "on": first(b)} for a, b in zip(off, on, strict=False)]
-    for row, step in zip(rows, rounding_baseline or (), strict=False):
+    for row, step in zip(rows, rounding_baseline, strict=False):
         row["rounding_baseline"] = first(step)
     return rows
 
 
-def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any]:
-    """The `growth` object of a comparison: memory that a training gains with every step."""
+def compare_growth(off: Sequence[Steps], on: Sequence[Steps], peak: float) -> dict[str, Any] | None:
+    """The `growth` object of a comparison: memory gained with every step; None where it is not known."""
+    measured = [[[step["live_bytes"] for step in run if step["measured"]] for run in arm] for arm in (off, on)]
+    if any(None in run for arm in measured for run in arm):
+        return None
+    # A leak is in every run of on, and exceeds what any run of off does: a heap may grow for a while by itself.
+    before, after = max(map(_slope, measured[0])), min(map(_slope, measured[1]))
+    grows = after > _GROWTH_FACTOR * max(before, 0.0) + max(_LEAK_SHARE * peak, _LEAK_BYTES)
+    return {"bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": "grows" if grows else "steady"}
 
-    # What is in use tells a leak from a heap that settles; where it is not known, all that is resident.
-    steps = [step for run in (*off, *on) for step in run if step["measured"]]
-    figure = "memory_bytes" if any(step["live_bytes"] is None for step in steps) else "live_bytes"
 
-    def growth(runs: Sequence[Steps]) -> list[float]:
-        return [slope([step[figure] for step in run if step["measured"]]) for run in runs]
-
-    # A leak is in every run, and stands out of what off does: a heap may grow for a while by itself.
-    before, after = max(growth(off)), min(growth(on))
-    grows = after > _HEAP * max(before, 0.0) + max(_LEAK_SHARE * peak, _LEAK_BYTES)
-    verdict = "grows" if grows else "steady"
-    return {"figure": figure, "bytes_per_step_off": before, "bytes_per_step_on": after, "verdict": verdict}
+def _slope(values: Sequence[float]) -> float:
+    """Growth per step: the median slope of all pairs (Theil-Sen)."""
+    pairs = itertools.combinations(enumerate(values), 2)
+    return statistics.median([(b - a) / (j - i) for (i, a), (j, b) in pairs] or [0.0])

@@ -1,4 +1,4 @@
-"""Runs the user's command for two steps with bytes counted, and sets what was counted beside what was predicted."""
+"""Runs the user's command for two steps, counts its memory, and compares it with the prediction."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from mindspeed_lite.bench.plan import Arm
 from mindspeed_lite.bench.records import Process
 from mindspeed_lite.planner import Rank
 
-# What a prediction may be off, and from how many bytes on that is judged.
+# A prediction of at least JUDGED bytes may be off by this share.
 TOLERANCE = 0.05
 JUDGED = 1_000_000
 
 
 class MeasureError(Exception):
-    """The command ended without what was to be counted; one line."""
+    """The command ended without a count; one line."""
 
     def __init__(self, message: str, log_tail: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -28,12 +28,12 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process counted.
+    """The count of one process.
 
     Attributes:
         bytes: by category, with `host` for moments in host memory.
-        peak: bytes of the whole process or of the device's allocator, as `peak_kind` says.
-        kept: what the activations were at their peak, place by place in the code.
+        peak: of the whole process or of the device's allocator, as `peak_kind` says.
+        kept: the activations at their peak, by place in the code.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class Comparison:
 
     @property
     def deviation(self) -> float:
-        """Of the prediction, as a share of what was measured."""
+        """Predicted over measured, minus 1."""
         if not self.measured:
             return 0.0 if not self.predicted else float("inf")
         return self.predicted / self.measured - 1
@@ -68,7 +68,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Run:
-    """A measured run: its processes by rank, and what decides the prediction for them."""
+    """A measured run."""
 
     processes: Sequence[Measured]
     world_size: int
@@ -82,24 +82,25 @@ def run(command: Sequence[str], folder: Path, timeout: float) -> Run:
     if outcome.status != "ok":
         raise MeasureError(f"{outcome.reason} (log: {folder / outcome.log})", outcome.log_tail)
     for process in outcome.processes:
-        if process.memory is None:
+        if process.end is None or not process.end["memory"]:
             raise MeasureError(f"rank {process.rank} counted nothing (log: {folder / outcome.log})")
     found = [measured(process) for process in outcome.processes]
-    environment = outcome.processes[0].run["environment"] if outcome.processes[0].run else {}
+    assert outcome.run is not None
+    environment = outcome.run["environment"]
     return Run(found, int(environment["world_size"]), str(environment["device_type"]))
 
 
 def measured(process: Process) -> Measured:
-    """What a process has written down."""
-    assert process.memory is not None and process.run is not None
-    taken = dict(process.memory)
+    """The count of a process's records."""
+    assert process.end is not None and process.run is not None
+    taken = dict(process.end["memory"])
     kept, parameters = taken.pop("kept"), taken.pop("parameters")
     peak = max(step["peak_memory_bytes"] for step in process.steps)
     return Measured(process.rank, parameters, taken, peak, process.run["memory_kind"], kept)
 
 
 def compare(predicted: Sequence[Rank], processes: Sequence[Measured]) -> list[Comparison]:
-    """Every category of every process; host memory where one of both has any."""
+    """Every category of every process; host memory where it is predicted or counted."""
     found = []
     for process in processes:
         rank = next(each for each in predicted if each.ranks[0] <= process.rank <= each.ranks[1])

@@ -1,4 +1,4 @@
-"""Writes a report's files into a folder, each at once or not at all."""
+"""Writes a report's files into a folder, each completely or not at all."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ class OutputError(OSError):
 
 
 def check_writable(folder: str | Path) -> None:
-    """Make the folder, and make sure that a file can be made in it.
+    """Make the folder and try to write into it, before hours of measuring.
 
     Raises:
-        OutputError: it cannot; to be asked before hours of measuring.
+        OutputError: that failed.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(prefix=".write-test-", dir=folder)
-        os.close(descriptor)
-        os.unlink(name)
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise OutputError(
             f"--out: cannot write into {folder}: {error.strerror or error}; give a folder you may write"
@@ -32,20 +30,19 @@ def check_writable(folder: str | Path) -> None:
 
 
 def write(record: dict[str, Any], folder: str | Path) -> list[str]:
-    """Write report.json, the plots, report.md and report.html; returns their names.
+    """Write report.json, the plots, report.md and report.html; returns their names, and adds those of the plots.
 
-    The plots' names are put into the record. report.json is written before anything is rendered.
+    report.json is written before anything is rendered.
     """
-    from mindspeed_lite.bench import plots
-    from mindspeed_lite.bench import report as pages
+    from mindspeed_lite.bench import plots, report
 
     files = record.setdefault("files", {"trace": [], "plots": []})
     write_file(Path(folder, "report.json"), dumps(record))
     drawn = plots.draw(record, folder)
     files["plots"] = [*drawn]
     write_file(Path(folder, "report.json"), dumps(record))
-    write_file(Path(folder, "report.md"), pages.markdown(record, {name: plots.CAPTIONS[name] for name in drawn}))
-    write_file(Path(folder, "report.html"), pages.html(record, drawn))
+    write_file(Path(folder, "report.md"), report.markdown(record, {name: plots.CAPTIONS[name] for name in drawn}))
+    write_file(Path(folder, "report.html"), report.html(record, drawn))
     return ["report.json", "report.md", "report.html", *drawn]
 
 
@@ -60,26 +57,14 @@ def finite(value: Any) -> Any:
         return {key: finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [finite(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_file(path: Path, text: str) -> None:
     """Replace the file in one step: a reader sees the old one or the new one."""
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+    part = path.with_name(f".{path.name}-{os.getpid()}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            # mkstemp makes it readable for its owner alone.
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(text)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import re
-import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .tables import Record
+from .training_tables import label
 from .wording import cleaned, seconds
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ CAPTIONS = {
     "loss.png": "Loss of every arm, and its distance from off",
 }
 
-# Okabe and Ito's first, which colour-blind readers can tell apart; all visible on a light and on a dark page.
+# Okabe and Ito's first, for colour-blind readers; all visible on a light and on a dark page.
 COLORS = (
     "#2f86c1", "#d9662b", "#23a07a", "#cc79a7", "#b8860b", "#a04a78", "#44aa99", "#7a6bd0", "#56b4e9", "#e0b03c",
     "#c94f4f", "#98a13c", "#8a8f98",
@@ -37,16 +36,20 @@ def draw(record: Record, folder: str | Path) -> dict[str, str]:
     """Write a PNG for everything there is data for; returns the same pictures as `<svg>` elements by file name."""
     record = cleaned(record)
     drawn: dict[str, str] = {}
-    if record["kind"] != "bench":
-        return drawn
-    for name, figure_of in (("time.png", _time), ("loss.png", _loss)):
+    for name, figure_of in (("time.png", _time), ("loss.png", _loss)) if record["kind"] == "bench" else ():
         with style():
             figure = figure_of(record)
-            if figure is not None:
-                figure.savefig(Path(folder, name), dpi=150, facecolor="#ffffff")
-                stream = io.StringIO()
-                figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
-                drawn[name] = _embeddable(stream.getvalue(), name)
+            if figure is None:
+                continue
+            figure.savefig(Path(folder, name), dpi=150, facecolor="#ffffff")
+            stream = io.StringIO()
+            figure.savefig(
+                stream, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            )
+        svg = stream.getvalue()
+        svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{CAPTIONS[name]}"', 1)
+        # Text has the colour of the page's.
+        drawn[name] = svg.replace("<svg", '<svg fill="currentColor"', 1).replace(_TEXT, "currentColor")
     return drawn
 
 
@@ -77,19 +80,8 @@ def style() -> Iterator[None]:
         yield
 
 
-def _embeddable(svg: str, name: str) -> str:
-    """The `<svg>` element alone: scalable, ids of its own, its text in the colour of the page's."""
-    svg = re.sub(
-        r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg[svg.index("<svg") :], flags=re.DOTALL
-    )
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name.partition('.')[0]}-", svg).replace("xlink:href", "href")
-    box = re.search(r'viewBox="[^"]*"', svg)
-    head = f'<svg {box[0] if box else ""} role="img" aria-label="{CAPTIONS[name]}" fill="currentColor">'
-    return head + svg[svg.index(">") + 1 :].replace(_TEXT, "currentColor")
-
-
 def _time(record: Record) -> Figure | None:
-    """Above every measured step, below the categories of the profiled one; a row per arm."""
+    """Measured steps above the categories of the profiled one, a row per arm."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -102,7 +94,7 @@ def _time(record: Record) -> Figure | None:
     figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2 * bool(profiled)), layout="constrained")
     axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     for panel, (shown, paint, _) in zip(axes[:, 0], panels, strict=True):
-        panel.set_yticks(range(len(shown)), [_wrapped(arm["name"]) for arm in shown])
+        panel.set_yticks(range(len(shown)), [label(arm["name"]) for arm in shown])
         panel.set_ylim(len(shown) - 0.45, -0.55)
         panel.tick_params(axis="y", length=0)
         panel.grid(True, axis="x")
@@ -112,7 +104,6 @@ def _time(record: Record) -> Figure | None:
 
 
 def _step_times(axes: Any, arms: Sequence[Record]) -> None:
-    """Every measured step as a dot, a lane per run; the bar spans 10 % to 90 %, the tick is the median."""
     for place, arm in enumerate(arms):
         summary, color = arm["summary"], _color(arm["name"], arms)
         low, high = summary["step_seconds_p10"], summary["step_seconds_p90"]
@@ -127,7 +118,6 @@ def _step_times(axes: Any, arms: Sequence[Record]) -> None:
 
 
 def _categories(axes: Any, arms: Sequence[Record]) -> None:
-    """A bar per arm, a segment per category; hidden communication stands in words at its end."""
     ends = [0.0] * len(arms)
     for name, color in zip(arms[0]["breakdown"]["categories"], itertools.cycle(COLORS)):
         times = [arm["breakdown"]["categories"][name] for arm in arms]
@@ -143,7 +133,7 @@ def _categories(axes: Any, arms: Sequence[Record]) -> None:
 
 
 def _loss(record: Record) -> Figure | None:
-    """The curves, and how far each is from off, with the largest distance of the rounding baseline."""
+    """The losses, and their distance from off with the largest one of the rounding baseline."""
     from matplotlib.figure import Figure
 
     shown = [each for each in record["comparisons"] if each["loss"] and each["loss"]["series"]]
@@ -156,10 +146,10 @@ def _loss(record: Record) -> Figure | None:
     for each in shown:
         color = _color(each["arm"], record["arms"])
         iterations, values = _curve(each, "on")
-        upper.plot(iterations, values, color=color, label=f"{_wrapped(each['arm'], 60)} ({each['loss']['verdict']})")
+        upper.plot(iterations, values, color=color, label=f"{label(each['arm'])} ({each['loss']['verdict']})")
         apart = [abs(one - other) or math.nan for one, other in zip(values, _curve(each, "off")[1], strict=True)]
         lower.plot(iterations, apart, "o-", color=color, markersize=2.5)
-        # A loss that is not finite has no height: a cross at the lower edge.
+        # A loss that is not finite: a cross at the lower edge.
         broken = [at for at, value in zip(iterations, values, strict=True) if not math.isfinite(value)]
         upper.plot(broken, [0.04] * len(broken), "x", color=color, transform=upper.get_xaxis_transform())
     baselines = [each["loss"]["rounding_baseline"] for each in shown]
@@ -179,21 +169,16 @@ def _loss(record: Record) -> Figure | None:
 
 
 def _curve(comparison: Record, side: str) -> tuple[list[int], list[float]]:
-    """Iterations and losses; what is not known is a gap."""
+    """Iterations and losses; a gap where a loss is not known."""
     points = [(point["iteration"], point[side]) for point in comparison["loss"]["series"]]
     return [at for at, _ in points], [math.nan if value is None else value for _, value in points]
 
 
 def _color(name: str, arms: Sequence[Record]) -> str:
-    """The arms that are on have their own colours, the same in both plots; the others are neutral."""
+    """The same in both plots; neutral for arms that are not on."""
     names = [arm["name"] for arm in arms if arm["role"] == "on"]
     return COLORS[names.index(name) % len(COLORS)] if name in names else _NEUTRAL
 
 
 def _at_the_right(axes: Any, place: float, text: str) -> None:
     axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=9)
-
-
-def _wrapped(name: str, columns: int = 24) -> str:
-    """A long name over up to three lines."""
-    return "\n".join(textwrap.wrap(name.replace("+", "+ "), columns, max_lines=3, placeholder="..."))

@@ -1,56 +1,99 @@
-"""The report of a record, for a terminal, as Markdown and as a page, all three from the same tables."""
+"""Renders a record for a terminal, as Markdown and as an HTML page, all from the same tables."""
 
 from __future__ import annotations
 
+import io
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from . import operator_tables, terminal_report, training_tables
-from .tables import Record, View, tone
+from . import operator_tables, training_tables
+from .tables import Record, Table, View, tone
 from .wording import cleaned
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # What Markdown would read as markup. An underscore inside a word is none.
 _MARKUP = re.compile(r"[\\`*\[\]|~$#!]|(?<!\w)_|_(?!\w)")
-
-
-def text(record: Record, columns: int, color: bool) -> str:
-    """Lines of at most `columns` for a terminal; ANSI colours only where `color`."""
-    return terminal_report.render(view(record), columns, color)
-
-
-def markdown(record: Record, plots: Mapping[str, str]) -> str:
-    """GitHub-flavoured Markdown; `plots`: file names and captions of the pictures next to it."""
-    return _render("report.md.j2", view(record), plots, _markdown)
-
-
-def html(record: Record, plots: Mapping[str, str]) -> str:
-    """One self-contained page that fetches nothing; `plots`: `<svg>` elements by name."""
-    return _render("report.html.j2", view(record), plots)
+_STYLES = {"good": "green", "bad": "red", "warn": "yellow"}
+_LOG_LINES = 5
+_INDENT = (0, 0, 0, 2)
 
 
 def view(record: Record) -> View:
-    """What all three forms show."""
+    """What all forms show."""
     record = cleaned(record)
     return operator_tables.view(record) if record["kind"] == "bench-ops" else training_tables.view(record)
 
 
-def _render(name: str, view: View, plots: Mapping[str, str], finalize: Callable[[Any], Any] | None = None) -> str:
+def markdown(record: Record, plots: Mapping[str, str]) -> str:
+    """GitHub-flavoured Markdown; `plots`: file names and captions."""
+    return _render(record, plots, html=False)
+
+
+def html(record: Record, plots: Mapping[str, str]) -> str:
+    """One self-contained page; `plots`: `<svg>` elements by name."""
+    return _render(record, plots, html=True)
+
+
+def _render(record: Record, plots: Mapping[str, str], html: bool) -> str:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=finalize
-    )
-    source = resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-    return environment.from_string(source).render(view=view, plots=plots, tone=tone)
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+        finalize=None if html else _escaped,
+    )  # fmt: skip
+    source = resources.files(__package__).joinpath("report.j2").read_text(encoding="utf-8")
+    return environment.from_string(source).render(view=view(record), plots=plots, tone=tone, html=html)
 
 
-def _markdown(value: Any) -> Any:
-    """Text that means only itself, also in a cell of a table; what is markup already stays."""
+def _escaped(value: Any) -> Any:
+    """Text without a meaning in Markdown, also in a cell of a table."""
     from markupsafe import Markup
 
     if isinstance(value, Markup):
         return value
     plain = " ".join(str(value).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return Markup(_MARKUP.sub(r"\\\g<0>", plain))
+
+
+def text(record: Record, columns: int, color: bool) -> str:
+    """Lines of at most `columns` for a terminal; ANSI colours only where `color`."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    stream, shown = io.StringIO(), view(record)
+    console = Console(
+        file=stream, width=columns, color_system="standard" if color else None, force_terminal=color,
+        force_jupyter=False, legacy_windows=False, no_color=not color, highlight=False, markup=False, emoji=False,
+        _environ={},
+    )  # fmt: skip
+    console.print(Text(shown.title, "bold", overflow="fold"))
+    console.print(Text(shown.headline, f"bold {_STYLES.get(shown.tone, '')}", overflow="fold"))
+    for table in (*shown.summary, *shown.details):
+        _print_table(console, table)
+    for block in shown.blocks:
+        console.print(Text(f"\n{block.title}", "bold", overflow="fold"))
+        for line in block.lines[-_LOG_LINES:]:
+            console.print(Padding(Text(line, overflow="fold"), _INDENT))
+    return "\n".join(line.rstrip() for line in stream.getvalue().splitlines()) + "\n"
+
+
+def _print_table(console: Console, table: Table) -> None:
+    from rich.padding import Padding
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+    if table.title:
+        console.print(Text(f"\n{table.title}", "bold", overflow="fold"))
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.headers), header_style="dim")
+    for header, is_figure in zip(table.headers, table.figures, strict=True):
+        grid.add_column(header, justify="right" if is_figure else "left", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*(Text(cell, _STYLES.get(tone(cell), "")) for cell in row))
+    console.print(Padding(grid, _INDENT))
+    if table.note:
+        console.print(Padding(Text(table.note, "dim", overflow="fold"), _INDENT))

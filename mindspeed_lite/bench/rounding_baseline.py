@@ -1,10 +1,7 @@
-"""Measures what rounding alone changes: the same training in other arithmetic, to judge a difference of losses.
+"""The same training in other arithmetic, to judge a difference of losses by: what rounding alone changes.
 
-Two rounding baselines, both with the same initial weights, data and mathematics:
-
-float32       for a training in 16 bits: how far its own rounding takes it from a training that hardly rounds
-other order   for one in float32: addition is not associative, so a matrix product whose inner dimension is walked
-              backwards rounds differently and is as right as before
+float32       for a training in 16 bits: how far its own rounding takes it
+other order   for one in float32: matrix products sum their inner dimension from the other end
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-# Where the two factors stand among the arguments; the inner dimension is the first's last, the second's last but one.
+# Operator -> index of its first factor among the arguments; the second one follows.
 _PRODUCTS = {
     _aten.mm.default: 0,
     _aten.bmm.default: 0,
@@ -28,7 +25,7 @@ _DRAWS = (_aten.normal_.default, _aten.uniform_.default)
 
 
 class ReversedReductionOrder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Within the block every matrix product, forward and backward, sums its inner dimension from the other end."""
+    """Within the block matrix products, forward and backward, sum their inner dimension from the other end."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -42,10 +39,7 @@ class ReversedReductionOrder(TorchDispatchMode):  # type: ignore[no-untyped-call
 
 
 class SampleRandomInDtype(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Within the block float32 tensors are filled with the random numbers that `dtype` would have drawn.
-
-    torch draws other numbers for other dtypes; without this a training in float32 begins from other weights.
-    """
+    """Within the block float32 tensors are initialised with the values that torch draws for `dtype`, which differ."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]

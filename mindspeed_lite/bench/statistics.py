@@ -1,4 +1,4 @@
-"""Ratios of paired measurements, with an interval that says what the noise allows."""
+"""Ratios of paired measurements, with their confidence interval."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 TOO_FEW = "too few runs to tell"
-# An interval with 1 in it that spans more than this factor says nothing, not even that two arms are alike.
+# The widest interval around 1 that still counts as noise, as a factor.
 _WIDEST = 1.5
 
-# Student's t, 97.5 %, by degrees of freedom: what few pairs are worth. Beyond the table it is close to the normal's.
+# Student's t, 97.5 %, by degrees of freedom from 1.
 _T = (
     12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
     2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
@@ -39,7 +39,7 @@ class Ratio:
         return f"{self.ratio:.{digits}f} ({self.low:.{digits}f} to {self.high:.{digits}f})"
 
     def verdict(self, above: str, below: str) -> str:
-        """`above` or `below` where the interval leaves 1 out, else that it is noise, or too wide to tell."""
+        """`above` or `below` where the interval excludes 1, else noise or too few runs."""
         if self.low is None or self.high is None:
             return "one pair: no interval"
         if self.low > 1.0:
@@ -50,10 +50,7 @@ class Ratio:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Ratio | None:
-    """The geometric mean of the pairs' ratios, its interval by Student's t on their logarithms; None without pairs.
-
-    What drifts over the whole benchmark is the same in both halves of a pair and cancels.
-    """
+    """The geometric mean of the pairs' ratios, its interval by Student's t on their logarithms; None without pairs."""
     pairs = tuple(a / b for a, b in zip(numerators, denominators, strict=False) if a > 0 and b > 0)
     if not pairs:
         return None
@@ -73,13 +70,3 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
-def slope(values: Sequence[float]) -> float:
-    """Growth per step: the median of the slopes between all pairs (Theil and Sen), which no outlier moves."""
-    slopes = [
-        (values[later] - values[earlier]) / (later - earlier)
-        for earlier in range(len(values))
-        for later in range(earlier + 1, len(values))
-    ]
-    return statistics.median(slopes) if slopes else 0.0

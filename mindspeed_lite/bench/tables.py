@@ -1,9 +1,9 @@
-"""The shape of a report: a headline, tables of plain text, and blocks of text as they are."""
+"""The content of a report in every form: a headline, tables of text, and preformatted blocks."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ Record = Mapping[str, Any]
 
 SEVERITIES = ("failure", "warning", "note")
 
-# The last word of a cell -> how it is coloured.
+# The last word of a cell -> its colour.
 _TONES = {
     **dict.fromkeys(("faster", "smaller", "identical", "agrees", "steady"), "good"),
     **dict.fromkeys(("slower", "larger", "differs", "grows", "regression", "failure", "crashed", "hung"), "bad"),
@@ -23,7 +23,7 @@ _TONES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells under headers; without a title it continues what stands above it."""
+    """Rows of cells under headers; without a title it continues what precedes it."""
 
     title: str
     headers: Sequence[str]
@@ -46,11 +46,11 @@ class Block:
 
 @dataclass(frozen=True)
 class View:
-    """What a reader sees of a record, in every form.
+    """What a reader sees of a record.
 
     Attributes:
-        summary, details: tables before and after the plots.
         tone: of the headline, `good`, `bad` or empty.
+        summary, details: tables before and after the plots.
     """
 
     title: str
@@ -62,7 +62,7 @@ class View:
 
 
 def tone(cell: str) -> str:
-    """`good`, `bad`, `warn` or nothing: what the verdict at the end of a cell is."""
+    """`good`, `bad`, `warn` or empty, by the verdict at the end of a cell."""
     return _TONES.get(cell.rpartition(" ")[2], "")
 
 
@@ -76,14 +76,14 @@ def filled(*tables: Table) -> list[Table]:
 
 
 def findings(record: Record) -> Table:
-    """What a reader must know about the measurement or an arm, the gravest first."""
+    """Findings, the gravest first."""
     rows = [[each["severity"], ": ".join(filter(None, (each["arm"], each["text"])))] for each in record["findings"]]
     rows.sort(key=lambda row: SEVERITIES.index(row[0]))
     return Table("Findings", ("severity", "finding"), rows)
 
 
 def conditions(record: Record) -> Table:
-    """Under what conditions all of it was measured; nothing that is not known."""
+    """Device, versions, model and settings, as far as they are known."""
     ceiling, model = record["ceiling"] or {}, record.get("model", {})
     rates = (rate(ceiling.get("flops_per_second"), "FLOP"), rate(ceiling.get("bytes_per_second"), "B"))
     found = {
@@ -105,25 +105,12 @@ def command(record: Record) -> list[Block]:
 
 
 def _text(value: Any) -> str:
-    """A value of any shape; nothing for what is not known."""
+    """A value of any shape; empty for what is not known."""
     if isinstance(value, Mapping):
         found = ((key if key.isupper() else key.replace("_", " "), _text(each)) for key, each in value.items())
         return ", ".join(f"{name} {text}" for name, text in found if text)
     if isinstance(value, list):
-        return (
-            _ranges(value) if value and all(isinstance(each, int) for each in value) else "; ".join(map(_text, value))
-        )
+        return "; ".join(map(_text, value))
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) and value >= 10000 else "" if value is None else str(value)
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    """Adjacent cores as a range: `0-3,8`."""
-    groups: list[list[int]] = []
-    for number in sorted(numbers):
-        if groups and number == groups[-1][-1] + 1:
-            groups[-1].append(number)
-        else:
-            groups.append([number])
-    return ",".join(str(group[0]) if len(group) == 1 else f"{group[0]}-{group[-1]}" for group in groups)

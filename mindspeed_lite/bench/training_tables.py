@@ -1,15 +1,13 @@
-"""The report of a training: one function for each table, from the record to rows of plain text."""
+"""The tables of a training's report."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 from .statistics import TOO_FEW
 from .tables import Block, Record, Table, View, command, conditions, filled, findings
-from .wording import UNKNOWN, between, difference, interval, judged, percent, rate, seconds, size, tokens
+from .wording import UNKNOWN, difference, interval, judged, percent, rate, seconds, size, tokens
 
 # The speed verdict of the fastest arm -> the headline and its tone.
 _HEADLINES = {
@@ -20,68 +18,61 @@ _HEADLINES = {
     "one pair: no interval": ("{arm} was {ratio} as fast as off in its only pair of runs, which may be noise.", ""),
 }
 
-# Header, text and fields of what an arm's summary holds.
-_SUMMARY: tuple[tuple[str, Callable[..., str], tuple[str, ...]], ...] = (
-    ("median step", seconds, ("step_seconds",)),
-    ("10 % to 90 %", between, ("step_seconds_p10", "step_seconds_p90")),
-    ("throughput", tokens, ("tokens_per_second",)),
-    ("compute", partial(rate, unit="FLOP"), ("flops_per_second",)),
-    ("of ceiling", percent, ("utilisation",)),
-    ("peak memory", size, ("peak_memory_bytes",)),
-    ("first step", seconds, ("first_step_seconds",)),
-)
+
+def label(arm: str) -> str:
+    """The name of an arm in tables and plots: `on` for several chosen features."""
+    return "on" if "+" in arm else arm
 
 
 def view(record: Record) -> View:
     """The whole report."""
-    fastest = _fastest(record)
+    sound = [each for each in record["comparisons"] if each["speed"] and each["loss"]["verdict"] != "differs"]
+    # A proven gain comes first.
+    fastest = max(sound, key=lambda each: (each["speed"]["verdict"] == "faster", each["speed"]["ratio"]), default=None)
     title, tone = _headline(record, fastest)
     return View(
         title=record["title"],
         headline=title,
         tone=tone,
-        summary=filled(_facts(fastest), findings(record), compared(record), losses(record)),
-        details=filled(arms(record), breakdown(record), experts(record), not_applied(record), conditions(record)),
+        summary=filled(_facts(record, fastest), findings(record), compared(record), losses(record)),
+        details=filled(arms(record), breakdown(record), not_applied(record), conditions(record)),
         blocks=[*_logs(record), *command(record)],
     )
 
 
-def _fastest(record: Record) -> Record | None:
-    """The comparison with the best speed among those that train as off does; a proven gain goes first."""
-    sound = [each for each in record["comparisons"] if each["speed"] and each["loss"]["verdict"] != "differs"]
-    return max(sound, key=lambda each: (each["speed"]["verdict"] == "faster", each["speed"]["ratio"]), default=None)
-
-
 def _headline(record: Record, fastest: Record | None) -> tuple[str, str]:
     if fastest is None:
-        some = any(each["speed"] for each in record["comparisons"])
-        nothing = "Nothing could be compared: no arm finished next to off."
-        return "Every arm that was compared trains differently from off." if some else nothing, "bad"
+        if any(each["speed"] for each in record["comparisons"]):
+            return "Every arm that was compared trains differently from off.", "bad"
+        return "Nothing could be compared: no arm finished next to off.", "bad"
     speed = fastest["speed"]
     ratio, _, limits = interval(speed["ratio"], speed["low"], speed["high"]).partition(" (")
     text, tone = _HEADLINES[speed["verdict"]]
-    level, pairs = f"{record['settings']['confidence']:.0%}".replace("%", " %"), speed["pairs"]
-    certainty = f"{level} interval {limits.rstrip(')')}, {len(pairs)} pairs"
+    pairs = speed["pairs"]
+    certainty = f"{record['settings']['confidence'] * 100:g} % interval {limits.rstrip(')')}, {len(pairs)} pairs"
     extremes = f"{min(pairs):.2f}x to {max(pairs):.2f}x"
-    return text.format(arm=fastest["arm"], ratio=ratio, certainty=certainty, range=extremes, pairs=len(pairs)), tone
+    arm = label(fastest["arm"])
+    return text.format(arm=arm, ratio=ratio, certainty=certainty, range=extremes, pairs=len(pairs)), tone
 
 
-def _facts(fastest: Record | None) -> Table:
+def _facts(record: Record, fastest: Record | None) -> Table:
     if fastest is None:
         return Table("", ("", ""), [])
-    loss = fastest["loss"]
-    rows = [["peak memory", judged(fastest["memory"])], ["loss", f"{loss['verdict']}: {loss['reason']}"]]
+    features = next(arm["features"] for arm in record["arms"] if arm["name"] == fastest["arm"])
+    rows = [
+        ["features", ", ".join(features) or UNKNOWN],
+        ["peak memory", judged(fastest["memory"])],
+        ["loss", f"{fastest['loss']['verdict']}: {fastest['loss']['reason']}"],
+    ]
     return Table("", ("", ""), rows)
 
 
 def compared(record: Record) -> Table:
-    """Every arm against off, a verdict in each cell."""
+    """Every arm against off, with verdicts."""
     rows = [
         [
-            each["arm"],
-            judged(each["speed"]),
-            judged(each["memory"]),
-            judged(each["first_step"]),
+            label(each["arm"]),
+            *(judged(each[name]) for name in ("speed", "memory", "first_step")),
             each["loss"]["verdict"] if each["loss"] else UNKNOWN,
             _growth(each["growth"]),
         ]
@@ -95,7 +86,6 @@ def compared(record: Record) -> Table:
 
 
 def _growth(growth: Record | None) -> str:
-    """Whether memory grows from step to step."""
     if growth is None or growth["verdict"] != "grows":
         return growth["verdict"] if growth else UNKNOWN
     on, off = size(growth["bytes_per_step_on"]), size(growth["bytes_per_step_off"])
@@ -103,35 +93,32 @@ def _growth(growth: Record | None) -> str:
 
 
 def losses(record: Record) -> Table:
-    """How far every arm's losses and gradient norms are from those of off."""
+    """Distances of losses and gradient norms from off."""
+    found = [(label(each["arm"]), each["loss"]) for each in record["comparisons"] if each["loss"]]
     rows = [
         [
-            each["arm"],
-            loss["verdict"],
+            arm,
+            loss["class"],
             difference(loss["largest_difference"]),
             str(loss["step"]),
             interval(loss["times_rounding_baseline"]),
             difference(loss["grad_norm_difference"]),
+            loss["verdict"],
         ]
-        for each in record["comparisons"]
-        if (loss := each["loss"])
+        for arm, loss in found
     ]
-    kinds = {each["loss"]["rounding_baseline"]["kind"] for each in record["comparisons"] if _baseline(each)}
+    kinds = {loss["rounding_baseline"]["kind"] for _, loss in found if loss["rounding_baseline"]}
     note = "Largest difference of a loss from off; largest relative difference of a gradient norm."
     if kinds:
         note += f" Of the baseline: root mean square, over that of off from {' or '.join(sorted(kinds))}."
-    headers = ("arm", "loss", "largest difference", "iteration", "of the baseline", "gradient norm")
+    headers = ("arm", "promised", "largest difference", "iteration", "of the baseline", "gradient norm", "loss")
     return Table("Loss", headers, rows, note)
 
 
-def _baseline(comparison: Record) -> Any:
-    return comparison["loss"] and comparison["loss"]["rounding_baseline"]
-
-
 def not_applied(record: Record) -> Table:
-    """The features that were asked for and skipped."""
+    """The features that were requested and skipped."""
     rows = [
-        [arm["name"], feature, "; ".join(reasons)]
+        [label(arm["name"]), feature, "; ".join(reasons)]
         for arm in record["arms"]
         for feature, reasons in arm["skipped"].items()
     ]
@@ -139,15 +126,23 @@ def not_applied(record: Record) -> Table:
 
 
 def arms(record: Record) -> Table:
-    """What each arm measured, in absolute numbers."""
+    """Absolute figures of each arm."""
     rows = []
     for arm in record["arms"]:
-        summary = arm["summary"] or {}
-        figures = [text_of(*(summary.get(key) for key in keys)) for _, text_of, keys in _SUMMARY]
-        rows.append([arm["name"], *figures, arm["numerics"], _ends(arm["runs"])])
+        found = (arm["summary"] or {}).get
+        figures = (
+            seconds(found("step_seconds")),
+            tokens(found("tokens_per_second")),
+            rate(found("flops_per_second"), "FLOP"),
+            percent(found("utilisation")),
+            size(found("peak_memory_bytes")),
+            seconds(found("first_step_seconds")),
+        )
+        rows.append([label(arm["name"]), *figures, _ends(arm["runs"])])
     kinds = {arm["summary"]["memory_kind"] for arm in record["arms"] if arm["summary"]}
     note = f"Compute and peak memory: of one process. Memory: {', '.join(sorted(kinds)) or 'not measured'}."
-    return Table("Every arm", ("arm", *(header for header, _, _ in _SUMMARY), "numerics", "runs"), rows, note)
+    headers = ("arm", "median step", "throughput", "compute", "of ceiling", "peak memory", "first step", "runs")
+    return Table("Every arm", headers, rows, note)
 
 
 def _ends(runs: Sequence[Record]) -> str:
@@ -160,14 +155,11 @@ def _ends(runs: Sequence[Record]) -> str:
 def breakdown(record: Record) -> Table:
     """Where a step's time goes: a row per category, a column per arm."""
     found = [arm for arm in record["arms"] if arm["breakdown"]]
-    times = [
-        {
-            **arm["breakdown"]["categories"],
-            "hidden communication": arm["breakdown"]["communication"]["hidden_seconds"],
-        }
-        for arm in found
-    ]
     walls = [arm["breakdown"]["wall_seconds"] for arm in found]
+    times = [
+        {**each["categories"], "hidden communication": each["communication"]["hidden_seconds"]}
+        for each in (arm["breakdown"] for arm in found)
+    ]
     names = [name for name in dict.fromkeys(name for each in times for name in each) if any(t.get(name) for t in times)]
     rows = [
         [name, *(_of_wall(each.get(name), wall) for each, wall in zip(times, walls, strict=True))] for name in names
@@ -176,49 +168,17 @@ def breakdown(record: Record) -> Table:
         rows.append(["whole profiled step", *map(seconds, walls)])
         rows.append(["step without profiler", *(seconds((arm["summary"] or {}).get("step_seconds")) for arm in found)])
     note = (
-        "One profiled step, mean of the processes. The profiler adds to every operator call, most to an arm of many "
-        "small ones: compare shares here, and speeds by the steps without it (median, slowest process). Hidden "
-        "communication overlaps with compute and adds nothing."
+        "One profiled step, mean of the processes. The profiler slows down arms of many small operators most: compare "
+        "shares here, and speeds by the steps without it. Hidden communication overlaps with compute."
     )
-    return Table("Where the time goes", ("category", *(arm["name"] for arm in found)), rows, note)
+    return Table("Where the time goes", ("category", *(label(arm["name"]) for arm in found)), rows, note)
 
 
 def _of_wall(value: float | None, wall: float) -> str:
     return f"{seconds(value)} ({value / wall * 100:.0f} %)" if value else UNKNOWN
 
 
-def experts(record: Record) -> Table:
-    """How long experts' messages were waited for, and what they sent, in arms whose lanes were recorded."""
-    rows = []
-    for arm in record["arms"]:
-        if not (found := arm.get("experts")):
-            continue
-        sent = found["bytes"]
-        most, here, there = max(
-            (each, -here, -there) for here, row in enumerate(sent) for there, each in enumerate(row)
-        )
-        rows.append(
-            [
-                arm["name"],
-                seconds(found["exposed_seconds"]),
-                percent(found["exposed_share"]),
-                seconds(found["in_flight_seconds"]["dispatch"]),
-                seconds(found["in_flight_seconds"]["combine"]),
-                size(max(map(sum, sent))),
-                f"{size(most)} ({-here} to {-there})",
-            ]
-        )
-    note = (
-        "The last measured step. Exposed: how long the rank that waits most waits and does not compute; share: of its "
-        "step. In flight: mean of the ranks, forward and backward pass. Sent: the rank that sends most; link: the pair "
-        "of ranks that exchanges most."
-    )
-    headers = ("arm", "exposed", "of the step", "dispatch in flight", "combine in flight", "sent by a rank", "link")
-    return Table("Experts' exchange", headers, rows, note)
-
-
 def _logs(record: Record) -> list[Block]:
-    """The end of the log of every run that failed."""
     return [
         Block(f"{arm['name']}, run {run['repeat']} {run['status']}: {run['reason']} ({run['log']})", run["log_tail"])
         for arm in record["arms"]

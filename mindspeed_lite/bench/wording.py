@@ -11,7 +11,7 @@ from .statistics import TOO_FEW
 
 UNKNOWN = "-"
 
-# Escape sequences of terminals, then every other control character but tab and newline.
+# Terminals' escape sequences, and control characters but tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _NOT_FINITE = ("nan", "inf", "-inf")
 _SECONDS = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
@@ -20,7 +20,7 @@ _PREFIXES = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 
 
 
 def cleaned(value: Any) -> Any:
-    """A record without control characters in its texts, and with floats for "nan", "inf" and "-inf"."""
+    """A record without control characters, and with floats for "nan", "inf" and "-inf"."""
     if isinstance(value, str):
         return float(value) if value in _NOT_FINITE else _CONTROL.sub("", value)
     if isinstance(value, Mapping):
@@ -39,7 +39,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def _scaled(value: float | None, units: Sequence[tuple[str, float]], digits: int, suffix: str = "") -> str:
-    """The number in the largest of the units that it reaches, or in the smallest."""
+    """The value in the largest unit that it reaches, or in the smallest."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -83,7 +83,7 @@ def difference(value: float | None) -> str:
 
 
 def between(low: float | None, high: float | None) -> str:
-    """The range of two times, the unit named once where it is the same: `405.8 to 420.2 ms`."""
+    """The range of two times: `405.8 to 420.2 ms`."""
     if low is None or high is None:
         return UNKNOWN
     first, last = seconds(low), seconds(high)
@@ -92,7 +92,7 @@ def between(low: float | None, high: float | None) -> str:
 
 
 def interval(value: float | None, low: float | None = None, high: float | None = None) -> str:
-    """A ratio with its interval, where it has one: `1.24x (1.20 to 1.28)`; three digits where the third matters."""
+    """A ratio with its interval, if any: `1.24x (1.20 to 1.28)`; three digits near 1."""
     if value is None:
         return UNKNOWN
     known = [each for each in (value, low, high) if each is not None]

@@ -3,84 +3,44 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import signal
 from typing import Any
 
-from mindspeed_lite.bench.memory import MemoryRecorder
 from mindspeed_lite.bench.plan import Plan
-from mindspeed_lite.bench.recorder import Recorder
-from mindspeed_lite.bench.timeline import Timeline
-
-_recorder: Recorder | None = None
 
 
+@functools.cache
 def start(path: str) -> None:
-    """Put the adaptor and the recording in place, before Megatron is imported; `path` is the plan's file."""
-    global _recorder
-    if _recorder is not None:
-        return
-    plan = Plan.read(path)
-    # Beneath the device layer, whose streams begin messages here and wait for them there.
-    lanes = _below_device_layer(plan)
+    """Install the adaptor and the recording, before Megatron is imported; `path` is the plan's file."""
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform, startup
-    from mindspeed_lite.bench.probes import experts, memory, train_step
+    from mindspeed_lite.bench.probes import memory, train_step
+    from mindspeed_lite.bench.recorder import Recorder
     from mindspeed_lite.platform import allocator
 
+    plan = Plan.read(path)
     current = platform.current()
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
-    if lanes is not None:
-        experts.install(lanes)
-    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan, lanes)
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        # The harness asks a process that hangs where it stands.
+        # The harness asks a hanging process for its stacks.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-    startup.before_validation(lambda args: _prepare(args, plan))
-    if isinstance(_recorder, MemoryRecorder):
-        memory.install(_recorder.around)
-    train_step.install(_recorder)
+    recorder = Recorder(plan)
+
+    def prepare(args: Any) -> None:
+        recorder.arguments_are_final(train_step.precision(args), given=choose_features(args, plan))
+        train_step.leave_no_trace(args)
+        if plan.arm.arithmetic == "float32":
+            args.bf16 = args.fp16 = False
+
+    startup.before_validation(prepare)
+    if recorder.memory is not None:
+        memory.install(recorder.memory.around)
+    train_step.install(recorder.step)
 
 
-def _below_device_layer(plan: Plan) -> Timeline | None:
-    """Join the links and record lanes, as the plan says; before collectives are taken by value."""
-    from mindspeed_lite import platform
-
-    if not plan.link_rate and not plan.trace:
-        return None
-    try:
-        device = platform.choose()
-    except platform.DeviceError:
-        return None  # the device layer says so
-    if plan.link_rate:
-        _join(plan, device)
-    if not plan.trace or device.name != "cpu":
-        return None
-    lanes = Timeline()
-    lanes.install()
-    return lanes
-
-
-def _join(plan: Plan, device: Any) -> None:
-    from mindspeed_lite.bench import network
-
-    if device is None or device.name != "cpu":
-        name = "none" if device is None else device.name
-        raise SystemExit(f"mindspeed-lite bench: --link-rate joins processes on CPU, and the device is {name}.")
-    network.join(plan.link_rate, plan.link_name, plan.link_rate_within, plan.ranks_per_host)
-
-
-def _prepare(args: Any, plan: Plan) -> None:
-    from mindspeed_lite.bench.probes import train_step
-
-    assert _recorder is not None
-    _recorder.arguments_are_final(train_step.precision(args), given=_choose(args, plan))
-    train_step.leave_no_trace(args)
-    if plan.arm.arithmetic == "float32":
-        train_step.in_float32(args)
-
-
-def _choose(args: Any, plan: Plan) -> list[str]:
+def choose_features(args: Any, plan: Plan) -> list[str]:
     """Turn features off and on in the parsed arguments; returns those that the command itself turns on."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Settings
@@ -91,10 +51,9 @@ def _choose(args: Any, plan: Plan) -> list[str]:
     arm = plan.arm
     if arm.choice != "given":
         setattr(args, runtime.AUTO.dest, arm.choice == "all")
-    chosen = {"only": arm.features, "given": given}.get(arm.choice, ())
+    chosen = {*plan.beside, *{"only": arm.features, "given": given}.get(arm.choice, ())}
     for feature in catalogue:
-        wanted = feature.name in arm.beside or feature.name in chosen
-        if wanted and feature.name not in given:
+        if feature.name in chosen and feature.name not in given:
             switch = feature.options[0] if feature.options else None
             if switch is None or not switch.is_switch:
                 raise SystemExit(
@@ -102,7 +61,7 @@ def _choose(args: Any, plan: Plan) -> list[str]:
                     f"give its flag in the command."
                 )
             setattr(args, switch.dest, True)
-        elif not wanted and feature.name in given and arm.choice != "all":
+        elif feature.name in given and feature.name not in chosen and arm.choice != "all":
             for option in feature.options:
                 setattr(args, option.dest, option.default)
     return given

@@ -15,13 +15,12 @@ from . import terminal
 from .terminal import fail
 
 PROGRAM = "mindspeed-lite calibrate"
-# The measurement is ended after ten minutes.
 MOST_SECONDS = 500.0
 
 DESCRIPTION = """\
-Times products, attention, norms, other vector work, grouped products, optimizer steps and collectives over processes of
-this machine at several shapes, and writes a file that `mindspeed-lite plan --device here` reads. Nothing else should
-run meanwhile."""
+Times matrix products, attention, norms, other vector operators, optimizer steps and collectives on this machine's CPU
+at several shapes, in about a minute on two cores, and writes a file that `mindspeed-lite plan --device here` reads.
+Nothing else should run meanwhile."""
 
 
 def default_file() -> Path | None:
@@ -48,26 +47,18 @@ def main(arguments: Sequence[str]) -> int:
             PROGRAM,
             f"--processes is 1 to {most} on these {cores} cores, and --seconds above 0 and at most {MOST_SECONDS:g}",
         )
-    if options.script and not Path(options.script).is_file():
-        return fail(PROGRAM, f"--script {options.script}: there is no such file")
-    try:
-        from mindspeed_lite.bench.calibration import probe, run
+    from mindspeed_lite.bench.calibration import measure
 
-        if options.script:
-            found = probe.measure(ranks, options.seconds, options.script)
-        else:
-            found = run.measure(ranks, options.seconds)
-    except ImportError as error:
-        return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing")
-    except run.CalibrationError as error:
+    try:
+        found = measure.measure(ranks, options.seconds)
+    except measure.CalibrationError as error:
         return fail(PROGRAM, error, 1)
     try:
         file.write_text(json.dumps(found, indent=1) + "\n")
     except OSError as error:
         return fail(PROGRAM, f"{file}: {error.strerror or error}", 1)
     samples = sum(len(each) for each in found["operators"].values()) + len(found["collectives"])
-    beside = f" and {found['overheads']['seconds']} s of short trainings" if options.script else ""
-    print(f"{samples} times on {found['device']}, {ranks} processes, in {found['seconds']} s{beside}: {file}")
+    print(f"{samples} times on {found['device']}, {ranks} processes, in {found['seconds']} s: {file}")
     return 0
 
 
@@ -76,16 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", metavar="FILE", help="the file (default: calibration.json in the cache's folder)")
     parser.add_argument("--processes", type=int, metavar="N", help="how many at once (default: 2, or 1 on one core)")
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=15.0,
-        metavar="S",
-        help="for how long calls are repeated, about (default %(default)g); one call of each takes twenty more",
-    )
-    parser.add_argument(
-        "--script", metavar="FILE",
-        help="a pretrain_gpt.py: short trainings of it measure what a layer, a micro-batch, a step and layers that two "
-        "ranks split take beside their operators and messages, and how much longer operators take than alone",
+        "--seconds", type=float, default=30.0, metavar="S",
+        help="for how long calls of operators are repeated, about (default %(default)g)",
     )  # fmt: skip
     return parser
 

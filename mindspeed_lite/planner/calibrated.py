@@ -9,16 +9,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from mindspeed_lite import json_file
 
 from .training import ArgumentError
-from .work import REDUCED, Collective, CollectiveCall, Direction, Product, Scores, Vector
+from .work import Collective, CollectiveCall, Direction, Product, Scores, Vector
 
-FORMAT = 1
+FORMAT = 2
 #: Key, shape, units of work and seconds of a call.
 Sample = tuple[tuple[str, ...], Sequence[float], float, float]
 
@@ -51,10 +51,9 @@ class CalibratedDevice:
     """What a file holds, for nodes on which so many processes run.
 
     Attributes:
-        overlap: the share of a message that runs beside computation: none where a rank has one core.
-        overheads: seconds beside what operators take: of a layer, and of a micro-batch in a chunk, a third of each
-            in the forward pass; and of a step.
-        split: of a layer that is split over ranks, by the category of their messages, beside these.
+        overlap: the share of a message that overlaps with computation: none where a rank has one core.
+        overheads: host seconds of a layer, of a micro-batch in a chunk and of a step that no operator accounts for;
+            of the first two a third in the forward pass.
     """
 
     name: str
@@ -64,8 +63,7 @@ class CalibratedDevice:
     overlap: float
     surfaces: Mapping[tuple[str, ...], Surface]
     messages: Mapping[tuple[str, int, int], Sequence[tuple[float, float]]]
-    overheads: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    split: Mapping[str, float] = field(default_factory=dict)
+    overheads: tuple[float, ...]
 
     def product(self, work: Product, direction: Direction, width: int) -> float:
         if work.experts > 1:
@@ -116,10 +114,6 @@ class CalibratedDevice:
     def step_overhead(self) -> float:
         return self.overheads[2]
 
-    def split_overhead(self, category: str, is_backward: bool) -> float:
-        seconds = self.split.get(category, self.split.get(category.removesuffix(REDUCED), 0.0))
-        return seconds * (2 if is_backward else 1) / 3
-
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """Ranks that share cores are together no faster than the cores."""
         return max(makespan, busy / self.cores) if ranks > self.cores else makespan
@@ -146,9 +140,10 @@ def _sample(key: Sequence[str], shape: Sequence[float], work: float, seconds: fl
 
 # Numbers of a shape; one of other operators.
 _SIZES = {"product": 3, "grouped": 3, "scores": 2, "flash": 2}
+_OVERHEADS = ("layer", "microbatch", "step")
 _COUNT = r"[1-9]\d{0,6}"
 # Bounds within which rates and their logarithms stay finite.
-_SECONDS, _OVERHEAD = json_file.number("seconds", 1e-12, 1e6), json_file.number("seconds", most=1e6)
+_SECONDS = json_file.number("seconds", 1e-12, 1e6)
 _SIZE = json_file.number("a size", 1, 1e18)
 _FILE = json_file.fields(
     {
@@ -181,21 +176,11 @@ _FILE = json_file.fields(
                     "ranks": json_file.whole("a number of processes", 2),
                     "bytes": _SIZE,
                     "seconds": _SECONDS,
-                },
-                {"width": json_file.whole("bytes of a number", 1)},
+                    "width": json_file.whole("bytes of an element", 1),
+                }
             )
         ),
-    },
-    {
-        "overheads": json_file.fields(
-            {},
-            {
-                **dict.fromkeys(("layer", "microbatch", "step"), _OVERHEAD),
-                "slack": json_file.table(json_file.number("a ratio", 1e-3, 1e3), _COUNT, "a number of processes"),
-                "split": json_file.table(_OVERHEAD, r"[a-z, ]+", "a category of messages"),
-            },
-            others=True,
-        ),
+        "overheads": json_file.fields(dict.fromkeys(_OVERHEADS, json_file.number("seconds", most=1e6))),
     },
     others=True,
 )
@@ -204,22 +189,18 @@ _FILE = json_file.fields(
 def _device(data: Mapping[str, Any], ranks: int) -> CalibratedDevice:
     counts = sorted(map(int, data["operators"]))
     together = max((each for each in counts if each <= max(1, ranks)), default=counts[0])
-    beside = data.get("overheads", {})
-    # What operators take in a training, over what they take alone: other caches, other work between them.
-    slack = beside.get("slack", {}).get(str(together), 1.0)
     grouped: dict[tuple[str, ...], list[tuple[Sequence[float], float, float]]] = {}
     for key, shape, work, seconds in data["operators"][str(together)]:
-        grouped.setdefault(key, []).append((shape, work, seconds * slack))
+        grouped.setdefault(key, []).append((shape, work, seconds))
     messages: dict[tuple[str, int, int], dict[float, float]] = {}
     for each in data["collectives"]:
-        messages.setdefault((each["kind"], each["ranks"], each.get("width", 4)), {})[each["bytes"]] = each["seconds"]
+        messages.setdefault((each["kind"], each["ranks"], each["width"]), {})[each["bytes"]] = each["seconds"]
     return CalibratedDevice(
         **{name: data[name] for name in ("kind", "cores", "ranks_per_node", "overlap")},
         name=data["device"],
         surfaces={key: surface(samples) for key, samples in grouped.items()},
         messages={key: sorted(points.items()) for key, points in messages.items()},
-        overheads=(beside.get("layer", 0.0), beside.get("microbatch", 0.0), beside.get("step", 0.0)),
-        split=beside.get("split", {}),
+        overheads=tuple(data["overheads"][name] for name in _OVERHEADS),
     )
 
 

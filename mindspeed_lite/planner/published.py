@@ -79,9 +79,6 @@ class PublishedDevice:
     def step_overhead(self) -> float:
         return 0.0
 
-    def split_overhead(self, category: str, is_backward: bool) -> float:
-        return 0.0
-
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         return makespan
 

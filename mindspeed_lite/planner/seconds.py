@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .layer_work import PartWork, Traffic
-from .work import REDUCED, DeviceCosts, Direction, Product
+from .work import DeviceCosts, Direction, Product
 
 Parts = Mapping[str, float]
 
@@ -105,10 +105,6 @@ def _exposed(
         seconds = count * device.message(each.message)
         hidden = _hidden(each, seconds, room, overlap)
         found[each.category] = found.get(each.category, 0.0) + seconds - hidden
-    reduced = {each.category for each in work.traffic if each.message.kind == "all_reduce"}
-    for category in found:
-        name = f"{category}{REDUCED}" if category in reduced else category
-        found[category] += work.layers * device.split_overhead(name, is_backward)
     return found
 
 

@@ -13,8 +13,6 @@ from typing import Literal, Protocol
 Direction = Literal["forward", "input_grad", "weight_grad"]
 # Where the seconds of a micro-batch go, in the order in which they are shown.
 CATEGORIES = ("products", "attention", "experts", "vector", "tensor parallel", "context parallel", "expert parallel")
-# Behind a category of messages of which some are all-reduces: tensor parallel without sequence parallel.
-REDUCED = ", reduced"
 
 
 @dataclass(frozen=True)
@@ -132,13 +130,6 @@ class DeviceCosts(Protocol):
     def pass_overhead(self, is_backward: bool) -> float: ...
 
     def step_overhead(self) -> float: ...
-
-    def split_overhead(self, category: str, is_backward: bool) -> float:
-        """Of a layer whose ranks exchange messages of a category, beside these: waiting for the slower rank, copies.
-
-        category: with `REDUCED` behind it where some of them are all-reduces.
-        """
-        ...
 
     def shared(self, busy: float, makespan: float, ranks: int) -> float:
         """A step whose ranks are `busy` for so many seconds in all, where some may share a core."""

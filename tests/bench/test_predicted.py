@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -44,12 +43,9 @@ GROUPED = "--moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 
 # Name -> (ranks, global batch size, arguments); a micro-batch is 2.
 TRAININGS: dict[str, tuple[int, int, str]] = {
-    "dense": (1, 4, LLAMA),
     "dense, on": (1, 4, f"{LLAMA} {ON}"),
     "dense, gives up": (1, 2, f"{LLAMA} {GIVES_UP}"),
     "gpt2": (1, 4, GPT2),
-    "gpt2, on": (1, 4, f"{GPT2} --use-flash-attn --use-fused-layernorm --use-fused-swiglu"),
-    "fp32": (1, 4, LLAMA.replace("--bf16", "")),
     "narrow states": (1, 4, f"{LLAMA} {ON} --reuse-fp32-param --quant-states fp8"),
     "states in host memory": (1, 4, f"{LLAMA} {ON} --virtual-optimizer all"),
     "recomputed": (
@@ -62,22 +58,18 @@ TRAININGS: dict[str, tuple[int, int, str]] = {
         4,
         f"{LLAMA} --recompute-granularity full --recompute-method block --recompute-num-layers 2",
     ),
-    "selectively recomputed": (1, 4, f"{LLAMA} --recompute-granularity selective --recompute-modules core_attn mlp"),
     "grouped queries": (1, 4, f"{LLAMA} --group-query-attention --num-query-groups 2 --qk-layernorm"),
-    "tp2": (2, 4, f"{LLAMA} --tensor-model-parallel-size 2"),
     "tp2 sp, on": (
         2,
         2,
         f"{LLAMA} {ON} --tensor-model-parallel-size 2 --sequence-parallel --recompute-norm --group-query-attention "
         "--num-query-groups 2 --qk-layernorm",
     ),
-    "pp2": (2, 8, f"{LLAMA} --pipeline-model-parallel-size 2"),
     "pp2 vpp2, on": (
         2,
         8,
         f"{LLAMA} {ON} --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
     ),
-    "dp2": (2, 8, LLAMA),
     "dp2 distributed, on": (2, 8, f"{LLAMA} {ON} --use-distributed-optimizer --reuse-fp32-param --quant-states bf16"),
     "ep2": (2, 8, f"{MOE} --expert-model-parallel-size 2"),
     "ep2, on": (
@@ -90,11 +82,6 @@ TRAININGS: dict[str, tuple[int, int, str]] = {
         2,
         4,
         f"{MOE} {ON} {GROUPED} --expert-model-parallel-size 2 --moe-zero-memory level1 --moe-zero-memory-num-layers 2",
-    ),
-    "tp2 ep2": (
-        4,
-        8,
-        f"{MOE} --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --moe-layer-freq 2",
     ),
     "tp2 pp2 ep2, on": (
         4,
@@ -111,35 +98,19 @@ TRAININGS |= {
         4,
         f"{LLAMA} {CP2} {GQA} --cp-comm-type p2p a2a all_gather p2p --use-distributed-optimizer",
     ),
-    "cp2, received keys kept": (
-        2,
-        2,
-        f"{LLAMA} {ON} {CP2} {GQA} --context-parallel-algo megatron_cp_algo --context-parallel-kv-cache-policy full "
-        "--context-parallel-cache-interval 2",
-    ),
-    "cp2, keys alone kept": (2, 2, f"{LLAMA} {CP2} {GQA} --context-parallel-kv-cache-policy half --qk-layernorm"),
     "cp2, ulysses": (2, 2, f"{LLAMA} {ON} {CP2} --context-parallel-algo ulysses_cp_algo"),
-    "cp2, ulysses, norms": (2, 2, f"{LLAMA} {CP2} {GQA} --context-parallel-algo ulysses_cp_algo --qk-layernorm"),
-    "cp2, ulysses, one key head": (
-        2,
-        2,
-        f"{LLAMA} {CP2} --group-query-attention --num-query-groups 1 --context-parallel-algo ulysses_cp_algo",
-    ),
     "cp2, ulysses, keys gathered": (2, 2, f"{LLAMA} {CP2} {GQA} --use-ulysses-allgather-kv"),
     "cp2, gpt2": (2, 4, f"{GPT2} {CP2} --context-parallel-algo megatron_cp_algo"),
-    "cp2, gpt2, ulysses": (2, 4, f"{GPT2} {CP2} --context-parallel-algo ulysses_cp_algo"),
     "cp2, recomputed": (
         2,
         4,
         f"{LLAMA} {CP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
-    "cp2, scores recomputed": (2, 4, f"{LLAMA} {CP2} {GQA} --recompute-granularity selective"),
     "tp2 cp2 sp": (
         4,
         4,
         f"{LLAMA} {ON} {CP2} {GQA} --tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
     ),
-    "pp2 cp2": (4, 8, f"{LLAMA} {CP2} {GQA} --pipeline-model-parallel-size 2"),
     "cp4, hybrid": (
         4,
         4,
@@ -155,8 +126,6 @@ TP2 = "--tensor-model-parallel-size 2"
 PP2 = "--pipeline-model-parallel-size 2"
 # Of latent attention and multi-token prediction, alone, together, and with what DeepSeek-V3's launch script has.
 TRAININGS |= {
-    "latent, as it is": (1, 2, f"{LLAMA} {LATENT} --num-layers 2"),
-    "latent, norms": (1, 2, f"{LLAMA} {LATENT} --num-layers 2 --qk-layernorm"),
     "latent, queries wide, not yarn": (
         1,
         2,
@@ -168,9 +137,6 @@ TRAININGS |= {
         f"{LLAMA} {LATENT} --qk-layernorm {ON} --recompute-granularity selective "
         "--recompute-modules core_attn layernorm",
     ),
-    "latent, gpt2": (1, 2, f"{GPT2} {LATENT} --qk-layernorm"),
-    "latent, tp2": (2, 2, f"{LLAMA} {LATENT} --qk-layernorm {TP2}"),
-    "latent, tp2 sp": (2, 2, f"{LLAMA} {LATENT} {TP2} --sequence-parallel --mtp-num-layers 1"),
     "latent, tp2 sp, further tokens, on": (
         2,
         2,
@@ -179,9 +145,6 @@ TRAININGS |= {
     ),
     "latent, cp2, ring": (2, 2, f"{LLAMA} {LATENT} {CP2} --context-parallel-kv-cache-policy full --mtp-num-layers 1"),
     "latent, cp2, ulysses": (2, 2, f"{LLAMA} {LATENT} --qk-layernorm {CP2} --context-parallel-algo ulysses_cp_algo"),
-    "further tokens": (1, 4, f"{LLAMA} --mtp-num-layers 1 --hidden-dropout 0.1"),
-    "further tokens, tied": (1, 4, f"{GPT2} --position-embedding-type rope --mtp-num-layers 1 {ON}"),
-    "further tokens, pp2": (2, 8, f"{LLAMA} --mtp-num-layers 2 {PP2}"),
     "further tokens, pp2, tied": (2, 8, f"{GPT2} --position-embedding-type rope --mtp-num-layers 1 {PP2}"),
     "further tokens, partly recomputed": (
         1,
@@ -206,16 +169,13 @@ TRAININGS |= {
 # Two micro-batches under way, tokens that are dropped or padded, and routing that is not even.
 OVERLAPPED = "--moe-fb-overlap --gradient-accumulation-fusion --expert-model-parallel-size 2"
 TRAININGS |= {
-    "ep2, overlapped": (2, 16, f"{MOE} {OVERLAPPED}"),
     "ep2, overlapped, on": (2, 16, f"{MOE} {ON} {GROUPED} {OVERLAPPED}"),
     "pp2 vpp2 ep2, overlapped": (
         4,
         16,
         f"{MOE} {ON} {GROUPED} {PP2} --num-virtual-stages-per-pipeline-rank 2 {OVERLAPPED}",
     ),
-    "pp2, 1f1b by name": (2, 8, f"{LLAMA} {PP2} --pipeline-schedule 1f1b"),
     "pp2, dualpipev": (2, 8, f"{LLAMA} {ON} {PP2} --schedules-method dualpipev --gradient-accumulation-fusion"),
-    "ep2, capacity": (2, 8, f"{MOE} --expert-model-parallel-size 2 --moe-expert-capacity-factor 0.75"),
     "ep2, padded": (
         2,
         8,
@@ -240,17 +200,21 @@ KEPT = [(NEWEST, name) for name in NAMES]
 EVERY = [(NEWEST, name) for name in TRAININGS] + [
     (release, name)
     for release in checkouts.WITH_TRAINING[:-1]
-    for name in ("partly recomputed", "grouped queries", "ep2", "ep2, on", "further tokens", "as DeepSeek-V3")
+    for name in (
+        "partly recomputed",
+        "grouped queries",
+        "ep2",
+        "ep2, on",
+        "further tokens, partly recomputed",
+        "as DeepSeek-V3",
+    )
 ]
 
 Measured = Callable[[str, str], list[memory_run.Measured]]
 
 
 def measure(trainer: Trainer, nproc: int, words: list[str], folder: Path) -> list[memory_run.Measured]:
-    plan = Plan(
-        arm=Arm("memory", "given"), records=str(folder), warmup=0, steps=2, profile=False, trace="", allocator="",
-        launched=time.time(), package_root=str(ROOT), memory=True,
-    )  # fmt: skip
+    plan = Plan(Arm("memory", "given"), str(folder), warmup=0, steps=2, package_root=str(ROOT), memory=True)
     plan.write(folder / "plan.json")
     environment = {VARIABLE: str(folder / "plan.json"), "MINDSPEED_LITE_DEVICE": "cpu"}
     trainer.run(entry="script", arm="adaptor", nproc=nproc, argv=[SCRIPT, *words], env=environment).check()

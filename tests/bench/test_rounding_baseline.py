@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
@@ -16,13 +18,9 @@ def trained(mode=None, dtype=torch.float32):
         torch.nn.init.normal_(parameter)
     model, x = model.to(dtype), x.to(dtype)
     batched = x.view(4, 16, 300)
-    if mode is None:
+    with mode or nullcontext():
         loss = model(x).square().mean() + torch.bmm(batched, batched.mT).mean()
         loss.backward()
-    else:
-        with mode:
-            loss = model(x).square().mean() + torch.bmm(batched, batched.mT).mean()
-            loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
@@ -41,10 +39,7 @@ def test_float32_begins_from_the_weights_of_the_other_precision():
     def drawn(dtype, mode=None):
         torch.manual_seed(5)
         parameter = torch.empty(300, dtype=dtype)
-        if mode is None:
-            torch.nn.init.normal_(parameter, 0.0, 0.02)
-            return parameter, torch.rand(3)
-        with mode:
+        with mode or nullcontext():
             torch.nn.init.normal_(parameter, 0.0, 0.02)
         return parameter, torch.rand(3)
 

@@ -1,4 +1,4 @@
-"""Intervals that hold what they promise, and slopes that no outlier moves."""
+"""Intervals hold what they promise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from mindspeed_lite.bench.statistics import _T, TOO_FEW, paired_ratio, quantile, slope
+from mindspeed_lite.bench.statistics import _T, TOO_FEW, paired_ratio, quantile
 
 
 def test_nothing_against_nothing_is_one_nine_times_in_ten() -> None:
@@ -26,13 +26,10 @@ def test_nothing_against_nothing_is_one_nine_times_in_ten() -> None:
 
 def test_a_real_difference_is_found_under_noise() -> None:
     rng = random.Random(8)
-    off = [1.2 * math.exp(rng.gauss(0, 0.02)) for _ in range(5)]
-    found = paired_ratio(off, [math.exp(rng.gauss(0, 0.02)) for _ in range(5)])
-    assert found is not None and found.low is not None
-    assert found.low > 1.0 and found.ratio == pytest.approx(1.2, rel=0.05)
-    assert found.verdict("faster", "slower") == "faster"
-    back = paired_ratio([1.0] * 3, [1.3, 1.31, 1.29])
-    assert back is not None and back.verdict("faster", "slower") == "slower"
+    off, on = ([scale * math.exp(rng.gauss(0, 0.02)) for _ in range(5)] for scale in (1.2, 1.0))
+    found, back = paired_ratio(off, on), paired_ratio(on, off)
+    assert found is not None and back is not None and found.ratio == pytest.approx(1.2, rel=0.05)
+    assert (found.verdict("faster", "slower"), back.verdict("faster", "slower")) == ("faster", "slower")
 
 
 def test_what_drifts_cancels() -> None:
@@ -52,7 +49,7 @@ def test_the_table_of_t_is_that_of_student() -> None:
     """Checked by integrating the density between the quantiles: 95 % of it."""
     for degrees, t in enumerate(_T, 1):
         scale = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(degrees * math.pi)
-        steps = 20000
+        steps = 4000
         width = 2 * t / steps
         inside = sum(
             scale * (1 + (-t + (index + 0.5) * width) ** 2 / degrees) ** (-(degrees + 1) / 2) for index in range(steps)
@@ -60,7 +57,5 @@ def test_the_table_of_t_is_that_of_student() -> None:
         assert inside * width == pytest.approx(0.95, abs=2e-4), degrees
 
 
-def test_quantiles_and_slopes() -> None:
+def test_quantiles() -> None:
     assert quantile([3, 1, 2], 0.5) == 2 and quantile([1, 2], 0.1) == pytest.approx(1.1)
-    assert slope([0, 2, 4, 600, 8]) == pytest.approx(2, rel=0.2)
-    assert slope([5.0]) == 0.0

@@ -9,34 +9,23 @@ import pytest
 
 from mindspeed_lite import runtime
 from mindspeed_lite.bench import worker
-from mindspeed_lite.bench.plan import Arm
-
-
-def chosen(arm: Arm, *given: str) -> tuple[set[str], bool]:
-    """(features that are on, whether auto is) for a command that turns `given` on itself."""
-    options = [option for feature in runtime.catalogue() for option in feature.options]
-    args: Any = SimpleNamespace(**{option.dest: option.default for option in options})
-    for name in given:
-        setattr(args, name, True)
-    assert worker._choose(args, SimpleNamespace(arm=arm)) == sorted(given)
-    on = {feature.name for feature in runtime.catalogue() if feature.is_enabled(vars(args))}
-    return on, bool(getattr(args, runtime.AUTO.dest, False))
-
-
-@pytest.mark.parametrize("name", [None, "cuda", "npu"])
-def test_links_of_another_speed_are_for_the_cpu(name: str | None) -> None:
-    plan: Any = SimpleNamespace(link_rate=100.0, link_name="")
-    with pytest.raises(SystemExit, match=f"--link-rate joins processes on CPU, and the device is {name or 'none'}"):
-        worker._join(plan, name and SimpleNamespace(name=name))
+from mindspeed_lite.bench.plan import Arm, Plan
 
 
 @pytest.mark.parametrize("beside", [(), ("use_fused_rmsnorm", "use_fused_swiglu")])
-def test_what_is_beside_is_on_in_every_arm(beside: tuple[str, ...]) -> None:
-    def on(arm: Arm, *given: str) -> set[str]:
-        return chosen(arm, *given)[0]
-
-    assert on(Arm("off", "off", beside=beside), "use_flash_attn") == set(beside)
-    only = Arm("x", "only", ("moe_grouped_gemm",), beside=beside)
-    assert on(only, "use_flash_attn") == {"moe_grouped_gemm", *beside}
-    assert on(Arm("as given", "given", beside=beside), "use_flash_attn") == {"use_flash_attn", *beside}
-    assert chosen(Arm("all", "all", beside=beside)) == (set(beside), True)
+@pytest.mark.parametrize(
+    ("arm", "chosen"),
+    [
+        (Arm("off", "off"), set()),
+        (Arm("x", "only", ("moe_grouped_gemm",)), {"moe_grouped_gemm"}),
+        (Arm("as given", "given"), {"use_flash_attn"}),
+        (Arm("all", "all"), {"use_flash_attn"}),
+    ],
+)
+def test_features_of_an_arm(arm: Arm, chosen: set[str], beside: tuple[str, ...]) -> None:
+    catalogue = runtime.catalogue()
+    args: Any = SimpleNamespace(**{option.dest: option.default for option in catalogue.options()})
+    args.use_flash_attn = True
+    assert worker.choose_features(args, Plan(arm, "", 0, 0, beside=beside)) == ["use_flash_attn"]
+    assert {feature.name for feature in catalogue if feature.is_enabled(vars(args))} == {*chosen, *beside}
+    assert getattr(args, runtime.AUTO.dest, False) == (arm.choice == "all")

@@ -133,7 +133,7 @@ def prices(file):
             asked.append(call())
         except ArgumentError as error:
             assert "the calibration holds no" in str(error)
-    return [*asked, *found.overheads, *found.split.values(), found.shared(1.0, 1.0, 4), found.overlap]
+    return [*asked, *found.overheads, found.shared(1.0, 1.0, 4), found.overlap]
 
 
 def judged(file):
@@ -171,9 +171,7 @@ CALIBRATION = json.dumps(
             {"kind": "all_reduce", "ranks": 2, "bytes": size, "seconds": 1e-4 * place, "width": 4}
             for place, size in enumerate((1024, 4096, 1 << 20), 1)
         ],
-        "overheads": {
-            "layer": 1e-4, "microbatch": 1e-4, "step": 1e-3, "slack": {"1": 1.1}, "split": {"tensor parallel": 1e-5},
-        },
+        "overheads": {"layer": 1e-4, "microbatch": 1e-4, "step": 1e-3},
     }
 )  # fmt: skip
 REPORT = json.dumps(

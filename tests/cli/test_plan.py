@@ -141,8 +141,8 @@ def test_absurd_arguments_of_a_command_are_one_line(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"format": 1}', '{"format": 1, "operators": {}}', '{"format": 1, "operators": {"x": 1}}',
-     '{"format": 1, "operators": {"1": [{"key": ["product"], "shape": [0], "work": 1, "seconds": 0}]}}', "[" * 100_000],
+    ["", "[]", "{}", '{"format": 1}', '{"format": 2, "operators": {}}', '{"format": 2, "operators": {"x": 1}}',
+     '{"format": 2, "operators": {"1": [{"key": ["product"], "shape": [0], "work": 1, "seconds": 0}]}}', "[" * 100_000],
     ids=["empty", "list", "nothing", "format", "operators", "ranks", "zeros", "depth"],
 )  # fmt: skip
 def test_a_damaged_calibration_is_one_line(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -160,7 +160,6 @@ def test_a_damaged_calibration_is_one_line(text: str, capsys: pytest.CaptureFixt
         (("--seconds", "inf"), ("--seconds", "at most 500")),
         (("--processes", "0"), ("--processes is 1 to",)),
         (("--processes", "5000"), ("--processes is 1 to",)),
-        (("--script", "none.py"), ("--script none.py", "no such file")),
         (("--out", "/proc/x"), ("--out /proc/x", "cannot be written")),
     ],
 )

@@ -141,12 +141,15 @@ def test_what_was_measured_is_what_is_predicted_at_its_shape(tmp_path: Path) -> 
         "format": calibrated.FORMAT, "device": "d", "kind": "cpu", "cores": 2, "ranks_per_node": 2, "overlap": 0.0,
         "operators": {"1": samples},
         "collectives": [
-            {"kind": "all_reduce", "ranks": 2, "bytes": size, "seconds": taken}
+            {"kind": "all_reduce", "ranks": 2, "bytes": size, "seconds": taken, "width": 4}
             for size, taken in ((1e3, 1e-4), (1e6, 1e-3))
         ],
+        "overheads": {"layer": 3e-3, "microbatch": 6e-3, "step": 1e-3},
     }  # fmt: skip
     file.write_text(json.dumps(data))
     found = calibrated.read(file)
+    assert [found.layer_overhead(each) for each in (False, True)] == pytest.approx([1e-3, 2e-3])
+    assert found.pass_overhead(True) == pytest.approx(4e-3) and found.step_overhead() == 1e-3
     assert found.product(Product(512, 512, 512), "forward", 2) == pytest.approx(1e-2, rel=1e-2)
     between = found.product(Product(256, 256, 256), "forward", 2)
     assert 1e-4 < between < 1e-2
@@ -154,44 +157,16 @@ def test_what_was_measured_is_what_is_predicted_at_its_shape(tmp_path: Path) -> 
     assert found.message(CollectiveCall("all_reduce", 2e6, Group(2))) == pytest.approx(2e-3, rel=0.15)
     # Reductions depend on the width of a number, where both were measured.
     data["collectives"].append({"kind": "all_reduce", "ranks": 2, "bytes": 1e6, "seconds": 3e-3, "width": 2})
-    # What a layer takes beside its messages counts where it has any of them, a third of it in the forward pass.
-    data["overheads"] = {"split": {"context parallel": 0.3, "tensor parallel": 0.6}}
     file.write_text(json.dumps(data))
     both = calibrated.read(file)
     seen = [both.message(CollectiveCall("all_reduce", 1e6, Group(2), width)) for width in (2, 4)]
     assert seen == pytest.approx([3e-3, 1e-3])
-    assert [both.split_overhead("context parallel", each) for each in (False, True)] == pytest.approx([0.1, 0.2])
-    assert both.split_overhead("expert parallel", False) == 0.0
-    # Without sequence parallel as with it, where only that was measured.
-    assert both.split_overhead("tensor parallel, reduced", False) == pytest.approx(0.2)
-    # In a training operators take longer than alone; messages were measured as a training has them.
-    data["overheads"] = {"slack": {"1": 1.5}}
-    file.write_text(json.dumps(data))
-    slow = calibrated.read(file)
-    assert slow.product(Product(512, 512, 512), "forward", 2) == pytest.approx(1.5e-2, rel=1e-2)
-    assert slow.message(CollectiveCall("all_reduce", 1e6, Group(2), 4)) == pytest.approx(1e-3)
-    for wrong in (0.0, -1.0, float("nan")):
-        data["overheads"] = {"slack": {"1": wrong}}
-        file.write_text(json.dumps(data))
-        with pytest.raises(ArgumentError, match=r'overheads\.slack\["1"\]: want a ratio, at least 0.001, not '):
-            calibrated.read(file)
     assert found.shared(10.0, 3.0, 4) == 5.0 and found.shared(10.0, 3.0, 2) == 3.0
     with pytest.raises(ArgumentError, match="holds no optimizer plain"):
         found.optimizer(1e6, False)
     file.write_text("{}")
     with pytest.raises(ArgumentError, match="calibrate` again"):
         calibrated.read(file)
-
-
-def test_layers_that_are_split_take_longer_by_what_was_measured_of_them() -> None:
-    class Slower(PublishedDevice):
-        def split_overhead(self, category: str, is_backward: bool) -> float:
-            return 1.0 if category == "context parallel" else 0.0
-
-    slower = Slower("h100", device().figures)
-    # 8 layers, forward and backward, of 32 micro-batches on 8 / 2 ranks.
-    assert seconds(f"{BASE} {CP2}", of=slower) - seconds(f"{BASE} {CP2}") == pytest.approx(8 * 2 * 32 / 4)
-    assert seconds(f"{BASE} {TP2}", of=slower) == seconds(f"{BASE} {TP2}")
 
 
 def test_layouts_are_as_even_as_whole_layers_allow() -> None:

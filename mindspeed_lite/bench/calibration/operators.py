@@ -1,34 +1,37 @@
-"""The operators that are timed, at several shapes: what Megatron runs, and this project's operators in their place."""
+"""The operators that a calibration times, each at several shapes: Megatron's own and this package's."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mindspeed_lite.ops import activation, adamw, attention, cross_entropy, grouped_matmul, rms_norm, rope
 
 Run = Callable[[], object]
-# [rows, inner, columns]: tall and flat, small and large, up to what a CPU does in a few milliseconds.
-PRODUCTS = (
+# (rows, inner, columns), up to what a CPU core computes in a few milliseconds.
+MATMULS = (
     (64, 128, 128), (256, 128, 384), (256, 384, 128), (256, 256, 256), (512, 256, 1024), (512, 1024, 256),
     (1024, 512, 512), (512, 512, 2048), (1024, 1024, 1024), (256, 1024, 4096),
 )  # fmt: skip
-GROUPED = ((32, 128, 256), (64, 256, 256), (128, 256, 512), (256, 512, 512))
-# (keys, size of a head); with 4 heads.
+EXPERTS = 4
+EXPERT_MATMULS = ((32, 128, 256), (64, 256, 256), (128, 256, 512), (256, 512, 512))
+HEADS = 4
+# (sequence, head size)
 ATTENTION = ((128, 32), (256, 64), (512, 64), (1024, 64), (1024, 32))
-NUMBERS = (1 << 14, 1 << 17, 1 << 20)
+ELEMENTS = (1 << 14, 1 << 17, 1 << 20)
 PARAMETERS = (1 << 16, 1 << 19, 1 << 22)
-WIDTH = 256
+HIDDEN, VOCABULARY = 256, 2048
 
 
 @dataclass(frozen=True)
-class Case:
-    """What is timed: `key` and `shape` as `planner.calibrated` reads them, and units of work of one call."""
+class OperatorCase:
+    """An operator to time; `key`, `shape` and `work` (of one call) as `planner.calibrated` reads them."""
 
     key: tuple[str, ...]
     shape: tuple[float, ...]
@@ -36,194 +39,142 @@ class Case:
     run: Run
 
 
-def cases(dtype: torch.dtype) -> Iterator[Case]:
-    """All of them for one dtype of the model, each made when it is asked for."""
-    width = str(dtype.itemsize)
-    yield from _products(dtype, width)
-    yield from _grouped(dtype, width)
-    yield from _attention(dtype, width)
-    for numbers in NUMBERS:
-        for name, key, make in _vectors(dtype, numbers):
-            forward, backward = make()
-            yield Case((name, key, "forward", width), (numbers,), numbers, forward)
-            if backward is not None:
-                yield Case((name, key, "backward", width), (numbers,), numbers, backward)
-        main, gradient = torch.zeros(numbers), torch.ones(numbers, dtype=dtype)
-        yield Case(
-            ("accumulate", "plain", "backward", width), (numbers,), numbers, functools.partial(main.add_, gradient)
-        )
-
-
-def optimizers() -> Iterator[Case]:
-    """Adam's step on fp32 main parameters: torch's, and this project's."""
+def cases() -> Iterator[OperatorCase]:
+    """All of them, each made when it is asked for."""
+    for dtype in (torch.bfloat16, torch.float32):
+        for key, shape, work, run in (*_matmuls(dtype), *_attention(dtype)):
+            yield OperatorCase((*key, str(dtype.itemsize)), shape, work, run)
+        for count in ELEMENTS:
+            for key, run in _vector_operators(dtype, count):
+                yield OperatorCase((*key, str(dtype.itemsize)), (count,), count, run)
     for count in PARAMETERS:
-        pieces = [torch.randn(count // 8, requires_grad=True) for _ in range(8)]
-        for each in pieces:
-            each.grad = torch.randn_like(each)
-        narrow = [torch.empty_like(each, dtype=torch.bfloat16) for each in pieces]
-        adam = torch.optim.AdamW(pieces, lr=1e-4)
-
-        def plain(pieces: Any = pieces, narrow: Any = narrow, adam: Any = adam) -> None:
-            torch.nn.utils.clip_grad_norm_(pieces, 1e9)
-            adam.step()
-            for main, weight in zip(pieces, narrow, strict=True):
-                weight.copy_(main.detach())
-
-        moments = [[torch.zeros_like(each) for each in pieces] for _ in range(2)]
-
-        def fused(pieces: Any = pieces, narrow: Any = narrow, moments: Any = moments) -> None:
-            torch.nn.utils.clip_grad_norm_(pieces, 1e9)
-            with torch.no_grad():
-                adamw.adamw(
-                    pieces, [each.grad for each in pieces], *moments, lr=1e-4, betas=(0.9, 0.999), eps=1e-8,
-                    weight_decay=0.01, step=3, outs=narrow,
-                )  # fmt: skip
-
-        yield Case(("optimizer", "plain"), (count,), count, plain)
-        yield Case(("optimizer", "fused"), (count,), count, fused)
+        for name, run in _optimizers(count).items():
+            yield OperatorCase(("optimizer", name), (count,), count, run)
 
 
-def _products(dtype: torch.dtype, width: str) -> Iterator[Case]:
-    for shape in PRODUCTS:
-        rows, inner, columns = shape
-        x, weight, dy = _random(dtype, (rows, inner), (columns, inner), (rows, columns))
-        flops = 2.0 * rows * inner * columns
+def _matmuls(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], float, Run]]:
+    for rows, inner, columns in MATMULS:
+        x, weight, dy = (torch.randn(shape).to(dtype) for shape in ((rows, inner), (columns, inner), (rows, columns)))
         runs: dict[str, Run] = {
-            "forward": functools.partial(torch.matmul, x, weight.t()),
-            "input_grad": functools.partial(torch.matmul, dy, weight),
-            "weight_grad": functools.partial(torch.matmul, dy.t(), x),
+            "forward": partial(torch.matmul, x, weight.t()),
+            "input_grad": partial(torch.matmul, dy, weight),
+            "weight_grad": partial(torch.matmul, dy.t(), x),
         }
         for direction, run in runs.items():
-            yield Case(("product", direction, width), shape, flops, run)
-
-
-def _grouped(dtype: torch.dtype, width: str) -> Iterator[Case]:
-    experts = 4
-    for shape in GROUPED:
-        rows, inner, columns = shape
-        counts = torch.tensor([rows] * experts)
-        x, dy = _random(dtype, (rows * experts, inner), (rows * experts, columns))
-        weights = _random(dtype, *[(columns, inner)] * experts)
-        flops = 2.0 * rows * experts * inner * columns
-        runs: dict[str, Run] = {
-            "forward": functools.partial(grouped_matmul.grouped_matmul, x, weights, counts),
-            "input_grad": functools.partial(grouped_matmul.grouped_matmul, dy, weights, counts, transposed=False),
-            "weight_grad": functools.partial(grouped_matmul.weight_gradients, dy, x, counts),
+            yield ("product", direction), (rows, inner, columns), 2.0 * rows * inner * columns, run
+    for rows, inner, columns in EXPERT_MATMULS:
+        counts, total = torch.tensor([rows] * EXPERTS), rows * EXPERTS
+        x, dy = torch.randn(total, inner).to(dtype), torch.randn(total, columns).to(dtype)
+        weights = [torch.randn(columns, inner).to(dtype) for _ in range(EXPERTS)]
+        runs = {
+            "forward": partial(grouped_matmul.grouped_matmul, x, weights, counts),
+            "input_grad": partial(grouped_matmul.grouped_matmul, dy, weights, counts, transposed=False),
+            "weight_grad": partial(grouped_matmul.weight_gradients, dy, x, counts),
         }
         for direction, run in runs.items():
-            yield Case(("grouped", direction, width), shape, flops, run)
+            yield ("grouped", direction), (rows, inner, columns), 2.0 * total * inner * columns, run
 
 
-def _attention(dtype: torch.dtype, width: str) -> Iterator[Case]:
-    heads, batch = 4, 1
-    for keys, size in ATTENTION:
-        q, k, v = (each.requires_grad_() for each in _random(dtype, *[(keys, batch, heads, size)] * 3))
-        flops = 2.0 * batch * keys * keys * heads * 2 * size
-        mask = torch.ones(keys, keys, dtype=torch.bool).triu(1)
+def _attention(dtype: torch.dtype) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], float, Run]]:
+    for sequence, size in ATTENTION:
+        qkv = [torch.randn(sequence, 1, HEADS, size).to(dtype).requires_grad_() for _ in range(3)]
+        mask = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
 
-        def scores(q: Any = q, k: Any = k, v: Any = v, mask: Any = mask) -> torch.Tensor:
-            one, two, three = (each.squeeze(1).transpose(0, 1) for each in (q, k, v))
-            found = torch.baddbmm(torch.empty(1, 1, 1, dtype=q.dtype), one, two.transpose(1, 2), beta=0.0, alpha=0.1)
-            probabilities = torch.softmax(found.masked_fill(mask, -10000.0).float(), -1).to(q.dtype)
-            return torch.bmm(probabilities, three).transpose(0, 1).contiguous()
+        def with_scores(mask: Tensor = mask, qkv: Sequence[Tensor] = qkv) -> Tensor:
+            q, k, v = (each.squeeze(1).transpose(0, 1) for each in qkv)
+            scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=0.1)
+            probabilities = torch.softmax(scores.masked_fill(mask, -10000.0).float(), -1).to(q.dtype)
+            return torch.bmm(probabilities, v).transpose(0, 1).contiguous()
 
-        def flash(q: Any = q, k: Any = k, v: Any = v) -> Any:
-            return attention.attention(q, k, v, causal=True)
-
-        for key, run in (("scores", scores), ("flash", flash)):
-            forward, backward = _both(run, (q, k, v))
-            yield Case((key, "forward", width), (keys, size), flops, forward)
-            yield Case((key, "backward", width), (keys, size), flops, backward)
+        for name, forward in (("scores", with_scores), ("flash", partial(attention.attention, *qkv, causal=True))):
+            for direction, run in _passes(forward, qkv):
+                yield (name, direction), (sequence, size), 4.0 * sequence * sequence * HEADS * size, run
 
 
-def _vectors(dtype: torch.dtype, numbers: int) -> Iterator[tuple[str, str, Callable[[], tuple[Run, Run | None]]]]:
-    rows = numbers // WIDTH
+def _vector_operators(dtype: torch.dtype, count: int) -> Iterator[tuple[tuple[str, ...], Run]]:
+    """Operators over `count` elements; `plain` is what Megatron runs, `fused` this package's operator."""
+    rows = count // HIDDEN
 
-    def norm(is_fused: bool) -> tuple[Run, Run]:
-        x, weight = (each.requires_grad_() for each in _random(dtype, (rows, WIDTH), (WIDTH,)))
-        return _both(
-            lambda: rms_norm.rms_norm(x, weight) if is_fused else F.rms_norm(x, (WIDTH,), weight, 1e-5), (x, weight)
-        )
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape).to(dtype).requires_grad_()
 
-    def residual() -> tuple[Run, Run]:
-        x, other = (each.requires_grad_() for each in _random(dtype, (rows, WIDTH), (rows, WIDTH)))
-        return _both(lambda: other + F.dropout(x, 0.0, True), (x, other))
+    x, y, weight = random(rows, HIDDEN), random(rows, HIDDEN), random(HIDDEN)
+    gated, heads, transposed = random(rows, 2 * HIDDEN), random(rows, 1, 8, HIDDEN // 8), random(HIDDEN, rows)
+    logits = random(max(1, count // VOCABULARY), VOCABULARY)
+    router_logits = torch.randn(max(2, count // 8), 8, requires_grad=True)
+    cos, sin = (random(rows, 1, 1, HIDDEN // 8).detach() for _ in range(2))
+    table, tokens = random(VOCABULARY, HIDDEN).detach(), torch.randint(0, VOCABULARY, (rows,))
+    targets, order = torch.randint(0, VOCABULARY, (len(logits),)), torch.randperm(rows)
 
-    def gate(is_fused: bool) -> tuple[Run, Run]:
-        (x,) = (each.requires_grad_() for each in _random(dtype, (rows, 2 * WIDTH)))
+    def swiglu() -> Tensor:
+        gate, up = gated.chunk(2, -1)
+        return F.silu(gate) * up
 
-        def plain() -> torch.Tensor:
-            one, two = torch.chunk(x, 2, -1)
-            return F.silu(one) * two
+    def rotary() -> Tensor:
+        one, two = heads.chunk(2, -1)
+        return heads * cos + torch.cat((-two, one), -1) * sin
 
-        return _both((lambda: activation.activation(x, "swiglu")) if is_fused else plain, (x,))
+    def loss() -> Tensor:
+        shifted = logits.float()
+        shifted = shifted - shifted.max(-1, keepdim=True)[0]
+        return shifted.exp().sum(-1).log() - shifted.gather(1, targets[:, None])[:, 0]
 
-    def rotate(is_fused: bool) -> tuple[Run, Run]:
-        size, heads = 32, 8
-        (x,) = (each.requires_grad_() for each in _random(dtype, (rows, 1, heads, size)))
-        cos, sin = _random(dtype, *[(rows, 1, 1, size)] * 2)
+    def router() -> Tensor:
+        best, experts = torch.topk(router_logits, 2, dim=1)
+        return torch.zeros_like(router_logits).scatter(1, experts, torch.softmax(best, -1))
 
-        def plain() -> torch.Tensor:
-            one, two = torch.chunk(x, 2, -1)
-            return x * cos + torch.cat((-two, one), -1) * sin
-
-        return _both((lambda: rope.rope(x, cos, sin)) if is_fused else plain, (x,))
-
-    def loss(is_fused: bool) -> tuple[Run, Run]:
-        wide = 2048
-        count = max(1, numbers // wide)
-        (logits,) = (each.requires_grad_() for each in _random(dtype, (count, wide)))
-        target = torch.randint(0, wide, (count,))
-
-        def plain() -> torch.Tensor:
-            # As Megatron's: fp32, shifted by the maximum, the exponentials kept.
-            found = logits.float()
-            found = found - found.max(-1, keepdim=True)[0]
-            return found.exp().sum(-1).log() - found.gather(1, target[:, None])[:, 0]
-
-        return _both((lambda: cross_entropy.cross_entropy(logits, target)) if is_fused else plain, (logits,))
-
-    def lookup() -> tuple[Run, Run | None]:
-        table = _random(dtype, (2048, WIDTH))[0]
-        words = torch.randint(0, 2048, (rows,))
-        return lambda: F.embedding(words, table), None
-
-    def order() -> tuple[Run, Run]:
-        (x,) = (each.requires_grad_() for each in _random(dtype, (rows, WIDTH)))
-        places = torch.randperm(rows)
-        return _both(lambda: x.index_select(0, places), (x,))
-
-    def route() -> tuple[Run, Run]:
-        (logits,) = (each.requires_grad_() for each in _random(torch.float32, (max(2, numbers // 8), 8)))
-
-        def plain() -> torch.Tensor:
-            best, where = torch.topk(logits, 2, dim=1)
-            return torch.zeros_like(logits).scatter(1, where, torch.softmax(best, -1))
-
-        return _both(plain, (logits,))
-
-    def copy() -> tuple[Run, Run]:
-        (x,) = (each.requires_grad_() for each in _random(dtype, (WIDTH, rows)))
-        return _both(lambda: x.t().contiguous(), (x,))
-
-    for name, make in {"norm": norm, "activation": gate, "rope": rotate, "loss": loss}.items():
-        yield name, "plain", functools.partial(make, False)
-        yield name, "fused", functools.partial(make, True)
-    for name, alone in {
-        "residual": residual, "embedding": lookup, "permute": order, "router": route, "latent": copy,
-    }.items():  # fmt: skip
-        yield name, "plain", alone
+    operators: tuple[tuple[str, Sequence[Tensor], Callable[[], Any], Callable[[], Any] | None], ...] = (
+        ("norm", (x, weight), lambda: F.rms_norm(x, (HIDDEN,), weight, 1e-5), lambda: rms_norm.rms_norm(x, weight)),
+        ("activation", (gated,), swiglu, lambda: activation.activation(gated, "swiglu")),
+        ("rope", (heads,), rotary, lambda: rope.rope(heads, cos, sin)),
+        ("loss", (logits,), loss, lambda: cross_entropy.cross_entropy(logits, targets)),
+        ("residual", (x, y), lambda: y + F.dropout(x, 0.0, True), None),
+        ("embedding", (), lambda: F.embedding(tokens, table), None),
+        ("permute", (x,), lambda: x.index_select(0, order), None),
+        ("router", (router_logits,), router, None),
+        ("latent", (transposed,), lambda: transposed.t().contiguous(), None),
+    )
+    for name, inputs, plain, fused in operators:
+        for kind, forward in (("plain", plain), ("fused", fused)):
+            if forward is not None:
+                for direction, run in _passes(forward, inputs):
+                    yield (name, kind, direction), run
+    yield ("accumulate", "plain", "backward"), partial(torch.zeros(count).add_, torch.ones(count, dtype=dtype))
 
 
-def _both(forward: Callable[[], Any], inputs: tuple[torch.Tensor, ...]) -> tuple[Run, Run]:
-    """The forward pass, and the backward pass of one that is kept."""
-    output = forward()
-    gradient = torch.randn_like(output)
-    return forward, lambda: torch.autograd.grad(output, inputs, gradient, retain_graph=True)
+def _passes(forward: Callable[[], Any], inputs: Sequence[Tensor]) -> Iterator[tuple[str, Run]]:
+    """The forward pass, and the backward pass of one that is kept where there are inputs to differentiate."""
+    yield "forward", forward
+    if inputs:
+        output = forward()
+        yield "backward", partial(torch.autograd.grad, output, inputs, torch.randn_like(output), retain_graph=True)
 
 
-def _random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape).to(dtype) for shape in shapes]
+def _optimizers(count: int) -> dict[str, Run]:
+    """Adam's step on fp32 main parameters, with clipping and the cast to bf16: torch's, and this package's."""
+    mains = [torch.randn(count // 8, requires_grad=True) for _ in range(8)]
+    gradients = [torch.randn_like(each) for each in mains]
+    for main, gradient in zip(mains, gradients, strict=True):
+        main.grad = gradient
+    weights = [torch.empty_like(each, dtype=torch.bfloat16) for each in mains]
+    moments = [[torch.zeros_like(each) for each in mains] for _ in range(2)]
+    adam = torch.optim.AdamW(mains, lr=1e-4)
+
+    def plain() -> None:
+        torch.nn.utils.clip_grad_norm_(mains, 1e9)
+        adam.step()
+        for main, weight in zip(mains, weights, strict=True):
+            weight.copy_(main.detach())
+
+    def fused() -> None:
+        torch.nn.utils.clip_grad_norm_(mains, 1e9)
+        with torch.no_grad():
+            adamw.adamw(
+                mains, gradients, *moments, lr=1e-4, betas=(0.9, 0.999), eps=1e-8,
+                weight_decay=0.01, step=3, outs=weights,
+            )  # fmt: skip
+
+    return {"plain": plain, "fused": fused}
 
 
-__all__ = ["Case", "cases", "optimizers"]
+__all__ = ["OperatorCase", "cases"]

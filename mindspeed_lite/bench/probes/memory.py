@@ -1,20 +1,48 @@
-"""Hands the model, the optimizer and their tensors of a training step to a memory measurement.
+"""Counts the bytes of weights, gradients, optimizer states and saved activations in a training step.
 
-Reaches `megatron.training.training:train_step`, whose first parameters have the same names in every supported release;
-what it is given passes through untouched.
+Hooks `megatron.training.training:train_step`, whose first parameters have the same names in every supported release.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from mindspeed_lite.engine import Session
+from mindspeed_lite.memory.saved_tensors import Tracker
 
 from .train_step import around_steps
+
+
+class MemoryProbe:
+    """Counts every step; `counted` holds the last one's bytes."""
+
+    def __init__(self) -> None:
+        self.counted: dict[str, Any] = {}
+        self._tracker = Tracker(lambda address: False)
+
+    def around(self, model: list[Any], optimizer: Any, step: Callable[[], Any]) -> Any:
+        """Run one training step and count."""
+        others = {tensor.untyped_storage().data_ptr() for tensor in (*weights(model), *gradients(model))}
+        self._tracker.is_excluded = others.__contains__
+        with self._tracker:
+            result = step()
+        own_weights, own_gradients = list(weights(model)), list(gradients(model))
+        addressed, away = in_host_memory(optimizer)
+        self.counted = {
+            "parameters": sum(each.numel() for each in own_weights),
+            "weights": size(own_weights),
+            "gradients": size(own_gradients, own_weights),
+            "optimizer": size(states(optimizer), [*own_weights, *own_gradients]) - addressed,
+            "host": addressed + away,
+            "activations": self._tracker.peak,
+            "kept": [asdict(each) for each in self._tracker.at_peak],
+        }
+        return result
 
 
 def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], None]:
@@ -32,6 +60,13 @@ def install(run: Callable[[Any, Any, Callable[[], Any]], Any]) -> Callable[[], N
     return around_steps("memory", "a measurement counts bytes", around)
 
 
+def size(tensors: Iterable[torch.Tensor], besides: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of all storages, each once and without those of the tensors `besides`."""
+    others = {each.untyped_storage()._cdata for each in besides}
+    storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in others)
+
+
 def weights(model: list[Any]) -> Iterator[torch.Tensor]:
     """The parameters of every chunk of the model."""
     for chunk in model:
@@ -39,7 +74,7 @@ def weights(model: list[Any]) -> Iterator[torch.Tensor]:
 
 
 def gradients(model: list[Any]) -> Iterator[torch.Tensor]:
-    """The buffers that gradients are summed in, with their padding, and gradients that stand alone."""
+    """The gradient buffers with their padding, and gradients outside of them."""
     for chunk in model:
         # Of Megatron's wrapper for data parallelism; of a plain module `buffers` is a method.
         own = getattr(chunk, "buffers", ())
@@ -66,7 +101,7 @@ def states(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def in_host_memory(optimizer: Any) -> tuple[int, int]:
-    """Bytes of states that are not in the device's own memory: tensors of `states`, and what has left its tensor."""
+    """Bytes of states in host memory: those that tensors of `states` address, and those without a tensor."""
     found = [getattr(each, "placement", None) for each in inner_optimizers(optimizer)]
     placements = {id(each): each for each in found if each is not None}.values()
     own, left = (sum(each.nbytes for each in placements if each.device_addressable is there) for there in (True, False))
@@ -80,4 +115,4 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
     return [each for each in found if isinstance(each, torch.optim.Optimizer)]
 
 
-__all__ = ["gradients", "in_host_memory", "inner_optimizers", "install", "states", "weights"]
+__all__ = ["MemoryProbe", "gradients", "in_host_memory", "inner_optimizers", "install", "size", "states", "weights"]

@@ -1,28 +1,24 @@
 """Adds named ranges for torch's profiler around the parts of a model, while one step is measured.
 
-Reaches, between `install()` and the undo it returns: the forward of every module, which torch's global hooks tell from
-the class's name (norms, linear layers, attention, ...); the functions of Megatron that are no module's forward (rotary
-embedding, loss, optimizer, gradient reduction); and the wait for a collective, in which the synchronous functions of
-`torch.distributed` end too. Numbers do not change: a range around a call is all that is added. A module whose class
-name says nothing belongs to the range it is called in.
+Reaches the forward of every module, by the class's name; the functions of Megatron that are no module's forward; and
+the wait for a collective. A module whose class name says nothing belongs to the range that calls it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.nn.modules import module as torch_module
 
 from mindspeed_lite.engine import Around, Session
 from mindspeed_lite.platform import megatron
 
-# The ranges are called PREFIX + category; `mindspeed_lite.bench.breakdown` reads them.
+# `mindspeed_lite.bench.breakdown` reads ranges named PREFIX + category.
 PREFIX = "mindspeed_lite::"
 COMMUNICATION = "communication exposed"
 
@@ -40,7 +36,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
 
 _REDUCTION = "gradient accumulation and reduction"
 _CORE = "megatron.core."
-# Functions and methods by category. Releases differ in which of them they have; those that are missing are passed over.
+# Functions and methods by category; a release may lack some of them.
 FUNCTIONS: tuple[tuple[str, str], ...] = (
     ("rotary", "models.common.embeddings.rope_utils:apply_rotary_pos_emb"),
     ("rotary", "models.common.embeddings.rope_utils:apply_rotary_pos_emb_with_cos_sin"),
@@ -58,7 +54,7 @@ FUNCTIONS: tuple[tuple[str, str], ...] = (
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.start_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.finish_grad_sync"),
     (_REDUCTION, "distributed.distributed_data_parallel:DistributedDataParallel.zero_grad_buffer"),
-    # A configuration holds some of the outer functions by value; what they call is found by name.
+    # A configuration holds some of the functions above by value; what they call is found by name.
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync"),
     (_REDUCTION, "distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_grad_sync"),
     (_REDUCTION, "distributed.finalize_model_grads:finalize_model_grads"),
@@ -77,48 +73,6 @@ def category_of(name: str) -> str | None:
     return next((category for word, category in CLASSES if word in name), None)
 
 
-class _Ranges(threading.local):
-    """The ranges of the modules that are in their forward on this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.open: list[tuple[Any, Any]] = []
-
-    def close(self, until: int) -> None:
-        while len(self.open) > until:
-            self.open.pop()[1].__exit__(None, None, None)
-
-
-def _hook_modules() -> Callable[[], None]:
-    """A range around the forward of every module with a category."""
-    ranges = _Ranges()
-
-    def enter(module: Any, inputs: Any) -> None:
-        category = category_of(type(module).__name__)
-        if category is not None:
-            opened: Any = record_function(PREFIX + category)
-            opened.__enter__()
-            ranges.open.append((module, opened))
-
-    def leave(module: Any, inputs: Any, output: Any) -> None:
-        # A forward that raised may have left ranges behind it; they end with the first module that is still there.
-        for position in reversed(range(len(ranges.open))):
-            if ranges.open[position][0] is module:
-                ranges.close(position)
-                return
-
-    handles = (
-        torch_module.register_module_forward_pre_hook(enter),
-        torch_module.register_module_forward_hook(leave, always_call=True),
-    )
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-        ranges.close(0)
-
-    return undo
-
-
 def _around(category: str) -> Callable[[Callable[..., Any], Session], Callable[..., Any]]:
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -130,8 +84,8 @@ def _around(category: str) -> Callable[[Callable[..., Any], Session], Callable[.
     return around
 
 
-def _loaded(target: str) -> bool:
-    """Whether the target's module is imported and has it; a class counts only if the method is its own."""
+def _is_loaded(target: str) -> bool:
+    """True if the target's module is imported and has it; a class must define the method itself."""
     name, _, path = target.partition(":")
     found: Any = sys.modules.get(name)
     for part in path.split("."):
@@ -141,54 +95,37 @@ def _loaded(target: str) -> bool:
     return True
 
 
-def _wrap_functions() -> Callable[[], Any]:
-    """A range around each of Megatron's functions that is there."""
-    targets = [(category, _CORE + target) for category, target in FUNCTIONS if _loaded(_CORE + target)]
-    if not targets:
-        return lambda: None
-    feature = megatron.always(
-        "scopes",
-        "ranges for the profiler around the parts of a model",
-        *(Around(target, _around(category)) for category, target in targets),
-    )
-    return megatron.place(feature).remove
+def _replace(stack: ExitStack, owner: Any, name: str, category: Callable[[Any], str | None]) -> None:
+    """A range around a method, of the category of its object; undone when the stack closes."""
+    before = vars(owner)[name]
 
-
-def _wrap_waiting() -> Callable[[], None]:
-    """A range around the wait for a collective: all of `torch.distributed` waits by this one method."""
-    if not torch.distributed.is_available():
-        return lambda: None
-    work: Any = torch.distributed.Work
-    before = vars(work)["wait"]
-
-    @functools.wraps(work.wait)
-    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with record_function(PREFIX + COMMUNICATION):
+    @functools.wraps(before)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = category(self)
+        with nullcontext() if found is None else record_function(PREFIX + found):
             return before(self, *args, **kwargs)
 
-    work.wait = wait
-
-    def undo() -> None:
-        work.wait = before
-
-    return undo
+    setattr(owner, name, call)
+    stack.callback(setattr, owner, name, before)
 
 
 def install() -> Callable[[], None]:
-    """Open the ranges from now on; the function returned takes everything back and may be called again."""
-    undos: list[Callable[[], Any]] = []
-
-    def undo() -> None:
-        while undos:
-            undos.pop()()
-
+    """Open the ranges from now on; returns an undo callable, which may be called again."""
+    targets = [(category, _CORE + target) for category, target in FUNCTIONS if _is_loaded(_CORE + target)]
+    stack = ExitStack()
     try:
-        for make in (_wrap_functions, _wrap_waiting, _hook_modules):
-            undos.append(make())
+        if targets:
+            patches = (Around(target, _around(category)) for category, target in targets)
+            feature = megatron.always("scopes", "ranges for the profiler around the parts of a model", *patches)
+            stack.callback(megatron.place(feature).remove)
+        _replace(stack, torch.nn.Module, "__call__", lambda module: category_of(type(module).__name__))
+        if torch.distributed.is_available():
+            # All of `torch.distributed` waits by this method.
+            _replace(stack, torch.distributed.Work, "wait", lambda work: COMMUNICATION)
     except BaseException:
-        undo()
+        stack.close()
         raise
-    return undo
+    return stack.close
 
 
 __all__ = ["install"]

@@ -1,47 +1,37 @@
 """Hooks Megatron's train_step for the benchmark and describes the run.
 
-Reaches `megatron.training.training:train_step`, which every supported release calls once per iteration with the same
-first results (losses, whether the step was skipped, ..., gradient norm); what it is given passes through untouched.
-Evaluation, logging and saving stand outside of it. Nothing here changes what a step computes.
+Every supported release calls `megatron.training.training:train_step` once per iteration; evaluation, logging and saving
+are outside of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from mindspeed_lite.engine import Around, ImportHandle, Session, when_imported
 from mindspeed_lite.platform import megatron
 
 TRAINING = "megatron.training.training"
 
-# Where a step's result holds what we read, in 0.16 to 0.19.
+# Indices in a step's result, in every supported release.
 _LOSSES, _SKIPPED, _GRAD_NORM = 0, 1, 5
 
 
-class Listener(Protocol):
-    """What a benchmark does around a step."""
-
-    def step(self, run: Callable[[], Any]) -> tuple[Any, Callable[[dict[str, float], float | None], None]]:
-        """Run the step; returns its result and what to call with its losses and gradient norm."""
-        ...
-
-
-def install(listener: Listener) -> Callable[[], None]:
-    """Let `listener` run every training step once Megatron's training module is there; returns an undo callable."""
+def install(step: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let `step(run)` run every training step and return its result; returns an undo callable."""
 
     def around(wrapped: Callable[..., Any], session: Session) -> Callable[..., Any]:
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            result, done = listener.step(lambda: wrapped(*args, **kwargs))
-            # Skipped steps of loss scaling and the earlier stages of a pipeline have no losses.
-            losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
-            norm = result[_GRAD_NORM]
-            done(losses, None if norm is None else _number(norm))
-            return result
+        return lambda *args, **kwargs: step(lambda: wrapped(*args, **kwargs))
 
-        return train_step
+    return around_steps("recording", "a benchmark records", around)
 
-    return around_steps("recording", "a benchmark listens", around)
+
+def read(result: Any) -> tuple[dict[str, float], float | None]:
+    """Losses and gradient norm of a step's result; skipped steps and earlier pipeline stages have no losses."""
+    losses = {} if result[_SKIPPED] else {name: _number(value) for name, value in result[_LOSSES].items()}
+    norm = result[_GRAD_NORM]
+    return losses, None if norm is None else _number(norm)
 
 
 def around_steps(name: str, why: str, around: Callable[..., Any]) -> Callable[[], None]:
@@ -71,10 +61,9 @@ def _number(value: Any) -> float:
 
 
 def stop_after(steps: int) -> int:
-    """Make a training that is about to begin end after so many steps, without a checkpoint and without evaluation.
+    """End a training that is about to begin after so many steps, by `--exit-interval`, without saving and evaluation.
 
-    Megatron then takes its own way out, that of `--exit-interval`. Returns how many steps there will be: the command
-    may train for fewer.
+    Returns how many steps there will be: the command may train for fewer.
     """
     from megatron.training import get_args
 
@@ -87,15 +76,10 @@ def stop_after(steps: int) -> int:
 
 
 def leave_no_trace(args: Any) -> None:
-    """Before validation: no TensorBoard, no Weights & Biases, so that a benchmark adds nothing to a user's records."""
-    for name in ("tensorboard_dir", "wandb_project", "wandb_exp_name"):
+    """Before validation: log nothing to TensorBoard and Weights & Biases."""
+    for name, empty in (("tensorboard_dir", None), ("wandb_project", ""), ("wandb_exp_name", "")):
         if getattr(args, name, None):
-            setattr(args, name, None if name == "tensorboard_dir" else "")
-
-
-def in_float32(args: Any) -> None:
-    """Before validation: the same training without 16-bit numbers."""
-    args.bf16 = args.fp16 = False
+            setattr(args, name, empty)
 
 
 def precision(args: Any) -> str:
@@ -104,7 +88,7 @@ def precision(args: Any) -> str:
 
 
 def model() -> dict[str, Any]:
-    """What is trained, in the words of the report (see docs/bench-report.md); once training has begun."""
+    """The report's `model` (see docs/bench-report.md), once training has begun."""
     from megatron.training import get_args
     from megatron.training.training import num_floating_point_operations
 
@@ -135,4 +119,4 @@ def model() -> dict[str, Any]:
     }
 
 
-__all__ = ["in_float32", "install", "leave_no_trace", "model", "precision", "stop_after"]
+__all__ = ["around_steps", "install", "leave_no_trace", "model", "precision", "read", "stop_after"]

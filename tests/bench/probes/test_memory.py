@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import mindspeed_lite
-from mindspeed_lite.bench.memory import size
 from mindspeed_lite.bench.probes import memory, train_step
 from tests.harness.optimizers import KINDS, gradients, optimizer_of, start
 from tests.harness.processes import forked
@@ -55,11 +54,11 @@ def test_everything_is_found_once(kind: str, form: str, groups: Path) -> None:
             counts[each.element_size()] += each.numel()
         # The distributed optimizer pads the buffers.
         padding = 0 if "distributed" not in kind else 4096
-        assert 0 <= size(weights) - 2 * counts[2] - 4 * counts[4] <= padding
-        assert 0 <= size(sums, weights) - 4 * sum(counts.values()) <= padding
+        assert 0 <= memory.size(weights) - 2 * counts[2] - 4 * counts[4] <= padding
+        assert 0 <= memory.size(sums, weights) - 4 * sum(counts.values()) <= padding
         moments = 4 if form == "quantized" else 8
         steps = 8 * len(weights)
-        found = size(states, [*weights, *sums])
+        found = memory.size(states, [*weights, *sums])
         assert 0 <= found - width * counts[2] - moments * counts[4] <= steps
         assert memory.in_host_memory(optimizer) == (0, 0)
 

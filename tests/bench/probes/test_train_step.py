@@ -16,11 +16,12 @@ def test_it_is_taken_back_exactly_and_sees_the_losses():
     before = training.train_step
     seen = []
 
-    class Listener:
-        def step(self, run):
-            return run(), lambda losses, norm: seen.append((losses, norm))
+    def step(run):
+        result = run()
+        seen.append(train_step.read(result))
+        return result
 
-    remove = train_step.install(Listener())
+    remove = train_step.install(step)
     assert training.train_step is before and is_swapped(before)
     results = iter(
         [
@@ -32,10 +33,10 @@ def test_it_is_taken_back_exactly_and_sees_the_losses():
     remove()
     assert training.train_step is before and not is_swapped(before)
     training.train_step = lambda *args, **kwargs: next(results)
-    stand_in = training.train_step
-    remove = train_step.install(Listener())
+    replaced = training.train_step
+    remove = train_step.install(step)
     training.train_step(1, 2, iteration=3)
     training.train_step(1)
     remove()
     assert seen == [({"lm loss": 2.5, "pair": 3.0}, 0.5), ({}, None)]
-    assert training.train_step is stand_in
+    assert training.train_step is replaced

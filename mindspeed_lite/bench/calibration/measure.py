@@ -1,0 +1,184 @@
+"""Times operators and collectives in processes of this machine; the result is a file for `planner.calibrated`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform as python_platform
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+from torch.utils.benchmark import Timer
+
+from mindspeed_lite import platform
+from mindspeed_lite._version import __version__
+from mindspeed_lite.bench.calibration import operators
+from mindspeed_lite.planner.calibrated import FORMAT
+from mindspeed_lite.platform import allocator
+
+MESSAGE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23)
+_MESSAGE_CALLS = 30
+# Seconds of products before each message: as in a training, the core is busy when gloo's thread needs it.
+_BETWEEN = 2e-3
+# Cases that are timed, in one process and in all together.
+_CASES = 600
+# Host time that no priced operator explains, in calls of a small module, forward and backward. Fitted to trainings of
+# Megatron-LM 0.19 with this package's features on a CPU.
+HOST_CALLS = {"layer": 85, "microbatch": 140, "step": 65}
+
+
+class CalibrationError(RuntimeError):
+    """A process of the measurement failed; one line."""
+
+
+def measure(ranks: int, seconds: float) -> dict[str, Any]:
+    """The content of a calibration file.
+
+    Args:
+        ranks: processes that are timed together.
+        seconds: for which calls of operators are repeated, about.
+
+    Raises:
+        CalibrationError: a process failed.
+    """
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mindspeed-lite-calibrate-") as folder:
+        try:
+            spawn(_process, (ranks, folder, seconds / _CASES), nprocs=ranks)  # type: ignore[no-untyped-call]
+        except (ProcessRaisedException, ProcessExitedException) as error:
+            raise CalibrationError(f"a process failed: {str(error).strip().splitlines()[-1]}") from None
+        found = json.loads(Path(folder, "measured.json").read_text())
+    cores = len(os.sched_getaffinity(0))
+    return {
+        "format": FORMAT,
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - began, 1),
+        "device": platform.choose("cpu").describe(),
+        "kind": "cpu",
+        "cores": cores,
+        "ranks_per_node": cores,
+        # gloo's messages are computed by the core that would compute meanwhile.
+        "overlap": 0.0,
+        "versions": {
+            "mindspeed_lite": __version__,
+            "torch": str(torch.__version__),
+            "python": python_platform.python_version(),
+        },
+        **found,
+    }
+
+
+def _process(rank: int, ranks: int, folder: str, seconds: float) -> None:
+    """Time operators on rank 0 alone, then on all ranks, then collectives; rank 0 writes `measured.json`."""
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    platform.activate("cpu")
+    # As `mindspeed-lite run` starts a training.
+    allocator.keep_freed_memory()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    cores = os.sched_getaffinity(0)
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {sorted(cores)[rank]})
+    measured: dict[str, Any] = {"operators": {}}
+    if rank == 0:
+        measured["overheads"] = host_overheads()
+        measured["operators"]["1"] = time_operators(seconds)
+    dist.barrier()
+    if ranks > 1:
+        measured["operators"][str(ranks)] = time_operators(seconds)
+        dist.barrier()
+    os.sched_setaffinity(0, cores)
+    measured["collectives"] = time_collectives(rank, ranks) if ranks > 1 else []
+    if rank == 0:
+        Path(folder, "measured.json").write_text(json.dumps(measured))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_operators(seconds: float) -> list[dict[str, Any]]:
+    """The median of each operator's calls, repeated for `seconds`."""
+    return [
+        {
+            "key": case.key,
+            "shape": case.shape,
+            "work": case.work,
+            "seconds": _median_seconds(case.run, seconds),
+        }
+        for case in operators.cases()
+    ]
+
+
+def host_overheads() -> dict[str, float]:
+    """Seconds of host work of a layer, a micro-batch and a step, from the cost of a small module's call."""
+    count = 50
+    net = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(count)))
+    x, weights = torch.ones(8, 8), tuple(net.parameters())
+    call = _median_seconds(lambda: torch.autograd.grad(net(x).sum(), weights), 0.5) / count
+    return {name: calls * call for name, calls in HOST_CALLS.items()}
+
+
+def _median_seconds(run: Callable[[], object], repeated: float) -> float:
+    return float(Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=repeated).median)
+
+
+def time_collectives(rank: int, ranks: int) -> list[dict[str, Any]]:
+    """Collectives of all ranks by size and dtype, and messages between two of them."""
+    found = []
+    pair = dist.new_group([0, 1])
+
+    def add(kind: str, size: int, whole: torch.Tensor, run: Callable[[], object], share: float = 1.0) -> None:
+        bytes_, width = whole.numel() * whole.itemsize, whole.itemsize
+        seconds = _mean_seconds(run) * share
+        found.append({"kind": kind, "ranks": size, "bytes": bytes_, "seconds": seconds, "width": width})
+
+    for size in MESSAGE_BYTES:
+        for dtype in (torch.float32, torch.bfloat16):
+            whole = torch.zeros(size // dtype.itemsize // ranks * ranks, dtype=dtype)
+            part, other = whole.new_zeros(whole.numel() // ranks), torch.empty_like(whole)
+            add("all_reduce", ranks, whole, partial(dist.all_reduce, whole))
+            add("reduce_scatter", ranks, whole, partial(dist.reduce_scatter_tensor, part, whole))
+            if dtype is torch.float32:  # these move bytes; the dtype does not matter
+                add("all_gather", ranks, whole, partial(dist.all_gather_into_tensor, whole, part))
+                add("all_to_all", ranks, whole, partial(dist.all_to_all_single, other, whole))
+                if rank < 2:
+                    add("send", 2, whole, partial(_send_and_return, whole, rank, pair), share=0.5)
+                dist.barrier()
+    return found
+
+
+def _send_and_return(tensor: torch.Tensor, rank: int, pair: Any) -> None:
+    first, second = (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send)
+    for run in (first, second):
+        run(tensor, 1 - rank, group=pair)
+
+
+def _mean_seconds(run: Callable[[], object]) -> float:
+    """The mean without the slowest call: a training waits for the sum, outliers included."""
+    run()
+    samples = []
+    for _ in range(_MESSAGE_CALLS):
+        _compute(_BETWEEN * random.uniform(2 / 3, 4 / 3))
+        began = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - began)
+    return statistics.fmean(sorted(samples)[:-1])
+
+
+def _compute(seconds: float) -> None:
+    square = torch.ones(128, 128)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        square @ square
+
+
+__all__ = ["CalibrationError", "measure"]
