@@ -152,33 +152,24 @@ def mindspeed() -> list[str]:
     from mindspeed_lite.migration.table import CLASSES, OUTCOMES, flags
 
     ours = {option.flag for option in runtime.catalogue().options()}
-    done = {
-        "rename": "translated",
-        "write": "translated",
-        "drop": "left out",
-        "launcher": "torchrun's",
-        "skip": "skipped",
-        "refuse": "refused",
-        "rule": "depends",
-        "keep": "as it is",
-    }
-    lines = table(("Outcome", "Meaning"), [(done[name], text) for name, text in OUTCOMES.items() if name != "rename"])
+    done = {"rename": "translated", "write": "translated", "drop": "left out", "launcher": "torchrun's",
+            "skip": "skipped", "refuse": "refused", "keep": "as it is"}  # fmt: skip
+    lines = table(("Outcome", "Meaning"), [(done[name], OUTCOMES[name]) for name in done if name != "rename"])
     found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
         lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
-        plain = [row for row in rows if row.outcome == "keep" and not row.words]
-        if plain:
-            lines += [f"As they are: {', '.join(f'`{row.flag}`' for row in plain)}.", ""]
-        rest = [row for row in rows if row not in plain]
-        cells = []
-        for row in rest:
-            refused = ", ".join(row.words).removeprefix("!").replace("|", ", ") if row.outcome == "keep" else ""
-            outcome = f"{done[row.outcome]}, except {refused}" if refused else done[row.outcome]
-            cells.append((f"`{row.flag}`", outcome, row.note, row.instead))
-        if cells:
-            lines += table(("Flag", "Outcome", "What it is", "Instead"), cells)
+        # Flags of which the same is to be said share a row.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in rows:
+            outcome = done.get(row.outcome, "depends")
+            text = {"depends": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
+            if row.outcome == "keep" and row.words:
+                text = f"not {row.words[1:].replace('|', ', ')}: {row.note}"
+            groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
+        cells = [(", ".join(names), outcome, text) for (outcome, text), names in sorted(groups.items())]
+        lines += table(("Flags", "Outcome", "Instead, or on what it depends"), cells)
     return lines
 
 
