@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_lite import cli, error_exit
-from tests.harness import matrix
-from tests.harness.commands import command, environment, python, without
+from tests.harness.commands import command, python, without
 from tests.harness.endings import Ending, endings
 from tests.harness.processes import forked
 
@@ -32,85 +31,61 @@ BENCH = "bench --out out"
 # What is typed, and words of the line.
 COMMANDS: list[tuple[str, ...]] = [
     ("benhc", "no command 'benhc'", "did you mean bench"),
-    ("--verbose", "no option '--verbose'"),
     ("load moe.jsonl", "`mindspeed-lite balance FILE` now"),
     ("balance-lengths", "balance INDEX.idx"),
     ("features use_flash_atn", "did you mean use_flash_attn"),
-    ("features --use-flash-atn", "did you mean use_flash_attn"),
     ("features quant_states --swap-attention", "one feature at a time"),
     ("features --diff", "--diff wants the name"),
     ("features quant_states --against empty", "no megatron/core"),
     ("bench", "no command to read"),
-    ("bench --each --", "no command to read"),
     (f"{BENCH} -- torchrnu", "no program 'torchrnu'"),
     (f"{BENCH} --repeats 0 -- true", "--repeats", "at least 1, not '0'"),
     (f"{BENCH} --repeats two -- true", "--repeats", "'two'"),
-    (f"{BENCH} --warmup -1 -- true", "--warmup", "at least 0"),
-    (f"{BENCH} --steps 1 -- true", "--steps", "at least 2"),
-    (f"{BENCH} --timeout 0 -- true", "--timeout", "above 0"),
     (f"{BENCH} --features rmsnorm -- true", "no feature 'rmsnorm'"),
-    (f"{BENCH} --beside flash -- true", "no feature 'flash'"),
     (f"{BENCH} --each --all -- true", "--all", "not allowed with"),
-    (f"{BENCH} --fast -- true", "--fast"),
     ("bench --out file/out -- true", "--out", "file/out"),
     (f"{BENCH} --allocator x -- true", "--allocator", "'x'"),
     ("bench-ops --op rmsnorm", "--op", "did you mean rms_norm"),
     ("bench-ops --shapes 32x16", "--shapes", "add --op"),
     ("bench-ops --op rms_norm --shapes axb", "'axb' is no shape"),
     ("bench-ops --op rms_norm --shapes rope:1", "not among the --op"),
-    ("bench-ops --dtype int8", "--dtype", "int8"),
     ("bench-ops --device npu", "--device"),
     ("bench-ops --op l2norm --compare none.json", "--compare"),
     ("bench-ops --op l2norm --compare file", "--compare"),
     ("bench-ops --op l2norm --out file", "--out"),
     ("memory", "no command to read"),
     (f"memory --json none/x.json -- {GPT}", "--json", "no such folder"),
-    (f"memory --json empty -- {GPT}", "--json", "it is a folder"),
-    (f"memory --json /proc/x.json -- {GPT}", "cannot be written"),
     (f"memory --world-size 0 -- {GPT}", "--world-size", "at least 1"),
     (f"memory -- torchrun --nproc-per-node gpu {GPT}", "--nproc-per-node", "--world-size N"),
     (f"memory -- torchrun --nproc-per-node=3 {TRAIN} --tensor-model-parallel-size 2", "3 ranks"),
     (f"memory --device tpu -- {GPT}", "--device", "tpu"),
-    ("memory -- bash train.sh", "--num-layers", "shell script"),
     ("memory -- x.py --num-layers many", "--num-layers", "many"),
     (f"memory -- {GPT} --fp8-format e4m3", "--fp8-format e4m3", "not predicted"),
     (f"memory --measure -- no-such-program {TRAIN}", "no-such-program"),
     (f"memory --expert-imbalance 2 -- {TRAIN}", "no --num-experts"),
     ("doctor now", "unrecognized arguments: now"),
     ("doctor --quick", "--quick belongs to --selftest"),
-    ("doctor --out x", "--out belongs to --selftest"),
     ("doctor --selftest --npu-selftest", "not allowed with"),
     ("doctor --timeout 0", "--timeout", "above 0"),
-    ("doctor --timeout soon", "--timeout", "'soon'"),
     ("doctor --selftest --quick --out none/x.json", "none/x.json: there is no such folder"),
     (f"{PLANNED.replace('a100', 'abacus')} -- {LAYOUT}", "--device abacus", "h100-sxm"),
     (f"{PLANNED} --why QQ2 -- {LAYOUT}", "--why", "'QQ2'"),
     (f"plan --devices 2 --memory 1 --calibration none.json -- {LAYOUT}", "there is no file none.json", "calibrate"),
     (f"{PLANNED} --json none/x -- {LAYOUT}", "--json", "no such folder"),
-    (f"{PLANNED} --count 0 -- {LAYOUT}", "--count", "at least 1"),
-    (f"{PLANNED} --reserve nan -- {LAYOUT}", "--reserve", "at least 0"),
     (f"{PLANNED} --reserve 40 -- {LAYOUT}", "--reserve 40", "less than that"),
-    (f"{PLANNED} --expert-imbalance 0.5 -- {LAYOUT}", "--expert-imbalance", "at least 1"),
-    (f"{PLANNED} --vocabulary -3 -- {LAYOUT}", "--vocabulary", "at least 0"),
     (f"{PLANNED} --devices 99999999999 -- {LAYOUT}", "--devices", "at most 10,000,000"),
     (f"{PLANNED} --memory nan -- {LAYOUT}", "--memory", "above 0"),
-    (f"{PLANNED} --memory 1e308 -- {LAYOUT}", "--memory", "at most 1,000,000"),
     (f"{PLANNED} --devices 11 -- {LAYOUT}", "no layout of 11 devices", "change --devices"),
     (f"{PLANNED} --plot picture -- {LAYOUT}", "--plot picture", ".png"),
     (f"{PLANNED} -- {GPT}", "--global-batch-size is not in the command"),
-    ("calibrate --seconds nan", "--seconds"),
     ("calibrate --seconds inf", "--seconds", "at most 500"),
-    ("calibrate --processes 0", "--processes"),
     ("calibrate --processes 5000", "--processes"),
     ("calibrate --out /proc/x", "--out /proc/x", "cannot be written"),
-    ("schedule", "no command to read"),
     (f"schedule --order zigzag -- {FOUR}", "'zigzag'", "zb-h1"),
     (f"schedule --order dualpipev -- {FOUR} --global-batch-size 4", "at least 7 micro-batches, not 4"),
     (f"schedule --order nowhere.py:f -- {FOUR}", "nowhere.py"),
-    (f"schedule --times 1,2 -- {FOUR}", "--times", "F,B,W"),
     (f"schedule --times 1,x,2 -- {FOUR}", "--times", "F,B,W"),
     (f"schedule --memory 0 -- {FOUR}", "--memory", "above 0"),
-    (f"schedule --overlap -1 -- {FOUR}", "--overlap", "above 0"),
     (f"schedule --trace none -- {FOUR}", "none", "cannot be read"),
     (f"schedule --png none/x.png -- {FOUR}", "--png", "no such folder"),
     (f"schedule --order interleaved+recompute-in-advance -- {FOUR}", "--recompute-granularity full"),
@@ -122,14 +97,10 @@ COMMANDS: list[tuple[str, ...]] = [
     ("balance none", "none: cannot be read: No such file"),
     ("balance empty", "empty: cannot be read: Is a directory"),
     ("balance loss.jsonl", "want the header"),
-    (f"{MADE} --last 0", "--last", "at least 1, not '0'"),
     (f"{MADE} --ranks 3", "3 ranks cannot hold 16 experts"),
     (f"{MADE} --decay 1", "--decay"),
-    (f"{MADE} --copies -1", "--copies", "at least 0, not '-1'"),
-    (f"{MADE} --experts-share 0", "above 0"),
     (f"{MADE} --hidden-size 64", "go together"),
     (f"{MADE} heat=3", "not 'heat=3'"),
-    (f"{MADE} topk=x", "not 'topk=x'"),
     (f"{MADE} drift=nan", "not 'drift=nan'"),
     (f"{MADE} topk=17", "topk=17: a token has at most all 16 experts"),
     (f"{MADE} layers=0", "layers=0: at least 1"),
@@ -139,13 +110,11 @@ COMMANDS: list[tuple[str, ...]] = [
     ("balance data.idx", "is no index of a Megatron data set"),
     ("balance --generate-lengths --last 3", "--last is about loads of experts"),
     ("balance --generate-lengths tail=0.01", "tail=0.01: at least 0.1"),
-    ("balance --generate-lengths tail=nan", "not 'tail=nan'"),
     (f"balance --generate-lengths shortest={10**400}", "too large"),
     ("balance --generate-lengths --ranks 5", "48 samples are no micro-batches of 1 for each of 5 ranks"),
     ("migrate", "no script given"),
     ("migrate none.sh", "none.sh cannot be read: No such file or directory"),
     ("migrate --shim x file", "--shim takes a folder and nothing else"),
-    ("migrate --nonsense", "unrecognized arguments: --nonsense"),
     ("migrate script.sh -o none/out.sh", "-o none/out.sh: cannot be written: No such file or directory"),
 ]
 # Arguments of a training that no model has, for `memory` and `plan`.
@@ -499,35 +468,19 @@ dist.all_reduce(torch.ones(1))
 """
 
 
-@pytest.mark.parametrize(
-    ("ranks", "line"),
-    matrix.only(
-        [("01", "mindspeed_lite: error: ")],
-        [("01", "mindspeed_lite: error: "), ("1", "mindspeed_lite: error on rank 1: ")],
-    ),
-)
-def test_under_torchrun_one_line_is_the_last_of_the_ranks(tmp_path: Path, ranks: str, line: str) -> None:
+def test_under_torchrun_one_line_is_the_last_of_the_ranks(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TOGETHER)
     run = python(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *("-m", "mindspeed_lite", "run", "script.py", ranks),
+        *("-m", "mindspeed_lite", "run", "script.py", "01"),
         cwd=tmp_path,
         MINDSPEED_LITE_DEVICE="cpu",
         OMP_NUM_THREADS="1",
     )
     # torchrun's own lines and its summary follow.
     of_ranks = run.stderr[: re.search(r"^[EW]\d{4} ", run.stderr, re.MULTILINE).start()]  # type: ignore[union-attr]
-    assert of_ranks.splitlines()[-1] == f"{line}feature `x` fell back." and "Traceback" not in of_ranks, run.stderr
+    assert (
+        of_ranks.splitlines()[-1] == "mindspeed_lite: error: feature `x` fell back." and "Traceback" not in of_ranks
+    ), run.stderr
     assert run.stderr.count("fell back") == 1
     assert "exitcode  : 2" in run.stderr
-
-
-def test_a_single_process_needs_no_launcher(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', rank=0, world_size=1)\n"
-        "print(dist.get_rank())\n"
-    )
-    assert not [name for name in environment() if name.startswith("MASTER_")], "the test runs without a launcher"
-    run = command("run", "script.py", cwd=tmp_path, MINDSPEED_LITE_DEVICE="cpu")
-    assert run.stdout == "0\n", run.stderr

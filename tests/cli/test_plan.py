@@ -67,17 +67,3 @@ def test_a_machine_is_calibrated_and_planned_for(capsys: pytest.CaptureFixture[s
     options = ["--devices", "2", "--memory", "1", "--device", "here", "--calibration", str(file)]
     assert cli.main(["plan", *options, "--", *words]) == 0
     assert "by what was measured" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "[]", "{}", '{"format": 1}', '{"format": 1, "operators": {}}', '{"format": 1, "operators": {"x": 1}}',
-     '{"format": 1, "operators": {"1": [{"key": ["product"], "shape": [0], "work": 1, "seconds": 0}]}}', "[" * 100_000],
-    ids=["empty", "list", "nothing", "format", "operators", "ranks", "zeros", "depth"],
-)  # fmt: skip
-def test_a_damaged_calibration_is_one_line(text: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "calibration.json"
-    file.write_text(text)
-    assert run("--device", "here", "--calibration", str(file)) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and str(file) in error and "calibration" in error

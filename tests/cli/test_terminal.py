@@ -1,5 +1,6 @@
 """Width, colour and tables; a real pseudo-terminal where they matter."""
 
+import argparse
 import os
 import pty
 import re
@@ -74,3 +75,17 @@ def test_a_table_shares_its_room_and_keeps_every_word(monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS")
     terminal.table(("", "", ""), [row])
     assert capsys.readouterr().out == "  ".join(row) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("read", "good", "bad"),
+    [
+        (terminal.bounded(int, 1), "3", ["0", "x", "1.5", "9" * 5000 + "x"]),
+        (terminal.bounded(float, 0, 8, above=True), "8", ["0", "8.1", "nan", "inf", ""]),
+    ],
+)
+def test_a_bounded_number(read, good, bad):
+    assert read(good) == float(good)
+    for each in bad:
+        with pytest.raises(argparse.ArgumentTypeError, match=f"not '{each[:40]}'"):
+            read(each)
