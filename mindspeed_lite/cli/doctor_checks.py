@@ -1,7 +1,7 @@
-"""What doctor looks at: a function for each question, and `CHECKS` in the order in which a person would ask.
+"""The checks of doctor, in `CHECKS`.
 
-A check yields its findings: status, text, and where something is missing how to get it. "note": training starts all the
-same; "problem": it does not. A check imports no Megatron and survives the absence of everything it asks about.
+A check yields findings: status, text, and how to get what is missing. After a "note" training starts, after a "problem"
+it does not. A check imports no Megatron and survives the absence of what it asks about.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Megatron(NamedTuple):
 
 
 class Machine:
-    """What several checks ask about, found once; torch_npu is asked in another process, where its end is not ours."""
+    """What several checks ask about, found once."""
 
     def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
         self._npu_seconds = npu_seconds
@@ -245,7 +245,7 @@ def _device(machine: Machine) -> Findings:
 
 
 def _torch_npu(machine: Machine) -> Findings:
-    """What torch_npu finds, or what keeps it from finding anything; nothing where it is not installed."""
+    """What torch_npu finds or what keeps it from that; nothing where it is not installed."""
     version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
     if not version and not is_there("torch_npu"):
         return
@@ -383,7 +383,7 @@ def _environment(machine: Machine) -> Findings:
 
 
 def _features(machine: Machine) -> Findings:
-    """Which features would apply, as far as that shows before the model's arguments are known."""
+    """Which features would apply, without a model's arguments."""
     from mindspeed_lite import runtime
     from mindspeed_lite.engine import Context, Settings
     from mindspeed_lite.ops import dispatch

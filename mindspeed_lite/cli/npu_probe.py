@@ -1,7 +1,6 @@
-"""Asks torch_npu what it finds, in a process of its own: one that aborts or hangs there costs a line, not the doctor.
+"""Asks torch_npu what it finds, in a process of its own, which may abort or hang.
 
-`ask` starts this module with the name of a file. Into it the other process writes a line of JSON before each thing it
-does and one for each thing it has found; the last of them says where a process ended.
+`ask` starts this module with the name of a file, for lines of JSON: what the process is about to do and what it found.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Probe:
 
 
 def ask(seconds: float = SECONDS) -> Probe:
-    """Return what torch_npu finds here; starts no process where it is plain that nothing can be found."""
+    """Return what torch_npu finds here; starts no process where it is not installed."""
     trouble = npu_trouble.before_import()
     if trouble is not None:
         return Probe(trouble)

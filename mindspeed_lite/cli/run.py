@@ -61,7 +61,7 @@ class _Target(NamedTuple):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script named by `arguments`; its exit passes through, its exception becomes exit code 1."""
+    """Run the script; its exit passes through, its exception becomes exit code 1."""
     try:
         if arguments and arguments[0] in ("-h", "--help"):
             print(HELP)
@@ -77,12 +77,12 @@ def main(arguments: Sequence[str]) -> int:
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
     sys.argv[:] = [str(module.__file__) if target.is_module else target.name, *target.arguments]
-    # Kept for the rest of the process: what the interpreter runs at exit may still belong to it.
+    # Stays: what the interpreter runs at exit may belong to it.
     sys.modules["__main__"] = module
     try:
         exec(code, module.__dict__)
     except Exception as error:
-        # The first entry of the traceback is this frame; the script's own follow.
+        # Without this frame.
         trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
         error = error.with_traceback(trace)
         sys.excepthook(type(error), error, trace)
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[_Target, str]:
-    """Return what to run and the allocator. By hand, because everything after the script must stay as it is."""
+    """Return what to run and the allocator; everything after the script stays as it is."""
     rest = list(arguments)
     chosen: str | None = None
     is_module = False
@@ -123,9 +123,9 @@ def _parse(arguments: Sequence[str]) -> tuple[_Target, str]:
 
 
 def _prepare_process(target: _Target) -> None:
-    """Set `sys.path` and PATH as the script needs them, before anything of Megatron is looked for."""
+    """Set `sys.path`, PATH and MASTER_ADDR as the script needs them."""
     program = os.path.join(os.getcwd(), target.name)
-    # A safe path has no folder in front, and would have none for the script. Python 3.10 knows only -I.
+    # A safe path has no folder in front. Python 3.10 knows only -I.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         folder = os.getcwd() if target.is_module else os.path.dirname(os.path.realpath(target.name))
         sys.path[0] = program if target.is_program else folder
@@ -142,7 +142,7 @@ def _prepare_process(target: _Target) -> None:
 
 
 def _import_adaptor(choice: str) -> None:
-    """Import the device layer and argument hooks; with MINDSPEED_LITE_DISABLE nothing at all, not even torch."""
+    """Import the device layer and argument hooks; with MINDSPEED_LITE_DISABLE nothing, not even torch."""
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
     except Exception as error:  # a DeviceError, or a torch whose device extension does not load
@@ -153,12 +153,12 @@ def _import_adaptor(choice: str) -> None:
         raise CommandError(text or f"{error}{hint}") from error
     device = platform.current()
     if choice == allocator.KEEP and device is not None and device.name == "cpu":
-        # After torch's import, which is as effective as before it; doctor says why where it cannot be done.
+        # As effective after torch's import as before it; doctor says why it cannot be done.
         allocator.keep_freed_memory()
 
 
 def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
-    """Return the code to run and a fresh `__main__`, with the attributes python gives it."""
+    """Return the code to run and a fresh `__main__` with python's attributes."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
@@ -201,7 +201,7 @@ def _module_spec(name: str) -> ModuleSpec | None:
             spec = importlib.util.find_spec(name)
         return spec
     except ModuleNotFoundError as error:
-        # A parent that is not there; an import that fails inside a parent is the user's to see.
+        # An import that fails inside a parent is the user's to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
     except ValueError:

@@ -1,4 +1,4 @@
-"""What every command shares: options, errors in one line, and rich's tables, which are one line a row when piped."""
+"""Options, errors in one line and rich's tables for all commands; piped, a row of a table is one line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CommandError(Exception):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, whose texts keep their lines, and that takes no abbreviated flags."""
+    """A parser with errors of one line, texts as they are, and no abbreviated flags."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -64,7 +64,7 @@ def option(
 def bounded(
     kind: Callable[[str], T], least: float, most: float = math.inf, *, above: bool = False
 ) -> Callable[[str], T]:
-    """Return the `type` of an option: a finite number from `least` (`above`: above it) to `most`."""
+    """Return an option's `type`: a finite number from `least` (`above`: above it) to `most`."""
     noun = "a whole number" if kind is int else "a number"
     bounds = f"{'above' if above else 'of at least'} {least:,.12g}"
     bounds += f" and at most {most:,.12g}" if most < math.inf else ""
@@ -80,14 +80,14 @@ def bounded(
 
 
 def output_file(name: str) -> str:
-    """Check that a file can be written before anything is computed: the `type` of an option."""
+    """An option's `type`: a file that can be written."""
     if problem := why_not_writable(name):
         raise argparse.ArgumentTypeError(f"{name}: {problem}")
     return name
 
 
 def why_not_writable(name: str) -> str | None:
-    """Return why no file can be written there, or None; leaves the file system as it was."""
+    """Return why no file can be written there, or None."""
     path = Path(name)
     if path.is_dir():
         return "it is a folder; give a file"
@@ -105,7 +105,7 @@ def why_not_writable(name: str) -> str | None:
 
 @contextlib.contextmanager
 def writing(flag: str, name: str) -> Iterator[None]:
-    """Make a CommandError of what keeps a file from being written: a full disk, a package that is not installed."""
+    """Turn what keeps a file from being written, such as a full disk, into a CommandError."""
     try:
         yield
     except ImportError as error:
@@ -120,13 +120,13 @@ def write_json(name: str, value: Any) -> None:
 
 
 def fail(program: str, message: object, code: int = 2) -> int:
-    """Print in one line on stderr why a command stops; returns the exit code."""
+    """Print an error in one line on stderr; returns the exit code."""
     print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
     return code
 
 
 def width() -> int:
-    """Return the columns for a report: the terminal's, 100 where there is none; from 60 to 200."""
+    """Return the terminal's columns, 100 without one; from 60 to 200."""
     return max(60, min(200, shutil.get_terminal_size((100, 24)).columns))
 
 
@@ -136,7 +136,7 @@ def has_color() -> bool:
 
 
 def console() -> Console | None:
-    """Return rich's console on stdout, None without rich; what is piped is not wrapped unless COLUMNS is set."""
+    """Return rich's console on stdout, None without rich; it wraps in a terminal or where COLUMNS is set."""
     try:
         from rich.console import Console
     except ImportError:  # in a checkout; doctor says so
@@ -146,7 +146,7 @@ def console() -> Console | None:
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Print a paragraph, wrapped between words in a terminal."""
+    """Print a paragraph."""
     out = console()
     if out is None:
         print(text)
@@ -157,7 +157,7 @@ def say(text: str = "", style: str = "") -> None:
 def table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", styles: Mapping[str, str] | None = None
 ) -> None:
-    """Print aligned columns; cells wrap in a terminal.
+    """Print aligned columns.
 
     Args:
         headers: all empty: no line for them.
