@@ -63,10 +63,11 @@ class _Target(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Run the script; its exit passes through, its exception becomes exit code 1."""
     try:
-        if arguments and arguments[0] in ("-h", "--help"):
+        request = _parse(arguments)
+        if request is None:
             print(HELP)
             return 0
-        target, choice = _parse(arguments)
+        target, choice = request
         _prepare_process(target)
         _import_adaptor(choice)
         code, module = _load(target)
@@ -90,13 +91,15 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parse(arguments: Sequence[str]) -> tuple[_Target, str]:
-    """Return what to run and the allocator; everything after the script stays as it is."""
+def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
+    """Return what to run and the allocator, None for help; everything after the script stays as it is."""
     rest = list(arguments)
     chosen: str | None = None
     is_module = False
     while rest and rest[0].startswith("-"):
         word = rest.pop(0)
+        if word in ("-h", "--help"):
+            return None
         if word == "--":
             break
         if word == "-m":
