@@ -43,8 +43,8 @@ def world_size(command: Sequence[str]) -> int:
     launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
     launcher.add_argument("--nnodes", nargs="?", default="1")
-    told = launcher.parse_known_args(list(command))[0]
-    per_node, nodes = told.nproc_per_node, told.nnodes
+    launched = launcher.parse_known_args(list(command))[0]
+    per_node, nodes = launched.nproc_per_node, launched.nnodes
     source = "--nproc-per-node and --nnodes do"
     if per_node is None:
         per_node, nodes = os.environ.get("WORLD_SIZE", "1"), "1"
