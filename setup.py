@@ -8,7 +8,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-BENCH = ["rich>=13", "matplotlib>=3.7", "jinja2>=3"]
+BENCH = ["matplotlib>=3.7", "jinja2>=3"]
 TEST = [
     "pytest>=8",
     "pytest-xdist>=3.6",
@@ -55,10 +55,9 @@ setup(
         "mindspeed_lite.migration": ["flags.tsv"],
         "mindspeed_lite.ops": ["*/*.cpp", "*/*.h"],
         "mindspeed_lite.platform": ["fingerprints.json"],
-        "mindspeed_lite.cli": ["features.json"],
         "mindspeed_lite.bench": ["*.j2", "inject/*.py"],
     },
-    install_requires=["torch>=2.6", "megatron-core>=0.12.1", "wrapt>=1.16", "packaging>=23"],
+    install_requires=["torch>=2.6", "megatron-core>=0.12.1", "wrapt>=1.16", "packaging>=23", "rich>=13"],
     extras_require={
         "npu": ["torch-npu"],
         "adaptive": SOLVER,

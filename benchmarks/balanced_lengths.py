@@ -204,7 +204,7 @@ def _simulated(options: argparse.Namespace) -> list[str]:
     """What the same documents come to over many steps and more ranks, by pairs."""
     lines = [
         "",
-        f"By pairs alone, {SIMULATED_STEPS} steps (`mindspeed-lite balance-lengths --generate`):",
+        f"By pairs alone, {SIMULATED_STEPS} steps (`mindspeed-lite balance --generate-lengths`):",
         "",
         "| Ranks | Ranks wait | over random | random order above the lower bound | balanced above it |",
         "| --- | --- | --- | --- | --- |",

@@ -1,7 +1,6 @@
 """Writes what the docs say of features, operators and defaults from their declarations.
 
-python docs/generate.py            writes docs/support.md, the list that `mindspeed-lite features` reads, and the marked
-                                   parts of README.md and of the pages in docs/
+python docs/generate.py            writes docs/support.md and the marked parts of README.md and of the pages in docs/
 python docs/generate.py --check    writes nothing; exits with 1 if one of them is out of date
 
 A marked part stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`; a feature's page gets one at its end.
@@ -153,33 +152,24 @@ def mindspeed() -> list[str]:
     from mindspeed_lite.migration.table import CLASSES, OUTCOMES, flags
 
     ours = {option.flag for option in runtime.catalogue().options()}
-    done = {
-        "rename": "translated",
-        "write": "translated",
-        "drop": "left out",
-        "launcher": "torchrun's",
-        "skip": "skipped",
-        "refuse": "refused",
-        "rule": "depends",
-        "keep": "as it is",
-    }
-    lines = table(("Outcome", "Meaning"), [(done[name], text) for name, text in OUTCOMES.items() if name != "rename"])
+    done = {"rename": "translated", "write": "translated", "drop": "left out", "launcher": "torchrun's",
+            "skip": "skipped", "refuse": "refused", "keep": "as it is"}  # fmt: skip
+    lines = table(("Outcome", "Meaning"), [(done[name], OUTCOMES[name]) for name in done if name != "rename"])
     found: dict[str, list[FlagRow]] = {kind: [] for kind in CLASSES}
     for row in flags().values():
         found["same" if row.flag in ours else row.kind].append(row)
     for kind, rows in found.items():
         lines += ["", f"### {kind.capitalize()}: {CLASSES[kind]}", "", f"{len(rows)} flags.", ""]
-        plain = [row for row in rows if row.outcome == "keep" and not row.words]
-        if plain:
-            lines += [f"As they are: {', '.join(f'`{row.flag}`' for row in plain)}.", ""]
-        rest = [row for row in rows if row not in plain]
-        cells = []
-        for row in rest:
-            refused = ", ".join(row.words).removeprefix("!").replace("|", ", ") if row.outcome == "keep" else ""
-            outcome = f"{done[row.outcome]}, except {refused}" if refused else done[row.outcome]
-            cells.append((f"`{row.flag}`", outcome, row.note, row.instead))
-        if cells:
-            lines += table(("Flag", "Outcome", "What it is", "Instead"), cells)
+        # Flags of which the same is to be said share a row.
+        groups: dict[tuple[str, str], list[str]] = {}
+        for row in rows:
+            outcome = done.get(row.outcome, "depends")
+            text = {"depends": row.note, "as it is": "", "left out": ""}.get(outcome, row.instead)
+            if row.outcome == "keep" and row.words:
+                text = f"not {row.words[1:].replace('|', ', ')}: {row.note}"
+            groups.setdefault((outcome, text), []).append(f"`{row.flag}`")
+        cells = [(", ".join(names), outcome, text) for (outcome, text), names in sorted(groups.items())]
+        lines += table(("Flags", "Outcome", "Instead, or on what it depends"), cells)
     return lines
 
 
@@ -195,7 +185,7 @@ EXAMPLES = {
 def memory_of_examples() -> list[str]:
     """What each launch script takes on the rank that takes most, as `mindspeed-lite memory` predicts it."""
     from mindspeed_lite import planner
-    from mindspeed_lite.cli.memory_text import size
+    from mindspeed_lite.bench.wording import size
 
     rows = []
     for name, model in EXAMPLES.items():
@@ -221,7 +211,7 @@ def memory_of_examples() -> list[str]:
 def memory_of_stages() -> list[str]:
     """What ranks of DeepSeek-V3's launch script take, as predicted: where MTP is, and where most is taken."""
     from mindspeed_lite import planner
-    from mindspeed_lite.cli.memory_text import size
+    from mindspeed_lite.bench.wording import size
 
     script = ["bash", str(ROOT / "examples" / "deepseek_v3.sh"), "--print"]
     words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
@@ -241,7 +231,7 @@ def memory_of_stages() -> list[str]:
 def memory_of_contexts() -> list[str]:
     """What the launch script of Llama-3-8B takes with long sequences over more and more ranks, as predicted."""
     from mindspeed_lite import planner
-    from mindspeed_lite.cli.memory_text import size
+    from mindspeed_lite.bench.wording import size
 
     script = ["bash", str(ROOT / "examples" / "llama3_8b.sh"), "--print"]
     words = shlex.split(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
@@ -264,7 +254,7 @@ def memory_of_contexts() -> list[str]:
 
 def choices() -> list[str]:
     """What `parallel/context/cost.py` chooses over 8 ranks, with what each algorithm exposes."""
-    from mindspeed_lite.cli.memory_text import size
+    from mindspeed_lite.bench.wording import size
     from mindspeed_lite.parallel.context.cost import FLOPS_PER_BYTE, AttentionWork, choose
 
     links = {"within a host": FLOPS_PER_BYTE["cuda"], "between hosts": 20 * FLOPS_PER_BYTE["cuda"]}
@@ -355,13 +345,11 @@ def with_parts(path: Path, parts: dict[str, list[str]]) -> str:
 def pages() -> dict[Path, str]:
     """Every page that is generated, whole or in part."""
     from mindspeed_lite import runtime
-    from mindspeed_lite.cli import features as listing
 
     front, first, switched = ROOT / "README.md", DOCS / "index.md", DOCS / "defaults.md"
     arriving, launching = DOCS / "from-mindspeed.md", ROOT / "examples" / "README.md"
     experts = DOCS / "guides" / "experts.md"
     found = {
-        listing.INDEX: json.dumps(listing.describe_all(), indent=1) + "\n",
         DOCS / "support.md": support(),
         front: with_parts(front, {"results": results(), "groups": groups()}),
         DOCS / "flags.md": with_part(DOCS / "flags.md", "flags", flags()),

@@ -2,8 +2,7 @@
 
     load.jsonl: line 4: tokens[0]: want a number of tokens, at least 0, not NaN
 
-A description is a function of a value that returns it or raises `Mismatch`. `whole`, `number`, `text`, `one_of`,
-`rows`, `fields` and `table` make descriptions. Standard library alone; every room may import it.
+A description is a function of a value that returns it or raises `Mismatch`. Every room may import this module.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ from typing import Any, BinaryIO, TypeVar
 T = TypeVar("T")
 Description = Callable[[Any], T]
 
-# Bytes of a file, or of a line of a file of lines.
+# Of a file, or of a line of it.
 MOST_BYTES = 1 << 28
-# The largest number that sums and squares of many keep finite.
+# Sums and squares of many such numbers are finite.
 MOST = 1e30
 MOST_WHOLE = 1 << 53
 
 
 class JsonFileError(ValueError):
-    """A file cannot be read or is not as described; one line."""
+    """Why a file cannot be read or is not as described, in one line."""
 
 
 class NotJson(JsonFileError):
-    """The text is no JSON, such as a line that its writer has not finished."""
+    """The text is no JSON, such as an unfinished line."""
 
 
 class Mismatch(ValueError):
-    """A value is not as described. `path`: where it is below the value that is checked."""
+    """A value is not as described; `path` is its place in the checked value."""
 
     path = ""
 
     def within(self, part: str) -> Mismatch:
-        """The same, seen from the list or object whose part this is."""
+        """Prepend the key or index of the enclosing list or object."""
         self.path = part + (f".{self.path}" if self.path and not self.path.startswith("[") else self.path)
         return self
 
 
 class _Repeated(dict[str, Any]):
-    """An object in which a key stands twice."""
+    """An object with a repeated key."""
 
     key: str
 
 
 def read(path: str | Path, description: Description[T]) -> T:
-    """The value of a file. Raises JsonFileError."""
+    """Return the value of a file. Raises JsonFileError."""
     with _opened(path) as file:
         return decode(_decoded(file.read(MOST_BYTES + 1), path), path, description)
 
 
 def lines(path: str | Path) -> Iterator[tuple[str, str]]:
-    """Each line of a file that is not blank, after its place, `FILE: line 3`. Raises JsonFileError."""
+    """Yield the place, `FILE: line 3`, and text of each line that is not blank. Raises JsonFileError."""
     with _opened(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_BYTES + 1), b""), 1):
             place = f"{path}: line {number}"
@@ -67,7 +66,7 @@ def lines(path: str | Path) -> Iterator[tuple[str, str]]:
 
 
 def decode(text: str, place: object, description: Description[T]) -> T:
-    """The value of a text. Raises JsonFileError, which begins with `place`."""
+    """Return the value of a text. Raises JsonFileError, which begins with `place`."""
     try:
         return description(json.loads(text, object_pairs_hook=_object))
     except RecursionError:
@@ -110,7 +109,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def anything(value: Any) -> Any:
-    """Whatever the file has there."""
+    """Any value."""
     return value
 
 
@@ -141,7 +140,7 @@ def _bound(value: Any, least: float, most: float) -> str:
 
 
 def text(what: str) -> Description[str]:
-    """A text of printable characters."""
+    """A printable text."""
 
     def check(value: Any) -> str:
         if not isinstance(value, str) or not value.isprintable():
@@ -169,7 +168,7 @@ def nullable(item: Description[T]) -> Description[T | None]:
 
 
 def rows(item: Description[T], least: int = 0, count: int | None = None) -> Description[list[T]]:
-    """A list of at least so many values, or of exactly `count`."""
+    """A list of at least `least` values, or of `count`."""
 
     def check(value: Any) -> list[T]:
         if not isinstance(value, list) or len(value) < least or count not in (None, len(value)):
@@ -193,9 +192,9 @@ def fields(
     others: bool = False,
     make: Callable[..., Any] = dict,
 ) -> Description[Any]:
-    """An object of these keys, handed to `make` as keywords; its ValueError says what does not go together.
+    """An object with these keys, handed to `make` as keywords, whose ValueError becomes a Mismatch.
 
-    others: whether further keys may be there; they are left out.
+    others: whether further keys are allowed; they are left out.
     """
     known = {**required, **(optional or {})}
 
@@ -219,7 +218,7 @@ def fields(
 
 
 def table(item: Description[T], keys: str, what: str, least: int = 0) -> Description[dict[str, T]]:
-    """An object of at least so many keys that match the expression `keys`; `what`: what a key is."""
+    """An object of at least `least` keys that match the expression `keys`; `what` describes a key."""
 
     def check(value: Any) -> dict[str, T]:
         found = _as_object(value)

@@ -188,7 +188,7 @@ FEATURE = Feature(
     options=(
         Option(
             "--moe-record-load",
-            help="Append tokens by expert, rank, layer and step to FILE; `mindspeed-lite load FILE` shows them.",
+            help="Append tokens by expert, rank, layer and step to FILE; `mindspeed-lite balance FILE` shows them.",
             default=None,
             metavar="FILE",
             on="moe_load.jsonl",

@@ -152,8 +152,8 @@ def test_a_room_between_operators_and_patches_imports_those_below_it(room, path)
 JSON_FILE = "mindspeed_lite.json_file"
 # What the package has written itself: its own tables, and what its processes tell each other in one run.
 OWN_JSON = {
-    *("engine/fingerprints", "engine/report", "platform/allocator", "cli/npu_probe", "cli/features"),
-    *("cli/checks/megatron", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
+    *("engine/fingerprints", "engine/report", "platform/allocator", "cli/npu_probe"),
+    *("cli/doctor_checks", "bench/selftest/__init__", "bench/records", "bench/training", "bench/plan"),
     *("bench/inject/sitecustomize", "bench/timeline", "bench/calibration/measure"),
 }
 

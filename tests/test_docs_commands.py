@@ -48,9 +48,7 @@ PARSED = re.compile(r"^(?:PYTHONPATH=\S+ )?(?:torchrun|mindspeed-lite (?:run|ben
 
 # Pattern -> what runs it: "file" or "file::test".
 COVERED = {
-    r"mindspeed-lite load .*": "tests/cli/test_load.py",
     r"mindspeed-lite balance .*": "tests/cli/test_balance.py",
-    r"mindspeed-lite balance-lengths .*": "tests/cli/test_balance_lengths.py",
     r"python -m tools\.new_release .*": "tests/test_new_release.py",
     r"python -m tools\.matrix .*": "tools/matrix.py",
     r"python -m tools\.matrix_scripts .*": "tools/matrix_scripts.py",

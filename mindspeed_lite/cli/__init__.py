@@ -1,7 +1,6 @@
-"""The command `mindspeed-lite`: finds the subcommand and leaves the rest to it.
+"""The command `mindspeed-lite`: imports and calls the module of a subcommand, and prints its errors in one line.
 
-Nothing but the standard library is imported here, so that help and usage errors are instant; a subcommand's
-module is imported when it is called.
+The standard library alone is imported here, so that help and usage errors are instant.
 """
 
 from __future__ import annotations
@@ -26,77 +25,67 @@ COMMANDS = {
     "memory": "what a training command takes on each rank, by what it is for, with and without features",
     "plan": "the fastest layouts of a training command over so many devices, by prediction",
     "calibrate": "time this machine's operators and collectives, for `plan --device here`",
-    "schedule": "the pipeline schedule of a training command, drawn and simulated, beside other orders",
-    "load": "how even the experts of a training were loaded, as a table and a picture",
-    "balance": "what balancing experts would have gained in a training's recorded loads",
-    "balance-lengths": "what equal attention cost of data-parallel ranks would gain for a data set",
+    "schedule": "the pipeline schedule of a training command, drawn and simulated, with other orders",
+    "balance": "how even experts or sequence lengths load ranks, and what balancing them gains",
     "migrate": "what becomes of a MindSpeed script's flags, and the script translated",
     "doctor": "what is there, what is missing and how to get it",
 }
+# Earlier names -> what to type.
+RENAMED = {"load": "balance FILE", "balance-lengths": "balance INDEX.idx, or balance --generate-lengths"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; `arguments` are those after the program's name, by default this process's."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if not given:
-        print(_help())
-        return 2
-    command, rest = given[0], given[1:]
-    if command in ("-h", "--help"):
-        print(_help())
-        return 0
+    command, rest = (given[0], given[1:]) if given else ("", [])
+    if command in ("", "-h", "--help"):
+        width = max(map(len, COMMANDS)) + 2
+        listed = "\n".join(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items())
+        print(
+            f"usage: {PROGRAM} COMMAND ...\n\n"
+            "A non-invasive accelerator for Megatron-LM: one import line, features by flag.\n\n"
+            f"commands:\n{listed}\n\n"
+            "options:\n  --version   print the version\n"
+            "  -h, --help  print this; `COMMAND --help` explains one command"
+        )
+        return 0 if command else 2
     if command == "--version":
         print(f"{PROGRAM} {__version__}")
         return 0
+    from .terminal import CommandError, fail
+
+    if command in RENAMED:
+        return fail(PROGRAM, f"`{command}` is `{PROGRAM} {RENAMED[command]}` now")
     if command not in COMMANDS:
         import difflib
 
         close = difflib.get_close_matches(command, COMMANDS, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(COMMANDS)}"
-        kind = "option" if command.startswith("-") else "command"
-        print(f"{PROGRAM}: error: there is no {kind} {command!r}; {hint}", file=sys.stderr)
-        return 2
-    if command == "run":
-        return _call(command, rest)
+        return fail(PROGRAM, f"there is no {'option' if command[0] == '-' else 'command'} {command!r}; {hint}")
+
+    name, program = f"{__name__}.{command.replace('-', '_')}", f"{PROGRAM} {command}"
+    if command == "run":  # whose script must not notice
+        return int(importlib.import_module(name).main(rest))
     try:
-        code = _call(command, rest)
+        code = int(importlib.import_module(name).main(rest))
         sys.stdout.flush()
+        return code
+    except CommandError as error:
+        return fail(program, error, error.code)
     except KeyboardInterrupt:
-        print(f"{PROGRAM} {command}: error: interrupted", file=sys.stderr)
-        return 130
+        return fail(program, "interrupted", 130)
     except BrokenPipeError:
         # The reader has left (`| head`); without this, flushing at exit would complain once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    return code
-
-
-def _call(command: str, arguments: Sequence[str]) -> int:
-    """A subcommand's exit code; an error of this package that it does not catch is one line."""
-    from mindspeed_lite import error_exit
-
-    try:
-        return int(importlib.import_module(f"{__name__}.{command.replace('-', '_')}").main(arguments))
+    except SystemExit as ending:  # of a parser
+        if not isinstance(ending.code, int):
+            raise
+        return ending.code
     except Exception as error:
+        from mindspeed_lite import error_exit
+
         text = error_exit.describe(error)
         if text is None or error_exit.wants_traceback():
             raise
-        error_exit.print_error(" ".join(text.split()), f"{PROGRAM} {command}")
-        return error_exit.EXIT_CODE
-
-
-def _help() -> str:
-    width = max(map(len, COMMANDS)) + 2
-    lines = [
-        f"usage: {PROGRAM} COMMAND ...",
-        "",
-        "A non-invasive accelerator for Megatron-LM: one import line, features by flag.",
-        "",
-        "commands:",
-        *(f"  {name:{width}}{summary}" for name, summary in COMMANDS.items()),
-        "",
-        "options:",
-        "  --version   print the version",
-        "  -h, --help  print this; `COMMAND --help` explains one command",
-    ]
-    return "\n".join(lines)
+        return fail(program, text)

@@ -1,184 +1,251 @@
-"""`mindspeed-lite balance`: what balancing experts would have gained in recorded or generated steps."""
+"""`mindspeed-lite balance`: how unevenly experts or sequence lengths load ranks, and what balancing them gains."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from statistics import fmean, pstdev
+from typing import Any, TypeVar
 
-from mindspeed_lite.parallel.balance import record as records
-from mindspeed_lite.parallel.balance.simulation import (
-    BalancingOptions,
-    ExpertSizes,
-    GeneratedLoad,
-    PolicyOutcome,
-    simulate,
-)
+from mindspeed_lite.parallel.balance import length_simulation, record, simulation
+from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from mindspeed_lite.parallel.balance.simulation import BalancingOptions, ExpertSizes, GeneratedLoad
 
-from . import generated, load_files, terminal
-from .terminal import fail
+from . import terminal
+from .terminal import CommandError, bounded, option, output_file, say, table
 
 PROGRAM = "mindspeed-lite balance"
 
 DESCRIPTION = """\
-Replays the loads of experts that FILE holds (what a training with --moe-record-load FILE wrote), or generated ones,
-under four policies: none, copies of the hottest experts on every rank, experts at other places, and both. A policy
-sees the steps before the one it is judged on."""
+Experts: FILE is what a training with --moe-record-load FILE wrote, also while it still runs. The first table is the
+load of experts by layer. The second replays the steps under four policies: none, copies of the hottest experts on every
+rank, experts at other places, and both. A policy sees the steps before the one it is judged on.
+
+Sequence lengths: FILE is the .idx of a data set. Its documents are packed into sequences as training does. The table
+has the attention cost of the slowest data-parallel rank: in the order that sequences come in, with
+--balance-sequence-lengths, and the least that any assignment has.
+
+--generate and --generate-lengths take drawn values in place of FILE."""
 
 EPILOG = """\
 examples:
-  mindspeed-lite balance moe_load.jsonl
-  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot balance.png
+  mindspeed-lite balance moe_load.jsonl --last 200 --ranks 16 --plot load.png --plot-policies policies.png
   mindspeed-lite balance moe_load.jsonl --hidden-size 2048 --moe-ffn-hidden-size 768
   mindspeed-lite balance --generate experts=128 ranks=16 topk=8 skew=4
+  mindspeed-lite balance corpus_text_document.idx --seq-length 8192 --ranks 8 --global-batch-size 128
+  mindspeed-lite balance --generate-lengths tail=1.4 shortest=16 --seq-length 8192 --ranks 4
 
 exit code: 0; 2 for bad input."""
 
-_LEGEND = (
-    ("fullest rank", "tokens of the fullest rank over those of even load, all layers; experts take that much longer"),
-    ("if known", "the same if each step's loads were known before it: the most that the policy can reach"),
-    ("step", "time of a step over one without balancing"),
-    (
-        "known",
-        "the same if loads were known: for copies that of --balanced-moe-experts, which counts first",
-    ),
-    ("copies", "experts copied to every rank, in a layer and step"),
-    ("stayed", "share of the tokens that a copy kept on the rank that they come from"),
-    ("moved", "experts that changed their rank, in a layer and placement interval (--enable-expert-placement)"),
-)
+_LAYER_COLUMNS = {
+    "layer": "",
+    "experts": "max / mean of the experts' tokens: mean of the steps; 1 is even",
+    "worst": "the same of the worst step",
+    "variation": "standard deviation / mean of the experts' tokens, mean of the steps",
+    "idle": "experts without a token in all of these steps",
+    "ranks": "max / mean of the ranks' tokens, mean of the steps",
+    "dropped": "share of the router's choices that capacity dropped",
+}
+_POLICY_COLUMNS = {
+    "policy": "",
+    "fullest": "tokens of the fullest rank over those of even load, all layers; experts take that much longer",
+    "if known": "the same if each step's loads were known before it: the most that the policy can reach",
+    "step": "time of a step over one without balancing",
+    "known": "the same if loads were known: for copies that of --balanced-moe-experts, which counts first",
+    "copies": "experts copied to every rank, in a layer and step",
+    "stayed": "share of the tokens that a copy kept on the rank that they come from",
+    "moved": "experts that changed their rank, in a layer and placement interval (--enable-expert-placement)",
+}
+_LENGTH_COLUMNS = {
+    "assignment": "",
+    "each step": "slowest rank over that of equal ranks, where ranks wait for each other at the end of a step",
+    "each micro-batch": "the same where they wait in every micro-batch: --expert-model-parallel-size above 1",
+}
+# With a smaller exponent a drawn length may exceed what a float holds.
+_LEAST = {"drift": 0, "tail": 0.1, "seed": -math.inf}
+
+Drawn = TypeVar("Drawn", GeneratedLoad, GeneratedLengths)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the table, and write what is asked for; returns the exit code."""
-    options = _parser().parse_args(list(arguments))
-    problem = _problem(options)
-    if problem:
-        return fail(PROGRAM, problem)
-    policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
+    """Print the tables, and write what is asked for; returns the exit code."""
+    parser, of_loads, of_lengths = _parser()
+    options = parser.parse_args(list(arguments))
+    if sum(each is not None for each in (options.file, options.generate, options.generate_lengths)) != 1:
+        raise CommandError("takes one of FILE, --generate and --generate-lengths")
+    has_lengths = options.generate_lengths is not None or str(options.file).endswith(".idx")
+    other, what = (of_loads, "loads of experts") if has_lengths else (of_lengths, "sequence lengths")
+    for action in other._group_actions:
+        if getattr(options, action.dest) != action.default:
+            raise CommandError(f"{action.option_strings[0]} is about {what}, and there are none")
     try:
-        if options.generate is None:
-            record = load_files.read(options)
-        else:
-            load = GeneratedLoad(**generated.read(GeneratedLoad, options.generate, {"drift": 0}))
-            record = load_files.last(load.record(), options)
-        ranks = options.ranks or record.header.expert_parallel
-        outcomes = simulate(record, ranks, policy)
-    except ValueError as error:
-        return fail(PROGRAM, error)
-    sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size) if options.hidden_size else None
-    lines = _text(record, outcomes, ranks, options.experts_share, policy)
-    lines += _bytes(record, outcomes, ranks, sizes, policy.interval)
-    print("\n".join(lines))
-    found = {"ranks": ranks, "steps": len(record.steps), "options": asdict(policy)}
-    found["policies"] = [
+        found = _show_lengths(options) if has_lengths else _show_loads(options)
+    except (ValueError, OverflowError) as error:
+        raise CommandError(error) from error
+    except OSError as error:
+        raise CommandError(f"{options.file}: cannot be read: {error.strerror or error}") from error
+    if options.json:
+        terminal.write_json(options.json, found)
+    return 0
+
+
+def _show_loads(options: argparse.Namespace) -> dict[str, Any]:
+    """Print the load of experts and what policies gain; returns everything for a file."""
+    drawn = options.generate
+    loads = record.read(options.file) if drawn is None else _drawn(GeneratedLoad, drawn).record()
+    if options.last:
+        loads = loads.last(options.last)
+    if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
+        raise CommandError("--hidden-size and --moe-ffn-hidden-size go together")
+    policy = BalancingOptions(options.copies, options.interval, options.decay, options.break_even)
+    header, balance = loads.header, loads.balance()
+    ranks, steps = options.ranks or header.expert_parallel, [each.step for each in loads.steps]
+    outcomes = simulation.simulate(loads, ranks, policy)
+    say(
+        f"{len(steps)} steps, {steps[0]} to {steps[-1]}: {header.experts} experts, {header.topk} of them for a token, "
+        f"over {header.expert_parallel} ranks{f', {header.replicas} times' if header.replicas > 1 else ''}\n"
+    )
+    rows: list[tuple[str, ...]] = [
+        (
+            loads.label(each.layer), f"{each.imbalance:.2f}", f"{each.worst:.2f}", f"{each.variation:.2f}",
+            str(each.idle), f"{each.rank_imbalance:.2f}", f"{100 * max(each.dropped, 0):.1f} %",
+        )
+        for each in balance
+    ]  # fmt: skip
+    _explained(_LAYER_COLUMNS, rows)
+    share = options.experts_share
+    say(f"\nbalanced over {ranks} ranks; experts take {100 * share:.0f} % of an even step\n")
+    layer_steps = len(steps) * len(header.layers)
+    intervals = max(1, (len(steps) - 1) // policy.interval)
+    sent = sum(sum(row) for each in loads.steps for row in each.experts) / header.replicas
+    rows = []
+    for each in outcomes:
+        times = [
+            (1 + share * (imbalance - 1)) / (1 + share * (outcomes[0].imbalance - 1))
+            for imbalance in (each.imbalance, each.known_imbalance)
+        ]
+        figures = (each.imbalance, each.known_imbalance, *times)
+        stayed = f"{100 * each.stayed / sent if sent else 0:.1f} %"
+        moved = f"{each.moved / intervals / len(header.layers):.1f}"
+        rows.append((each.name, *(f"{one:.3f}" for one in figures), f"{each.copied / layer_steps:.1f}", stayed, moved))
+    _explained(_POLICY_COLUMNS, rows)
+    if options.hidden_size is None:
+        say("\nWith --hidden-size and --moe-ffn-hidden-size: bytes that copies and placements move and save.")
+    else:
+        _, copies, placement, both = outcomes
+        sizes = ExpertSizes(options.hidden_size, options.moe_ffn_hidden_size)
+        say()
+        for each in (copies, both):
+            copied = each.copied * sizes.copy_bytes / len(steps)
+            saved = each.stayed * sizes.token_bytes / ranks / len(steps)
+            verdict = "pay in bytes too" if saved > copied else "cost more bytes than they save"
+            say(
+                f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
+                f"less of tokens; copies {verdict}"
+            )
+        for each in (placement, both):
+            say(
+                f"{each.name}: every {policy.interval} steps a rank sends "
+                f"{each.moved * sizes.move_bytes / ranks / intervals / 1e6:.1f} MB of experts that move: weights in "
+                "bf16 and fp32, two moments"
+            )
+    if options.plot or options.plot_policies:
+        with terminal.writing("--plot", options.plot or options.plot_policies):
+            from mindspeed_lite.bench import plot_load
+
+            if options.plot:
+                plot_load.draw(loads, options.plot)
+            if options.plot_policies:
+                plot_load.draw_policies(loads, outcomes, options.plot_policies)
+    policies = [
         {**asdict(each), "imbalance": each.imbalance, "known_imbalance": each.known_imbalance} for each in outcomes
     ]
-    return load_files.write(PROGRAM, options, found, lambda plots, file: plots.draw_policies(record, outcomes, file))
+    return {
+        **asdict(header), "first_step": steps[0], "last_step": steps[-1], "steps": len(steps),
+        "balance": [asdict(each) for each in balance], "ranks": ranks, "options": asdict(policy), "policies": policies,
+    }  # fmt: skip
 
 
-def _problem(options: argparse.Namespace) -> str | None:
-    """What is wrong with the options, or None."""
-    if (options.file is None) == (options.generate is None):
-        return "takes a FILE or --generate, one of them"
-    if not 0 <= options.decay < 1:
-        return f"--decay takes a weight from 0 to below 1, not {options.decay}"
-    if not 0 < options.experts_share <= 1:
-        return f"--experts-share takes a share above 0 and up to 1, not {options.experts_share}"
-    if (options.hidden_size is None) != (options.moe_ffn_hidden_size is None):
-        return "--hidden-size and --moe-ffn-hidden-size go together"
-    if not 0 <= options.break_even < float("inf"):
-        return f"--break-even takes a number of tokens, at least 0, not {options.break_even}"
-    return load_files.problem(
-        options, {"ranks": 1, "interval": 1, "copies": 0, "hidden_size": 1, "moe_ffn_hidden_size": 1}
+def _show_lengths(options: argparse.Namespace) -> dict[str, Any]:
+    """Print the attention cost of the slowest rank under each assignment; returns the outcomes for a file."""
+    sequence, ranks, batch, seed = options.seq_length, options.ranks or 4, options.global_batch_size, options.seed
+    if options.generate_lengths is None:
+        documents = length_simulation.shuffled(length_simulation.read_index(options.file), seed)
+    else:
+        drawn = {"longest": sequence, "seed": seed}
+        documents = _drawn(GeneratedLengths, options.generate_lengths, **drawn).draw()
+    costs = length_simulation.sample_costs(documents, sequence, options.steps * batch, seed)
+    before, after, waiting, bound = length_simulation.simulate(costs, ranks, batch, options.micro_batch_size)
+    say(
+        f"{options.steps} steps of {batch} sequences of {sequence} tokens, "
+        f"{batch // (options.micro_batch_size * ranks)} micro-batches for each of {ranks} ranks; cost of a sequence: "
+        f"standard deviation / mean {pstdev(costs) / fmean(costs):.2f}\n"
     )
+    outcomes = (before, after, waiting, bound)
+    _explained(_LENGTH_COLUMNS, [(each.name, f"{each.step:.4f}", f"{each.micro_batch:.4f}") for each in outcomes])
+    say(
+        f"\nattention of the slowest rank {before.step / after.step:.2f}x faster, "
+        f"{100 * (after.step / bound.step - 1):.1f} % above the lower bound"
+    )
+    say(
+        f"with waits in each micro-batch {before.micro_batch / waiting.micro_batch:.2f}x faster, "
+        f"{100 * (waiting.micro_batch / bound.micro_batch - 1):.1f} % above the lower bound"
+    )
+    return {"assignments": [asdict(each) for each in outcomes]}
 
 
-def _text(
-    record: records.LoadRecord,
-    outcomes: Sequence[PolicyOutcome],
-    ranks: int,
-    experts_share: float,
-    policy: BalancingOptions,
-) -> list[str]:
-    header = record.header
-    columns, color = terminal.width(), terminal.has_color()
-    layer_steps = len(record.steps) * len(header.layers)
-    placements = max(1, (len(record.steps) - 1) // policy.interval) * len(header.layers)
-    sent = sum(sum(row) for each in record.steps for row in each.experts) / header.replicas
-    without = 1 + experts_share * (outcomes[0].imbalance - 1)
-    rows = [
-        (
-            each.name,
-            f"{each.imbalance:.3f}",
-            f"{each.known_imbalance:.3f}",
-            *(
-                f"{(1 + experts_share * (imbalance - 1)) / without:.3f}"
-                for imbalance in (each.imbalance, each.known_imbalance)
-            ),
-            f"{each.copied / layer_steps:.1f}",
-            f"{100 * each.stayed / sent if sent else 0:.1f} %",
-            f"{each.moved / placements:.1f}",
-        )
-        for each in outcomes
-    ]
-    headers = ("policy", "fullest rank", "if known", "step", "known", "copies", "stayed", "moved")
-    return [
-        f"{len(record.steps)} steps, {len(header.layers)} layers: {header.experts} experts over {ranks} ranks, "
-        f"{header.topk} of them for a token; experts take {100 * experts_share:.0f} % of an even step",
-        "",
-        *(terminal.table(headers, rows, columns, color, [0] * len(headers)) or ()),
-        "",
-        *terminal.labelled(_LEGEND, columns, color, indent=0),
-    ]
+def _explained(columns: dict[str, str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, and below it what its columns are."""
+    table(list(columns), rows)
+    say()
+    table(("", ""), [(name, meaning) for name, meaning in columns.items() if meaning])
 
 
-def _bytes(
-    record: records.LoadRecord,
-    outcomes: Sequence[PolicyOutcome],
-    ranks: int,
-    sizes: ExpertSizes | None,
-    interval: int,
-) -> list[str]:
-    """What copies move and save, by rank and step, and what a placement moves."""
-    if sizes is None:
-        return ["", "With --hidden-size and --moe-ffn-hidden-size: bytes that copies and placements move and save."]
-    lines = [""]
-    for each in outcomes:
-        if each.name in ("copies", "both"):
-            copied = each.copied * sizes.copy_bytes / len(record.steps)
-            saved = each.stayed * sizes.token_bytes / ranks / len(record.steps)
-            word = "pay in bytes too" if saved > copied else "cost more bytes than they save and pay by products alone"
-            lines.append(
-                f"{each.name}: a rank receives {copied / 1e6:.1f} MB of copies a step and sends {saved / 1e6:.1f} MB "
-                f"less of tokens; copies {word}"
-            )
-        if each.name in ("placement", "both"):
-            times = max(1, (len(record.steps) - 1) // interval)
-            sent = each.moved * sizes.move_bytes / ranks / times
-            lines.append(
-                f"{each.name}: every {interval} steps a rank sends {sent / 1e6:.1f} MB of experts that move: weights "
-                "in bf16 and fp32, two moments"
-            )
-    return lines
+def _drawn(kind: type[Drawn], words: Sequence[str], **given: Any) -> Drawn:
+    """Return the made-up training whose fields the words NAME=NUMBER give."""
+    kinds: dict[str, Any] = {each.name: type(each.default) for each in fields(kind)}
+    for word in words:
+        name, _, value = word.partition("=")
+        try:
+            given[name] = kinds[name](value)
+            if not math.isfinite(given[name]):
+                raise ValueError
+        except (KeyError, ValueError):
+            raise CommandError(f"takes NAME=NUMBER of {', '.join(kinds)}, not {word[:40]!r}") from None
+        if given[name] < _LEAST.get(name, 1):
+            raise CommandError(f"{word}: at least {_LEAST.get(name, 1)}")
+    return kind(**given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[terminal.Parser, argparse._ArgumentGroup, argparse._ArgumentGroup]:
+    """Return the parser, and its options for loads of experts and for sequence lengths."""
     parser = terminal.Parser(prog=PROGRAM, description=DESCRIPTION, epilog=EPILOG)
-    default = BalancingOptions()
-    add = parser.add_argument
-    add("file", metavar="FILE", nargs="?", help="what --moe-record-load wrote")
-    add("--generate", nargs="*", metavar="NAME=NUMBER",
-        help="loads made up instead: experts, topk, ranks, layers, steps, tokens, skew (most popular expert over the "
-        "mean), drift (change of popularity in a step), seed")  # fmt: skip
-    add("--ranks", type=int, metavar="N", help="ranks that experts are spread over (default: those of the record)")
-    add("--copies", type=int, default=default.copies, metavar="N", help="experts copied, at most (3)")
-    add("--break-even", type=float, default=default.break_even, metavar="TOKENS",
-        help="tokens of a step that a copy must take off the fullest rank to be made (0)")  # fmt: skip
-    add("--interval", type=int, default=default.interval, metavar="N", help="steps between two placements (50)")
-    add("--decay", type=float, default=default.decay, metavar="X", help="weight of the past in the average load (0.9)")
-    add("--experts-share", type=float, default=0.5, metavar="X",
-        help="share of an even step that experts take (0.5)")  # fmt: skip
-    add("--hidden-size", type=int, metavar="H", help="for bytes")
-    add("--moe-ffn-hidden-size", type=int, metavar="F", help="for bytes")
-    load_files.add_files(parser, "the fullest rank over time under each policy", "outcomes")
-    return parser
+    loads, lengths = map(parser.add_argument_group, ("loads of experts", "sequence lengths"))
+    default, positive = BalancingOptions(), bounded(int, 1)
+    parser.add_argument("file", metavar="FILE", nargs="?", help="what --moe-record-load wrote, or an .idx file")
+    option(parser, "--ranks N", "ranks of the experts (those of the record), or data-parallel ranks (4)", positive)
+    option(parser, "--json FILE", "write the tables as JSON", output_file)
+    option(loads, "--generate NAME=NUMBER", "loads made up instead: experts, topk, ranks, layers, steps, tokens, skew "
+           "(most popular expert over the mean), drift (change of popularity in a step), seed", nargs="+")  # fmt: skip
+    option(loads, "--last N", "only the last N steps", positive)
+    option(loads, "--copies N", "experts copied, at most", bounded(int, 0), default.copies)
+    option(loads, "--break-even TOKENS", "tokens of a step that a copy must take off the fullest rank to be made",
+           bounded(float, 0), default.break_even)  # fmt: skip
+    option(loads, "--interval N", "steps between two placements", positive, default.interval)
+    option(loads, "--decay X", "weight of the past in the average load, below 1",
+           bounded(float, 0, math.nextafter(1, 0)), default.decay)  # fmt: skip
+    option(loads, "--experts-share X", "share of an even step that experts take", bounded(float, 0, 1, above=True), 0.5)
+    option(loads, "--hidden-size H", "for bytes", positive)
+    option(loads, "--moe-ffn-hidden-size F", "for bytes", positive)
+    option(loads, "--plot FILE", "draw the load of experts by layer and over time, as PNG", output_file)
+    option(loads, "--plot-policies FILE", "draw the fullest rank over time under each policy, as PNG", output_file)
+    option(lengths, "--generate-lengths NAME=NUMBER",
+           "drawn documents: shortest, tail (exponent of a Pareto distribution), longest, seed", nargs="*")  # fmt: skip
+    option(lengths, "--seq-length N", "tokens of a sequence", positive, 8192)
+    option(lengths, "--global-batch-size N", "sequences of a step", positive, 48)
+    option(lengths, "--micro-batch-size N", "sequences of a micro-batch", positive, 1)
+    option(lengths, "--steps N", "steps that are simulated", positive, 50)
+    option(lengths, "--seed N", "of draws and shuffles", int, 1234)
+    return parser, loads, lengths

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
-from .terminal import fail
+from .terminal import CommandError, bounded, option
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,18 +42,12 @@ Ctrl-C or SIGTERM."""
 
 def main(arguments: Sequence[str]) -> int:
     """Run the benchmark; returns the exit code."""
-    own, command = _split(arguments)
-    options = _parser().parse_args(own)
-    if command is None or not command:
-        return fail(
-            PROGRAM, f"no command to measure; write it after `--`: {PROGRAM} -- torchrun ... pretrain_gpt.py ..."
-        )
-    reason = _why_not(options, command)
-    if reason:
-        return fail(PROGRAM, reason)
+    options, command = _parser().parse_with_command(arguments)
+    if reason := _why_not(options, command):
+        raise CommandError(reason)
     for package in ("rich", "jinja2", "matplotlib"):
         if importlib.util.find_spec(package) is None:
-            return fail(PROGRAM, f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
+            raise CommandError(f"{package} is not installed: pip install 'mindspeed-lite[bench]'")
 
     from mindspeed_lite.bench import output, training
     from mindspeed_lite.bench.harness import Job
@@ -65,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
         training.check_features([*features, *beside])
         output.check_writable(folder)
     except (training.BenchError, output.OutputError) as error:
-        return fail(PROGRAM, error)
+        raise CommandError(error) from error
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
     benchmark = training.Benchmark(
         training.Request(
             job=Job(
@@ -83,17 +78,21 @@ def main(arguments: Sequence[str]) -> int:
             baseline=options.rounding_baseline == "auto",
             profile=not options.no_profile,
             trace=options.trace,
-            title=options.title or _name(command),
+            title=options.title or Path(scripts[0] if scripts else command[0]).name,
         )
     )
-    return _measure(benchmark, folder, is_new, training.BenchError)
+    return _measure(benchmark, folder, is_new)
 
 
 def _names(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name.strip() for name in (text or "").split(",") if name.strip()))
 
 
-def _measure(benchmark: Benchmark, folder: Path, is_new: bool, error_type: type[Exception]) -> int:
+def _measure(benchmark: Benchmark, folder: Path, is_new: bool) -> int:
+    """Run, write and print the report of what has finished; returns the exit code."""
+    from mindspeed_lite.bench.training import BenchError
+
+    ended: CommandError | None = None
     code = 0
     with _shown() as show:
         benchmark.show = show
@@ -101,30 +100,20 @@ def _measure(benchmark: Benchmark, folder: Path, is_new: bool, error_type: type[
             benchmark.run()
         except KeyboardInterrupt:
             code = 130
-        except error_type as error:
-            code = 1
-            message = str(error)
+        except BenchError as error:
+            last = benchmark.outcomes[-1]
+            ended = CommandError(f"{error} (log: {folder / last.log})", 1)
     if not benchmark.outcomes:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-        return fail(PROGRAM, "ended before the first run was finished; there is nothing to report", 130)
+        raise CommandError("ended before the first run was finished; there is nothing to report", 130)
     report = benchmark.report()
     _write(report, folder)
-    if code == 1:
-        return _failed(benchmark, message)
-    if code == 0 and any(finding["severity"] == "failure" for finding in report["findings"]):
-        code = 1
-    return code
-
-
-def _failed(benchmark: Benchmark, message: str) -> int:
-    """The end of the log of the run that stopped everything, then the one line that says why."""
-    last = benchmark.outcomes[-1]
-    if last.log_tail:
-        print(f"--- the end of {last.log}", file=sys.stderr)
-        print("\n".join(last.log_tail), file=sys.stderr)
-        print("---", file=sys.stderr)
-    return fail(PROGRAM, f"{message} (log: {benchmark.request.job.folder / last.log})", 1)
+    if ended is not None:
+        if last.log_tail:
+            print("\n".join([f"--- the end of {last.log}", *last.log_tail, "---"]), file=sys.stderr)
+        raise ended
+    return code or int(any(finding["severity"] == "failure" for finding in report["findings"]))
 
 
 def _write(report: dict[str, Any], folder: Path) -> None:
@@ -165,28 +154,8 @@ def _shown() -> Iterator[Callable[[str, int], None]]:
         yield show
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], list[str] | None]:
-    """Our own arguments and the command after the first `--`."""
-    given = list(arguments)
-    if "--" not in given:
-        return given, None
-    place = given.index("--")
-    return given[:place], given[place + 1 :]
-
-
-def _name(command: Sequence[str]) -> str:
-    """The script that the command starts, or its program."""
-    scripts = [word for word in command if word.endswith((".py", ".sh"))]
-    return Path(scripts[0] if scripts else command[0]).name
-
-
 def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     """What is wrong with the request, or None."""
-    for name, least in (("repeats", 1), ("warmup", 0), ("steps", 2)):
-        if getattr(options, name) < least:
-            return f"--{name} is at least {least}, not {getattr(options, name)}"
-    if options.timeout <= 0:
-        return f"--timeout is a number of seconds above 0, not {options.timeout:g}"
     if options.trace and options.no_profile:
         return "the trace is the profiler's: leave out --no-profile or --trace"
     if shutil.which(command[0]) is None:
@@ -197,7 +166,7 @@ def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     return None
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> terminal.Parser:
     parser = terminal.Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} [options] -- COMMAND ...",
@@ -205,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--features", metavar="A,B", help="these features, together")
+    option(which, "--features A,B", "these features, together")
     which.add_argument(
         "--each", dest="mode", action="store_const", const="each", help="every feature that applies alone, then all"
     )
@@ -213,15 +182,13 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--noise", dest="mode", action="store_const", const="noise", help="off against off: what is noise here"
     )
-    parser.add_argument("--beside", metavar="A,B", help="these features in every arm, off too")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs of each arm (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, metavar="K", help="steps not measured (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="measured steps (default %(default)s)")
-    parser.add_argument("--out", metavar="DIR", help="where reports and logs go (default: a new folder here)")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S",
-        help="seconds without a step after which a run has hung (default %(default)g)",
-    )  # fmt: skip
+    option(parser, "--beside A,B", "these features in every arm, off too")
+    option(parser, "--repeats N", "runs of each arm", bounded(int, 1), 3)
+    option(parser, "--warmup K", "steps not measured", bounded(int, 0), 3)
+    option(parser, "--steps N", "measured steps", bounded(int, 2), 10)
+    option(parser, "--out DIR", "where reports and logs go (default: a new folder here)")
+    option(parser, "--timeout S", "seconds without a step after which a run has hung",
+           bounded(float, 0, above=True), 600.0)  # fmt: skip
     parser.add_argument(
         "--rounding-baseline", choices=("auto", "none"), default="auto",
         help="auto: where losses differ, run off in float32, or in float32 with sums in another order, to compare the "
@@ -231,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
         "--allocator", choices=("keep", "system"),
         help="on the CPU, for all arms: keep freed memory or give it back (default: as the command has it)",
     )  # fmt: skip
-    parser.add_argument("--trace", action="store_true", help="write Chrome traces of the profiled step")
-    parser.add_argument("--no-profile", action="store_true", help="no breakdown of where the time went")
-    parser.add_argument("--title", metavar="TEXT", help="heading of the report (default: the script's name)")
+    option(parser, "--trace", "write Chrome traces of the profiled step")
+    option(parser, "--no-profile", "no breakdown of where the time went")
+    option(parser, "--title TEXT", "heading of the report (default: the script's name)")
     return parser

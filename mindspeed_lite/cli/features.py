@@ -1,29 +1,23 @@
-"""`mindspeed-lite features`: what there is to choose from, one line each, or one feature in detail.
-
-Read from features.json beside this file, which `python docs/generate.py` writes from the declarations: reading them
-themselves takes importing torch.
-"""
+"""`mindspeed-lite features`: every feature in a line, one in detail, or how its targets differ from verified ones."""
 
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import json
-import pkgutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import terminal
+from .terminal import CommandError, say, table
 
 if TYPE_CHECKING:
-    from mindspeed_lite.engine import Feature
+    from mindspeed_lite.engine import Catalogue, Feature
     from mindspeed_lite.engine.fingerprints import Table
 
 PROGRAM = "mindspeed-lite features"
-INDEX = Path(__file__).with_name("features.json")
 SCHEMA_VERSION = 2
 
 NUMERICS = {
@@ -46,88 +40,54 @@ def main(arguments: Sequence[str]) -> int:
     if len(names) > 1:
         parser.error(f"one feature at a time, not {' '.join(names)}")
     try:
-        features = read_index()
+        from mindspeed_lite import runtime
+
+        from .npu_probe import without_autoload
+
+        with without_autoload():  # declarations need no device
+            catalogue, known = runtime.catalogue(), runtime.fingerprints()
     except Exception as error:  # what keeps a feature's module from loading is what the user has to be told
-        return terminal.fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing", 1)
-    found = None
-    if names:
-        found = _find(names[0], features)
-        if found is None:
-            return terminal.fail(PROGRAM, _unknown(names[0], features))
+        raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing", 1) from error
+    feature = _find(names[0], catalogue) if names else None
     if options.diff or options.against:
-        return _diff(found, options.against)
-    document = {"schema_version": SCHEMA_VERSION, "features": features if found is None else [found]}
-    lines = _overview(features) if found is None else _details(found)
-    print(json.dumps(document, indent=2) if options.json else "\n".join(lines))
+        if feature is None:
+            raise CommandError("--diff wants the name of a feature")
+        return _show_differences(feature, options.against)
+    described = [describe(each, known) for each in catalogue if feature in (None, each)]
+    if options.json:
+        print(json.dumps({"schema_version": SCHEMA_VERSION, "features": described}, indent=2, default=str))
+    elif feature is not None:
+        _show(described[0])
+    else:
+        for theme in dict.fromkeys(each["theme"] for each in described):
+            rows = [(each["name"], each["numerics"], each["summary"]) for each in described if each["theme"] == theme]
+            table(("", "", ""), rows, theme)
+        say(
+            f"\n{len(described)} features. `{PROGRAM} NAME` explains one; its flag is its name with dashes unless it "
+            f"says otherwise. Numerics: {'; '.join(f'{name}: {meaning}' for name, meaning in NUMERICS.items())}."
+        )
     return 0
 
 
-def _diff(feature: dict[str, Any] | None, against: str | None) -> int:
-    if feature is None:
-        return terminal.fail(PROGRAM, "--diff wants the name of a feature")
-    from mindspeed_lite import runtime
-
-    from . import features_diff
-
-    return features_diff.show(PROGRAM, runtime.catalogue()[feature["name"]], runtime.fingerprints(), against)
-
-
-def read_index() -> list[dict[str, Any]]:
-    """Every feature as `describe` gives it; from the declarations where there are others than when it was written."""
-    features: list[dict[str, Any]] = json.loads(INDEX.read_text(encoding="utf-8")) if INDEX.is_file() else []
-    package = importlib.util.find_spec("mindspeed_lite.patches")
-    folders = [] if package is None else package.submodule_search_locations or []
-    present = {each.name for each in pkgutil.iter_modules(folders) if not each.name.startswith("_")}
-    return features if {each["name"] for each in features} == present else describe_all()
-
-
-def describe_all() -> list[dict[str, Any]]:
-    """Every feature, from its declaration."""
-    from mindspeed_lite import runtime
-
-    fingerprints = runtime.fingerprints()
-    found: list[dict[str, Any]] = json.loads(
-        json.dumps([describe(each, fingerprints) for each in runtime.catalogue()], default=str)
-    )
-    return found
-
-
-def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
-    """Everything the declaration says, as plain values."""
+def describe(feature: Feature, known: Table) -> dict[str, Any]:
+    """Return everything the declaration says, as plain values."""
     from mindspeed_lite.ops import dispatch
+
+    def values(each: Any, *names: str) -> dict[str, Any]:
+        return {name: getattr(each, name) for name in names}
 
     module = sys.modules.get(f"mindspeed_lite.patches.{feature.name}")
     return {
-        "name": feature.name,
-        "summary": feature.summary,
-        "theme": feature.theme,
-        "numerics": feature.numerics,
-        "flags": [
-            {
-                "flag": option.flag,
-                "help": option.help,
-                "default": option.default,
-                "choices": None if option.choices is None else list(option.choices),
-                "upstream": option.upstream,
-            }
-            for option in feature.options
-        ],
+        **values(feature, "name", "summary", "theme", "numerics"),
+        "flags": [values(each, "flag", "help", "default", "choices", "upstream") for each in feature.options],
         "patches": [
-            {
-                "kind": patch.kind,
-                "target": patch.target,
-                "versions": patch.versions,
-                "absent_in": patch.absent_in,
-                "reads": list(patch.reads),
-                "relies_on": list(patch.relies_on),
-            }
-            for patch in feature.patches
+            values(each, "kind", "target", "versions", "absent_in", "reads", "relies_on") for each in feature.patches
         ],
-        "verified": verified_releases(feature, fingerprints),
+        "verified": verified_releases(feature, known),
         "versions": list(dict.fromkeys(patch.versions for patch in feature.patches)),
         "backends": {name: [dispatch.REFERENCE, *dispatch.operator(name).backends] for name in feature.operators},
-        "requires": [{"feature": each.feature, "reason": each.reason} for each in feature.requires],
-        "conflicts": [{"feature": each.feature, "reason": each.reason} for each in feature.conflicts],
+        "requires": [values(each, "feature", "reason") for each in feature.requires],
+        "conflicts": [values(each, "feature", "reason") for each in feature.conflicts],
         "conflicting_args": dict(feature.conflicting_args),
         "not_auto": feature.not_auto,
         "unsupported": dict(feature.unsupported),
@@ -136,103 +96,107 @@ def describe(feature: Feature, fingerprints: Table) -> dict[str, Any]:
     }
 
 
-def verified_releases(feature: Feature, fingerprints: Table) -> list[str]:
-    """The releases in whose source every target that counts there has a known fingerprint."""
+def verified_releases(feature: Feature, known: Table) -> list[str]:
+    """Return the releases in whose source every target that counts there has a known fingerprint."""
     from packaging.version import Version
 
     from mindspeed_lite.engine import Provide
 
     releases = []
-    for release in sorted(fingerprints.entries, key=Version):
+    for release in sorted(known.entries, key=Version):
         counting, _ = feature.patches_for(release)
         # What is provided is not there, so it has no source to know.
-        known = [isinstance(patch, Provide) or patch.target in fingerprints.entries[release] for patch in counting]
-        if counting and all(known):
+        if counting and all(isinstance(each, Provide) or each.target in known.entries[release] for each in counting):
             releases.append(release)
     return releases
 
 
-def _find(name: str, features: list[dict[str, Any]]) -> dict[str, Any] | None:
-    wanted = name.lstrip("-").replace("_", "-")
-    for each in features:
-        names = [each["name"], *(flag["flag"].lstrip("-") for flag in each["flags"])]
-        if wanted in [known.replace("_", "-") for known in names]:
+def _find(name: str, catalogue: Catalogue) -> Feature:
+    wanted = name.lstrip("-").replace("-", "_")
+    for each in catalogue:
+        if wanted in (each.name, *(option.flag.lstrip("-").replace("-", "_") for option in each.options)):
             return each
-    return None
-
-
-def _unknown(name: str, features: list[dict[str, Any]]) -> str:
-    names = [each["name"] for each in features]
-    close = difflib.get_close_matches(name.lstrip("-").replace("-", "_"), names, n=3, cutoff=0.4)
+    close = difflib.get_close_matches(wanted, [each.name for each in catalogue], n=3, cutoff=0.4)
     hint = f"did you mean {', '.join(close)}?" if close else f"`{PROGRAM}` lists them"
-    return f"there is no feature {name!r}; {hint}"
+    raise CommandError(f"there is no feature {name!r}; {hint}")
 
 
-def _versions(feature: dict[str, Any]) -> str:
-    ranges = [each or "any" for each in feature["versions"]]
-    patched = "" if ranges in ([], ["any"]) else f" (patches for {' | '.join(ranges)})"
-    return (", ".join(feature["verified"]) or "none yet") + patched
-
-
-def _targets(feature: dict[str, Any]) -> list[str]:
-    return [
-        f"{patch['kind']} {patch['target']}" + (f" ({patch['versions']})" if patch["versions"] else "")
-        for patch in feature["patches"]
-    ]
-
-
-def _overview(features: list[dict[str, Any]]) -> list[str]:
-    """A line each, theme by theme; a summary that is too long is cut after a word."""
-    columns, color = terminal.width(), terminal.has_color()
-    left = max(len(each["name"]) for each in features) + 2
-    lines = []
-    for theme in dict.fromkeys(each["theme"] for each in features):
-        lines.append(terminal.paint(theme, "bold", color))
-        for each in features:
-            if each["theme"] == theme:
-                summary = terminal.cut(each["summary"], columns - left - 13)
-                lines.append(f"  {each['name']:{left}}{each['numerics']:11}{summary}")
-        lines.append("")
-    return lines + terminal.wrap(
-        f"{len(features)} features. `{PROGRAM} NAME` explains one; its flag is its name with dashes unless it says "
-        "otherwise. Numerics: " + "; ".join(f"{name}: {meaning}" for name, meaning in NUMERICS.items()) + ".",
-        columns,
-    )
-
-
-def _written(argument: str) -> str:
-    """An argument of Megatron as its flag is written."""
-    return "--" + argument.replace("_", "-")
-
-
-def _details(feature: dict[str, Any]) -> list[str]:
-    columns, color = terminal.width(), terminal.has_color()
+def _show(feature: dict[str, Any]) -> None:
+    """Print a feature's declaration, and what its module says."""
     rows: list[tuple[str, str]] = []
     for flag in feature["flags"]:
         upstream = f" Megatron's own flag in {flag['upstream']}." if flag["upstream"] else ""
         choices = f" One of {', '.join(map(str, flag['choices']))}." if flag["choices"] else ""
         default = "" if flag["default"] in (False, None) else f" Default: {flag['default']}."
         rows.append(("flag", f"{flag['flag']}: {flag['help']}{choices}{default}{upstream}"))
-    rows += [("swaps", text) for text in _targets(feature)]
-    rows.append(("verified", _versions(feature)))
+    for each in feature["patches"]:
+        versions = f" ({each['versions']})" if each["versions"] else ""
+        rows.append(("swaps", f"{each['kind']} {each['target']}{versions}"))
+    ranges = [each or "any" for each in feature["versions"]]
+    patched = "" if ranges in ([], ["any"]) else f" (patches for {' | '.join(ranges)})"
+    rows.append(("verified", (", ".join(feature["verified"]) or "none yet") + patched))
     rows.append(("numerics", f"{feature['numerics']}: {NUMERICS[feature['numerics']]}"))
     rows += [("backends", f"{operator}: {', '.join(names)}") for operator, names in feature["backends"].items()]
-    rows += [("requires", f"{each['feature']}: {each['reason']}") for each in feature["requires"]]
-    rows += [("conflicts", f"{each['feature']}: {each['reason']}") for each in feature["conflicts"]]
-    rows += [
-        ("not with", why if why.startswith(_written(name)) else f"{_written(name)}: {why}")
-        for name, why in feature["conflicting_args"].items()
-    ]
+    rows += [(kind, f"{each['feature']}: {each['reason']}") for kind in ("requires", "conflicts")
+             for each in feature[kind]]  # fmt: skip
+    for name, why in feature["conflicting_args"].items():
+        flag = "--" + name.replace("_", "-")
+        rows.append(("not with", why if why.startswith(flag) else f"{flag}: {why}"))
     rows += [("lacking", f"in {releases}: {why}") for releases, why in feature["unsupported"].items()]
-    rows.append(("auto", f"leaves it off: {feature['not_auto']}" if feature["not_auto"] else ""))
-    rows.append(("page", feature["page"]))
-    lines = [terminal.paint(feature["name"], "bold", color)]
-    lines += terminal.wrap(feature["summary"], columns)
-    lines.append("")
-    lines += terminal.labelled(rows, columns, color)
+    if feature["not_auto"]:
+        rows.append(("auto", f"leaves it off: {feature['not_auto']}"))
+    say(feature["name"], "bold")
+    say(f"{feature['summary']}\n")
+    table(("", ""), [*rows, ("page", feature["page"])])
     for paragraph in filter(None, feature["doc"].split("\n\n")):
-        lines.append("")
         # What is indented is code or a list: its line breaks mean something.
         indented = any(line.startswith(" ") for line in paragraph.split("\n"))
-        lines += paragraph.split("\n") if indented else terminal.wrap(" ".join(paragraph.split()), columns)
-    return lines
+        say(f"\n{paragraph if indented else ' '.join(paragraph.split())}")
+
+
+def compared(feature: Feature, version: str, root: Path) -> dict[str, tuple[str, str]]:
+    """Return how each target of the feature stands in a Megatron's source, and why it cannot be swapped or ""."""
+    from mindspeed_lite import runtime
+    from mindspeed_lite.engine import FingerprintError
+    from mindspeed_lite.engine.fingerprints import fingerprinted
+    from mindspeed_lite.engine.source import fingerprint, reader_of
+
+    known, found = runtime.fingerprints(), {}
+    for patch, target in fingerprinted(feature.patches_for(version)[0]):
+        try:
+            found[target] = known.compare(patch, fingerprint(reader_of(root), target), target)
+        except (FingerprintError, SyntaxError, OSError):
+            may_lack = known.may_lack(patch, target)
+            found[target] = ("absent, as in a verified release", "") if may_lack else ("is not found", "is not found")
+    return found
+
+
+def _show_differences(feature: Feature, against: str | None) -> int:
+    """Print which targets, and what they rely on, are not as verified, and how they differ from another Megatron.
+
+    Returns:
+        0 if none differs, 1 if some do.
+    """
+    from mindspeed_lite.engine import FingerprintError
+    from mindspeed_lite.engine.source import reader_of, source_text
+    from mindspeed_lite.platform import megatron
+
+    version, root = megatron.version(), megatron.root()
+    if version is None or root is None:
+        raise CommandError("megatron.core cannot be found: install megatron-core or set PYTHONPATH")
+    if against is not None and not (Path(against) / "megatron" / "core").is_dir():
+        raise CommandError(f"--against {against}: there is no megatron/core in it")
+    has_differences = False
+    for target, (state, objection) in compared(feature, version, root).items():
+        print(f"{target}: {state}")
+        has_differences |= bool(objection)
+        if against is not None:
+            try:
+                there, here = (source_text(reader_of(each), target).splitlines() for each in (Path(against), root))
+            except (OSError, FingerprintError, SyntaxError) as error:
+                print(f"  no source to compare: {error}")
+                continue
+            lines = list(difflib.unified_diff(there, here, against, f"here ({version})", lineterm=""))
+            has_differences |= bool(lines)
+            print("\n".join(lines or ["  the same text"]))
+    return int(has_differences)

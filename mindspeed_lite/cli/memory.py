@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspeed_lite import planner
-from mindspeed_lite.planner import flags
-from mindspeed_lite.planner.arguments import misspelt
+from mindspeed_lite.bench.wording import size
 
-from . import memory_text, terminal, training_command
-from .terminal import fail
+from . import terminal, training_command
+from .terminal import CommandError, bounded, option, say, table
 
 if TYPE_CHECKING:
-    from mindspeed_lite.bench import memory_run
+    from mindspeed_lite.bench.memory_run import Comparison, Run
 
 PROGRAM = "mindspeed-lite memory"
 
@@ -41,129 +40,182 @@ prediction; 2 for bad input; 130 after Ctrl-C."""
 
 def main(arguments: Sequence[str]) -> int:
     """Predict, and measure where that is asked for; returns the exit code."""
-    given = list(arguments)
-    place = given.index("--") if "--" in given else len(given)
-    options, command = _parser().parse_args(given[:place]), given[place + 1 :]
-    if not command:
-        return fail(
-            PROGRAM, f"no command to predict; write it after `--`: {PROGRAM} -- torchrun ... pretrain_gpt.py ..."
-        )
-    for word, meant in misspelt(command):
-        print(f"{PROGRAM}: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
-    if options.json and (problem := terminal.why_not_writable(options.json)):
-        return fail(PROGRAM, f"--json {options.json}: {problem}")
-    try:
-        world_size = training_command.world_size(options.world_size, command)
-        if options.vocabulary is not None and not 1 <= options.vocabulary <= flags.LARGEST:
-            raise planner.ArgumentError(f"--vocabulary {options.vocabulary}: want how many words there are, at least 1")
-        training = planner.read(
-            command, world_size, options.device or training_command.device(), options.vocabulary or 0
-        )
-        training = training.replace(expert_load=_load(options, training))
-        planner.ranks(training)
-    except planner.ArgumentError as error:
-        return fail(PROGRAM, error)
-    measured = None
+    options, command = _parser().parse_with_command(arguments)
+    training = training_command.read(options, command).replace(expert_load=options.expert_imbalance)
+    if training.expert_load > 1 and not training.num_experts:
+        raise CommandError("--expert-imbalance: the command has no --num-experts: leave it out")
+    ranks, compared, run = planner.ranks(training), [], None
     if options.measure:
-        if shutil.which(command[0]) is None:
-            return fail(PROGRAM, f"there is no program {command[0]!r} to run")
-        code, measured = _measure(options, command)
-        if measured is None:
-            return code
-        if measured.world_size != world_size:
-            return fail(
-                PROGRAM,
-                f"the command ran with {measured.world_size} ranks and was predicted for {world_size}: leave out "
-                "--world-size, or start as many",
-            )
-        training = training.replace(device=options.device or measured.device)
-    return _show(options, training, measured)
-
-
-def _show(options: argparse.Namespace, training: planner.TrainingConfig, measured: memory_run.Run | None) -> int:
-    ranks, changes = planner.ranks(training), list(planner.changes(training))
-    width, color = terminal.width(), terminal.has_color()
-    lines = memory_text.prediction(training, ranks, width, color)
-    if options.explain:
-        lines += ["", *memory_text.explanation(training, ranks, width, color)]
-    if changes:
-        lines += ["", *memory_text.changes(changes, width, color)]
-    comparisons: list[memory_run.Comparison] = []
-    if measured is not None:
+        run = _measure(command, training.world_size, options.timeout)
+        training = training.replace(device=options.device or run.device)
         from mindspeed_lite.bench import memory_run
 
-        comparisons = memory_run.compare(ranks, measured.processes)
-        lines += ["", *memory_text.comparison(comparisons, measured, width, color)]
-    print("\n".join(lines))
+        ranks = planner.ranks(training)
+        compared = memory_run.compare(ranks, run.processes)
+    changes = list(planner.changes(training))
+    show_prediction(training, ranks)
+    if options.explain:
+        rank = max(ranks, key=lambda each: each.total)
+        table(
+            ("part", "tensor", "number", "each", "all"),
+            [(e.part, e.name, str(e.count), size(e.bytes / e.count), size(e.bytes)) for e in rank.lines],
+            f"activations of rank {rank.ranks[0]} at their peak, {rank.kept} micro-batches kept",
+        )
+    if changes:
+        _show_changes(changes)
+    if run is not None:
+        show_comparison(compared, run)
     if options.json:
-        report = memory_text.report(training, ranks, changes, comparisons, measured)
-        try:
-            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:  # the disk has become full
-            return fail(PROGRAM, f"--json {options.json}: cannot be written: {error.strerror or error}")
-    return 1 if any(each.is_off for each in comparisons) else 0
+        terminal.write_json(options.json, _report(training, ranks, changes, compared, run))
+    return 1 if any(each.is_off for each in compared) else 0
 
 
-def _measure(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, memory_run.Run | None]:
-    """The exit code, and what was counted if it was."""
+def _measure(command: Sequence[str], world_size: int, timeout: float) -> Run:
+    """Run two steps of the command and return what was counted."""
+    if shutil.which(command[0]) is None:
+        raise CommandError(f"there is no program {command[0]!r} to run")
     try:
         from mindspeed_lite.bench import memory_run
     except ImportError as error:
-        return fail(PROGRAM, f"{error}; `mindspeed-lite doctor` says what is missing"), None
+        raise CommandError(f"{error}; `mindspeed-lite doctor` says what is missing") from error
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-lite-memory-"))
     print(f"two steps of the command are run and counted; log: {folder}", file=sys.stderr)
     try:
-        found = memory_run.run(command, folder, options.timeout)
-    except KeyboardInterrupt:
-        return 130, None
+        run = memory_run.run(command, folder, timeout)
     except memory_run.MeasureError as error:
         if error.log_tail:
             print("\n".join(["--- the end of the log", *error.log_tail, "---"]), file=sys.stderr)
-        return fail(PROGRAM, error, 1), None
+        raise CommandError(error, 1) from error
     shutil.rmtree(folder, ignore_errors=True)
-    return 0, found
-
-
-def _load(options: argparse.Namespace, training: planner.TrainingConfig) -> float:
-    """What `--expert-imbalance` says; ArgumentError for what no routing is."""
-    load = float(options.expert_imbalance)
-    if not 1 <= load < float("inf"):
-        raise planner.ArgumentError(
-            f"--expert-imbalance {load:g}: the fullest rank has at least an even share: 1 or more"
+    if run.world_size != world_size:
+        raise CommandError(
+            f"the command ran with {run.world_size} ranks and was predicted for {world_size}: leave out --world-size, "
+            "or start as many"
         )
-    if load > 1 and not training.num_experts:
-        raise planner.ArgumentError("--expert-imbalance: the command has no --num-experts: leave it out")
-    return load
+    return run
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [options] -- COMMAND ...",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+def show_prediction(training: planner.TrainingConfig, ranks: Sequence[planner.Rank]) -> None:
+    """Print what is trained, and a row for each run of stages that take the same."""
+    t = training
+    parameters = sum(each.parameters.dense * t.tp + each.parameters.experts * t.ep * t.etp for each in ranks)
+    layout = {"TP": t.tp, "PP": t.pp, "VPP": t.vpp, "CP": t.cp, "DP": t.dp, "EP": t.ep if t.num_experts else 1}
+    say(
+        f"{t.num_layers} layers of {t.hidden_size}"
+        f"{f' and {t.mtp_num_layers} for further tokens' if t.mtp_num_layers else ''}, "
+        f"{f'{t.num_experts} experts, ' if t.num_experts else ''}about {parameters / 1e9:.3g} billion parameters in "
+        f"{'bf16' if t.bf16 else 'fp16' if t.fp16 else 'fp32'}; {t.world_size} ranks, "
+        f"{' x '.join(f'{name} {number}' for name, number in layout.items() if number > 1) or 'not split'}"
+        f"{', sequence parallel' if t.sequence_parallel else ''}; "
+        f"{t.microbatches} micro-batches of {t.micro_batch_size} x {t.seq_length} tokens; on {t.device}"
     )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N",
-        help="ranks of the training (default: as torchrun in COMMAND is told, else WORLD_SIZE, else 1)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda", "npu"),
-        help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda; with --measure the "
-        "one it ran on)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--vocabulary", type=int, metavar="N", help="words before padding, where a tokenizer in COMMAND decides"
+    if t.transformer_impl == "transformer_engine":
+        say("Transformer Engine's layers keep other activations than Megatron's own, which are predicted here.")
+    say()
+    rows = []
+    for _, group in groupby(enumerate(ranks), key=lambda each: (each[1].parameters, each[1].states, each[1].lines)):
+        (first, rank), *_, (last, end) = [*group] * 2
+        states = rank.states
+        names = [str(low) if low == high else f"{low}-{high}" for low, high in ((rank.ranks[0], end.ranks[1]),
+                                                                                (first, last))]  # fmt: skip
+        host = f" + {size(states.host)} on the host" if states.host else ""
+        cells = (states.weights, states.gradients, states.main, states.moments, rank.activations, rank.total)
+        weights, gradients, main, moments, activations, total = map(size, cells)
+        rows.append(
+            (*names, str(rank.layers), f"{rank.parameters.total / 1e6:.4g} M", weights, gradients, main, moments + host,
+             f"{activations} ({rank.kept})", total)
+        )  # fmt: skip
+    headers = "ranks stage layers params weights grads main moments activations total"
+    table(headers.split(), rows)
+    say("main: fp32 parameters; activations: (of so many micro-batches)")
+
+
+def _show_changes(changes: Sequence[planner.Change]) -> None:
+    """Print what each feature gives or takes on the rank that takes most."""
+    rows = []
+    for each in changes:
+        total = each.having - each.without
+        # Another rank may be the fullest then, with a little more or less of everything.
+        changed = {name: change for name, change in each.difference.items() if abs(change) > abs(total) / 100}
+        parts = [f"{name} {_signed(change)}" if len(changed) > 1 else name for name, change in changed.items()]
+        if not total:
+            stage, change = max(enumerate(each.stages), key=lambda pair: abs(pair[1]))
+            parts = [f"{_signed(change)} on stage {stage}"]
+        state = "on" if each.is_on else "off"
+        rows.append((each.flag, state, size(each.without), size(each.having), _signed(total), ", ".join(parts)))
+    title = "what a feature does to the rank that takes most: the same command without it and with it"
+    table(("feature", "now", "without", "with", "change", "in"), rows, title)
+
+
+def show_comparison(compared: Sequence[Comparison], run: Run) -> None:
+    """Print predicted and measured values: of each stage and category the rank that is furthest off."""
+    worst: dict[tuple[int, str], Comparison] = {}
+    for each in compared:
+        known = worst.setdefault((each.stage, each.category), each)
+        if abs(each.deviation) > abs(known.deviation):
+            worst[each.stage, each.category] = each
+    rows = [
+        (
+            str(each.stage), "in host memory" if each.category == "host" else each.category, size(each.predicted),
+            # Without the sign of what is rounded away.
+            size(each.measured), (f"{each.deviation:+.2%}" if round(each.deviation, 4) else "0.00%")
+            + (" off" if each.is_off else ""), str(each.rank),
+        )
+        for each in worst.values()
+    ]  # fmt: skip
+    title = f"predicted and measured, over {len(run.processes)} ranks the furthest apart"
+    table(("stage", "category", "predicted", "measured", "deviation", "on rank"), rows, title)
+    off = sum(each.is_off for each in compared)
+    say()
+    say(
+        f"{off} of {len(compared)} categories over 1 MB are more than 5 % off" if off else "all within 5 %",
+        "red" if off else "green",
     )
-    parser.add_argument(
-        "--expert-imbalance", type=float, default=1.0, metavar="FACTOR",
-        help="tokens of the rank whose experts get most, over an even share (default %(default)g: even)",
-    )  # fmt: skip
-    parser.add_argument("--explain", action="store_true", help="show which tensors make up the activations")
-    parser.add_argument("--measure", action="store_true", help="run two steps of COMMAND and show both")
-    parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S",
-        help="seconds without a step after which a measured run has hung (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON, with the tensors")
+    peak = max(run.processes, key=lambda each: each.peak)
+    say(f"for information: {peak.peak_kind}, on rank {peak.rank}: {size(peak.peak)}")
+
+
+def _signed(change: int) -> str:
+    return f"{'+' if change > 0 else '-' if change else ''}{size(abs(change))}"
+
+
+def _report(
+    training: planner.TrainingConfig,
+    ranks: Sequence[planner.Rank],
+    changes: Sequence[planner.Change],
+    compared: Sequence[Comparison],
+    run: Run | None,
+) -> dict[str, Any]:
+    """Return everything, for a file."""
+    return {
+        "training": asdict(training),
+        "stages": [
+            {
+                "stage": rank.stage,
+                "ranks": list(rank.ranks),
+                "layers": rank.layers,
+                "parameters": asdict(rank.parameters) | {"total": rank.parameters.total},
+                "bytes": {**rank.categories, "total": rank.total},
+                "optimizer": {name: getattr(rank.states, name) for name in ("main", "moments", "host")},
+                "micro_batches_kept": rank.kept,
+                "activations": [asdict(line) for line in rank.lines],
+            }
+            for rank in ranks
+        ],
+        "features": [asdict(each) | {"difference": dict(each.difference)} for each in changes],
+        "measured": None if run is None else [asdict(process) for process in run.processes],
+        "compared": [asdict(each) | {"deviation": each.deviation, "is_off": each.is_off} for each in compared],
+    }
+
+
+def _parser() -> terminal.Parser:
+    usage = f"{PROGRAM} [options] -- COMMAND ..."
+    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    training_command.add_options(parser)
+    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
+           bounded(float, 1), 1.0)  # fmt: skip
+    option(parser, "--explain", "show which tensors make up the activations")
+    option(parser, "--measure", "run two steps of COMMAND and show both")
+    option(parser, "--timeout S", "seconds without a step after which a measured run has hung",
+           bounded(float, 0, above=True), 600.0)  # fmt: skip
     return parser

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from mindspeed_lite.migration import Script, flags, read_script
-from mindspeed_lite.migration.shim import ShimError, write_shim
+from mindspeed_lite.migration.shim import write_shim
 
 from . import terminal
-from .terminal import fail
+from .terminal import CommandError, say, table
 
 PROGRAM = "mindspeed-lite migrate"
 
@@ -42,74 +41,59 @@ HEADINGS = {
 
 def main(arguments: Sequence[str]) -> int:
     """Show and write; returns the exit code."""
-    options = _parser().parse_args(list(arguments))
+    parser = _parser()
+    options = parser.parse_args(list(arguments))
     if options.shim is not None:
-        return _shim(options)
+        if options.script is not None or options.output is not None:
+            raise CommandError("--shim takes a folder and nothing else")
+        with terminal.writing("--shim", options.shim):
+            package = write_shim(Path(options.shim))
+        print(
+            f"written: {package}\n"
+            f"use it with PYTHONPATH={options.shim}; `import mindspeed.megatron_adaptor` is then ours"
+        )
+        return 0
     if options.script is None:
-        return fail(PROGRAM, f"no script given (see {PROGRAM} --help)")
+        parser.error("no script given")
     source = Path(options.script)
     try:
         text = source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        return fail(PROGRAM, f"{source} cannot be read: {getattr(error, 'strerror', None) or error}")
+        raise CommandError(f"{source} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     script = read_script(text, is_python=source.suffix == ".py")
     if options.output is not None:
         output = Path(options.output)
         if output.exists() and not options.force:
-            return fail(PROGRAM, f"-o {output}: it exists; give another name, or --force to write over it")
-        try:
+            raise CommandError(f"-o {output}: it exists; give another name, or --force to write over it")
+        with terminal.writing("-o", options.output):
             output.write_text(script.text, encoding="utf-8")
             output.chmod(source.stat().st_mode)
-        except OSError as error:
-            return fail(PROGRAM, f"-o {output} cannot be written: {error.strerror}")
-    print("\n".join(_lines(script, source)))
+    if source.suffix == ".py":
+        lines = "import line" if script.imports == 1 else "import lines"
+        say(f"{source}: {script.imports} {lines} of mindspeed.megatron_adaptor changed")
+    else:
+        _show(script, source)
     if options.output is not None:
         print(f"\nwritten: {options.output}")
     return 1 if script.translation.refusals else 0
 
 
-def _shim(options: argparse.Namespace) -> int:
-    if options.script is not None or options.output is not None:
-        return fail(PROGRAM, "--shim takes a folder and nothing else")
-    try:
-        package = write_shim(Path(options.shim))
-    except ShimError as error:
-        return fail(PROGRAM, f"--shim {options.shim}: {error}")
-    except OSError as error:
-        return fail(PROGRAM, f"--shim {options.shim} cannot be written: {error.strerror}")
-    print(
-        f"written: {package}\nuse it with PYTHONPATH={options.shim}; `import mindspeed.megatron_adaptor` is then ours"
-    )
-    return 0
-
-
-def _lines(script: Script, source: Path) -> list[str]:
-    """The report: counts, then the flags by outcome."""
-    width, color = terminal.width(), terminal.has_color()
-    if source.suffix == ".py":
-        found = f"{script.imports} import {'line' if script.imports == 1 else 'lines'} of mindspeed.megatron_adaptor"
-        return [f"{source}: {found} changed"]
+def _show(script: Script, source: Path) -> None:
+    """Print counts, then the flags by outcome."""
     steps = script.translation.steps
     counts = [f"{sum(step.outcome == name for step in steps)} {name}" for name in HEADINGS]
-    lines = [f"{source}: {len(steps)} flags of MindSpeed's table: {', '.join(counts)}"]
+    say(f"{source}: {len(steps)} flags of MindSpeed's table: {', '.join(counts)}")
     for outcome, heading in HEADINGS.items():
         chosen = [step for step in steps if step.outcome == outcome]
-        if not chosen:
-            continue
-        lines += ["", terminal.paint(heading, "bold", color)]
-        if outcome == "kept":
-            lines += [f"  {line}" for line in terminal.wrap(" ".join(step.use.flag for step in chosen), width - 2)]
-            continue
-        for step in chosen:
-            wrapped = terminal.wrap(step.line, width - 4)
-            lines += [f"  {wrapped[0]}", *(f"    {line}" for line in wrapped[1:])]
+        if chosen and outcome == "kept":
+            table([""], [[" ".join(step.use.flag for step in chosen)]], heading)
+        elif chosen:
+            table([""], [[step.line] for step in chosen], heading)
     if script.others:
-        lines += ["", terminal.paint("not in the table: Megatron's, the script's own or misspelt", "bold", color)]
-        lines += [f"  {line}" for line in terminal.wrap(" ".join(script.others), width - 2)]
-    return lines
+        table([""], [[" ".join(script.others)]], "not in the table: Megatron's, the script's own or misspelt")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> terminal.Parser:
     parser = terminal.Parser(
         prog=PROGRAM,
         usage=f"{PROGRAM} SCRIPT [-o OUT [--force]]\n       {PROGRAM} --shim DIR",

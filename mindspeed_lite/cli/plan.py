@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import sys
+import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mindspeed_lite import planner
-from mindspeed_lite.planner import arguments, candidates, choose_device, devices, flags, why
-from mindspeed_lite.planner.search import Search
+from mindspeed_lite.bench.wording import size
+from mindspeed_lite.planner import arguments, candidates, choose_device, devices, flags, step_time, why
+from mindspeed_lite.planner.published import PublishedDevice
+from mindspeed_lite.planner.search import FoundLayout, Result, Search
 
-from . import plan_text, terminal
+from . import terminal
 from .calibrate import default_file
-from .terminal import fail
+from .terminal import CommandError, bounded, option, output_file, say, table
 
 PROGRAM = "mindspeed-lite plan"
-MOST_DEVICES, MOST_GIB = 10_000_000, 1_000_000
 
 DESCRIPTION = """\
 Searches for the fastest layouts of the training in COMMAND that fit into memory: tensor, pipeline, virtual, context,
@@ -37,88 +39,59 @@ exit code: 0; 1 where nothing fits; 2 for bad input; 130 after Ctrl-C."""
 
 def main(arguments_: Sequence[str]) -> int:
     """Search and show; returns the exit code."""
-    given = list(arguments_)
-    place = given.index("--") if "--" in given else len(given)
-    options, command = _parser().parse_args(given[:place]), given[place + 1 :]
-    if not command:
-        return fail(PROGRAM, f"no command to plan; write it after `--`: {PROGRAM} [options] -- pretrain_gpt.py ...")
-    if wrong := _problem(options):
-        return fail(PROGRAM, wrong)
-    for flag, name in (("--json", options.json), ("--plot", options.plot)):
-        if name and (problem := terminal.why_not_writable(name)):
-            return fail(PROGRAM, f"{flag} {name}: {problem}")
-    try:
-        search = search_of(options, command)
-        began = time.perf_counter()
-        result = search.run(options.count)
-        seconds = time.perf_counter() - began
-        answer = why.ask(search, options.why) if options.why else None
-    except planner.ArgumentError as error:
-        return fail(PROGRAM, error)
+    options, command = _parser().parse_with_command(arguments_)
+    if options.plot and not Path(options.plot).suffix:
+        raise CommandError(f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png")
+    if options.reserve is not None and options.reserve >= options.memory:
+        text = f"--reserve {options.reserve:g}: it is a part of --memory {options.memory:g}, and less than that"
+        raise CommandError(text)
+    search = _search_of(options, command)
+    began = time.perf_counter()
+    result = search.run(options.count)
+    seconds = time.perf_counter() - began
+    answer = why.ask(search, options.why) if options.why else None
     if not result.considered:
-        return fail(
-            PROGRAM,
+        raise CommandError(
             f"no layout of {options.devices} devices divides --global-batch-size, heads, layers and sequence of the "
-            "command: change --devices or --global-batch-size",
+            "command: change --devices or --global-batch-size"
         )
     if sum(result.impossible.values()) == result.considered:
         reason, count = result.impossible.most_common(1)[0]
-        return fail(
-            PROGRAM,
-            f"none of {result.considered} layouts runs; of {count} the reason is: {_full_reason(search, reason)}",
-        )
-    lines = plan_text.found(search, result, seconds, terminal.width(), terminal.has_color())
+        try:  # the first layout's, in full
+            search.training(next(iter(search.space())))
+        except planner.ArgumentError as error:
+            reason = str(error) if str(error).startswith(reason) else reason
+        raise CommandError(f"none of {result.considered} layouts runs; of {count} the reason is: {reason}")
+    _show(search, result, seconds)
     if answer is not None:
-        lines += ["", *plan_text.answer(search, result, answer, terminal.width(), terminal.has_color())]
+        _show_why(search, result.best, answer)
     for flag, reason in arguments.untimed(command):
-        lines += ["", *terminal.wrap(f"{flag} is not in the predicted time: {reason}", terminal.width())]
-    print("\n".join(lines))
-    try:
-        if options.json:
-            Path(options.json).write_text(json.dumps(plan_text.report(search, result, answer), indent=1) + "\n")
-        if options.plot:
+        say(f"\n{flag} is not in the predicted time: {reason}")
+    if options.json:
+        report = {
+            "device": search.pricer.device.name,
+            "devices": search.world_size,
+            "budget_bytes": search.budget,
+            "considered": result.considered,
+            "impossible": dict(result.impossible),
+            "too_large": result.too_large,
+            "simulated": result.simulated,
+            "pruned": result.pruned,
+            "best": [_as_json(search, each) for each in result.best],
+            "front": [_as_json(search, each) for each in result.front],
+            "why": answer and {"asked": answer.asked, "best": [_as_json(search, each) for each in answer.result.best]},
+        }
+        terminal.write_json(options.json, report)
+    if options.plot:
+        with terminal.writing("--plot", options.plot):
             from mindspeed_lite.bench import plot_plan
 
             plot_plan.front(search, result, Path(options.plot))
-    except ImportError as error:
-        return fail(PROGRAM, f"--plot needs matplotlib: {error}")
-    except (OSError, ValueError) as error:
-        return fail(PROGRAM, f"a file cannot be written: {error}")
     return 0 if result.best else 1
 
 
-def _full_reason(search: Search, begin: str) -> str:
-    """What the first layout is refused for, if its reason begins like that."""
-    try:
-        search.training(next(iter(search.space())))
-    except planner.ArgumentError as error:
-        return str(error) if str(error).startswith(begin) else begin
-    return begin
-
-
-def _problem(options: argparse.Namespace) -> str:
-    """What is wrong with the numbers among the options; empty if nothing is."""
-    if not 1 <= options.devices <= MOST_DEVICES or not 0 < options.memory <= MOST_GIB:
-        return f"--devices and --memory are above 0, at most {MOST_DEVICES:,} devices and {MOST_GIB:,} GiB"
-    if options.plot and not Path(options.plot).suffix:
-        return f"--plot {options.plot}: its ending says what kind of picture it is: give one such as .png"
-    if options.count < 1:
-        return f"--count {options.count}: want how many layouts to show, at least 1"
-    if options.reserve is not None and not 0 <= options.reserve < options.memory:
-        return (
-            f"--reserve {options.reserve:g}: it is a part of --memory {options.memory:g}: 0 or more, and less than that"
-        )
-    if not 1 <= options.expert_imbalance < float("inf"):
-        return (
-            f"--expert-imbalance {options.expert_imbalance:g}: the fullest rank has at least an even share: 1 or more"
-        )
-    if options.vocabulary is not None and not 1 <= options.vocabulary <= flags.LARGEST:
-        return f"--vocabulary {options.vocabulary}: want how many words there are, at least 1"
-    return ""
-
-
-def search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
-    """The search that options and command ask for; ArgumentError if they contradict each other."""
+def _search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
+    """Return the search that options and command ask for; ArgumentError if they contradict each other."""
     file = Path(options.calibration) if options.calibration else default_file()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     pricer, kind = choose_device.pricer_of(options.device, file, min(options.devices, cores))
@@ -127,7 +100,7 @@ def search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
     def base(tp: int) -> planner.TrainingConfig:
         training = arguments.describe(
             [*words, "--tensor-model-parallel-size", str(tp), "--micro-batch-size", "1"],
-            options.devices, kind, options.vocabulary or 0,
+            options.devices, kind, options.vocabulary,
         )  # fmt: skip
         if not training.global_batch_size:
             raise planner.ArgumentError("--global-batch-size is not in the command: layouts are compared at one size")
@@ -137,35 +110,102 @@ def search_of(options: argparse.Namespace, command: Sequence[str]) -> Search:
     return Search(base, options.devices, options.memory * (1 << 30), pricer, reserve * (1 << 30))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM, usage=f"{PROGRAM} --devices N --memory GIB [options] -- COMMAND ...", description=DESCRIPTION,
-        epilog=EPILOG,
-    )  # fmt: skip
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="how many devices there are")
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="memory of each, GiB")
-    parser.add_argument(
-        "--device", default="here", metavar="NAME",
-        help=f"what they are: {', '.join(devices.FIGURES)}, or what was calibrated here (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="what `mindspeed-lite calibrate` wrote, for --device here"
+def _show(search: Search, result: Result, seconds: float) -> None:
+    """Print the best layouts as a table, and the flags of each to paste."""
+    device = search.pricer.device
+    source = "published figures" if isinstance(device, PublishedDevice) else "what was measured"
+    say(
+        f"{result.considered} layouts on {search.world_size} devices ({device.name}, by {source}) in {seconds:.1f} s: "
+        f"{sum(result.impossible.values())} do not run, {result.too_large} are too large, {result.simulated} were "
+        f"simulated, and {result.pruned} cannot be faster than these.\n"
     )
-    parser.add_argument(
-        "--reserve", type=float, metavar="GIB",
-        help="of the memory, for what is not predicted: workspaces, buffers, fragments (default: a tenth)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--expert-imbalance", type=float, default=1.0, metavar="FACTOR",
-        help="tokens of the rank whose experts get most, over an even share (default %(default)g)",
-    )  # fmt: skip
-    parser.add_argument("--count", type=int, default=10, metavar="N", help="how many to show (default %(default)s)")
-    parser.add_argument("--why", metavar="LAYOUT", help="why a layout such as 'PP8' or 'TP4 PP2' is not better")
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="words before padding, where a tokenizer decides")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--plot", metavar="FILE", help="draw time and memory of those that nothing beats in both")
+    if not result.best:
+        say(
+            f"nothing fits: the least that weights, gradients, optimizer states and the reserve take is "
+            f"{size(result.least_bytes)}, and there are {size(search.budget)}: add devices or memory"
+        )
+        return
+    rows = []
+    for number, each in enumerate(result.best, 1):
+        tokens = step_time.throughput(each.training, each.seconds) / search.world_size
+        shares = [(name, value / each.seconds) for name, value in step_time.by_category(each.step.parts)]
+        spent = ", ".join(f"{name} {share:.0%}" for name, share in shares[:4] if share >= 0.02)
+        figures = (_seconds(each.seconds), f"{tokens:.4g}", size(each.bytes))
+        rows.append((str(number), each.candidate.name, *figures, spent))
+    table(("", "layout", "step", "tokens/s each", "memory", "what its time goes to"), rows)
+    say("\nflags to paste, in place of the command's own\n", "bold")
+    for number, each in enumerate(result.best, 1):
+        print(f"{number:2}  {shlex.join(_flags(search, each))}")
+
+
+def _show_why(search: Search, best: Sequence[FoundLayout], answer: why.Answer) -> None:
+    """Print why the layouts that were asked about are not the best."""
+    found, least = answer.result, answer.smallest
+    say(f"\nwhy not {answer.asked}\n", "bold")
+    if not found.considered:
+        say("no layout of these devices is like that: the sizes do not divide them")
+    elif not found.best and found.too_large:
+        excess = "" if least is None else (
+            f"; {least.candidate.name} takes {size(least.bytes)} on stage {least.stage}, "
+            f"{size(least.bytes - search.budget)} more than there are"
+        )  # fmt: skip
+        say(f"{found.too_large} of {found.considered} layouts like that are too large{excess}")
+    elif not found.best:
+        reason, count = found.impossible.most_common(1)[0]
+        say(f"none of {found.considered} layouts like that runs; of {count} the reason is {reason}")
+    elif found.best[0].seconds <= best[0].seconds:
+        say(f"it is the best: {found.best[0].candidate.name}")
+    else:
+        one = found.best[0]
+        say(f"the fastest like that, {one.candidate.name}, takes {one.seconds / best[0].seconds:.2f} times as long\n")
+        mine, its = one.step.parts, best[0].step.parts
+        more = {name: mine.get(name, 0.0) - its.get(name, 0.0) for name in {**mine, **its}}
+        rows = [
+            (name, *(_seconds(parts.get(name, 0.0)) for parts in (mine, its)),
+             f"{'+' if more[name] >= 0 else '-'}{_seconds(abs(more[name]))}")
+            for name in sorted(more, key=more.__getitem__, reverse=True)
+        ]  # fmt: skip
+        table(("spent on", "this", "best", "difference"), rows)
+
+
+def _as_json(search: Search, each: FoundLayout) -> dict[str, Any]:
+    return {
+        "name": each.candidate.name,
+        "candidate": asdict(each.candidate),
+        "seconds": each.seconds,
+        "parts": dict(each.step.parts),
+        "bytes": each.bytes,
+        "stage": each.stage,
+        "tokens_per_second": step_time.throughput(each.training, each.seconds),
+        "flags": _flags(search, each),
+    }
+
+
+def _flags(search: Search, each: FoundLayout) -> list[str]:
+    return each.candidate.flags(search.base(each.candidate.tp))
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
+
+
+def _parser() -> terminal.Parser:
+    usage = f"{PROGRAM} --devices N --memory GIB [options] -- COMMAND ..."
+    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    names = ", ".join(devices.FIGURES)
+    option(parser, "--devices N", "how many devices there are", bounded(int, 1, 10_000_000), required=True)
+    option(parser, "--memory GIB", "memory of each, GiB", bounded(float, 0, 1_000_000, above=True), required=True)
+    option(parser, "--device NAME", f"what they are: {names}, or what was calibrated here", default="here")
+    option(parser, "--calibration FILE", "what `mindspeed-lite calibrate` wrote, for --device here")
+    option(parser, "--reserve GIB", "memory for what is not predicted: workspaces, fragments (default: a tenth)",
+           bounded(float, 0))  # fmt: skip
+    option(parser, "--expert-imbalance FACTOR", "tokens of the rank whose experts get most, over an even share",
+           bounded(float, 1), 1.0)  # fmt: skip
+    option(parser, "--count N", "how many to show", bounded(int, 1), 10)
+    option(parser, "--why LAYOUT", "why a layout such as 'PP8' or 'TP4 PP2' is not better")
+    option(
+        parser, "--vocabulary N", "words before padding, where a tokenizer decides", bounded(int, 0, flags.LARGEST), 0
+    )
+    option(parser, "--json FILE", "write everything as JSON", output_file)
+    option(parser, "--plot FILE", "draw time and memory of those that nothing beats in both", output_file)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

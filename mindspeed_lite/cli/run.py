@@ -1,7 +1,7 @@
 """`mindspeed-lite run`: a training script with mindspeed_lite, as if its first line imported the adaptor.
 
-The script must not be able to tell: `sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are
-those of `python SCRIPT ARGS`, or of `python -m MODULE ARGS`.
+`sys.argv`, `sys.path[0]`, `__main__`, exit codes and tracebacks are those of `python SCRIPT ARGS` or `python -m MODULE
+ARGS`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import pkgutil
 import sys
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from typing import NamedTuple
 
 from mindspeed_lite import error_exit, platform
 from mindspeed_lite.platform import allocator
+
+from .terminal import CommandError
 
 PROGRAM = "mindspeed-lite run"
 
@@ -26,8 +28,8 @@ HELP = f"""\
 usage: {PROGRAM} [--allocator keep|system] SCRIPT [ARGS...]
        {PROGRAM} [--allocator keep|system] -m MODULE [ARGS...]
 
-Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What stands
-after SCRIPT is the script's, untouched; features are chosen there, by their flags:
+Runs SCRIPT as `python SCRIPT ARGS` would, with mindspeed_lite imported before its first line. What follows
+SCRIPT is the script's; features are chosen there, by their flags:
 
   {PROGRAM} pretrain_gpt.py --use-flash-attn ...
   torchrun --nproc-per-node 8 -m mindspeed_lite run pretrain_gpt.py --use-flash-attn ...
@@ -49,94 +51,92 @@ exit code: the script's; 2 if it could not be started, or ended with an error of
 another rank."""
 
 
-class _UsageError(Exception):
-    """The command line does not say what to run."""
+class _Target(NamedTuple):
+    """What to run: a script, a module, or a folder or archive with a `__main__` (`is_program`)."""
 
-
-@dataclass(frozen=True)
-class _Request:
-    """What to run: a path, or with `is_module` a module's name."""
-
-    what: str
+    name: str
     arguments: list[str]
     is_module: bool
-    allocator: str
+    is_program: bool
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the script named by `arguments`; its exit passes through, its exception becomes exit code 1."""
+    """Run the script; its exit passes through, its exception becomes exit code 1."""
     try:
         request = _parse(arguments)
         if request is None:
             print(HELP)
             return 0
-        _check_there(request)
-        _prepare_process(request)
-        _import_adaptor(request.allocator)
-        code, module = _load(request)
-    except _UsageError as error:
-        error_exit.print_error(" ".join(str(error).split()), PROGRAM)
+        target, choice = request
+        _prepare_process(target)
+        _import_adaptor(choice)
+        code, module = _load(target)
+    except CommandError as error:
+        error_exit.print_error(str(error), PROGRAM)
         return error_exit.EXIT_CODE
     except SyntaxError as error:  # of the script: python shows it without any frame
         sys.excepthook(type(error), error.with_traceback(None), None)
         return 1
-    sys.argv[:] = [_argv0(request, module), *request.arguments]
-    return _execute(code, module)
+    sys.argv[:] = [str(module.__file__) if target.is_module else target.name, *target.arguments]
+    # Stays: what the interpreter runs at exit may belong to it.
+    sys.modules["__main__"] = module
+    try:
+        exec(code, module.__dict__)
+    except Exception as error:
+        # Without this frame.
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        error = error.with_traceback(trace)
+        sys.excepthook(type(error), error, trace)
+        return 1
+    return 0
 
 
-def _parse(arguments: Sequence[str]) -> _Request | None:
-    """None asks for help. By hand, because everything after the script must stay as it is."""
+def _parse(arguments: Sequence[str]) -> tuple[_Target, str] | None:
+    """Return what to run and the allocator, None for help; everything after the script stays as it is."""
     rest = list(arguments)
     chosen: str | None = None
     is_module = False
-    while rest:
+    while rest and rest[0].startswith("-"):
         word = rest.pop(0)
         if word in ("-h", "--help"):
             return None
-        if word == "--allocator" or word.startswith("--allocator="):
-            _, has_value, chosen = word.partition("=")
-            if not has_value:
-                if not rest:
-                    raise _UsageError("--allocator needs a value: keep or system")
-                chosen = rest.pop(0)
-        elif word == "-m":
+        if word == "--":
+            break
+        if word == "-m":
             is_module = True
             break
-        elif word.startswith("-") and word != "--":
-            raise _UsageError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
-        else:
-            if word != "--":
-                rest.insert(0, word)
-            break
+        flag, has_value, chosen = word.partition("=")
+        if flag != "--allocator":
+            raise CommandError(f"there is no option {word!r}; a script's own stand after it (see {PROGRAM} --help)")
+        if not has_value:
+            if not rest:
+                raise CommandError("--allocator needs a value: keep or system")
+            chosen = rest.pop(0)
     try:
-        allocator_choice = allocator.wanted(chosen)
+        choice = allocator.wanted(chosen)
     except ValueError as error:
-        raise _UsageError(error) from error
+        raise CommandError(error) from error
     if not rest:
-        raise _UsageError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
-    return _Request(rest[0], rest[1:], is_module, allocator_choice)
+        raise CommandError(f"-m needs a module (see {PROGRAM} --help)" if is_module else "no script given")
+    name = rest[0]
+    if not is_module and not os.path.exists(name):
+        raise CommandError(f"there is no script {name!r} in {os.getcwd()}")
+    is_program = not is_module and (os.path.isdir(name) or pkgutil.get_importer(os.path.abspath(name)) is not None)
+    return _Target(name, rest[1:], is_module, is_program), choice
 
 
-def _check_there(request: _Request) -> None:
-    """Before anything expensive: whether there is something to run."""
-    if not request.is_module and not os.path.exists(request.what):
-        raise _UsageError(f"there is no script {request.what!r} in {os.getcwd()}")
-
-
-def _prepare_process(request: _Request) -> None:
-    """`sys.path` and PATH as the script needs them, before anything of Megatron is looked for."""
-    # A safe path has no folder in front, and would have none for the script. Python 3.10 knows only -I.
+def _prepare_process(target: _Target) -> None:
+    """Set `sys.path`, PATH and MASTER_ADDR as the script needs them."""
+    program = os.path.join(os.getcwd(), target.name)
+    # A safe path has no folder in front. Python 3.10 knows only -I.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
-        folder = os.getcwd() if request.is_module else os.path.dirname(os.path.realpath(request.what))
-        if _is_archive(request):
-            folder = os.path.join(os.getcwd(), request.what)
-        sys.path[0] = folder
-    elif _is_archive(request):
-        sys.path.insert(0, os.path.join(os.getcwd(), request.what))
-    # Without a launcher one process is all there is, and torch.distributed asks where it meets itself.
+        folder = os.getcwd() if target.is_module else os.path.dirname(os.path.realpath(target.name))
+        sys.path[0] = program if target.is_program else folder
+    elif target.is_program:
+        sys.path.insert(0, program)
+    # torch.distributed asks a single process without a launcher where it meets itself.
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} & set(os.environ):
-        # Any free port.
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ.get("MASTER_PORT", "0"))  # 0: any free port
     # A Megatron checkout builds its dataset helper with `make`, which calls python3 from PATH.
     binaries = os.path.dirname(sys.executable)
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
@@ -144,39 +144,38 @@ def _prepare_process(request: _Request) -> None:
         os.environ["PATH"] = os.pathsep.join([binaries, *folders])
 
 
-def _is_archive(request: _Request) -> bool:
-    """Whether the script is a folder or an archive, in which python looks for `__main__`."""
-    if request.is_module:
-        return False
-    return os.path.isdir(request.what) or pkgutil.get_importer(os.path.abspath(request.what)) is not None
-
-
 def _import_adaptor(choice: str) -> None:
-    """Device layer and argument hooks on; with MINDSPEED_LITE_DISABLE nothing at all, not even torch."""
+    """Import the device layer and argument hooks; with MINDSPEED_LITE_DISABLE nothing, not even torch."""
     try:
         importlib.import_module("mindspeed_lite.megatron_adaptor")
-    except ImportError as error:
-        text = error_exit.describe(error) or f"{error}; `mindspeed-lite doctor` says what is missing"
-        raise _UsageError(text) from error
-    except RuntimeError as error:  # DeviceError, or a torch whose device extension does not load
-        raise _UsageError(error_exit.describe(error) or error) from error
+    except Exception as error:  # a DeviceError, or a torch whose device extension does not load
+        text = error_exit.describe(error)
+        if text is None and not isinstance(error, (ImportError, RuntimeError)):
+            raise
+        hint = "; `mindspeed-lite doctor` says what is missing" if isinstance(error, ImportError) else ""
+        raise CommandError(text or f"{error}{hint}") from error
     device = platform.current()
     if choice == allocator.KEEP and device is not None and device.name == "cpu":
-        # After torch's import, which is as effective as before it; a reason why not is doctor's to tell.
+        # As effective after torch's import as before it; doctor says why it cannot be done.
         allocator.keep_freed_memory()
 
 
-def _load(request: _Request) -> tuple[types.CodeType, types.ModuleType]:
-    """The code to run and a fresh `__main__`, with the attributes python gives it."""
+def _load(target: _Target) -> tuple[types.CodeType, types.ModuleType]:
+    """Return the code to run and a fresh `__main__` with python's attributes."""
     main_module = types.ModuleType("__main__")
     main_module.__dict__["__builtins__"] = builtins
     if sys.version_info < (3, 14):
         main_module.__annotations__ = {}
-    if request.is_module or _is_archive(request):
-        spec = _module_spec(request.what) if request.is_module else _archive_spec(request.what)
-        code = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    name = target.name
+    absolute = os.path.join(os.getcwd(), name)
+    if target.is_module or target.is_program:
+        spec = _module_spec(name) if target.is_module else PathFinder.find_spec("__main__", [absolute])
+        if spec is None or spec.loader is None:
+            what = f"there is no module {name!r} to run" if target.is_module else f"there is no __main__.py in {name!r}"
+            raise CommandError(what)
+        code: types.CodeType | None = spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
         if code is None:
-            raise _UsageError(f"{request.what} has no Python code to run")
+            raise CommandError(f"{name} has no Python code to run")
         main_module.__dict__.update(
             __file__=spec.origin,
             __cached__=spec.cached,
@@ -185,60 +184,29 @@ def _load(request: _Request) -> tuple[types.CodeType, types.ModuleType]:
             __spec__=spec,
         )
         return code, main_module
-    path = request.what
-    absolute = os.path.join(os.getcwd(), path)
     try:
-        with open(path, "rb") as script:
-            compiled: types.CodeType | None = pkgutil.read_code(script)
+        with open(name, "rb") as script:
+            code = pkgutil.read_code(script)
             script.seek(0)
             source = script.read()
     except OSError as error:
-        raise _UsageError(f"{path!r} cannot be read: {error.strerror}") from error
-    # Our own `from __future__` lines must not reach the script.
-    code = compiled or compile(source, absolute, "exec", dont_inherit=True)
+        raise CommandError(f"{name!r} cannot be read: {error.strerror}") from error
     main_module.__dict__.update(__file__=absolute, __cached__=None, __loader__=SourceFileLoader("__main__", absolute))
-    return code, main_module
+    # Our own `from __future__` lines must not reach the script.
+    return code or compile(source, absolute, "exec", dont_inherit=True), main_module
 
 
-def _module_spec(name: str) -> ModuleSpec:
+def _module_spec(name: str) -> ModuleSpec | None:
     try:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
             name = f"{name}.__main__"
             spec = importlib.util.find_spec(name)
+        return spec
     except ModuleNotFoundError as error:
-        # A parent that is not there; an import that fails inside a parent is the user's to see.
+        # An import that fails inside a parent is the user's to see.
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        spec = None
     except ValueError:
-        spec = None
-    if spec is None or spec.loader is None:
-        raise _UsageError(f"there is no module {name!r} to run")
-    return spec
-
-
-def _archive_spec(path: str) -> ModuleSpec:
-    spec = PathFinder.find_spec("__main__", [os.path.join(os.getcwd(), path)])
-    if spec is None or spec.loader is None:
-        raise _UsageError(f"there is no __main__.py in {path!r}")
-    return spec
-
-
-def _argv0(request: _Request, module: types.ModuleType) -> str:
-    return str(module.__file__) if request.is_module else request.what
-
-
-def _execute(code: types.CodeType, module: types.ModuleType) -> int:
-    """Run as `__main__`; an uncaught exception is shown from the script's first frame on."""
-    # Kept for the rest of the process: what the interpreter runs at exit may still belong to it.
-    sys.modules["__main__"] = module
-    try:
-        exec(code, module.__dict__)
-    except Exception as error:
-        # The first entry of the traceback is this frame; the script's own follow.
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        error = error.with_traceback(trace)
-        sys.excepthook(type(error), error, trace)
-        return 1
-    return 0
+        pass
+    return None

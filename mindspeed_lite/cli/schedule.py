@@ -1,25 +1,24 @@
-"""`mindspeed-lite schedule`: the pipeline schedule that a training command runs, drawn, and beside other orders."""
+"""`mindspeed-lite schedule`: the pipeline schedule of a training command, drawn and compared with other orders."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-from mindspeed_lite import planner
-from mindspeed_lite.json_file import JsonFileError
-from mindspeed_lite.pipeline import check, costs, draw, orders, trace
-from mindspeed_lite.pipeline.steps import Schedule
-from mindspeed_lite.planner.arguments import misspelt
+from mindspeed_lite.bench.wording import percent, significant, size
+from mindspeed_lite.bench.wording import seconds as in_seconds
+from mindspeed_lite.pipeline import costs, draw, orders, trace
+from mindspeed_lite.pipeline.simulate import simulate
+from mindspeed_lite.pipeline.steps import Schedule, steps_of
+from mindspeed_lite.planner import order_candidates
+from mindspeed_lite.planner.order_candidates import OrderBuilder, OrderCandidate, OrderFlags
 from mindspeed_lite.planner.pipeline_costs import StepSeconds
 
-from . import schedule_candidates as candidates
-from . import schedule_text, terminal, training_command
-from .terminal import fail
+from . import terminal, training_command
+from .terminal import bounded, option, say, table
 
 PROGRAM = "mindspeed-lite schedule"
 
@@ -29,7 +28,7 @@ the peak memory of each rank and the communication that is waited for. --order c
 the fastest that fits into --memory."""
 
 EPILOG = f"""\
-orders: {", ".join((*orders.TRAINING_ORDERS, *candidates.DERIVED))}, and one of your own as
+orders: {", ".join((*orders.TRAINING_ORDERS, *order_candidates.DERIVED))}, and one of your own as
 FILE.py:FUNCTION or MODULE:FUNCTION. Several are divided by commas; `all` stands for every published one.
 
 examples:
@@ -42,113 +41,178 @@ exit code: 0; 1 where nothing fits into --memory; 2 for bad input."""
 
 def main(arguments: Sequence[str]) -> int:
     """Print the schedules, and write what is asked for; returns the exit code."""
-    given = list(arguments)
-    place = given.index("--") if "--" in given else len(given)
-    options, command = _parser().parse_args(given[:place]), given[place + 1 :]
-    if not command:
-        return fail(PROGRAM, f"no command to read; write it after `--`: {PROGRAM} -- torchrun ... pretrain_gpt.py ...")
-    for flag, name in (("--json", options.json), ("--png", options.png)):
-        if name and (problem := terminal.why_not_writable(name)):
-            return fail(PROGRAM, f"{flag} {name}: {problem}")
-    try:
-        words = candidates.Command.read(command)
-        ranks = training_command.world_size(options.world_size, command)
-        training = planner.read(words.rest, ranks, options.device or training_command.device(), options.vocabulary or 0)
-        for word, meant in misspelt(words.rest):
-            print(f"{PROGRAM}: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
-        known = _given(options)
-        found, refused = candidates.evaluate(words, training, options.order, known)
-        executed = _executed(options.trace, found[0].simulation.schedule) if options.trace else []
-        if executed and known.seconds is None:
-            known = replace(known, seconds=_recorded_seconds(executed, found[0].simulation.schedule))
-            found, refused = candidates.evaluate(words, training, options.order, known)
-    except (planner.ArgumentError, check.ScheduleError, orders.OrderError, trace.TraceError, JsonFileError) as error:
-        return fail(PROGRAM, error)
-    has_seconds = known.seconds is not None
-    lines = schedule_text.report(training, found, refused, options.memory, has_seconds)
+    options, command = _parser().parse_with_command(arguments)
+    flags = OrderFlags.read(command)
+    training = training_command.read(options, flags.rest)
+    builder = OrderBuilder(training, flags, options.times, options.overlap, options.memory)
+    found, refused = builder.compare(options.order)
+    executed: list[trace.ExecutedStep] = []
+    if options.trace:
+        own = found[0].simulation.schedule
+        try:
+            executed = trace.training_steps(trace.read(options.trace), own)[-1]
+        except trace.TraceError as error:
+            raise terminal.CommandError(f"{options.trace}: {error}") from error
+        if builder.seconds is None:
+            builder = replace(builder, seconds=_recorded_seconds(executed, own))
+            found, refused = builder.compare(options.order)
+    has_seconds = builder.seconds is not None
+    _show(found, refused, options.memory, has_seconds)
     if executed:
-        lines += ["", *schedule_text.compared_with_trace(found[0], executed)]
-    print("\n".join(lines))
-    try:
-        if options.json:
-            report = schedule_text.as_json(training, found, refused, options.memory, has_seconds, options.steps)
-            Path(options.json).write_text(json.dumps(report, indent=1) + "\n")
-        if options.png:
-            titles = {schedule_text.title(each, has_seconds): each.simulation for each in found}
+        _show_executed(found[0], executed)
+    if options.json:
+        fastest = order_candidates.fastest(found)
+        report = {
+            "pipeline_ranks": training.pp,
+            "microbatches": training.microbatches,
+            "unit": "s" if has_seconds else "forward passes of a micro-batch on an average rank",
+            "memory_limit_gib": options.memory,
+            "fastest": fastest.name if fastest else None,
+            "orders": [_as_json(each, options.steps) for each in found],
+            "not_applicable": refused,
+        }
+        terminal.write_json(options.json, report)
+    if options.png:
+        titles = {
+            f"{each.name}: step {_time(each.simulation.makespan, has_seconds)}, idle {percent(each.simulation.bubble)},"
+            f" at most {each.peak_live} chunk activations, {size(each.peak_bytes)}": each.simulation
+            for each in found
+        }
+        with terminal.writing("--png", options.png):
             draw.png(titles, options.png, "s" if has_seconds else "forward passes", executed)
-    except ImportError as error:
-        return fail(PROGRAM, f"--png: {error}; `mindspeed-lite doctor` says what is missing")
-    except OSError as error:  # the disk has become full
-        return fail(PROGRAM, f"cannot be written: {error.strerror or error}")
     return 1 if options.memory is not None and not any(each.fits for each in found) else 0
 
 
-def _executed(name: str, schedule: Schedule) -> list[trace.ExecutedStep]:
-    """The records of the last whole training step."""
-    try:
-        return trace.training_steps(trace.read(name), schedule)[-1]
-    except trace.TraceError as error:
-        raise trace.TraceError(f"{name}: {error}") from None
-
-
 def _recorded_seconds(executed: Sequence[trace.ExecutedStep], schedule: Schedule) -> StepSeconds:
-    """What a micro-batch took on an average rank."""
+    """Return what a micro-batch took on an average rank."""
     found = costs.from_measured(trace.median_seconds(executed, schedule), schedule.num_stages)
-    ahead, back, weights = (
+    forward, input_grad, weight_grad = (
         sum(each) / schedule.num_ranks for each in (found.forward, found.input_grad, found.weight_grad)
     )
     message = trace.overheads([executed], trace.as_executed(schedule, executed)).message
-    return StepSeconds(ahead, back, weights, message)
+    return StepSeconds(forward, input_grad, weight_grad, message)
 
 
-def _given(options: argparse.Namespace) -> candidates.Given:
-    if options.memory is not None and not options.memory > 0:
-        raise planner.ArgumentError(f"--memory is a number of GiB above 0, not {options.memory:g}")
-    if not (math.isfinite(options.overlap) and options.overlap > 0):
-        raise planner.ArgumentError(f"--overlap is a share above 0, not {options.overlap:g}")
-    if options.times is None:
-        return candidates.Given(overlap=options.overlap, limit=options.memory)
+def _show(found: Sequence[OrderCandidate], refused: dict[str, str], limit: float | None, has_seconds: bool) -> None:
+    """Draw the command's own schedule, and print its ranks and where there are several orders a row of each."""
+    own = found[0]
+    schedule, own_time = own.simulation.schedule, own.simulation.makespan
+    ranks, chunks, batches = schedule.num_ranks, schedule.num_chunks, schedule.microbatches
+    say(
+        f"{own.name}: {ranks} pipeline rank{'s' * (ranks != 1)}, {chunks} model chunk{'s' * (chunks != 1)} each, "
+        f"{batches} micro-batch{'es' * (batches != 1)}\n",
+        "bold",
+    )
+    print("\n".join(draw.text(own.simulation, terminal.width(), terminal.has_color())), end="\n\n")
+    rows = []
+    for rank, (states, kept) in enumerate(zip(own.constant_bytes, own.activation_bytes, strict=True)):
+        shares = (own.simulation.idle(rank) / own_time, own.simulation.exposed(rank) / own_time)
+        live = str(costs.peak_live(schedule, rank))
+        stages = " ".join(map(str, schedule.placement[rank]))
+        rows.append((str(rank), stages, *map(percent, shares), live, *map(size, (states, kept, states + kept))))
+    table(("rank", "stages", "idle", "of it messages", "chunks live", "states", "activations", "total"), rows)
+    if not has_seconds:
+        say(
+            "\nTimes are relative: 1 is the forward pass of a micro-batch on an average rank, from counted operations "
+            "without any communication. --times F,B,W takes measured milliseconds."
+        )
+    if len(found) > 1:
+        say()
+        headers = ["order", "chunks", "step", "idle", "of it messages", "chunks live", "peak memory"]
+        table(
+            headers if limit is None else [*headers, "fits"],
+            [
+                (
+                    each.name, str(each.simulation.schedule.num_chunks), _time(each.simulation.makespan, has_seconds),
+                    percent(each.simulation.bubble), percent(each.simulation.exposed_share), str(each.peak_live),
+                    size(each.peak_bytes), *(["yes" if each.fits else "no"] if limit is not None else []),
+                )
+                for each in found
+            ],
+        )  # fmt: skip
+    for name, reason in refused.items():
+        say(f"{name} does not apply: {reason}")
+    if any(each.name == "zb-auto" for each in found[1:]):
+        say("Pass what `chunks live` says of zb-auto with --pipeline-schedule-max-live to run it within that.")
+    fastest, under = order_candidates.fastest(found), f" within {limit:g} GiB" if limit is not None else ""
+    if fastest is None:
+        say(f"\nno order fits{under}: the least is {size(min(each.peak_bytes for each in found))}")
+    elif len(found) > 1:
+        say(f"\nfastest{under}: {fastest.name}", "green")
+
+
+def _show_executed(candidate: OrderCandidate, executed: Sequence[trace.ExecutedStep]) -> None:
+    """Print what the last recorded training step took, and simulations whose steps take as long as they did."""
+    schedule = trace.as_executed(candidate.simulation.schedule, executed)
+    besides = trace.overheads([executed], schedule)
+    alone, whole = (simulate(schedule, trace.recorded_costs(executed, *more)) for more in ((), (besides,)))
+    say(
+        f"\nexecuted in this order, last training step: {in_seconds(trace.makespan(executed))}, idle "
+        f"{percent(trace.bubble(executed))}; simulated with the times of its steps: {in_seconds(alone.makespan)}, idle "
+        f"{percent(alone.bubble)}; with those of its messages ({in_seconds(besides.message)}) and of what is between "
+        f"steps as well: {in_seconds(whole.makespan)}, idle {percent(whole.bubble)}"
+    )
+
+
+def _as_json(candidate: OrderCandidate, has_steps: bool) -> dict[str, Any]:
+    simulation = candidate.simulation
+    schedule = simulation.schedule
+    ranks: list[dict[str, Any]] = []
+    for rank, timed in enumerate(simulation.ranks):
+        ranks.append(
+            {
+                "stages": list(schedule.placement[rank]),
+                "idle": simulation.idle(rank),
+                "exposed": simulation.exposed(rank),
+                "peak_live": costs.peak_live(schedule, rank),
+                "constant_bytes": candidate.constant_bytes[rank],
+                "activation_bytes": candidate.activation_bytes[rank],
+            }
+        )
+        if has_steps:
+            ranks[-1]["entries"] = [
+                {"steps": list(map(str, steps_of(each.entry))), "begin": each.begin, "end": each.end} for each in timed
+            ]
+    return {
+        "name": candidate.name,
+        "chunks": schedule.num_chunks,
+        "step": simulation.makespan,
+        "bubble": simulation.bubble,
+        "exposed": simulation.exposed_share,
+        "peak_bytes": candidate.peak_bytes,
+        "fits": candidate.fits,
+        "ranks": ranks,
+    }
+
+
+def _time(value: float, has_seconds: bool) -> str:
+    return in_seconds(value) if has_seconds else significant(value, 4)
+
+
+def _times(text: str) -> StepSeconds:
     try:
-        values = [float(part) / 1000 for part in options.times.split(",")]
+        values = [float(part) / 1000 for part in text.split(",")]
     except ValueError:
         values = []
     if len(values) not in (3, 4) or not all(math.isfinite(value) and value >= 0 for value in values) or not values[0]:
-        raise planner.ArgumentError(
-            "--times takes milliseconds F,B,W or F,B,W,M: forward, input gradient and weight gradients of a "
-            f"micro-batch on a rank, and a message between ranks, not {options.times!r}"
+        raise argparse.ArgumentTypeError(
+            "takes milliseconds F,B,W or F,B,W,M: forward, input gradient and weight gradients of a micro-batch on a "
+            f"rank, and a message between ranks, not {text!r}"
         )
-    return candidates.Given(StepSeconds(*values), options.overlap, options.memory)
+    return StepSeconds(*values)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = terminal.Parser(
-        prog=PROGRAM,
-        usage=f"{PROGRAM} [options] -- COMMAND ...",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    parser.add_argument("--order", default="", metavar="NAMES", help="orders to compare the command's own with")
-    parser.add_argument(
-        "--times", metavar="F,B,W[,M]",
-        help="measured milliseconds of a micro-batch on a rank: forward, input gradient, weight gradients; and of a "
-        "message",
-    )  # fmt: skip
-    parser.add_argument(
-        "--overlap", type=float, default=1.0, metavar="X",
-        help="time of an overlapped forward and backward as a share of the two (default %(default)g: no gain)",
-    )  # fmt: skip
-    parser.add_argument("--memory", type=float, metavar="GIB", help="device memory of a rank")
-    parser.add_argument(
-        "--trace", metavar="PATH", help="what a run recorded (a file, or --pipeline-schedule-trace's folder)"
-    )
-    parser.add_argument("--png", metavar="FILE", help="write a picture of the orders")
-    parser.add_argument("--json", metavar="FILE", help="write everything as JSON")
-    parser.add_argument("--steps", action="store_true", help="with --json: every step and its time as well")
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="ranks of the training (default: as torchrun is told)"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda", "npu"), help="for which device (default: the one here, else cuda)"
-    )
-    parser.add_argument("--vocabulary", type=int, metavar="N", help="words before padding, where a tokenizer decides")
+def _parser() -> terminal.Parser:
+    usage = f"{PROGRAM} [options] -- COMMAND ..."
+    parser = terminal.Parser(prog=PROGRAM, usage=usage, description=DESCRIPTION, epilog=EPILOG)
+    option(parser, "--order NAMES", "orders to compare the command's own with", default="")
+    option(parser, "--times F,B,W[,M]", "measured milliseconds of a micro-batch on a rank: forward, input gradient, "
+           "weight gradients; and of a message", _times)  # fmt: skip
+    option(parser, "--overlap X", "time of an overlapped forward and backward as a share of the two; 1: no gain",
+           bounded(float, 0, above=True), 1.0)  # fmt: skip
+    option(parser, "--memory GIB", "device memory of a rank", bounded(float, 0, above=True))
+    option(parser, "--trace PATH", "what a run recorded (a file, or --pipeline-schedule-trace's folder)")
+    option(parser, "--png FILE", "write a picture of the orders", terminal.output_file)
+    option(parser, "--steps", "with --json: every step and its time as well")
+    training_command.add_options(parser)
     return parser

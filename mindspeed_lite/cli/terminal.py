@@ -1,23 +1,37 @@
-"""Text for a terminal, standard library only: width, colour, wrapped tables; plain and stable when piped."""
+"""Options, errors in one line and rich's tables for all commands; piped, a row of a table is one line."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
+import math
 import os
-import re
 import shutil
 import sys
-import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
-_GAP = 2
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T", int, float)
+
+# Columns where the output is no terminal: wide enough for a table's longest row.
+PIPED_WIDTH = 10_000
+
+
+class CommandError(Exception):
+    """What ends a command, in one line; `code` is its exit code."""
+
+    def __init__(self, message: object, code: int = 2) -> None:
+        super().__init__(" ".join(str(message).split()))
+        self.code = code
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, whose texts keep their lines, and that takes no abbreviated flags."""
+    """A parser with errors of one line, texts as they are, and no abbreviated flags."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **given)
@@ -25,15 +39,55 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
+    def parse_with_command(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, and the training command after the first `--`."""
+        given = list(arguments)
+        place = given.index("--") if "--" in given else len(given)
+        options, command = self.parse_args(given[:place]), given[place + 1 :]
+        if not command:
+            self.error(f"no command to read; write it after `--`: {self.prog} -- torchrun ... pretrain_gpt.py ...")
+        return options, command
 
-def fail(program: str, message: object, code: int = 2) -> int:
-    """Say on stderr, in one line, why the command stops; returns the exit code."""
-    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
-    return code
+
+def option(
+    parser: argparse._ActionsContainer, usage: str, help: str, type: Any = str, default: Any = None, **given: Any
+) -> None:
+    """Add the option `--flag METAVAR`, whose help ends with its default; without METAVAR it is a switch."""
+    flag, _, metavar = usage.partition(" ")
+    if metavar:
+        text = f"{help} (default: {default})" if default not in (None, "") else help
+        parser.add_argument(flag, metavar=metavar, help=text, type=type, default=default, **given)
+    else:
+        parser.add_argument(flag, action="store_true", help=help, **given)
+
+
+def bounded(
+    kind: Callable[[str], T], least: float, most: float = math.inf, *, above: bool = False
+) -> Callable[[str], T]:
+    """Return an option's `type`: a finite number from `least` (`above`: above it) to `most`."""
+    noun = "a whole number" if kind is int else "a number"
+    bounds = f"{'above' if above else 'of at least'} {least:,.12g}"
+    bounds += f" and at most {most:,.12g}" if most < math.inf else ""
+
+    def read(text: str) -> T:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if (least < value if above else least <= value) and value <= most and value < math.inf:
+                return value
+        raise argparse.ArgumentTypeError(f"takes {noun} {bounds}, not {text[:40]!r}")
+
+    return read
+
+
+def output_file(name: str) -> str:
+    """An option's `type`: a file that can be written."""
+    if problem := why_not_writable(name):
+        raise argparse.ArgumentTypeError(f"{name}: {problem}")
+    return name
 
 
 def why_not_writable(name: str) -> str | None:
-    """Why no file can be written there, or None; leaves what is there as it is, and nothing where nothing was."""
+    """Return why no file can be written there, or None."""
     path = Path(name)
     if path.is_dir():
         return "it is a folder; give a file"
@@ -49,99 +103,83 @@ def why_not_writable(name: str) -> str | None:
     return None
 
 
+@contextlib.contextmanager
+def writing(flag: str, name: str) -> Iterator[None]:
+    """Turn what keeps a file from being written, such as a full disk, into a CommandError."""
+    try:
+        yield
+    except ImportError as error:
+        raise CommandError(f"{flag}: {error}; `mindspeed-lite doctor` says what is missing") from error
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{flag} {name}: cannot be written: {getattr(error, 'strerror', None) or error}") from error
+
+
+def write_json(name: str, value: Any) -> None:
+    with writing("--json", name):
+        Path(name).write_text(json.dumps(value, indent=1) + "\n")
+
+
+def fail(program: str, message: object, code: int = 2) -> int:
+    """Print an error in one line on stderr; returns the exit code."""
+    print(f"{program}: error: {' '.join(str(message).split())}", file=sys.stderr)
+    return code
+
+
 def width() -> int:
-    """Columns to write in: the terminal's, 100 where there is none; never below 60 or above 200."""
+    """Return the terminal's columns, 100 without one; from 60 to 200."""
     return max(60, min(200, shutil.get_terminal_size((100, 24)).columns))
 
 
-def has_color(stream: TextIO | None = None) -> bool:
-    """Whether `stream` (stdout) is a terminal whose user has not declined colour."""
-    stream = sys.stdout if stream is None else stream
-    return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+def has_color() -> bool:
+    """Whether stdout is a terminal whose user has not declined colour."""
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 
-def paint(text: str, style: str, color: bool) -> str:
-    """`text` in one of the styles, where there is colour."""
-    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if color and text else text
+def console() -> Console | None:
+    """Return rich's console on stdout, None without rich; it wraps in a terminal or where COLUMNS is set."""
+    try:
+        from rich.console import Console
+    except ImportError:  # in a checkout; doctor says so
+        return None
+    is_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    return Console(width=PIPED_WIDTH if is_piped else None, highlight=False, markup=False, emoji=False)
 
 
-def wrap(text: str, columns: int) -> list[str]:
-    """Lines of at most `columns`; a longer word breaks after a dot, colon, slash or underscore."""
-    lines: list[str] = []
-    for paragraph in text.split("\n"):
-        words = [piece for word in paragraph.split() for piece in _pieces(word, columns)]
-        lines += textwrap.wrap(" ".join(words), columns, break_on_hyphens=False) or [""]
-    return lines
-
-
-def _pieces(word: str, columns: int) -> list[str]:
-    """`word` itself if it fits on a line, else parts that do where its punctuation allows."""
-    if len(word) <= columns:
-        return [word]
-    pieces = [""]
-    for part in re.findall(r"[^.:/_]*[.:/_]*", word):
-        if pieces[-1] and len(pieces[-1]) + len(part) > columns:
-            pieces.append("")
-        pieces[-1] += part
-    return pieces
-
-
-def cut(text: str, columns: int) -> str:
-    """`text` in one line of at most `columns`, cut after a word where it is longer."""
-    return text if len(text) <= columns else text[: columns - 3].rsplit(" ", 1)[0].rstrip(",;:") + "..."
-
-
-def labelled(rows: Iterable[tuple[str, str]], columns: int, color: bool, indent: int = 2) -> list[str]:
-    """Label and text, the texts aligned and wrapped; a row with an empty text is left out."""
-    kept = [(label, text) for label, text in rows if text]
-    left = max((len(label) for label, _ in kept), default=0) + _GAP
-    lines = []
-    for label, text in kept:
-        for number, line in enumerate(wrap(text, columns - indent - left)):
-            head = paint(label, "dim", color) + " " * (left - len(label)) if number == 0 else " " * left
-            lines.append(f"{' ' * indent}{head}{line}".rstrip())
-    return lines
+def say(text: str = "", style: str = "") -> None:
+    """Print a paragraph."""
+    out = console()
+    if out is None:
+        print(text)
+    else:
+        out.print(text, style=style or None)
 
 
 def table(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    columns: int,
-    color: bool,
-    minimum: Sequence[int],
-) -> list[str] | None:
-    """Aligned columns with wrapped cells, or None where they do not fit into `columns`.
+    headers: Sequence[str], rows: Iterable[Sequence[str]], title: str = "", styles: Mapping[str, str] | None = None
+) -> None:
+    """Print aligned columns.
 
     Args:
-        minimum: for each column the least width it is readable at; 0: its longest line, unwrapped.
+        headers: all empty: no line for them.
+        title: printed above, between empty lines.
+        styles: text of a first cell -> its style.
     """
-    natural = [
-        max(len(line) for cell in (header, *(row[index] for row in rows)) for line in cell.split("\n"))
-        for index, header in enumerate(headers)
-    ]
-    widths = [min(least, wish) if least else wish for least, wish in zip(minimum, natural, strict=True)]
-    room = columns - sum(widths) - _GAP * (len(widths) - 1)
-    if room < 0:
-        return None
-    while room > 0 and widths != natural:
-        # One column at a time to the cell that lacks most, so that long cells share what there is.
-        neediest = max(range(len(widths)), key=lambda index: natural[index] / widths[index])
-        widths[neediest] += 1
-        room -= 1
-    lines = _row(headers, widths, "bold", color)
-    for row in rows:
-        lines += _row(row, widths, "", color)
-    return lines
+    if title:
+        say(f"\n{title}\n", "bold")
+    out = console()
+    if out is None:
+        print("\n".join("\t".join(row) for row in [headers, *rows]))
+        return
+    from rich.table import Table
+    from rich.text import Text
 
-
-def _row(cells: Sequence[str], widths: Sequence[int], style: str, color: bool) -> list[str]:
-    wrapped = [wrap(cell, columns) for cell, columns in zip(cells, widths, strict=True)]
-    lines = []
-    for number in range(max(map(len, wrapped))):
-        parts = [
-            (part[number] if number < len(part) else "").ljust(columns)
-            for part, columns in zip(wrapped, widths, strict=True)
-        ]
-        text = (" " * _GAP).join(parts).rstrip()
-        lines.append(paint(text, style, color) if style else text)
-    return lines
+    cells, gap = [tuple(row) for row in rows], 2 if out.width >= 100 else 1
+    grid = Table(box=None, show_header=any(headers), header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+    for place, header in enumerate(headers):
+        is_short = max((len(row[place]) for row in cells), default=0) <= 10
+        grid.add_column(header, overflow="fold", no_wrap=is_short)
+    for first, *others in cells:
+        grid.add_row(Text(first, style=(styles or {}).get(first, "")), *map(Text, others))
+    with out.capture() as captured:
+        out.print(grid)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -1,47 +1,56 @@
-"""What a subcommand reads off a training command besides the training itself: how many ranks, for which device."""
+"""What `memory` and `schedule` read off a training command: the training, how many ranks, for which device."""
 
 from __future__ import annotations
 
+import argparse
 import os
+import sys
 from collections.abc import Sequence
 
 from mindspeed_lite import planner
+from mindspeed_lite.planner.arguments import misspelt
+from mindspeed_lite.planner.flags import LARGEST
 
-_LAUNCHER = {"--nproc-per-node": "per node", "--nproc_per_node": "per node", "--nnodes": "nodes"}
+from .terminal import bounded, option, output_file
 
 
-def world_size(given: int | None, command: Sequence[str]) -> int:
-    """How many ranks: by our flag (`given`), by torchrun's flags, by the environment, or one."""
-    if given is not None:
-        if given < 1:
-            raise planner.ArgumentError(f"--world-size is at least 1, not {given}")
-        return given
-    found: dict[str, str] = {}
-    for place, word in enumerate(command):
-        flag, has_value, value = word.partition("=")
-        if flag in _LAUNCHER:
-            found[_LAUNCHER[flag]] = value if has_value else next(iter(command[place + 1 : place + 2]), "")
-    if "per node" not in found:
-        found = {"per node": os.environ.get("WORLD_SIZE", "1")}
-        if not found["per node"].isdecimal() or int(found["per node"]) < 1:
-            raise planner.ArgumentError(
-                f"WORLD_SIZE={found['per node'][:40]} does not say how many ranks there will be: add --world-size N "
-                "before the `--`"
-            )
-    try:
-        count = int(found["per node"]) * int(found.get("nodes", "1"))
-        if count < 1:
-            raise ValueError(count)
-        return count
-    except ValueError:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda", "npu"),
+        help="for which device (default: MINDSPEED_LITE_DEVICE, an NPU that is here, else cuda)")  # fmt: skip
+    option(parser, "--world-size N", "ranks of the training (default: as torchrun in COMMAND is told, else WORLD_SIZE, "
+           "else 1)", bounded(int, 1))  # fmt: skip
+    option(parser, "--vocabulary N", "words before padding, where a tokenizer in COMMAND decides",
+           bounded(int, 0, LARGEST), 0)  # fmt: skip
+    option(parser, "--json FILE", "write everything as JSON", output_file)
+
+
+def read(options: argparse.Namespace, words: Sequence[str]) -> planner.TrainingConfig:
+    """Return the training that a command describes, and name on stderr what looks misspelt.
+
+    Raises:
+        ArgumentError: the arguments describe none.
+    """
+    for word, meant in misspelt(words):
+        print(f"mindspeed-lite: {word} is not known here; if {meant} is meant, it is not counted", file=sys.stderr)
+    device = options.device or os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
+    if device not in ("cpu", "cuda", "npu"):
+        device = "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
+    return planner.read(words, options.world_size or world_size(words), device, options.vocabulary)
+
+
+def world_size(command: Sequence[str]) -> int:
+    """Return the number of ranks by torchrun's flags, by the environment, or 1."""
+    launcher = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    launcher.add_argument("--nproc-per-node", "--nproc_per_node", nargs="?")
+    launcher.add_argument("--nnodes", nargs="?", default="1")
+    launched = launcher.parse_known_args(list(command))[0]
+    per_node, nodes = launched.nproc_per_node, launched.nnodes
+    source = "--nproc-per-node and --nnodes do"
+    if per_node is None:
+        per_node, nodes = os.environ.get("WORLD_SIZE", "1"), "1"
+        source = f"WORLD_SIZE={per_node[:40]} does"
+    if not (per_node.isdecimal() and (nodes or "").isdecimal() and int(per_node) * int(nodes)):
         raise planner.ArgumentError(
-            "--nproc-per-node and --nnodes do not say how many ranks there will be: add --world-size N before the `--`"
-        ) from None
-
-
-def device() -> str:
-    """The device that is asked for, the accelerator that is here, or the kind that most trainings are for."""
-    asked = os.environ.get("MINDSPEED_LITE_DEVICE", "auto")
-    if asked in ("cpu", "cuda", "npu"):
-        return asked
-    return "npu" if os.path.exists("/dev/davinci_manager") else "cuda"
+            f"{source} not say how many ranks there will be: add --world-size N before the `--`"
+        )
+    return int(per_node) * int(nodes)

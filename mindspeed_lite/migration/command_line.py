@@ -39,6 +39,8 @@ class CommandLine:
     Args:
         words: as the shell gives them, or raw words of a script.
         known: the flags of the parser that will read them; None where there is none.
+        device: the device that trains; empty if it is not known.
+        transformer_engine: whether Transformer Engine is there.
         resolve: what a raw word of a script stands for; may leave a `$` in it.
         ends: places after which no value may follow a flag: the end of a quoted text or of a command.
     """
@@ -47,11 +49,13 @@ class CommandLine:
         self,
         words: Sequence[str],
         known: Container[str] | None = None,
+        device: str = "",
+        transformer_engine: bool = False,
         resolve: Callable[[str], str] = str,
         ends: Container[int] = (),
     ) -> None:
         self.words = list(words)
-        self.known = known
+        self.known, self.device, self.transformer_engine = known, device, transformer_engine
         self._resolve = resolve
         self._ends = ends
         self._given: dict[str, tuple[str, ...]] = {}
@@ -78,8 +82,16 @@ class CommandLine:
             if row:
                 yield FlagUse(row, tuple(values), start, place)
 
-    def has(self, flag: str) -> bool:
-        return flag in self._given
+    @property
+    def is_mindspeed(self) -> bool:
+        """Whether a flag is MindSpeed's alone, which tells a MindSpeed command from one of Megatron's."""
+        if self.known is not None:
+            return any(use.flag not in self.known for use in self.uses)
+        return any(use.row.outcome not in ("keep", "launcher") and "shared" not in use.row.idle for use in self.uses)
+
+    def has(self, *flags: str) -> bool:
+        """Whether one of the flags is given."""
+        return any(flag in self._given for flag in flags)
 
     def is_foreign(self, flag: str) -> bool:
         """Whether the flag is given and is not one of the parser's."""
@@ -108,6 +120,12 @@ class CommandLine:
             return int(text)
         except ValueError:
             raise Refusal(f"{flag} takes a whole number, not {text!r}") from None
+
+    def values_of(self, use: FlagUse) -> list[str]:
+        """The values of a flag that takes at least one."""
+        if not use.values:
+            raise Refusal(f"{use.flag} needs a value")
+        return [self.resolved(each) for each in use.values]
 
     def resolved(self, word: str) -> str:
         text = self._resolve(word)

@@ -8,7 +8,6 @@ from typing import Any
 from mindspeed_lite import json_file
 
 from .command_line import CommandLine, FlagUse, Refusal
-from .rule_types import SHARED_NAMES, Found, left_out, value_of
 
 
 def virtual_stages(line: CommandLine) -> int:
@@ -31,17 +30,17 @@ def noop_layers_of(line: CommandLine) -> tuple[int, ...]:
         raise Refusal(f"--noop-layers takes numbers of layers, parted by commas, not {text!r}") from None
 
 
-def num_layers(use: FlagUse, line: CommandLine) -> Found | None:
+def num_layers(use: FlagUse, line: CommandLine) -> str | tuple[str, str] | None:
     noop = noop_layers_of(line)
     if not noop:
         return None
     layers = line.number("--num-layers", 0)
     if noop[0] < 0 or noop[-1] >= layers:
         raise Refusal(f"--noop-layers {','.join(map(str, noop))}: --num-layers {layers} has layers 0 to {layers - 1}")
-    return Found("translated", ("--num-layers", str(layers - len(noop))), f"without {len(noop)} empty layers")
+    return f"--num-layers {layers - len(noop)}", f"without {len(noop)} empty layers"
 
 
-def noop_layers(use: FlagUse, line: CommandLine) -> Found:
+def noop_layers(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
     noop, layers = noop_layers_of(line), line.number("--num-layers", 0)
     if noop and line.has("--num-virtual-stages-per-pipeline-rank"):
         raise Refusal(
@@ -50,21 +49,21 @@ def noop_layers(use: FlagUse, line: CommandLine) -> Found:
         )
     stages = line.number("--pipeline-model-parallel-size", 1) * virtual_stages(line)
     if stages == 1 or not noop:
-        return left_out("layers are counted without the empty ones, and one stage needs no layout")
+        return "layers are counted without the empty ones, and one stage needs no layout"
     if layers % stages:
         raise Refusal(f"--noop-layers: {layers} layers cannot be divided by {stages} pipeline stages")
     each = layers // stages
     counts = [sum(layer not in noop for layer in range(first, first + each)) for first in range(0, layers, each)]
     why = "the same layers on the same stages; layer numbers in checkpoints of MindSpeed count the empty ones"
-    return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), why)
+    return f"--pipeline-model-parallel-layout {_layout(counts, line)}", why
 
 
-def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
+def layers_of_stages(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
     """MindSpeed's table has a row for each pipeline rank, and in it the layers of each of its virtual stages."""
     stages, layers = line.number("--pipeline-model-parallel-size", 1), line.number("--num-layers", 0)
     if stages == 1:
-        return left_out("one stage needs no layout")
-    text = value_of(use, line).strip("'\"")
+        return "one stage needs no layout"
+    text = line.values_of(use)[0].strip("'\"")
     wanted = Refusal(
         f"--pipeline-num-transformer-layers takes a table [[1,2],[2,1]], a row for each rank, not {text!r}"
     )
@@ -82,7 +81,7 @@ def layers_of_stages(use: FlagUse, line: CommandLine) -> Found:
         if line.has(other):
             raise Refusal(f"--pipeline-num-transformer-layers beside {other}. Instead: leave {other} out")
     counts = [row[chunk] for chunk in range(len(table[0])) for row in table]
-    return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), "layers of each stage")
+    return f"--pipeline-model-parallel-layout {_layout(counts, line)}", "layers of each stage"
 
 
 def _row(value: Any) -> list[int]:
@@ -97,15 +96,15 @@ def _repeated(text: str) -> str:
     return text
 
 
-def layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> Found | None:
+def layers_of_virtual_stage(use: FlagUse, line: CommandLine) -> str | tuple[tuple[str, ...], str] | None:
     if line.is_foreign("--pipeline-num-transformer-layers"):
-        return left_out("the layout in the place of --pipeline-num-transformer-layers says it")
+        return "the layout in the place of --pipeline-num-transformer-layers says it"
     if noop_layers_of(line):
-        return left_out("the layout in the place of --noop-layers says it, and Megatron takes one of the two")
-    if use.flag in SHARED_NAMES:
+        return "the layout in the place of --noop-layers says it, and Megatron takes one of the two"
+    if "shared" in use.row.idle:
         return None
-    value_of(use, line)
-    return Found("translated", ("--num-layers-per-virtual-pipeline-stage", *use.values), "the whole name")
+    line.values_of(use)
+    return ("--num-layers-per-virtual-pipeline-stage", *use.values), "the whole name"
 
 
 def _layout(counts: list[int], line: CommandLine) -> str:
@@ -117,8 +116,8 @@ def _layout(counts: list[int], line: CommandLine) -> str:
     return "|".join(parts)
 
 
-def num_layer_list(use: FlagUse, line: CommandLine) -> Found:
-    text = value_of(use, line).strip("'\"")
+def num_layer_list(use: FlagUse, line: CommandLine) -> str | tuple[str, str]:
+    text = line.values_of(use)[0].strip("'\"")
     try:
         counts = [int(each) for each in text.split(",")]
     except ValueError:
@@ -126,4 +125,14 @@ def num_layer_list(use: FlagUse, line: CommandLine) -> Found:
     stages = line.number("--pipeline-model-parallel-size", 1)
     if len(counts) != stages:
         raise Refusal(f"--num-layer-list {text} has {len(counts)} entries for {stages} pipeline stages")
-    return Found("translated", ("--pipeline-model-parallel-layout", _layout(counts, line)), "layers of each stage")
+    return f"--pipeline-model-parallel-layout {_layout(counts, line)}", "layers of each stage"
+
+
+RULES = {
+    "--num-layers": num_layers,
+    "--noop-layers": noop_layers,
+    "--num-layer-list": num_layer_list,
+    "--pipeline-num-transformer-layers": layers_of_stages,
+    "--num-layers-per-virtual-pipeline-stage": layers_of_virtual_stage,
+    "--num-layers-per-virtual-pipeline-stag": layers_of_virtual_stage,
+}

@@ -1,7 +1,7 @@
 """Launch scripts: the flags in a shell script or a Python file, and the same file with MindSpeed's flags translated.
 
-Flags may stand in a command, in an array or in a quoted text that a command expands. The file is edited in place of
-each flag: comments, order and everything else stay. All flags of a file are taken for one command line.
+Flags may stand in a command, in an array or in a quoted text. Comments, order and everything else stay. All flags of a
+file are one command line.
 """
 
 from __future__ import annotations

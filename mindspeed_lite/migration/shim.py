@@ -1,7 +1,7 @@
 """A package `mindspeed` that answers `import mindspeed.megatron_adaptor`, for scripts that may not be changed.
 
-It is two files in a folder of the user's choice, which he puts on PYTHONPATH. It never stands over a real MindSpeed:
-it is not written where one is, and importing it where one is installed is an error.
+Two files in a folder for PYTHONPATH. They are not written over a real MindSpeed, and importing them where one is
+installed is an error.
 """
 
 from __future__ import annotations

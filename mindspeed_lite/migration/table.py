@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import functools
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # What a flag is.
 CLASSES = {
@@ -28,12 +28,13 @@ OUTCOMES = {
     "launcher": "stays with the launcher; behind the training script it is left out",
     "skip": "left out, with a notice: the same model trains, without what the flag would save",
     "refuse": "one line and exit code 2",
+    "choose": "depends on its value",
+    "built-in": "one value is built into Megatron and left out",
     "rule": "depends on its value or on other flags",
 }
 
 
-@dataclass(frozen=True)
-class FlagRow:
+class FlagRow(NamedTuple):
     """One flag.
 
     Attributes:
@@ -41,8 +42,10 @@ class FlagRow:
         kind: one of CLASSES.
         outcome: one of OUTCOMES.
         words: `rename`, `write`: what takes its place. `keep`: after "!", values that are refused, parted by "|".
+            `built-in`: the value. `choose`: "VALUE>WORDS" parted by "|"; "*>REASON" refuses the others.
         idle: conditions under which it asks for nothing, one of which is enough: "cp=1", "pp=1", "vpp=1", "dense"
-            (no experts), "no:--other" (without that flag), "value:x".
+            (no experts), "no:--other" (without that flag), "value:x". "shared": Megatron's parser or ours has a flag
+            of this name too, and only its use in a MindSpeed command is translated.
         instead: what a user writes or does instead; empty if the note says it all.
         note: what it is, or what becomes of it.
     """
@@ -51,7 +54,7 @@ class FlagRow:
     values: str
     kind: str
     outcome: str
-    words: tuple[str, ...]
+    words: str
     idle: tuple[str, ...]
     instead: str
     note: str
@@ -59,19 +62,10 @@ class FlagRow:
 
 @functools.cache
 def flags() -> dict[str, FlagRow]:
-    """The table, by flag."""
+    """Return the table, by flag."""
     with (Path(__file__).parent / "flags.tsv").open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
-        return {
-            row["flag"]: FlagRow(
-                row["flag"],
-                row["values"],
-                row["class"],
-                row["outcome"],
-                tuple(row["words"].split()),
-                tuple(row["idle"].split()),
-                row["instead"],
-                row["note"],
-            )
-            for row in rows
-        }
+        _, *rows = csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    found = {}
+    for flag, values, kind, outcome, words, idle, instead, note in rows:
+        found[flag] = FlagRow(flag, values, kind, outcome, words, tuple(idle.split()), instead, note)
+    return found

@@ -7,15 +7,12 @@ from dataclasses import dataclass
 
 from . import layer_rules, rules
 from .command_line import CommandLine, FlagUse, Refusal, UnknownValue
-from .rule_types import SHARED_NAMES, CommandContext
-from .table import FlagRow
+from .table import CLASSES, FlagRow
 
-# What a row's class is called in a line for the user.
-_SAID = {
-    "replaced": "served in another way",
+# What a row's class is called in a line for the user who gave the flag.
+_CLASS_OF_REFUSED = CLASSES | {
     "planned": "planned, not in this release",
     "another product": "not a matter of mindspeed_lite",
-    "dead": "gone from MindSpeed itself",
     "megatron": "Megatron has no exact counterpart",
     "alias": "only in part served",
     "not needed": "left to Megatron",
@@ -74,123 +71,138 @@ def translate(
 ) -> Translation:
     """Translate every flag of MindSpeed's in `words`; the rest stays as it is, and so do flags that are refused.
 
-    Args:
-        words: a command line, or the raw words of a script.
-        known: the flags of the parser that will read the result; what it knows, it reads itself. None: any.
-        device: the device that trains; empty if it is not known.
-        transformer_engine: whether Transformer Engine is there.
-        resolve: see CommandLine.
-        ends: see CommandLine.
+    known: the flags of the parser that will read the result; what it knows, it reads itself. None: any. The other
+    arguments: see CommandLine.
     """
-    line = CommandLine(words, known, resolve, ends)
-    strict = line.has("--mindspeed-lite-strict")
-    foreign = any(_is_foreign(use.row, line) for use in line.uses)
-    context = CommandContext(line, foreign, device, transformer_engine)
+    line = CommandLine(words, known, device, transformer_engine, resolve, ends)
     steps = []
-    for use in line.uses:
-        step = _step(use, context)
-        if strict and step.outcome == "skipped":
-            step = TranslatedFlag(use, "refused", _raw(use, line), f"{step.line} (--mindspeed-lite-strict)")
-        steps.append(step)
     result: list[str] = []
     accepted: list[str] = []
     place = 0
-    for step in steps:
-        result += [*line.words[place : step.use.start], *step.words]
-        accepted += [*line.words[place : step.use.start], *(step.words if step.outcome != "refused" else ())]
-        place = step.use.stop
+    for use in line.uses:
+        raw = tuple(line.words[use.start : use.stop])
+        try:
+            outcome, given, text = _outcome(use, raw, line)
+        except rules.Skipped as skipped:
+            outcome, given, text = "skipped", (), f"{use.flag} is left out: {skipped}"
+        except Refusal as refusal:
+            outcome, given, text = "refused", raw, str(refusal)
+        except UnknownValue as unknown:
+            text = f"{use.flag} stays as it is: only the shell knows {unknown}; it is translated when the script runs"
+            outcome, given = "unknown value", raw
+        if outcome == "skipped" and line.has("--mindspeed-lite-strict"):
+            outcome, given, text = "refused", raw, f"{text} (--mindspeed-lite-strict)"
+        steps.append(TranslatedFlag(use, outcome, given, text))
+        between = line.words[place : use.start]
+        result += [*between, *given]
+        accepted += [*between, *(given if outcome != "refused" else ())]
+        place = use.stop
     return Translation((*result, *line.words[place:]), tuple(steps), (*accepted, *line.words[place:]))
 
 
-def _is_foreign(row: FlagRow, line: CommandLine) -> bool:
-    """Whether this flag is MindSpeed's alone, which tells a MindSpeed command from one of Megatron's."""
-    if line.known is not None:
-        return row.flag not in line.known
-    return row.outcome not in ("keep", "launcher") and row.flag not in SHARED_NAMES
-
-
-def _raw(use: FlagUse, line: CommandLine) -> tuple[str, ...]:
-    return tuple(line.words[use.start : use.stop])
-
-
-def _step(use: FlagUse, context: CommandContext) -> TranslatedFlag:
-    line, foreign = context.line, context.foreign
-    row, raw = use.row, _raw(use, line)
-    kept = TranslatedFlag(use, "kept", raw, "")
-    try:
-        if row.outcome == "keep" and (line.known is None or row.flag in line.known):
-            _check_value(use, line, foreign)
-            return kept
-        if row.outcome == "keep":
-            raise Refusal(f"{row.flag}: this release of Megatron-core does not have it ({row.note})")
-        if line.known is not None and row.flag in line.known and row.flag not in SHARED_NAMES:
-            return kept  # ours by now, or the script's own
-        if row.outcome == "rule":
-            own = rules.BY_CONTEXT.get(row.flag)
-            found = own(use, context) if own else rules.RULES[row.flag](use, line)
-            if found is None:
-                return kept
-            words = _existing(found.words, row, line)
-            said = f"{' '.join(raw)} is read as {' '.join(words)}" if words else f"{' '.join(raw)} is left out"
-            return TranslatedFlag(use, found.outcome, words, f"{said}: {found.why}")
-        if row.outcome == "launcher" and line.known is None:
-            return kept
-        if row.outcome in ("drop", "launcher"):
-            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {row.note}")
-        idle = _idle(use, line)
-        if idle:
-            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {idle}")
-        if row.outcome == "skip":
-            return TranslatedFlag(use, "skipped", (), _text(row))
+def _outcome(use: FlagUse, raw: tuple[str, ...], line: CommandLine) -> tuple[str, tuple[str, ...], str]:
+    """Return the outcome of one flag, the words in its place and the line for the user."""
+    row, flag = use.row, use.flag
+    is_known = line.known is not None and flag in line.known
+    if row.outcome == "keep":
+        if line.known is not None and not is_known:
+            raise Refusal(f"{flag}: this release of Megatron-core does not have it ({row.note})")
+        _check_value(use, line)
+    # The second: ours by now, or the script's own.
+    if row.outcome == "keep" or (is_known and "shared" not in row.idle):
+        return "kept", raw, ""
+    if row.outcome == "launcher" and line.known is None:
+        return "kept", raw, ""
+    if row.outcome in ("drop", "launcher"):
+        return "not needed", (), f"{flag} is left out: {row.note}"
+    if row.outcome in ("rule", "choose", "built-in"):
+        function = {"rule": rules.RULES.get(flag), "choose": _chosen, "built-in": _built_in}[row.outcome]
+        assert function is not None
+        found = function(use, line)
+        if found is None:
+            return "kept", raw, ""
+        if isinstance(found, str):
+            return "not needed", (), f"{' '.join(raw)} is left out: {found}"
+        words = tuple(found[0].split()) if isinstance(found[0], str) else found[0]
+        return _translated(raw, words, found[1], row, line)
+    idle = _idle(use, line)
+    if idle:
+        return "not needed", (), f"{flag} is left out: {idle}"
+    if row.outcome in ("skip", "refuse"):
+        parts = [f"{flag} ({_CLASS_OF_REFUSED[row.kind]}): {row.note}"]
+        parts += ["The training goes on without it"] if row.outcome == "skip" else []
+        parts += [f"Instead: {row.instead}"] if row.instead else ["Leave it out"] if row.outcome == "refuse" else []
         if row.outcome == "refuse":
-            raise Refusal(_text(row))
-        if row.outcome == "rename" and not use.values:
-            raise Refusal(f"{row.flag} needs a value")
-        words = (*row.words, *use.values) if row.outcome == "rename" else row.words
-        words = _existing(words, row, line)
-        if line.has(words[0]) and row.outcome == "rename":
-            if [line.resolved(each) for each in line.raw(words[0])] != [line.resolved(each) for each in use.values]:
-                raise Refusal(f"{row.flag} and {words[0]} are one flag and have different values: give one of them")
-            return TranslatedFlag(use, "not needed", (), f"{row.flag} is left out: {words[0]} says the same")
-        return TranslatedFlag(use, "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {row.note}")
-    except Refusal as refusal:
-        return TranslatedFlag(use, "refused", raw, str(refusal))
-    except UnknownValue as unknown:
-        text = (
-            f"{row.flag} stays as it is: only the shell knows {unknown.args[0]}; it is translated when the script runs"
+            raise Refusal(". ".join(parts))
+        return "skipped", (), ". ".join(parts)
+    words = tuple(row.words.split())
+    if row.outcome == "rename":
+        line.values_of(use) if not use.values else None
+        if line.has(words[0]):
+            given = [[line.resolved(each) for each in values] for values in (line.raw(words[0]), use.values)]
+            if given[0] != given[1]:
+                raise Refusal(f"{flag} and {words[0]} are one flag and have different values: give one of them")
+            return "not needed", (), f"{flag} is left out: {words[0]} says the same"
+        words += use.values
+    return _translated(raw, words, row.note, row, line)
+
+
+def _translated(
+    raw: tuple[str, ...], words: tuple[str, ...], why: str, row: FlagRow, line: CommandLine
+) -> tuple[str, tuple[str, ...], str]:
+    """Return a translation into `words`, whose flags the parser must know."""
+    missing = [each for each in words if line.known is not None and each.startswith("--") and each not in line.known]
+    if missing:
+        raise Refusal(f"{row.flag} is {' '.join(words)}, and this release of Megatron-core has no {missing[0]}")
+    return "translated", words, f"{' '.join(raw)} is read as {' '.join(words)}: {why}"
+
+
+def _chosen(use: FlagUse, line: CommandLine) -> rules.Result:
+    """What a row says of the flag's value."""
+    value = line.values_of(use)[0]
+    table = dict(each.split(">") for each in use.row.words.split("|"))
+    if value in table and value != "*":
+        is_own = table[value].startswith(f"{use.flag} ")
+        return (
+            (table[value], use.row.note if is_own else "our flag for it")
+            if table[value]
+            else (f"{value} asks for nothing")
         )
-        return TranslatedFlag(use, "unknown value", raw, text)
+    if "*" in table:
+        raise Refusal(f"{use.flag} {value}: {table['*']}")
+    return None
 
 
-def _check_value(use: FlagUse, line: CommandLine, foreign: bool) -> None:
+def _built_in(use: FlagUse, line: CommandLine) -> rules.Result:
+    """A number that latent attention has built in and that no flag changes."""
+    value, built_in = line.values_of(use)[0], use.row.words
+    if not rules.has_latent_attention(line):
+        raise Refusal(f"{use.flag}: {rules.NO_YARN}")
+    if not _is_equal(value, built_in):
+        raise Refusal(f"{use.flag} {value}: latent attention in Megatron has {built_in} built in: leave it out")
+    return f"{built_in} is built into Megatron's latent attention"
+
+
+def _check_value(use: FlagUse, line: CommandLine) -> None:
     """Refuse values that Megatron's flag of this name does not have; -1 for all ranks only beside MindSpeed's flags."""
-    refused = use.row.words[0][1:].split("|") if use.row.words else []
+    refused = use.row.words[1:].split("|") if use.row.words else []
     for each in use.values if refused else ():
-        if line.resolved(each) in refused and (foreign or refused != ["-1"]):
+        if line.resolved(each) in refused and (line.is_mindspeed or refused != ["-1"]):
             instead = f". Instead: {use.row.instead}" if use.row.instead else ""
             raise Refusal(f"{use.flag} {each}: {use.row.note}{instead}")
 
 
-def _existing(words: tuple[str, ...], row: FlagRow, line: CommandLine) -> tuple[str, ...]:
-    """`words`, whose flags the parser must know."""
-    missing = [each for each in words if line.known is not None and each.startswith("--") and each not in line.known]
-    if missing:
-        raise Refusal(f"{row.flag} is {' '.join(words)}, and this release of Megatron-core has no {missing[0]}")
-    return words
-
-
 def _idle(use: FlagUse, line: CommandLine) -> str:
-    """Why the flag asks for nothing here, or an empty text."""
+    """Return why the flag asks for nothing here, or an empty text."""
+    sizes = {"cp=1": "--context-parallel-size", "pp=1": "--pipeline-model-parallel-size"}
     for condition in use.row.idle:
         name, _, value = condition.partition(":")
         if name == "no" and not line.has(value):
             return f"it does nothing without {value}"
-        if name == "value" and use.values and _equal(line.resolved(use.values[0]), value):
+        if name == "value" and use.values and _is_equal(line.resolved(use.values[0]), value):
             return f"{value} is what there is without it"
-        if condition == "cp=1" and line.number("--context-parallel-size", 1) == 1:
-            return "there is nothing to do with --context-parallel-size 1"
-        if condition == "pp=1" and line.number("--pipeline-model-parallel-size", 1) == 1:
-            return "there is nothing to do with --pipeline-model-parallel-size 1"
+        if condition in sizes and line.number(sizes[condition], 1) == 1:
+            return f"there is nothing to do with {sizes[condition]} 1"
         if condition == "vpp=1" and layer_rules.virtual_stages(line) == 1:
             return "there is nothing to do without virtual pipeline stages"
         if condition == "dense" and not line.has("--num-experts"):
@@ -198,20 +210,8 @@ def _idle(use: FlagUse, line: CommandLine) -> str:
     return ""
 
 
-def _equal(one: str, other: str) -> bool:
+def _is_equal(one: str, other: str) -> bool:
     try:
         return float(one) == float(other)
     except ValueError:
         return one == other
-
-
-def _text(row: FlagRow) -> str:
-    """What a flag is and what to do instead."""
-    parts = [f"{row.flag} ({_SAID[row.kind]}): {row.note}"]
-    if row.outcome == "skip":
-        parts.append("The training goes on without it")
-    if row.instead:
-        parts.append(f"Instead: {row.instead}")
-    elif row.outcome == "refuse":
-        parts.append("Leave it out")
-    return ". ".join(parts)

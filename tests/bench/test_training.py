@@ -252,13 +252,13 @@ def cli(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([], "no command to measure"),
-        (["--"], "no command to measure"),
+        ([], "no command to read"),
+        (["--"], "no command to read"),
         (["--features", "use_flash_atn", "--", sys.executable, "x.py"], "did you mean use_flash_attn?"),
         (["--out", "/proc/nowhere", "--", sys.executable, "x.py"], "/proc/nowhere"),
         (["--", "no-such-program"], "there is no program 'no-such-program'"),
-        (["--repeats", "0", "--", "python"], "--repeats is at least 1"),
-        (["--steps", "1", "--", "python"], "--steps is at least 2"),
+        (["--repeats", "0", "--", "python"], "--repeats: takes a whole number of at least 1"),
+        (["--steps", "1", "--", "python"], "--steps: takes a whole number of at least 2"),
         (["--each", "--all", "--", "python"], "not allowed with argument"),
     ],
 )

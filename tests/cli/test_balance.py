@@ -1,4 +1,4 @@
-"""`mindspeed-lite balance`: the table, the files, and one line for what cannot be shown."""
+"""`mindspeed-lite balance`: loads of experts and sequence lengths, recorded and generated; tables and files."""
 
 from __future__ import annotations
 
@@ -6,56 +6,75 @@ import json
 
 import pytest
 
-from mindspeed_lite.cli import balance
+from mindspeed_lite import cli
+from mindspeed_lite.parallel.balance import record
+from mindspeed_lite.parallel.balance.length_simulation import GeneratedLengths
+from tests.harness import document_data
 
-MADE = ["--generate", "experts=16", "ranks=4", "topk=2", "layers=2", "steps=12", "skew=4"]
+HEADER = record.LoadHeader(experts=4, topk=2, expert_parallel=2, replicas=1, decoder_layers=2, layers=(2, 3))
 
 
-def test_a_row_for_each_policy_and_the_files(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    out, picture = tmp_path / "balance.json", tmp_path / "balance.png"
-    sizes = ["--hidden-size", "256", "--moe-ffn-hidden-size", "64"]
-    assert balance.main([*MADE, "--interval", "4", *sizes, "--json", str(out), "--plot", str(picture)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("12 steps, 2 layers: 16 experts over 4 ranks")
-    assert [line.split()[0] for line in lines[3:7]] == ["none", "copies", "placement", "both"]
+def balance(capsys, *arguments):
+    assert cli.main(["balance", *map(str, arguments)]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_record_has_a_row_for_each_layer(tmp_path, capsys):
+    file, out = tmp_path / "load.jsonl", tmp_path / "out.json"
+    steps = [
+        record.LoadStep(each, [4, 4], [[4, 0, 2, 2], [2, 2, 2, each]], [[4, 4], [4, 2 + each]]) for each in (1, 2, 3)
+    ]
+    record.append(file, steps, HEADER)
+    lines = balance(capsys, file, "--last", 2, "--json", out)
+    assert lines[0] == "2 steps, 2 to 3: 4 experts, 2 of them for a token, over 2 ranks"
+    assert lines[2].split() == ["layer", "experts", "worst", "variation", "idle", "ranks", "dropped"]
+    assert lines[3].split() == ["2", "2.00", "2.00", "0.71", "1", "1.00", "0.0", "%"]
+    assert lines[4].split()[:3] == ["mtp", "1", "1.17"]
     found = json.loads(out.read_text())
-    none, copies, placed, both = found["policies"]
-    assert lines[3].split()[1] == f"{none['imbalance']:.3f}" and lines[3].split()[3] == "1.000"
+    assert (found["first_step"], found["last_step"], found["steps"]) == (2, 3, 2)
+    assert found["balance"][0]["imbalance"] == 2.0 and len(found["policies"]) == 4
+
+
+def test_generated_loads_have_a_row_for_each_policy_and_pictures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    made = ["--generate", "experts=16", "ranks=4", "topk=2", "layers=2", "steps=12", "skew=4"]
+    out, pictures = tmp_path / "balance.json", [tmp_path / "load.png", tmp_path / "policies.png"]
+    sizes = [
+        "--hidden-size",
+        "256",
+        "--moe-ffn-hidden-size",
+        "64",
+        "--plot",
+        pictures[0],
+        "--plot-policies",
+        pictures[1],
+    ]
+    lines = balance(capsys, *made, "--interval", "4", *sizes, "--json", out)
+    (start,) = (place for place, line in enumerate(lines) if line.startswith("policy"))
+    rows = [line.split() for line in lines[start + 1 : start + 5]]
+    assert [row[0] for row in rows] == ["none", "copies", "placement", "both"]
+    none, copies, placed, both = json.loads(out.read_text())["policies"]
+    assert rows[0][1] == f"{none['imbalance']:.3f}" and rows[0][3] == "1.000"
     # The step's share of experts is a half.
     step = (1 + 0.5 * (copies["imbalance"] - 1)) / (1 + 0.5 * (none["imbalance"] - 1))
-    assert lines[4].split()[3] == f"{step:.3f}" and step < 0.9
+    assert rows[1][3] == f"{step:.3f}" and step < 0.9
     assert placed["imbalance"] < none["imbalance"] and both["copied"] > 0
     assert sum("copies" in line and "MB" in line for line in lines) == 2
-    assert picture.read_bytes()[:4] == b"\x89PNG"
+    assert all(each.read_bytes()[:4] == b"\x89PNG" for each in pictures)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "why"),
-    [
-        ([], "FILE or --generate, one of them"),
-        (["file", *MADE], "FILE or --generate, one of them"),
-        (["no"], "cannot be read: No such file"),
-        ([*MADE, "--ranks", "3"], "3 ranks cannot hold 16 experts"),
-        ([*MADE, "--decay", "1"], "from 0 to below 1"),
-        ([*MADE, "--copies", "-1"], "at least 0, not -1"),
-        ([*MADE, "--experts-share", "0"], "above 0"),
-        ([*MADE, "--hidden-size", "64"], "go together"),
-        ([*MADE, "heat=3"], "not 'heat=3'"),
-        ([*MADE, "topk=x"], "not 'topk=x'"),
-        ([*MADE, "drift=nan"], "not 'drift=nan'"),
-        ([*MADE, "topk=17"], "topk=17: a token has at most all 16 experts"),
-        ([*MADE, "layers=0"], "layers=0: at least 1"),
-        ([*MADE, "skew=99"], "from 1 to 15"),
-        ([*MADE, "--plot", "no/picture.png"], "there is no such folder"),
-    ],
-)
-def test_bad_input_is_one_line(capsys, arguments, why):
-    # Words of --generate end at the next option.
-    given = [each for each in arguments if "=" not in each or each in MADE]
-    extra = [each for each in arguments if each not in given]
-    if extra:
-        given = [*MADE, *extra]
-    assert balance.main(given) == 2
-    error = capsys.readouterr().err
-    assert why in error and error.count("\n") == 1 and error.startswith("mindspeed-lite balance: error: ")
+def test_lengths_have_a_row_for_each_assignment(tmp_path, capsys):
+    small, out = ["--seq-length", 512, "--steps", 4, "--ranks", 2, "--global-batch-size", 16], tmp_path / "out.json"
+    index = document_data.write(tmp_path / "set", 400, GeneratedLengths(8, 1.2, 512)) + ".idx"
+    for given in ([index], ["--generate-lengths", "shortest=8", "tail=1.2"]):
+        lines = balance(capsys, *given, *small, "--json", out)
+        assert lines[0].startswith("4 steps of 16 sequences of 512 tokens, 8 micro-batches for each of 2 ranks")
+        before, after, waiting, bound = json.loads(out.read_text())["assignments"]
+        names = [each["name"] for each in (before, after, waiting, bound)]
+        assert [line.split("  ")[0] for line in lines[3:7]] == names
+        assert before["step"] > after["step"] >= bound["step"] >= 1
+        assert before["micro_batch"] > waiting["micro_batch"] == bound["micro_batch"]
+        assert lines[3].split()[-2] == f"{before['step']:.4f}"
+        assert f"{before['step'] / after['step']:.2f}x faster" in lines[-2]
+        assert f"{before['micro_batch'] / waiting['micro_batch']:.2f}x faster" in lines[-1]
+    assert "4 micro-batches for each of 2 ranks" in balance(capsys, *given, *small, "--micro-batch-size", 2)[0]

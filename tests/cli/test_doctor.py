@@ -7,17 +7,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import textwrap
 
 import pytest
 
 from mindspeed_lite import cli
-from mindspeed_lite.cli import checks
-from mindspeed_lite.cli.checks import build, devices, environment, features, megatron, packages
+from mindspeed_lite.cli import doctor_checks
+from mindspeed_lite.cli.doctor_checks import CHECKS, Machine, Row
 from tests.harness import fake_torch_npu, matrix
 from tests.harness.commands import command, without
-
-STATUSES = {"ok", "note", "problem"}
 
 
 def examined(run):
@@ -25,29 +22,21 @@ def examined(run):
     assert run.stderr == ""
     document = json.loads(run.stdout)
     problems = [row for row in document["rows"] if row["status"] == "problem"]
-    assert document["schema_version"] == 1
-    assert document["ready"] == (not problems)
+    assert document["schema_version"] == 1 and document["ready"] == (not problems)
     assert run.returncode == (1 if problems else 0)
-    assert all(row["status"] in STATUSES and row["text"] for row in document["rows"])
+    assert all(row["status"] in ("ok", "note", "problem") and row["text"] for row in document["rows"])
     assert all(row["fix"] for row in problems), problems
     assert not [row for row in document["rows"] if "cannot be examined" in row["text"]]
-    by_check = {}
-    for row in document["rows"]:
-        by_check.setdefault(row["check"], []).append(row)
-    return by_check
+    return {row["check"]: row for row in reversed(document["rows"])}
+
+
+def rows(check):
+    return list(CHECKS[check](Machine()))
 
 
 @pytest.fixture
-def fresh():
-    """Checks that remember nothing, before and after."""
-    checks.found.forget()
-    yield
-    checks.found.forget()
-
-
-@pytest.fixture
-def fake_host(tmp_path, monkeypatch, fresh):
-    """`fake_host(version)` puts a Megatron of that version, with a training folder, first on the path."""
+def fake_megatron(tmp_path, monkeypatch):
+    """`fake_megatron(version)` puts a Megatron of that version, with a training folder, first on the path."""
 
     def make(version, training=True, makefile=True, built=True):
         core = tmp_path / "megatron" / "core"
@@ -57,125 +46,81 @@ def fake_host(tmp_path, monkeypatch, fresh):
         if makefile:
             (core / "datasets" / "Makefile").write_text("")
         if built:
-            suffix = sysconfig.get_config_var("EXT_SUFFIX")
-            (core / "datasets" / f"helpers_cpp{suffix}").write_text("")
+            (core / "datasets" / f"helpers_cpp{sysconfig.get_config_var('EXT_SUFFIX')}").write_text("")
+        folders = [tmp_path / "megatron", tmp_path / "other"]
         if training:
-            (tmp_path / "megatron" / "training").mkdir()
-            (tmp_path / "megatron" / "training" / "__init__.py").write_text("")
-        monkeypatch.setattr(
-            importlib.util,
-            "find_spec",
-            lambda name, find=importlib.util.find_spec: (
-                type("Spec", (), {"submodule_search_locations": [str(tmp_path / "megatron")]})
-                if name == "megatron"
-                else find(name)
-            ),
-        )
+            (folders[training == "elsewhere"] / "training").mkdir(parents=True)
+            (folders[training == "elsewhere"] / "training" / "__init__.py").write_text("")
+        spec, find = type("Spec", (), {"submodule_search_locations": folders}), importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "megatron" else find(name))
         return core
 
     return make
 
 
-def test_here_it_says_something_about_everything(capsys, fresh):
+def test_here_it_says_something_about_everything(capsys):
     code = cli.main(["doctor", "--json"])
     captured = capsys.readouterr()
     found = examined(subprocess.CompletedProcess([], code, captured.out, captured.err))
-    asked = {"python", "torch", "megatron-core", "device", "collectives", "allocator", "features"}
-    assert asked <= set(found)
-    assert found["torch"][0]["status"] == "ok"
+    assert {"python", "torch", "megatron-core", "device", "collectives", "allocator", "features"} <= set(found)
+    assert found["torch"]["status"] == "ok"
 
 
 def test_text_and_json_say_the_same(capsys, monkeypatch):
-    rows = [checks.row.ok("one", "fine"), checks.row.problem("two", "bad", "mend it")]
-    monkeypatch.setattr("mindspeed_lite.cli.doctor.examine", lambda: rows)
+    found = [Row("one", "ok", "fine"), Row("two", "problem", "bad", "mend it")]
+    monkeypatch.setattr("mindspeed_lite.cli.doctor.examine", lambda machine: found)
     assert cli.main(["doctor"]) == 1
     text = capsys.readouterr().out
     assert "fine" in text and "-> mend it" in text and "1 problem:" in text
     assert cli.main(["doctor", "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["rows"][1] == {
-        "check": "two",
-        "status": "problem",
-        "text": "bad",
-        "fix": "mend it",
-    }
+    assert json.loads(capsys.readouterr().out)["rows"][1] == found[1]._asdict()
 
 
-def test_without_torch(tmp_path):
+def test_without_torch_and_without_anything(tmp_path):
     found = examined(command("doctor", "--json", **without(tmp_path, "torch")))
-    assert found["torch"][0]["status"] == "problem" and "pip install" in found["torch"][0]["fix"]
-    assert found["device"][0]["status"] == found["features"][0]["status"] == "note"
-
-
-def test_without_megatron(tmp_path):
-    found = examined(command("doctor", "--json", **without(tmp_path, "megatron")))
-    assert found["megatron-core"][0]["status"] == "problem"
-    assert "checkout" in found["megatron-core"][0]["fix"]
+    assert found["torch"]["status"] == "problem" and "pip install" in found["torch"]["fix"]
+    assert found["device"]["status"] == found["features"]["status"] == "note"
+    own, training = doctor_checks.OWN_PACKAGES, doctor_checks.TRAINING_PACKAGES
+    gone = without(tmp_path, "torch", "megatron", "pybind11", *own, *training)
+    found = examined(command("doctor", "--json", **gone, PATH=""))
+    assert found["megatron-core"]["status"] == "problem" and "checkout" in found["megatron-core"]["fix"]
     assert "megatron.training" not in found
-
-
-def test_without_anything(tmp_path):
-    gone = ("torch", "megatron", "pybind11", *packages.OURS, *packages.TRAINING)
-    found = examined(command("doctor", "--json", **without(tmp_path, *gone), PATH=""))
-    assert "pyyaml" in found["script's packages"][0]["fix"]
-    assert "wrapt" in found["own packages"][0]["fix"]
-    assert found["c++ compiler"][0]["status"] == "note"
-
-
-def fake_torch(folder, body=""):
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text(body)
+    assert "pyyaml" in found["script's packages"]["fix"] and "wrapt" in found["own packages"]["fix"]
+    assert found["c++ compiler"]["status"] == "note"
 
 
 def test_a_torch_that_does_not_import(tmp_path):
-    fake_torch(tmp_path, "raise RuntimeError('Failed to load the backend extension: torch_npu')")
-    found = examined(command("doctor", "--json", path=[tmp_path]))
-    row = found["torch"][0]
-    assert row["status"] == "problem" and "backend extension" in row["text"] and "AUTOLOAD" in row["fix"]
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('Failed to load the backend: torch_npu')")
+    row = examined(command("doctor", "--json", path=[tmp_path]))["torch"]
+    assert row["status"] == "problem" and "the backend" in row["text"] and "AUTOLOAD" in row["fix"]
 
 
 @matrix.whole
 def test_a_torch_npu_that_breaks_in_its_own_way(tmp_path):
     fake_torch_npu.torch_npu(tmp_path, "raise AttributeError('no _npu here')")
     found = examined(command("doctor", "--json", path=[tmp_path]))
-    assert "no _npu here" in found["device"][0]["text"]
-    pair = found["torch_npu"][0]
+    assert "no _npu here" in found["device"]["text"]
+    pair = found["torch_npu"]
     assert pair["status"] == "note" and "no _npu here" in pair["text"] and "reinstall torch_npu" in pair["fix"]
 
 
 @pytest.mark.parametrize(
-    ("version", "status", "text"),
+    ("check", "version", "training", "status", "text"),
     [
-        ("0.19.2", "ok", "verified releases"),
-        ("0.19.99", "ok", "verified series"),
-        ("99.0", "note", "not verified"),
-        ("0.9.0", "problem", "older than the supported"),
+        ("megatron-core", "0.19.2", True, "ok", "verified releases"),
+        ("megatron-core", "0.19.99", True, "ok", "verified series"),
+        ("megatron-core", "99.0", True, "note", "not verified"),
+        ("megatron-core", "0.9.0", True, "problem", "older than supported"),
+        ("megatron.training", "0.19.2", True, "ok", "there"),
+        ("megatron.training", "0.16.1", False, "note", "0.16 wheels"),
+        ("megatron.training", "0.19.2", "elsewhere", "problem", "mixed"),
     ],
 )
-def test_the_version_of_megatron(fake_host, version, status, text):
-    fake_host(version)
-    row = megatron.check_megatron()[0]
-    assert row.status == status and text in row.text
-
-
-def test_megatron_without_its_training(fake_host):
-    fake_host("0.16.1", training=False)
-    row = megatron.check_megatron()[1]
-    assert row.status == "note" and "0.16 wheels" in row.text
-
-
-def test_two_megatrons_are_a_problem(fake_host, tmp_path, monkeypatch):
-    core = fake_host("0.19.2", training=False)
-    other = tmp_path / "other" / "megatron" / "training"
-    other.mkdir(parents=True)
-    (other / "__init__.py").write_text("")
-    folders = [str(core.parent), str(other.parent)]
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name: type("Spec", (), {"submodule_search_locations": folders}),
-    )
-    row = megatron.check_megatron()[1]
-    assert row.status == "problem" and "mixed" in row.text
+def test_the_megatron_that_is_there(fake_megatron, check, version, training, status, text):
+    fake_megatron(version, training=training)
+    ((found, told, *_),) = rows(check)
+    assert found == status and text in told
 
 
 @pytest.mark.parametrize(
@@ -189,70 +134,62 @@ def test_two_megatrons_are_a_problem(fake_host, tmp_path, monkeypatch):
         (False, True, True, "same", "ok"),
     ],
 )
-def test_the_dataset_helper(fake_host, monkeypatch, makefile, built, tools, suffix, status):
-    fake_host("0.19.2", makefile=makefile, built=built)
+def test_the_dataset_helper(fake_megatron, monkeypatch, makefile, built, tools, suffix, status):
+    fake_megatron("0.19.2", makefile=makefile, built=built)
     own = sysconfig.get_config_var("EXT_SUFFIX")
-    monkeypatch.setattr(build, "_suffix_of_python3_config", lambda: own if suffix == "same" else suffix)
+    monkeypatch.setattr(doctor_checks, "suffix_of_python3_config", lambda: own if suffix == "same" else suffix)
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if tools else None)
-    monkeypatch.setattr(checks.found, "is_there", lambda module: True)
+    monkeypatch.setattr(doctor_checks, "is_there", lambda module: True)
     monkeypatch.delenv("CXX", raising=False)
-    row = build.check_build_tools()[-1]
-    assert (row.check, row.status) == ("dataset helper", status), row
+    assert rows("dataset helper")[0][0] == status
 
 
-def test_a_target_that_drifted_is_a_reason(fake_host):
-    core = fake_host("0.19.2")
+def test_a_target_that_drifted_is_a_reason(fake_megatron):
+    core = fake_megatron("0.19.2")
     (core / "transformer").mkdir()
     (core / "transformer" / "__init__.py").write_text("")
     (core / "transformer" / "torch_norm.py").write_text(
-        textwrap.dedent(
-            """
-            class WrappedTorchNorm:
-                def __new__(cls, config, something_new):
-                    return None
-            """
-        )
+        "class WrappedTorchNorm:\n    def __new__(cls, config, something_new):\n        return None\n"
     )
-    texts = {row.check: row.text for row in features.check_features()}
-    assert "unlike the verified releases" in texts["feature use_fused_rmsnorm"]
-    assert "is not found" in texts["feature use_flash_attn"]
+    texts = {text.partition(" ")[0]: text for _, text, *_ in rows("features")}
+    assert "unlike the verified releases" in texts["use_fused_rmsnorm"]
+    assert "is not found" in texts["use_flash_attn"]
 
 
 def test_variables_in_force(monkeypatch):
     for name in [each for each in os.environ if each.startswith("MINDSPEED_LITE_")]:
         monkeypatch.delenv(name)
-    assert [row.status for row in environment.check_environment()] == ["ok"]
+    assert [status for status, *_ in rows("environment")] == ["ok"]
     monkeypatch.setenv("MINDSPEED_LITE_DISABLE", "1")
     monkeypatch.setenv("MINDSPEED_LITE_DEVISE", "cpu")
-    rows = environment.check_environment()
-    assert [row.status for row in rows] == ["note", "note"]
-    assert rows[0].fix == "did you mean MINDSPEED_LITE_DEVICE?"
+    misspelt, off = rows("environment")
+    assert misspelt[0] == off[0] == "note" and misspelt[2] == "did you mean MINDSPEED_LITE_DEVICE?"
 
 
 @pytest.mark.parametrize(
-    ("asked", "status", "text"),
-    [("cpu", "ok", "by MINDSPEED_LITE_DEVICE"), ("tpu", "problem", "not a device")],
+    ("check", "name", "value", "statuses", "text"),
+    [
+        ("device", "MINDSPEED_LITE_DEVICE", "cpu", {"ok"}, "by MINDSPEED_LITE_DEVICE"),
+        ("device", "MINDSPEED_LITE_DEVICE", "tpu", {"problem"}, "not a device"),
+        ("allocator", "MINDSPEED_LITE_ALLOCATOR", "keep", {"ok", "note"}, "freed memory"),
+        ("allocator", "MINDSPEED_LITE_ALLOCATOR", "system", {"ok"}, "system"),
+        ("allocator", "MINDSPEED_LITE_ALLOCATOR", "fast", {"problem"}, "fast"),
+    ],
 )
-def test_the_device(monkeypatch, fresh, asked, status, text):
-    monkeypatch.setenv("MINDSPEED_LITE_DEVICE", asked)
-    row = devices.check_device()[0]
-    assert row.status == status and text in row.text
-    assert all(f"{name}:" in row.text for name in ("npu", "cuda", "cpu"))
-
-
-@pytest.mark.parametrize(("value", "status"), [("keep", "ok"), ("system", "ok"), ("fast", "problem")])
-def test_the_allocator(monkeypatch, fresh, value, status):
-    monkeypatch.setenv("MINDSPEED_LITE_ALLOCATOR", value)
+def test_what_a_variable_chooses(monkeypatch, check, name, value, statuses, text):
     monkeypatch.setenv("MINDSPEED_LITE_DEVICE", "cpu")
-    row = devices.check_allocator()[0]
-    assert row.status == status or (value == "keep" and row.status == "note")
+    monkeypatch.setenv(name, value)
+    ((status, told, *_),) = rows(check)
+    assert status in statuses and text in told
+    if check == "device":
+        assert all(f"{each}:" in told for each in ("npu", "cuda", "cpu"))
 
 
 def test_a_check_that_fails_is_a_row(monkeypatch):
-    def broken():
+    def broken(machine):
         raise ZeroDivisionError("of all things")
 
-    monkeypatch.setattr(checks, "CHECKS", {"broken": broken, "python": packages.check_python})
-    first, second = checks.examine()
+    monkeypatch.setattr(doctor_checks, "CHECKS", {"broken": broken, "python": CHECKS["python"]})
+    first, second = doctor_checks.examine(Machine())
     assert first.status == "problem" and "of all things" in first.text
     assert second.check == "python" and sys.executable in second.text

@@ -3,7 +3,7 @@
 import pytest
 
 from mindspeed_lite import __version__, cli
-from tests.harness.commands import command, fails_in_one_line, python
+from tests.harness.commands import command, python
 
 
 def test_help_names_every_command():
@@ -20,21 +20,6 @@ def test_version():
 def test_no_command_prints_help_and_is_an_error():
     run = command()
     assert run.returncode == 2 and run.stdout.startswith("usage: mindspeed-lite")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("feature",), "did you mean features?"),
-        (("xyz",), "choose one of"),
-        (("--xyz",), "no option"),
-        (("features", "--xyz"), "--xyz"),
-        (("features", "a", "b"), "one feature at a time"),
-        (("doctor", "now"), "unrecognized"),
-    ],
-)
-def test_a_usage_error_is_one_line(arguments, word):
-    fails_in_one_line(command(*arguments), word)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["features", "-h"], ["doctor", "-h"], ["xyz"]])

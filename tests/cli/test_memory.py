@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_lite import cli
 from mindspeed_lite.bench.memory_run import Measured, Run, compare
-from mindspeed_lite.cli import memory_text, training_command
+from mindspeed_lite.cli import memory, training_command
 from mindspeed_lite.planner import ranks, read
 from tests.harness import matrix
 from tests.harness.checkouts import ROOT
-from tests.harness.commands import command, fails_in_one_line, python
+from tests.harness.commands import command, python
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --ffn-hidden-size 384 --num-attention-heads 4 --seq-length 256 "
@@ -30,30 +31,10 @@ LARGE = (
 ).split()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["no command to predict", "--"]),
-        (["--explain"], ["no command to predict"]),
-        (["--", "python", "train.py"], ["--num-layers", "add it"]),
-        (["--", "bash", "train.sh"], ["--num-layers", "shell script"]),
-        (["--world-size", "0", "--", "python", *MODEL], ["--world-size", "at least 1"]),
-        (["--", "torchrun", "--nproc-per-node", "gpu", *MODEL], ["--nproc-per-node", "--world-size N"]),
-        (["--", "torchrun", "--nproc-per-node=3", "x.py", *MODEL, "--tensor-model-parallel-size", "2"], ["3 ranks"]),
-        (["--device", "tpu", "--", "python", *MODEL], ["--device", "tpu"]),
-        (["--", "python", *MODEL, "--fp8-format", "e4m3"], ["--fp8-format e4m3", "not predicted"]),
-        (["--measure", "--", "no-such-program", *MODEL], ["no-such-program"]),
-        (["--json", "/nowhere/file", "--", "python", *MODEL], ["--json", "/nowhere"]),
-    ],
-)
-def test_a_usage_error_is_one_line(arguments: list[str], words: list[str]) -> None:
-    fails_in_one_line(command("memory", *arguments), *words)
-
-
-def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted() -> None:
-    run = command("memory", "--", "python", *MODEL, "--use-flash-atn")
-    assert run.returncode == 0 and run.stderr.count("\n") == 1
-    assert "--use-flash-atn" in run.stderr and "--use-flash-attn" in run.stderr
+def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["memory", "--", "python", *MODEL, "--use-flash-atn"]) == 0
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "--use-flash-atn" in error and "--use-flash-attn" in error
 
 
 @pytest.mark.parametrize(
@@ -69,8 +50,7 @@ def test_how_many_ranks_there_are(words, environment, ranks, monkeypatch) -> Non
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert training_command.world_size(None, words) == ranks
-    assert training_command.world_size(6, words) == 6
+    assert training_command.world_size(words) == ranks
 
 
 def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
@@ -96,22 +76,23 @@ def test_a_large_model_is_predicted_without_torch(tmp_path: Path) -> None:
     assert first["bytes"]["activations"] == sum(line["bytes"] for line in first["activations"])
 
 
-def test_alike_stages_share_a_row() -> None:
+def test_alike_stages_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--pipeline-model-parallel-size", "4", "--global-batch-size", "2", "--num-layers", "8"]
-    training = read([*MODEL, *words], 4)
-    lines = memory_text.prediction(training, ranks(training), 120, False)
+    assert cli.main(["memory", "--world-size", "4", "--", *MODEL, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines if line[:1].isdigit() and "-" in line.split()[0]] == [["1-2", "1-2"]]
 
 
 @pytest.mark.parametrize(("factor", "off"), [(1.0, False), (0.96, False), (0.94, True), (1.06, True)])
-def test_more_than_five_percent_is_off(factor: float, off: bool) -> None:
+def test_more_than_five_percent_is_off(factor: float, off: bool, capsys: pytest.CaptureFixture[str]) -> None:
     predicted = ranks(read(MODEL, 1, "cpu"))
     counted = {**predicted[0].categories, "host": 0}
     counted["activations"] = int(counted["activations"] / factor)
     process = Measured(0, 1, counted, 10**9, "the process", [])
     compared = compare(predicted, [process])
     assert [each.category for each in compared if each.is_off] == (["activations"] if off else [])
-    text = "\n".join(memory_text.comparison(compared, Run([process], 1, "cpu"), 100, False))
+    memory.show_comparison(compared, Run([process], 1, "cpu"))
+    text = capsys.readouterr().out
     assert ("1 of 4 categories" in text) == off and ("all within 5 %" in text) == (not off)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
 
@@ -13,32 +12,51 @@ from tests.harness.commands import command, fails_in_one_line
 
 # Nothing of CANN's in the environment, whatever this machine has.
 BARE = {"ASCEND_HOME_PATH": "", "ASCEND_RT_VISIBLE_DEVICES": "", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}
+SERIES = ".".join(fake_torch_npu.TORCH.split(".")[:2])
 
 
-def rows(run):
+def examined(folder, *options, **variables):
     """The rows of `doctor --json` by check; nothing on stderr, and no check that broke."""
+    run = command("doctor", "--json", *options, path=[folder], **{**BARE, **variables})
     assert run.stderr == "", run.stderr
     document = json.loads(run.stdout)
     assert run.returncode == (0 if document["ready"] else 1)
     assert not [row for row in document["rows"] if "cannot be examined" in row["text"]]
-    return {row["check"]: row for row in document["rows"]}
+    return {row["check"]: row for row in reversed(document["rows"])}
 
 
-def examined(folder, *options, **variables):
-    return rows(command("doctor", "--json", *options, path=[folder], **{**BARE, **variables}))
+NO_HCCL = fake_torch_npu.NO_LIBRARY.format(library="libhccl.so")
 
 
+@pytest.mark.parametrize(
+    ("body", "options", "status", "texts", "fix"),
+    [
+        (NO_HCCL, {}, "note", [fake_torch_npu.MATCHING, "libhccl.so is not found and ASCEND_HOME_PATH is not set"],
+         "set_env.sh"),
+        (fake_torch_npu.ABORTS, {"version": "2.1.0.post8"}, "problem",
+         [f"torch_npu 2.1.0.post8 is not for torch {fake_torch_npu.TORCH}"], f"pip install 'torch-npu=={SERIES}.*'"),
+        (fake_torch_npu.ABORTS, {"version": "2.1.0.post8", "installed": False}, "problem", ["is not for"], "torch-npu"),
+        (fake_torch_npu.NO_DEVICE, {}, "note", ["torch_npu finds no NPU device"], "npu-smi"),
+        (fake_torch_npu.BUSY, {}, "note", ["cannot be opened: ZeroDivisionError"], "npu-smi"),
+        (fake_torch_npu.ABORTS, {}, "note",
+         ["importing torch_npu", "ends the process (SIGABRT): the runtime is not pleased"], "matching set"),
+        (fake_torch_npu.HANGS, {}, "note", ["importing torch", "does not end (given up after 6 s)"], "--timeout"),
+        (fake_torch_npu.WORKS, {"transfer": "raise ImportError('no such name')"}, "problem",
+         ["transfer_to_npu does not import: ImportError: no such name"], "matches your torch"),
+    ],
+    ids=["library", "another torch", "unpacked", "no device", "busy", "aborts", "hangs", "mapping"],
+)  # fmt: skip
 @matrix.whole
-def test_a_missing_library_names_it_and_the_script_to_source(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
-    found = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")
-    row = found["torch_npu"]
-    assert row["status"] == "note" and fake_torch_npu.MATCHING in row["text"]
-    assert "CANN's libhccl.so is not found and ASCEND_HOME_PATH is not set" in row["text"]
-    assert "set_env.sh" in row["fix"]
-    assert found["torch"]["status"] == "ok", "torch itself is fine without the extension"
-    device = found["device"]
-    assert device["status"] == "problem" and "libhccl.so" in device["text"] and "set_env.sh" in device["text"]
+def test_what_is_wrong_and_what_to_do(tmp_path, body, options, status, texts, fix):
+    fake_torch_npu.torch_npu(tmp_path, body, **options)
+    found = examined(tmp_path, "--timeout", "6" if body == fake_torch_npu.HANGS else "60")
+    row, device = found["torch_npu"], found["device"]
+    assert row["status"] == status and all(text in row["text"] for text in texts) and fix in row["fix"], row
+    assert found["torch"]["status"] == device["status"] == "ok", "training can start without it"
+    assert "transfer" in options or fix in device["text"]
+    if body == NO_HCCL:
+        device = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")["device"]
+        assert device["status"] == "problem" and fix in device["text"]
 
 
 @matrix.whole
@@ -50,57 +68,6 @@ def test_torch_that_loads_it_fails_with_it(tmp_path):
     assert "libascendcl.so" in row["text"], "the cause, which torch's own message leaves out"
     assert "set_env.sh" in row["fix"] and "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in row["fix"]
     assert found["device"]["status"] == "ok" and found["device"]["text"].startswith("c")
-
-
-@matrix.whole
-@pytest.mark.parametrize("installed", [True, False])
-def test_one_for_another_torch(tmp_path, installed):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.ABORTS, version="2.1.0.post8", installed=installed)
-    found = examined(tmp_path, MINDSPEED_LITE_DEVICE="npu")
-    row = found["torch_npu"]
-    assert (
-        row["status"] == "problem" and f"torch_npu 2.1.0.post8 is not for torch {fake_torch_npu.TORCH}" in row["text"]
-    )
-    major, minor = fake_torch_npu.TORCH.split(".")[:2]
-    assert f"pip install 'torch-npu=={major}.{minor}.*'" in row["fix"]
-    assert row["text"] in found["device"]["text"] and row["fix"] in found["device"]["text"]
-
-
-@matrix.whole
-def test_no_device(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_DEVICE)
-    found = examined(tmp_path)
-    row = found["torch_npu"]
-    assert row["status"] == "note" and "torch_npu finds no NPU device" in row["text"] and "npu-smi" in row["fix"]
-    assert found["device"]["status"] == "ok", "training can start without it"
-    assert row["fix"] in found["device"]["text"]
-
-
-@matrix.whole
-def test_a_device_that_cannot_be_opened(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.BUSY)
-    row = examined(tmp_path)["torch_npu"]
-    assert row["status"] == "note" and "cannot be opened: ZeroDivisionError" in row["text"] and "npu-smi" in row["fix"]
-
-
-@matrix.whole
-def test_one_that_ends_the_process(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.ABORTS)
-    found = examined(tmp_path)
-    row = found["torch_npu"]
-    assert row["status"] == "note" and "importing torch_npu" in row["text"]
-    assert "ends the process (SIGABRT): the runtime is not pleased" in row["text"] and "matching set" in row["fix"]
-    assert found["device"]["status"] == "ok"
-
-
-@matrix.whole
-def test_one_that_hangs(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.HANGS)
-    start = time.monotonic()
-    row = examined(tmp_path, "--timeout", "6")["torch_npu"]
-    assert time.monotonic() - start < 500
-    assert row["status"] == "note" and "importing torch" in row["text"]
-    assert "does not end (given up after 6 s)" in row["text"] and "--timeout" in row["fix"]
 
 
 def test_everything_there(tmp_path):
@@ -118,15 +85,8 @@ def test_everything_there(tmp_path):
     assert "attention:npu" in found["features"]["text"] and "rms_norm:npu" in found["features"]["text"]
 
 
-@matrix.whole
-def test_without_its_mapping_training_cannot_start(tmp_path):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.WORKS, transfer="raise ImportError('no such name')")
-    row = examined(tmp_path)["torch_npu"]
-    assert row["status"] == "problem" and "transfer_to_npu does not import: ImportError: no such name" in row["text"]
-
-
 def test_a_selftest_without_an_npu_says_why_in_the_same_words(tmp_path, monkeypatch):
-    fake_torch_npu.torch_npu(tmp_path, fake_torch_npu.NO_LIBRARY.format(library="libhccl.so"))
+    fake_torch_npu.torch_npu(tmp_path, NO_HCCL)
     run = command("doctor", "--npu-selftest", path=[tmp_path], cwd=tmp_path, **BARE)
     monkeypatch.syspath_prepend(tmp_path)
     for name, value in BARE.items():
@@ -149,17 +109,3 @@ def test_a_selftest_on_an_npu_that_computes_nothing_fails_and_reports(tmp_path):
     failed = [check["name"] for check in report["checks"] if check["status"] == "failed"]
     assert set(failed) == {name for name in names if not name.endswith(", backend")}
     assert f"To report, with {out}:" in run.stdout and run.stdout.count("on npu: failed:") == len(failed)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--quick",), "belongs to --selftest"),
-        (("--out", "x"), "belongs to --selftest"),
-        (("--selftest", "--npu-selftest"), "not allowed with"),
-        (("--timeout", "soon"), "invalid number of seconds"),
-        (("--timeout", "0"), "invalid number of seconds"),
-    ],
-)
-def test_bad_options_are_one_line(arguments, word):
-    fails_in_one_line(command("doctor", *arguments), word)

@@ -163,6 +163,7 @@ from mindspeed_lite import platform
 from mindspeed_lite.platform import allocator
 print(sys.argv[1:], platform.current().name, torch.cuda.is_available(), allocator.keeps())
 print("megatron" in sys.modules, "mindspeed_lite.megatron_adaptor" in sys.modules)
+torch.distributed.init_process_group("gloo", rank=0, world_size=1)  # without a launcher as well
 """
 
 

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from mindspeed_lite.cli import schedule
-from mindspeed_lite.cli.schedule_candidates import Command
+from mindspeed_lite import cli
 from mindspeed_lite.pipeline.costs import uniform
 from mindspeed_lite.pipeline.orders import PipelineShape, build
 from mindspeed_lite.pipeline.simulate import simulate
 from mindspeed_lite.planner import ranks, read
+from mindspeed_lite.planner.order_candidates import OrderFlags
 from mindspeed_lite.planner.pipeline_costs import constant_bytes, costs, flops, model_stages
 from tests.harness.commands import python
 
@@ -27,7 +27,7 @@ INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def run(capsys, *options, flags=()):
-    code = schedule.main([*options, "--", *COMMAND, *flags])
+    code = cli.main(["schedule", *options, "--", *COMMAND, *flags])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -44,14 +44,7 @@ def run(capsys, *options, flags=()):
         (["--pipeline-schedule", "zb-h1"], "zb-h1"),
         (["--pipeline-schedule", "zb-auto", "--pipeline-schedule-max-live", "5"], "zb-auto"),
         ([*INTERLEAVED, "--recompute-in-bubble"], "interleaved+recompute-in-bubble"),
-        (
-            [
-                *INTERLEAVED,
-                "--recompute-in-advance",
-                *"--recompute-granularity full --recompute-method uniform".split(),
-            ],
-            "interleaved+recompute-in-advance",
-        ),
+        ([*INTERLEAVED, "--recompute-in-advance", *FULL], "interleaved+recompute-in-advance"),
     ],
 )
 def test_the_order_is_the_one_that_the_flags_choose(flags, name, capsys):
@@ -62,7 +55,7 @@ def test_the_order_is_the_one_that_the_flags_choose(flags, name, capsys):
 
 
 def test_without_a_pipeline_passes_alternate(capsys):
-    assert schedule.main(["--", "python", "x.py", *MODEL]) == 0
+    assert cli.main(["schedule", "--", "python", "x.py", *MODEL]) == 0
     assert capsys.readouterr().out.startswith("1f1b: 1 pipeline rank, 1 model chunk each")
 
 
@@ -143,41 +136,6 @@ def test_own_orders_pictures_and_traces(tmp_path, capsys):
     assert code == 2 and "where 1f1b has" in err and out == ""
 
 
-@pytest.mark.parametrize(
-    ("options", "flags", "words"),
-    [
-        (["--order", "zigzag"], [], ["'zigzag'", "zb-h1"]),
-        (["--order", "dualpipev"], ["--global-batch-size", "4"], ["dualpipev", "at least 7 micro-batches, not 4"]),
-        (["--order", "nowhere.py:f"], [], ["nowhere.py"]),
-        (["--times", "1,2"], [], ["--times", "F,B,W"]),
-        (["--times", "1,x,2"], [], ["--times", "F,B,W"]),
-        (["--memory", "0"], [], ["--memory"]),
-        (["--overlap", "-1"], [], ["--overlap"]),
-        (["--trace", "/nowhere"], [], ["/nowhere", "cannot be read"]),
-        (["--png", "/nowhere/x.png"], [], ["--png", "no such folder"]),
-        (["--order", "interleaved+recompute-in-advance"], [], ["--recompute-granularity full"]),
-        ([], ["--num-layers", "6"], ["--num-layers 6"]),
-        ([], ["--pipeline-schedule"], ["--pipeline-schedule has no value"]),
-        ([], ["--pipeline-schedule", "zb-auto", "--pipeline-schedule-max-live", "x"], ["--pipeline-schedule-max-live"]),
-    ],
-)
-def test_bad_input_is_one_line(options, flags, words, capsys):
-    code, out, err = run(capsys, *options, flags=flags)
-    assert (code, out) == (2, "") and err.count("\n") == 1 and err.startswith("mindspeed-lite schedule: error: ")
-    for word in words:
-        assert word in err
-
-
-def test_a_flag_that_looks_misspelt_is_told_and_the_rest_predicted(capsys):
-    code, out, err = run(capsys, flags=["--use-flash-atn"])
-    assert code == 0 and out.startswith("1f1b") and "--use-flash-atn" in err and "--use-flash-attn" in err
-
-
-def test_no_command_is_one_line(capsys):
-    assert schedule.main([]) == 2
-    assert "no command" in capsys.readouterr().err
-
-
 def test_it_is_instant_and_needs_no_torch():
     words = ["schedule", "--order", "all", "--", *COMMAND]
     code = (
@@ -204,20 +162,11 @@ def test_it_is_instant_and_needs_no_torch():
 def test_messages_of_one_group_have_one_queue(ranks, name, words, is_one):
     chunks = 2 if name == "interleaved" else 1
     built = build(name, PipelineShape(ranks, 8, chunks))
-    assert Command.read(words).has_one_queue(built) is is_one
-
-
-def test_a_second_group_shortens_a_step_with_long_messages(tmp_path, capsys):
-    steps = []
-    for number, words in enumerate(([], ["--optimize-send-recv-comm"])):
-        file = tmp_path / f"{number}.json"
-        assert run(capsys, "--times", "4,4,4,4", "--json", str(file), flags=[*INTERLEAVED, *words])[0] == 0
-        steps.append(json.loads(file.read_text())["orders"][0]["step"])
-    assert steps[1] < steps[0]
+    assert OrderFlags.read(words).has_one_queue(built) is is_one
 
 
 def test_words_that_choose_the_order_are_kept_from_the_planner():
-    command = Command.read(
+    command = OrderFlags.read(
         ["a", "--schedules-method", "dualpipev", "b", "--pipeline-schedule-trace=x", "--recompute-in-bubble"]
     )
     assert list(command.rest) == ["a", "b"]

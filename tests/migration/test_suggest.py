@@ -28,12 +28,6 @@ def test_what_resembles_a_flag_is_named(word, meant):
     assert unrecognized([word], KNOWN) == [f"unrecognized argument {word.partition('=')[0]}: did you mean {meant}?"]
 
 
-@pytest.mark.parametrize("option", list(runtime.catalogue().options()), ids=lambda option: option.flag)
-def test_each_flag_of_ours_is_found_with_a_wrong_letter(option):
-    word = f"{option.flag[:-2]}x{option.flag[-1]}"
-    assert unrecognized([word], KNOWN) == [f"unrecognized argument {word}: did you mean {option.flag}?"]
-
-
 def test_all_at_once_each_once_and_values_are_not_flags():
     words = ["stray", "--use-flas-attn", "3", "-1", "x", "--nothing-like-it-here", "--use-flas-attn"]
     assert unrecognized(words, KNOWN) == [

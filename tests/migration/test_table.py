@@ -6,8 +6,7 @@ import pytest
 
 from mindspeed_lite import runtime
 from mindspeed_lite.migration import flags, translate
-from mindspeed_lite.migration.rule_types import SHARED_NAMES
-from mindspeed_lite.migration.rules import BY_CONTEXT, RULES
+from mindspeed_lite.migration.rules import RULES
 from mindspeed_lite.migration.table import CLASSES, OUTCOMES
 from tests.harness.processes import forked
 
@@ -86,28 +85,33 @@ def write_flags(path):
 def test_the_table_is_whole():
     assert len(ROWS) == 434
     assert {row.kind for row in ROWS} == set(CLASSES) and {row.outcome for row in ROWS} == set(OUTCOMES)
-    assert set(RULES) | set(BY_CONTEXT) == {row.flag for row in ROWS if row.outcome == "rule"}
+    assert set(RULES) == {row.flag for row in ROWS if row.outcome == "rule"}
     for row in ROWS:
         assert row.values in ("0", "1", "+"), row.flag
         assert row.note, row.flag
-        assert bool(row.words) == (row.outcome in ("rename", "write")) or row.words[0].startswith("!"), row.flag
-        assert not row.idle or row.outcome in ("skip", "refuse"), row.flag
+        has_words = row.outcome in ("rename", "write", "choose", "built-in")
+        assert bool(row.words) == has_words or row.words.startswith("!"), row.flag
+        assert not row.idle or row.outcome in ("skip", "refuse") or row.idle == ("shared",), row.flag
         for each in row.idle:
-            assert each in ("cp=1", "pp=1", "vpp=1", "dense") or each.startswith(("no:--", "value:")), row.flag
+            assert each in ("cp=1", "pp=1", "vpp=1", "dense", "shared") or each.startswith(("no:--", "value:")), (
+                row.flag
+            )
 
 
 def test_what_the_table_points_at_exists(megatron_flags):
-    targets = {word for row in ROWS if row.outcome in ("rename", "write") for word in row.words if word[:2] == "--"}
+    targets = {
+        word for row in ROWS if row.outcome in ("rename", "write") for word in row.words.split() if word[:2] == "--"
+    }
     assert targets <= megatron_flags
     same = {row.flag for row in ROWS if row.kind == "same"}
     assert same <= OURS | {"--use-flash-attn"}
-    assert SHARED_NAMES - {"--muon-nesterov"} <= megatron_flags
+    assert {row.flag for row in ROWS if "shared" in row.idle} - {"--muon-nesterov"} <= megatron_flags
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.flag)
 def test_every_flag_has_its_outcome(row, megatron_flags):
     value, beside = BESIDE.get(row.flag, ("7", ""))
-    if row.outcome == "rule":
+    if row.outcome in ("rule", "choose", "built-in"):
         found, words, line = outcome([*given(row, value), *beside.split()], row.flag, megatron_flags, device="cpu")
         if row.flag in ("--muon-nesterov",):
             assert found == "kept"
@@ -127,7 +131,7 @@ def test_every_flag_has_its_outcome(row, megatron_flags):
     # Flags that Megatron or a feature of ours has by now are not translated at all.
     if row.flag in megatron_flags:
         assert (found, words, line) == ("kept", given(row), "")
-        assert not row.words or row.words[0].startswith("!")
+        assert not row.words or row.words.startswith("!")
     else:
         assert found == expected, line
         assert line.startswith(row.flag) and "\n" not in line
@@ -138,13 +142,13 @@ def test_every_flag_has_its_outcome(row, megatron_flags):
         assert "The training goes on without it" in line
         assert outcome(["--mindspeed-lite-strict", *command], row.flag, megatron_flags)[0] == "refused"
     if row.outcome in ("rename", "write"):
-        assert words == [*row.words, *(["7"] if row.outcome == "rename" else [])]
+        assert words == [*row.words.split(), *(["7"] if row.outcome == "rename" else [])]
     # Its value, and nothing else, goes with it.
     others = translate([*busy, "--bf16"], megatron_flags).accepted
     assert translate(command, megatron_flags).accepted == (*(words if found != "refused" else ()), *others)
 
 
-IDLE = [(row, each) for row in ROWS for each in row.idle]
+IDLE = [(row, each) for row in ROWS for each in row.idle if each != "shared"]
 
 
 @pytest.mark.parametrize(("row", "condition"), IDLE, ids=[f"{row.flag}-{each}" for row, each in IDLE])
@@ -161,9 +165,7 @@ def test_a_flag_that_asks_for_nothing_is_accepted(row, condition):
     assert outcome(busy, row.flag, known)[0] in ("skipped", "refused")
 
 
-VALUES = [
-    (row, value) for row in ROWS if row.words[:1] and row.words[0][0] == "!" for value in row.words[0][1:].split("|")
-]
+VALUES = [(row, value) for row in ROWS if row.words.startswith("!") for value in row.words[1:].split("|")]
 
 
 @pytest.mark.parametrize(("row", "value"), VALUES, ids=[f"{row.flag}-{value}" for row, value in VALUES])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_lite.migration import translate
-from mindspeed_lite.migration.rule_types import SHARED_NAMES
+from mindspeed_lite.migration import flags, translate
 
 MEGATRON = frozenset(
     "--rotary-scaling-factor --multi-latent-attention --use-rope-scaling --moe-ffn-hidden-size "
@@ -16,7 +15,7 @@ MEGATRON = frozenset(
     "--context-parallel-algo --cp-window-size --moe-alltoall-overlap-comm --moe-hierarchical-alltoallv "
     "--moe-zero-memory --use-fused-linear-cross-entropy --context-parallel-size --tokenizer-model --load "
     "--qk-head-dim".split()
-) | SHARED_NAMES  # fmt: skip
+) | {row.flag for row in flags().values() if "shared" in row.idle}  # fmt: skip
 
 
 def become(text, **more):

@@ -1,0 +1,428 @@
+"""The checks of doctor, in `CHECKS`.
+
+A check yields findings: status, text, and how to get what is missing. After a "note" training starts, after a "problem"
+it does not. A check imports no Megatron and survives the absence of what it asks about.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import platform as python_platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mindspeed_lite import platform
+from mindspeed_lite.platform import allocator, npu_trouble
+from mindspeed_lite.platform.npu_trouble import series
+
+from . import npu_probe
+from .features import compared
+
+_PYTHON = (3, 10)
+_TORCH = (2, 6)
+_VARIABLES = (platform.DEVICE_VARIABLE, "MINDSPEED_LITE_DISABLE", allocator.ALLOCATOR_VARIABLE)
+_COLLECTIVES = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
+# Import name -> the name to install it by.
+OWN_PACKAGES = {name: name for name in ("wrapt", "packaging", "rich")}
+TRAINING_PACKAGES = {name: name for name in ("einops", "numpy", "pydantic", "regex", "six")} | {"yaml": "pyyaml"}
+
+Findings = Iterator[tuple[str, ...]]
+
+
+class Row(NamedTuple):
+    """A finding of a check: "ok", "note" or "problem"; `fix` says how to get what is missing."""
+
+    check: str
+    status: str
+    text: str
+    fix: str = ""
+
+
+class Megatron(NamedTuple):
+    """The Megatron that an import would find: version and folder of `core`, folder of `training`."""
+
+    version: str
+    core: Path
+    training: Path | None
+
+
+class Machine:
+    """What several checks ask about, found once."""
+
+    def __init__(self, npu_seconds: float = npu_probe.SECONDS) -> None:
+        self._npu_seconds = npu_seconds
+
+    @functools.cached_property
+    def torch(self) -> Any:
+        """torch without its device extensions, or the error with which it does not import."""
+        try:
+            with npu_probe.without_autoload():
+                return importlib.import_module("torch")
+        except Exception as error:
+            return error
+
+    @property
+    def has_torch(self) -> bool:
+        return not isinstance(self.torch, Exception)
+
+    @functools.cached_property
+    def npu(self) -> npu_probe.Probe:
+        return npu_probe.ask(self._npu_seconds)
+
+    @functools.cached_property
+    def devices(self) -> dict[str, list[str]]:
+        """Each device's reasons why it cannot be used."""
+        found = {"npu": [] if self.npu.trouble is None else [str(self.npu.trouble)]}
+        for name in platform.device_names():
+            try:
+                found.setdefault(name, [] if name == "npu" else platform.device(name).available())
+            except Exception as error:
+                found[name] = [f"its check failed: {one_line(error)}"]
+        return found
+
+    @functools.cached_property
+    def chosen(self) -> tuple[str, str]:
+        """The device that a run would choose or "", and why there is none."""
+        asked = os.environ.get(platform.DEVICE_VARIABLE) or "auto"
+        usable = [name for name, reasons in self.devices.items() if asked in ("auto", name) and not reasons]
+        if usable:
+            return usable[0], ""
+        listed = "; ".join(f"{name}: {', '.join(reasons) or 'usable'}" for name, reasons in self.devices.items())
+        known = asked in ("auto", *self.devices)
+        why = "asks for a device that cannot be used" if known else "is not a device"
+        return "", f"{platform.DEVICE_VARIABLE}={asked} {why}. {listed}"
+
+    @property
+    def device(self) -> str:
+        """The chosen device, or where torch cannot say, the one that is always there."""
+        return (self.chosen[0] if self.has_torch else "") or "cpu"
+
+    @functools.cached_property
+    def megatron(self) -> Megatron | None:
+        """Megatron, read and not imported."""
+        spec = importlib.util.find_spec("megatron")
+        folders = [Path(each) for each in (spec.submodule_search_locations or ())] if spec is not None else []
+        core, training = (
+            next((each / name for each in folders if (each / name / "__init__.py").is_file()), None)
+            for name in ("core", "training")
+        )
+        if core is None or not (core / "package_info.py").is_file():
+            return None
+        return Megatron(str(runpy.run_path(str(core / "package_info.py"))["__version__"]), core, training)
+
+
+def examine(machine: Machine) -> list[Row]:
+    """Return what every check finds; an error that one raises all the same is a row too."""
+    rows: list[Row] = []
+    for name, check in CHECKS.items():
+        try:
+            with warnings.catch_warnings():
+                # What a probed library warns about is in its reasons.
+                warnings.simplefilter("ignore")
+                rows += [Row(name, *finding) for finding in check(machine)]
+        except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name in OWN_PACKAGES:
+                rows.append(Row(name, "note", f"cannot be told without {error.name}", "see own packages"))
+            elif not machine.has_torch:
+                rows.append(Row(name, "note", "cannot be told without torch", "see torch"))
+            else:  # a library broken in an unforeseen way
+                text = f"cannot be examined: {one_line(error)}"
+                rows.append(Row(name, "problem", text, "report this with the text"))
+    return rows
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def is_there(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # a parent that is broken, or a stub without a spec
+        return False
+
+
+def _python(machine: Machine) -> Findings:
+    where = f"{python_platform.python_version()} at {sys.executable}"
+    if sys.version_info < _PYTHON:
+        yield "problem", where, "install Python 3.10 or newer"
+    else:
+        yield "ok", where
+
+
+def _torch(machine: Machine) -> Findings:
+    torch, install = machine.torch, f"pip install 'torch>={'.'.join(map(str, _TORCH))}'"
+    if not is_there("torch"):
+        yield "problem", "not installed", install
+        return
+    if not machine.has_torch:
+        fix = "if an extension named there is not for this torch: install the matching one, or leave it out by "
+        yield "problem", f"does not import: {one_line(torch)}", f"{fix}{npu_probe.AUTOLOAD}=0; else reinstall torch"
+        return
+    built = torch.version.cuda or torch.version.hip
+    text = f"{torch.__version__}, built {f'for CUDA or ROCm {built}' if built else 'without CUDA'}"
+    trouble = machine.npu.trouble if machine.npu.breaks_torch else None
+    if series(str(torch.__version__)) < _TORCH:
+        yield "problem", f"{text}: too old", install
+    elif trouble is not None:
+        text = f"{text}: `import torch` fails, for it loads torch_npu: {trouble.what}"
+        yield "problem", text, f"{trouble.fix}; to train without NPUs set {npu_probe.AUTOLOAD}=0"
+    else:
+        yield "ok", text
+
+
+def _packages(names: Mapping[str, str]) -> Findings:
+    missing = [package for module, package in names.items() if not is_there(module)]
+    if missing:
+        yield "problem", f"{', '.join(missing)} not installed", f"pip install {' '.join(missing)}"
+    else:
+        yield "ok", ", ".join(names.values())
+
+
+def _megatron(machine: Machine) -> Findings:
+    if machine.megatron is None:
+        fix = "pip install megatron-core, or put a Megatron-LM checkout first on PYTHONPATH; a checkout's own script "
+        yield "problem", "not found", f"{fix}finds it without"
+        return
+    version, core, _ = machine.megatron
+    patches = importlib.import_module("mindspeed_lite.patches")
+    known = json.loads((Path(patches.__path__[0]) / "fingerprints.json").read_text(encoding="utf-8"))
+    releases = sorted(known, key=lambda each: tuple(int(part) for part in re.findall(r"\d+", each)))
+    lowest = ".".join(map(str, series(releases[0])))
+    text = f"{version} at {core}; verified releases: {', '.join(releases)}"
+    if series(version) < series(lowest):
+        yield "problem", f"{text}: older than supported", f"pip install 'megatron-core>={lowest}', or check it out"
+    elif version in releases:
+        yield "ok", text
+    elif series(version) in map(series, releases):
+        yield "ok", f"{text}: in a verified series, each target is compared"
+    else:
+        yield "note", f"{text}: not verified; a feature whose target has changed is skipped"
+
+
+def _training(machine: Machine) -> Findings:
+    if machine.megatron is None:
+        return
+    version, core, training = machine.megatron
+    if training is None:
+        text = f"not in the folder of megatron.core {version}: the training loop and its flags are missing (0.16 wheels"
+        fix = "run a script of a Megatron-LM checkout: its folder has both"
+        yield "note", f"{text} lack them); mindspeed_lite.enable(...) works without", fix
+    elif training.parent != core.parent:
+        text = f"at {training}, megatron.core {version} at {core}: two are mixed"
+        yield "problem", text, "take one of them off PYTHONPATH or uninstall it"
+    else:
+        yield "ok", "there"
+
+
+def _device(machine: Machine) -> Findings:
+    if not machine.has_torch:
+        raise machine.torch
+    chosen, why_none = machine.chosen
+    if not chosen:
+        yield "problem", why_none, f"unset {platform.DEVICE_VARIABLE}, or set it to one that is usable"
+        return
+    asked = os.environ.get(platform.DEVICE_VARIABLE, "auto")
+    by = "chosen by availability" if asked in ("", "auto") else f"by {platform.DEVICE_VARIABLE}"
+    facts = machine.npu.facts
+    hardware = f"{facts['count']} x {facts['name']}" if chosen == "npu" else platform.device(chosen).describe()
+    others = "; ".join(f"{name}: {', '.join(reasons) or 'usable'}" for name, reasons in machine.devices.items())
+    yield "ok", f"{chosen} ({hardware}), {by}. {others}"
+
+
+def _torch_npu(machine: Machine) -> Findings:
+    """What torch_npu finds or what keeps it from that; nothing where it is not installed."""
+    version, torch = npu_trouble.torch_npu_version(), npu_trouble.torch_version()
+    if not version and not is_there("torch_npu"):
+        return
+    if not torch:
+        yield "note", f"{version}, without torch", f"install torch {version} first"
+        return
+    mismatch = npu_trouble.pair(version, torch)
+    if mismatch is None:
+        version = machine.npu.facts.get("version") or version
+        mismatch = npu_trouble.pair(version, torch)
+    if mismatch is not None:
+        yield "problem", *mismatch
+        return
+    facts, trouble = machine.npu.facts, machine.npu.trouble
+    cann = f", CANN {facts['cann']}" if facts.get("cann") else ""
+    text = f"{version or 'unknown version'} for torch {torch}{cann}"
+    if trouble is not None:
+        # No problem of its own: where the NPU is asked for, the device is one; elsewhere training can start.
+        yield "note", f"{text}: {trouble.what}", trouble.fix
+    elif facts["transfer"]:
+        fix = "install the torch_npu release that matches your torch"
+        yield "problem", f"{text}: transfer_to_npu does not import: {facts['transfer']}", fix
+    else:
+        hccl = "there" if facts["hccl"] else "absent"
+        yield "ok", f"{text}, {facts['count']} x {facts['name']}, transfer_to_npu imports, HCCL {hccl}"
+
+
+def _megatron_defaults(machine: Machine) -> Findings:
+    """Which of Megatron's defaults a run would switch, and for want of what."""
+    from mindspeed_lite.patches._shared import megatron_defaults
+
+    missing = {each.flag: each.missing(machine.device) for each in megatron_defaults.DEFAULTS}
+    for flag, what in missing.items():
+        if what is not None:
+            yield "note", f"{flag} will be set: the default needs {what}"
+    if not any(missing.values()):
+        yield "ok", "everything that Megatron's defaults ask for is there"
+
+
+def compiler() -> str | None:
+    named = os.environ.get("CXX")
+    return shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")
+
+
+def _compiler(machine: Machine) -> Findings:
+    if found := compiler():
+        yield "ok", found
+    else:
+        text = "none: torch.compile cannot serve the CPU, nor a Megatron checkout build its dataset helper"
+        yield "note", text, "install g++ or clang++ (apt install g++), or name one in CXX"
+
+
+def _dataset_helper(machine: Machine) -> Findings:
+    """Megatron's dataset helper, which a checkout builds at every start."""
+    folder = machine.megatron and machine.megatron.core / "datasets"
+    if folder is not None and not (folder / "Makefile").is_file():
+        text = "compiled in this wheel of megatron-core, without the makefile that megatron.training calls at every "
+        yield "ok", f"{text}start: the device layer skips that on cpu and npu; on cuda a script has to"
+        return
+    present = {"make": shutil.which("make"), "pybind11": is_there("pybind11"), "a C++ compiler": compiler()}
+    missing = [name for name, there in present.items() if not there]
+    suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+    is_built = folder is not None and (folder / f"helpers_cpp{suffix}").is_file()
+    if missing:
+        # make itself is called in any case; with the helper built it has nothing left to do.
+        is_blocked = folder is not None and (not is_built or "make" in missing)
+        text = f"{', '.join(missing)} missing: a Megatron checkout makes its dataset helper at every start"
+        yield "problem" if is_blocked else "note", text, "apt install make g++, pip install pybind11"
+    elif folder is None or is_built:
+        yield "ok", "built" if is_built else "make, pybind11 and a compiler are there"
+    elif (made := suffix_of_python3_config()) != suffix:
+        text = f"python3-config says {made!r}, this Python loads {suffix!r}: make would build a name that is not found"
+        fix = f"put this Python's python3-config first on PATH, or once: make -C {folder} LIBEXT={suffix}"
+        yield "problem", text, fix
+    else:
+        yield "ok", "make builds it at the first start"
+
+
+def suffix_of_python3_config() -> str:
+    # As `run` has it: the folder of this Python first.
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    program = shutil.which("python3-config", path=path)
+    if program is None:
+        return ""
+    answer = subprocess.run([program, "--extension-suffix"], capture_output=True, text=True, timeout=30)
+    return answer.stdout.strip()
+
+
+def _collectives(machine: Machine) -> Findings:
+    distributed, needed = machine.torch.distributed, _COLLECTIVES[machine.device]
+    if not distributed.is_available():
+        yield "problem", "torch is built without torch.distributed", "install torch from PyPI"
+        return
+    there = {
+        "gloo": distributed.is_gloo_available(),
+        "nccl": distributed.is_nccl_available(),
+        "hccl": not machine.devices["npu"] and machine.npu.facts.get("hccl"),
+    }
+    text = ", ".join(f"{name} {'there' if each else 'absent'}" for name, each in there.items())
+    if there[needed]:
+        yield "ok", f"{text}; {needed} serves the {machine.device} device"
+    else:
+        fix = f"install a torch (for hccl: torch_npu) built with {needed}"
+        yield "problem", f"{text}; the {machine.device} device needs {needed}", fix
+
+
+def _allocator(machine: Machine) -> Findings:
+    try:
+        choice = allocator.wanted()
+    except ValueError as error:
+        yield "problem", str(error), f"unset it, or set it to {allocator.KEEP} or {allocator.SYSTEM}"
+        return
+    if choice == allocator.SYSTEM:
+        yield "ok", f"system, by {allocator.ALLOCATOR_VARIABLE}: freed memory goes back at once"
+    elif machine.device != "cpu":
+        yield "ok", f"not touched: the device is {machine.device}"
+    elif reasons := allocator.why_not():
+        yield "note", f"`mindspeed-lite run` cannot keep freed memory: {'; '.join(reasons)}"
+    else:
+        yield "ok", "keep: `mindspeed-lite run` keeps freed memory for the next tensor"
+
+
+def _environment(machine: Machine) -> Findings:
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("MINDSPEED_LITE_")}
+    for name, value in found.items():
+        is_off = name == "MINDSPEED_LITE_DISABLE" and value.strip().lower() not in ("", "0", "false", "no", "off")
+        if name in _VARIABLES:
+            yield "note" if is_off else "ok", f"{name}={value}{': off' if is_off else ''}"
+        else:
+            close = difflib.get_close_matches(name, _VARIABLES, n=1)
+            fix = f"did you mean {close[0]}?" if close else f"there are {', '.join(_VARIABLES)}"
+            yield "note", f"{name}={value} is not a variable of mindspeed_lite", fix
+    if not found:
+        yield "ok", "no MINDSPEED_LITE_ variable is set"
+
+
+def _features(machine: Machine) -> Findings:
+    """Which features would apply, without a model's arguments."""
+    from mindspeed_lite import runtime
+    from mindspeed_lite.engine import Context, Settings
+    from mindspeed_lite.ops import dispatch
+
+    device, megatron, catalogue = machine.device, machine.megatron, runtime.catalogue()
+    versions = {"megatron-core": megatron.version if megatron is not None else "not found"}
+    context = Context(Settings.of((*runtime.GENERAL, *catalogue.options()), {}), device, versions)
+    applying, refused = [], {}
+    for feature in catalogue:
+        reasons = list(feature.condition(context)) if feature.condition is not None else []
+        if megatron is not None:
+            reasons += feature.patches_for(megatron.version)[1]
+            targets = compared(feature, megatron.version, megatron.core.parent.parent)
+            reasons += [f"{target} {objection}" for target, (_, objection) in targets.items() if objection]
+        by = ", ".join(f"{name}:{dispatch.selected(name, device).backend}" for name in feature.operators)
+        if reasons:
+            refused[feature.name] = reasons
+        else:
+            applying.append(feature.name + (f" ({by})" if by else ""))
+    text = f"{len(applying)} of {len(catalogue)} would apply on {device}, as far as known without a model's arguments"
+    yield "ok", f"{text}: {', '.join(applying)}" if applying else text
+    for name, reasons in refused.items():
+        yield "note", f"{name} would not apply: {'; '.join(reasons)}"
+
+
+CHECKS: dict[str, Callable[[Machine], Findings]] = {
+    "python": _python,
+    "torch": _torch,
+    "own packages": lambda machine: _packages(OWN_PACKAGES),
+    "megatron-core": _megatron,
+    "megatron.training": _training,
+    "device": _device,
+    "torch_npu": _torch_npu,
+    "megatron default": _megatron_defaults,
+    "c++ compiler": _compiler,
+    "dataset helper": _dataset_helper,
+    "collectives": _collectives,
+    "script's packages": lambda machine: _packages(TRAINING_PACKAGES),
+    "allocator": _allocator,
+    "environment": _environment,
+    "features": _features,
+}
