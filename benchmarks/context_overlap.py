@@ -25,8 +25,8 @@ import torch.distributed as dist
 import torch.fx.experimental.symbolic_shapes  # what a first backward pass imports, once for all ranks
 
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
+from lab.network import Delays, Namespaces, why_no_namespaces
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context import ring

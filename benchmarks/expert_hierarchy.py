@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 import mindspeed_lite
 from benchmarks import page
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import laboratory
+from lab.network import laboratory
+from lab.ranks import Rates, on_ranks
+from lab.timeline import DISPATCH, Timeline
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.bench.timeline import DISPATCH, Timeline
 
 ARMS = ("off", "on")
 NAME = "moe_hierarchical_alltoallv"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from mindspeed_lite.bench.overlap import Lanes
+from lab.two_lanes import Lanes
 
 # A flash attention's backward pass computes five products for the two of its forward pass.
 _SCORES_BACKWARD = 2.5

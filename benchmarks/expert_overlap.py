@@ -30,11 +30,11 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks import expert_model, expert_order, page
 from benchmarks.expert_model import RANKS
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import Delays, Namespaces, why_no_namespaces
-from mindspeed_lite.bench.probes import experts
+from lab import expert_messages as experts
+from lab.network import Delays, Namespaces, why_no_namespaces
+from lab.ranks import Rates, on_ranks
+from lab.timeline import COMBINE, DISPATCH, Timeline
 from mindspeed_lite.bench.statistics import paired_ratio
-from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, Timeline
 
 ARMS = ("off", "on")
 COMBINED, BETWEEN = "moe_fb_overlap", "moe_alltoall_overlap_comm"

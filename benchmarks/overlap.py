@@ -27,9 +27,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench import timeline
-from mindspeed_lite.bench.network import Delays, Network, laboratory
-from mindspeed_lite.bench.overlap import PHASES, Seconds, predict_overlap
+from lab import timeline
+from lab.network import Delays, Network, laboratory
+from lab.two_lanes import PHASES, Seconds, predict_overlap
 from mindspeed_lite.bench.statistics import paired_ratio
 from mindspeed_lite.parallel.tp_linear import (
     AUTOGRAD_WGRAD,

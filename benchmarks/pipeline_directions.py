@@ -26,8 +26,8 @@ import torch.distributed as dist
 import mindspeed_lite
 from benchmarks import page
 from benchmarks.pipeline_prediction import ORDERS, delays_weight_gradients, planned_schedule, slow_layers
-from benchmarks.ranks import Rates, on_ranks
-from mindspeed_lite.bench.network import laboratory
+from lab.network import laboratory
+from lab.ranks import Rates, on_ranks
 from mindspeed_lite.pipeline import costs
 from mindspeed_lite.pipeline.simulate import simulate
 

@@ -108,27 +108,6 @@ def _arm(name: str, outcomes: Sequence[Outcome], ceiling: dict[str, Any] | None)
         "runs": [_run(outcome) for outcome in outcomes],
         "summary": _summary([outcome for outcome in outcomes if outcome.status == "ok"], ceiling),
         "breakdown": breakdown.merge(profiles) if profiles else None,
-        "experts": _experts(outcomes),
-    }
-
-
-def _experts(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
-    """Experts' messages of the run whose lanes were recorded; None where there were none."""
-    told = {each.rank: each.experts for outcome in outcomes for each in outcome.processes if each.experts}
-    if not told:
-        return None
-    slowest = max(told.values(), key=lambda each: float(each["exposed_seconds"]))
-    world = 1 + max(max(rank, *map(int, each["sent"])) for rank, each in told.items())
-    return {
-        "step_seconds": slowest["step_seconds"],
-        "exposed_seconds": slowest["exposed_seconds"],
-        "exposed_share": slowest["exposed_seconds"] / slowest["step_seconds"],
-        "in_flight_seconds": {
-            name: statistics.mean(each[f"{name}_seconds"] for each in told.values()) for name in ("dispatch", "combine")
-        },
-        "bytes": [
-            [told.get(rank, {"sent": {}})["sent"].get(str(to), 0) for to in range(world)] for rank in range(world)
-        ],
     }
 
 

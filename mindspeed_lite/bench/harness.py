@@ -9,7 +9,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from mindspeed_lite.child_process import child_process, terminate
 
 if TYPE_CHECKING:
     # Imports torch, which the parent process can do without.
-    from mindspeed_lite.bench.network import Links
+    pass
 
 _INJECT = Path(__file__).parent / "inject"
 _ROOT = Path(mindspeed_lite.__file__).parent.parent
@@ -43,7 +42,6 @@ class Job:
         timeout: seconds without a new step after which a run counts as hung.
         environment: variables set in every run, on top of this process's.
         memory: whether bytes are counted by what they are for.
-        links: what joins the processes in place of the machine's own links, if anything.
     """
 
     command: tuple[str, ...]
@@ -54,7 +52,6 @@ class Job:
     allocator: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     memory: bool = False
-    links: Links | None = None
 
 
 @dataclass
@@ -90,15 +87,12 @@ def run(
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    with log.open("w") as output, held_port() as port, job.links.opened() if job.links else nullcontext("") as name:
+    with log.open("w") as output, held_port() as port:
         launched = time.time()
         plan = Plan(
             arm=arm, records=str(folder), warmup=job.warmup, steps=job.steps, profile=profile,
             trace=str(trace) if trace is not None else "", allocator=job.allocator, launched=launched,
             package_root=str(_ROOT), memory=job.memory,
-            link_rate=job.links.megabits if job.links else 0.0, link_name=name,
-            link_rate_within=job.links.within if job.links else None,
-            ranks_per_host=job.links.ranks_per_host if job.links else 1,
         )  # fmt: skip
         plan.write(folder / "plan.json")
         started = child_process(

@@ -54,10 +54,6 @@ class Plan:
         launched: time.time() at which the command was started.
         package_root: folder to import mindspeed_lite from where the command's Python has none.
         memory: count bytes by what they are for; the steps are slower then.
-        link_rate: megabits a second between hosts, or 0 for the links as they are; see `network.join`.
-        link_rate_within: megabits a second within a host; None is as fast as it goes.
-        ranks_per_host: processes that share a host.
-        link_name: by which they join.
     """
 
     arm: Arm
@@ -70,10 +66,6 @@ class Plan:
     launched: float
     package_root: str
     memory: bool = False
-    link_rate: float = 0.0
-    link_rate_within: float | None = None
-    ranks_per_host: int = 1
-    link_name: str = ""
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1))

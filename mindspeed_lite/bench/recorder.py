@@ -6,7 +6,6 @@ The file is `rank<R>-<pid>.jsonl` in the plan's folder, and its lines are of the
     run      once, before the first step: what is trained, where, with which features
     step     one for each step: its time, losses, gradient norm and memory
     profile  the breakdown of the profiled step
-    experts  messages of experts in the last measured step, where lanes are recorded
     end      after the last step that was asked for: calls that features left to Megatron
 """
 
@@ -27,7 +26,6 @@ from mindspeed_lite import platform, runtime
 from mindspeed_lite.bench import breakdown, environment
 from mindspeed_lite.bench.plan import Plan
 from mindspeed_lite.bench.rounding_baseline import ReversedReductionOrder, SampleRandomInDtype
-from mindspeed_lite.bench.timeline import COMBINE, DISPATCH, LANES_OF, Timeline, write_trace
 from mindspeed_lite.platform import process_memory
 
 # Bytes of one of Python's small objects, about.
@@ -38,9 +36,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Recorder:
     """The listener of one process; see `mindspeed_lite.bench.probes.train_step`."""
 
-    def __init__(self, plan: Plan, lanes: Timeline | None = None) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self._lanes = lanes
         self.rank = int(os.environ.get("RANK", "0"))
         path = Path(plan.records) / f"rank{self.rank}-{os.getpid()}.jsonl"
         self._file = path.open("a", buffering=1)
@@ -80,15 +77,10 @@ class Recorder:
         if profiled:
             result = self._profile(run)
         else:
-            seen = self._lanes if number == self._last - self.plan.profile else None
-            with order, seen or contextlib.nullcontext():
+            with order:
                 result = run()
             _synchronize()
-            if seen is not None:
-                write_trace(Path(self.plan.trace) / f"{LANES_OF}{self.rank}.json", {self.rank: seen.spans})
         seconds = time.perf_counter() - began
-        if not profiled and seen is not None and seen.sent:
-            self._write("experts", **_experts(seen, seconds))
 
         def done(losses: dict[str, float], grad_norm: float | None) -> None:
             memory = _memory() - self._baseline
@@ -139,16 +131,6 @@ class Recorder:
             remove()
         self._write("profile", breakdown=found)
         return result
-
-
-def _experts(seen: Timeline, seconds: float) -> dict[str, Any]:
-    return {
-        "step_seconds": seconds,
-        "exposed_seconds": seen.waited_for_experts,
-        "dispatch_seconds": seen.seconds(DISPATCH),
-        "combine_seconds": seen.seconds(COMBINE),
-        "sent": {str(peer): size for peer, size in sorted(seen.sent.items())},
-    }
 
 
 def _fallbacks() -> list[str]:

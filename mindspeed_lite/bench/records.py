@@ -20,7 +20,6 @@ class Process:
     fallbacks: list[str] = field(default_factory=list)
     ended: bool = False
     memory: dict[str, Any] | None = None
-    experts: dict[str, Any] | None = None
 
 
 def read(folder: Path) -> list[Process]:
@@ -61,8 +60,6 @@ def _process(path: Path) -> Process:
             process.steps.append(entry)
         elif kind == "profile":
             process.breakdown = entry["breakdown"]
-        elif kind == "experts":
-            process.experts = entry
         elif kind == "memory":
             process.memory = entry
         elif kind == "end":

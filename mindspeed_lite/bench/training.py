@@ -114,7 +114,6 @@ class Benchmark:
                 "beside": list(request.beside),
                 "rounding_baseline": request.rounding_baseline,
                 "allocator": request.job.allocator or "as the command has it",
-                **_links(request.job),
             },
         )
 
@@ -193,12 +192,6 @@ class Benchmark:
         except (OSError, subprocess.TimeoutExpired, json.JSONDecodeError):
             found = None
         self.ceiling = compose.higher_ceiling(self.ceiling, found)
-
-
-def _links(job: Job) -> dict[str, Any]:
-    if job.links is None:
-        return {"link_rate": None, "links": None}
-    return {"link_rate": job.links.megabits, "links": str(job.links)}
 
 
 def check_features(names: Sequence[str]) -> None:

@@ -41,7 +41,7 @@ def view(record: Record) -> View:
         headline=title,
         tone=tone,
         summary=filled(_facts(fastest), findings(record), compared(record), losses(record)),
-        details=filled(arms(record), breakdown(record), experts(record), not_applied(record), conditions(record)),
+        details=filled(arms(record), breakdown(record), not_applied(record), conditions(record)),
         blocks=[*_logs(record), *command(record)],
     )
 
@@ -185,36 +185,6 @@ def breakdown(record: Record) -> Table:
 
 def _of_wall(value: float | None, wall: float) -> str:
     return f"{seconds(value)} ({value / wall * 100:.0f} %)" if value else UNKNOWN
-
-
-def experts(record: Record) -> Table:
-    """How long experts' messages were waited for, and what they sent, in arms whose lanes were recorded."""
-    rows = []
-    for arm in record["arms"]:
-        if not (found := arm.get("experts")):
-            continue
-        sent = found["bytes"]
-        most, here, there = max(
-            (each, -here, -there) for here, row in enumerate(sent) for there, each in enumerate(row)
-        )
-        rows.append(
-            [
-                arm["name"],
-                seconds(found["exposed_seconds"]),
-                percent(found["exposed_share"]),
-                seconds(found["in_flight_seconds"]["dispatch"]),
-                seconds(found["in_flight_seconds"]["combine"]),
-                size(max(map(sum, sent))),
-                f"{size(most)} ({-here} to {-there})",
-            ]
-        )
-    note = (
-        "The last measured step. Exposed: how long the rank that waits most waits and does not compute; share: of its "
-        "step. In flight: mean of the ranks, forward and backward pass. Sent: the rank that sends most; link: the pair "
-        "of ranks that exchanges most."
-    )
-    headers = ("arm", "exposed", "of the step", "dispatch in flight", "combine in flight", "sent by a rank", "link")
-    return Table("Experts' exchange", headers, rows, note)
 
 
 def _logs(record: Record) -> list[Block]:

@@ -9,7 +9,6 @@ from typing import Any
 from mindspeed_lite.bench.memory import MemoryRecorder
 from mindspeed_lite.bench.plan import Plan
 from mindspeed_lite.bench.recorder import Recorder
-from mindspeed_lite.bench.timeline import Timeline
 
 _recorder: Recorder | None = None
 
@@ -20,20 +19,16 @@ def start(path: str) -> None:
     if _recorder is not None:
         return
     plan = Plan.read(path)
-    # Beneath the device layer, whose streams begin messages here and wait for them there.
-    lanes = _below_device_layer(plan)
     import mindspeed_lite.megatron_adaptor  # noqa: F401
     from mindspeed_lite import platform
-    from mindspeed_lite.bench.probes import experts, memory, train_step
+    from mindspeed_lite.bench.probes import memory, train_step
     from mindspeed_lite.patches._shared import arguments
     from mindspeed_lite.platform import allocator
 
     current = platform.current()
     if plan.allocator == allocator.KEEP and current is not None and current.name == "cpu":
         allocator.keep_freed_memory()
-    if lanes is not None:
-        experts.install(lanes)
-    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan, lanes)
+    _recorder = MemoryRecorder(plan) if plan.memory else Recorder(plan)
     if hasattr(signal, "SIGUSR2") and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         # The harness asks a process that hangs where it stands.
         faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -41,34 +36,6 @@ def start(path: str) -> None:
     if isinstance(_recorder, MemoryRecorder):
         memory.install(_recorder.around)
     train_step.install(_recorder)
-
-
-def _below_device_layer(plan: Plan) -> Timeline | None:
-    """Join the links and record lanes, as the plan says; before collectives are taken by value."""
-    from mindspeed_lite import platform
-
-    if not plan.link_rate and not plan.trace:
-        return None
-    try:
-        device = platform.choose()
-    except platform.DeviceError:
-        return None  # the device layer says so
-    if plan.link_rate:
-        _join(plan, device)
-    if not plan.trace or device.name != "cpu":
-        return None
-    lanes = Timeline()
-    lanes.install()
-    return lanes
-
-
-def _join(plan: Plan, device: Any) -> None:
-    from mindspeed_lite.bench import network
-
-    if device is None or device.name != "cpu":
-        name = "none" if device is None else device.name
-        raise SystemExit(f"mindspeed-lite bench: --link-rate joins processes on CPU, and the device is {name}.")
-    network.join(plan.link_rate, plan.link_name, plan.link_rate_within, plan.ranks_per_host)
 
 
 def _prepare(args: Any, plan: Plan) -> None:

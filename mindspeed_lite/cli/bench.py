@@ -19,7 +19,6 @@ from .terminal import fail
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from mindspeed_lite.bench.network import Links
     from mindspeed_lite.bench.training import Benchmark, Progress
 
 PROGRAM = "mindspeed-lite bench"
@@ -76,7 +75,6 @@ def main(arguments: Sequence[str]) -> int:
                 steps=options.steps,
                 timeout=options.timeout,
                 allocator=options.allocator or "",
-                links=_links(options),
             ),
             mode=options.mode or "features",
             features=features,
@@ -89,43 +87,6 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     return _measure(benchmark, folder, is_new, training.BenchError)
-
-
-def _links(options: argparse.Namespace) -> Links | None:
-    if options.link_rate is None:
-        return None
-    from mindspeed_lite.bench import network
-
-    between, *within = options.link_rate
-    found = network.Links.of(between, within[0] if within else None, options.ranks_per_host)
-    if found.modelled is not None:
-        print(f"links are modelled: {found.modelled}", file=sys.stderr)
-    return found
-
-
-def _rates(text: str) -> tuple[float, ...]:
-    """One rate or two; anything else is an argument error."""
-    try:
-        rates = tuple(float(each) for each in text.split(","))
-    except ValueError:
-        rates = ()
-    if len(rates) not in (1, 2):
-        raise argparse.ArgumentTypeError(f"one or two numbers, as 500 or 500,4000, not {text!r}")
-    return rates
-
-
-def _why_no_links(options: argparse.Namespace) -> str | None:
-    """What is wrong with the request's links, or None."""
-    if options.ranks_per_host < 1:
-        return f"--ranks-per-host is at least 1, not {options.ranks_per_host}"
-    if options.link_rate is None:
-        return None if options.ranks_per_host == 1 else "--ranks-per-host is about --link-rate: give that too"
-    for rate in options.link_rate:
-        if not rate > 0:
-            return f"--link-rate is a number of megabits a second above 0, not {rate:g}"
-    if len(options.link_rate) == 2 and options.ranks_per_host == 1:
-        return "--link-rate has a second rate, within hosts, and each rank has a host of its own: give --ranks-per-host"
-    return None
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -166,28 +127,11 @@ def _failed(benchmark: Benchmark, message: str) -> int:
     return fail(PROGRAM, f"{message} (log: {benchmark.request.job.folder / last.log})", 1)
 
 
-def _lanes(folder: Path) -> list[Path]:
-    """The picture of when ranks computed, waited and sent, off above on; none where nothing was recorded."""
-    from mindspeed_lite.bench import timeline
-
-    arms: dict[str, dict[int, list[timeline.Span]]] = {}
-    # Off is run first.
-    for path in sorted(folder.glob(f"trace/*/{timeline.LANES_OF}*.json"), key=lambda path: path.stat().st_mtime):
-        rank = int(path.stem.removeprefix(timeline.LANES_OF))
-        arms.setdefault(path.parent.name, {})[rank] = timeline.read_trace(path)
-    if not arms:
-        return []
-    picture = folder / "trace" / "lanes.png"
-    timeline.draw(picture, {arm: dict(sorted(ranks.items())) for arm, ranks in arms.items()}, "one step")
-    return [picture]
-
-
 def _write(report: dict[str, Any], folder: Path) -> None:
     from mindspeed_lite.bench import output
     from mindspeed_lite.bench import report as pages
 
-    traces = [*folder.glob("trace/*/*.json"), *_lanes(folder)]
-    report["files"]["trace"] = sorted(str(path.relative_to(folder)) for path in traces)
+    report["files"]["trace"] = sorted(str(path.relative_to(folder)) for path in folder.glob("trace/*/*.json"))
     output.write(report, folder)
     print(pages.text(report, terminal.width(), terminal.has_color()), end="")
     where = os.path.relpath(folder)
@@ -253,28 +197,16 @@ def _why_not(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     for name, least in (("repeats", 1), ("warmup", 0), ("steps", 2)):
         if getattr(options, name) < least:
             return f"--{name} is at least {least}, not {getattr(options, name)}"
-    if reason := _why_no_links(options):
-        return reason
     if options.timeout <= 0:
         return f"--timeout is a number of seconds above 0, not {options.timeout:g}"
-    if options.trace and options.no_profile and (device := _device()) != "cpu":
-        return f"the trace of {device} is the profiler's: leave out --no-profile or --trace"
+    if options.trace and options.no_profile:
+        return "--trace is the profiler's trace: leave out --no-profile or --trace"
     if shutil.which(command[0]) is None:
         return f"there is no program {command[0]!r} to run"
     disable = os.environ.get("MINDSPEED_LITE_DISABLE", "").strip().lower()
     if disable not in ("", "0", "false", "no", "off"):
         return "MINDSPEED_LITE_DISABLE is set, so no feature could be turned on: unset it"
     return None
-
-
-def _device() -> str:
-    """The one that the processes of a run will choose."""
-    from mindspeed_lite import platform
-
-    try:
-        return platform.choose().name
-    except platform.DeviceError:
-        return "cpu"  # they say what is wrong
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -312,18 +244,9 @@ def _parser() -> argparse.ArgumentParser:
         help="on the CPU, for all arms: keep freed memory or give it back (default: as the command has it)",
     )  # fmt: skip
     parser.add_argument(
-        "--link-rate", type=_rates, metavar="MBIT[,MBIT]",
-        help="on the CPU, for all arms: ranks as if on hosts of their own, joined by links of so many megabits a "
-        "second; a second rate holds within hosts (Linux and root; elsewhere links are modelled)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--ranks-per-host", type=int, default=1, metavar="N",
-        help="with --link-rate: adjacent ranks that share a host and its link (default %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
         "--trace",
         action="store_true",
-        help="write Chrome traces of the profiled step; on CPU also when each rank computed and waited",
+        help="write Chrome traces of the profiled step",
     )
     parser.add_argument("--no-profile", action="store_true", help="no breakdown of where the time went")
     parser.add_argument("--title", metavar="TEXT", help="heading of the report (default: the script's name)")

@@ -10,12 +10,11 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mindspeed_lite.bench import compose, output, plots, report, tables, training_tables, wording
+from mindspeed_lite.bench import output, plots, report, tables, wording
 from tests.harness import bench_reports
 from tests.harness.bench_reports import EVERY, SCRIPT
 
@@ -349,16 +348,3 @@ def test_importing_costs_no_matplotlib() -> None:
         "sys.exit(bool({'matplotlib', 'rich', 'jinja2'} & (set(sys.modules) - before)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_experts_exchange_of_the_ranks() -> None:
-    keys = ("step_seconds", "exposed_seconds", "dispatch_seconds", "combine_seconds", "sent")
-    ranks = [
-        dict(zip(keys, row, strict=True)) for row in ((2.0, 0.5, 0.2, 0.4, {"1": 70}), (2.1, 0.4, 0.4, 0.6, {"0": 90}))
-    ]
-    processes = [SimpleNamespace(rank=rank, experts=each) for rank, each in enumerate(ranks)]
-    found = compose._experts([SimpleNamespace(processes=processes)])  # type: ignore[list-item]
-    assert found is not None
-    assert found["in_flight_seconds"] == pytest.approx({"dispatch": 0.3, "combine": 0.5})
-    assert found == bench_reports.full()["arms"][0]["experts"] | {"in_flight_seconds": found["in_flight_seconds"]}
-    assert training_tables.experts({"arms": [{"name": "off", "experts": None}]}).rows == []

@@ -23,13 +23,6 @@ def chosen(arm: Arm, *given: str) -> tuple[set[str], bool]:
     return on, bool(getattr(args, runtime.AUTO.dest, False))
 
 
-@pytest.mark.parametrize("name", [None, "cuda", "npu"])
-def test_links_of_another_speed_are_for_the_cpu(name: str | None) -> None:
-    plan: Any = SimpleNamespace(link_rate=100.0, link_name="")
-    with pytest.raises(SystemExit, match=f"--link-rate joins processes on CPU, and the device is {name or 'none'}"):
-        worker._join(plan, name and SimpleNamespace(name=name))
-
-
 @pytest.mark.parametrize("beside", [(), ("use_fused_rmsnorm", "use_fused_swiglu")])
 def test_what_is_beside_is_on_in_every_arm(beside: tuple[str, ...]) -> None:
     def on(arm: Arm, *given: str) -> set[str]:

@@ -48,7 +48,6 @@ COMMANDS: list[tuple[str, list[str], list[str]]] = [
     ("bench: negative warm-up", [*BENCH, "--warmup", "-1", "--", "true"], ["--warmup is at least 0"]),
     ("bench: one step", [*BENCH, "--steps", "1", "--", "true"], ["--steps is at least 2"]),
     ("bench: no time", [*BENCH, "--timeout", "0", "--", "true"], ["--timeout", "above 0"]),
-    ("bench: no link", [*BENCH, "--link-rate", "0", "--", "true"], ["--link-rate", "above 0"]),
     ("bench: an unknown feature", [*BENCH, "--features", "rmsnorm", "--", "true"], ["no feature 'rmsnorm'"]),
     ("bench: an unknown feature beside", [*BENCH, "--beside", "flash", "--", "true"], ["no feature 'flash'"]),
     ("bench: two modes", [*BENCH, "--each", "--all", "--", "true"], ["--all", "not allowed with"]),

@@ -63,7 +63,6 @@ def arm(name: str, step: float, memory: float, repeats: int = 3, **changes: Any)
             "communication": {"exposed_seconds": 0.04 * step, "hidden_seconds": 0.06 * step},
             "processes": 2,
         },
-        "experts": None,
     }  # fmt: skip
     return made | changes
 
@@ -101,10 +100,6 @@ def finding(severity: str, text: str, name: str | None = None) -> dict[str, Any]
 def full() -> dict[str, Any]:
     """Three arms and a rounding baseline, three repeats, everything known."""
     identical = {"apart": 0.0, "verdict": "identical", "reason": "every loss and gradient norm has the same bits"}
-    experts = {
-        "step_seconds": 2.0, "exposed_seconds": 0.5, "exposed_share": 0.25,
-        "in_flight_seconds": {"dispatch": 0.3, "combine": 0.5}, "bytes": [[0, 70], [90, 0]],
-    }  # fmt: skip
     skipped = {"use_fused_swiglu": [SCRIPT, "the model has no SwiGLU"]}
     return {
         "schema_version": 1,
@@ -122,7 +117,7 @@ def full() -> dict[str, Any]:
         "model": {"layers": 12, "experts": None, "parallel": {"tensor": 2, "data": 1}, "tokens_per_step": 32768},
         "ceiling": {"flops_per_second": 6.2e14, "bytes_per_second": 2.9e12, "source": "measured: matmul in bfloat16"},
         "arms": [
-            arm("off", 0.412, 21.4e9, experts=experts),
+            arm("off", 0.412, 21.4e9),
             arm("use_flash_attn", 0.338, 15.2e9),
             arm("use_fused_rmsnorm", 0.409, 21.4e9, skipped=skipped),
             arm("rounding baseline, float32", 0.413, 21.4e9),

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from mindspeed_lite.ops.traced import with_memory
-from mindspeed_lite.platform import cache, lanes, streams
+from mindspeed_lite.platform import cache
 
 __all__ = ["Library", "numbers", "threads", "without_micro_kernel"]
 
@@ -65,8 +65,7 @@ class Library:
         source: the C++ file.
         functions: name -> one letter for each argument: p pointer, l int64, i int32, f float, d double. A tensor
             stands for its address, several in a list or tuple for an array of these. All of them return nothing.
-            They are attributes of the object once `unusable` has answered None. On CPU a call waits in a stream's
-            lane for what has not arrived of its tensors (`platform/streams.py`).
+            They are attributes of the object once `unusable` has answered None.
         uses_torch: the source calls functions that libtorch_cpu exports. One that this PyTorch does not have is a
             reason, and no crash.
         flags: for the compiler, after those that all have.
@@ -124,29 +123,19 @@ class Library:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    # Not by the device layer's `data_ptr`, which finishes lanes.
-    return with_memory(tensor, _data_ptr(tensor))
-
-
-_data_ptr = torch._C.TensorBase.data_ptr
+    return with_memory(tensor, tensor.data_ptr())
 
 
 def _call(function: Callable[..., Any], *given: Any) -> None:
-    tensors: list[torch.Tensor] = []
     passed: list[Any] = []
     for each in given:
         if isinstance(each, torch.Tensor):
-            tensors.append(each)
             passed.append(_address(each))
         elif isinstance(each, (list, tuple)):
-            tensors += each
             passed.append((ctypes.c_void_p * len(each))(*map(_address, each)))
         else:
             passed.append(each)
-    if lanes.are_open():
-        streams.call_kernel(functools.partial(function, *passed), tensors)
-    else:
-        function(*passed)
+    function(*passed)
 
 
 class _Unusable(Exception):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import Delays
+from lab.network import Delays
 from mindspeed_lite.parallel import context
 from mindspeed_lite.parallel.context.cost import AttentionWork, predict
 from mindspeed_lite.parallel.context.partial import RankBlocks

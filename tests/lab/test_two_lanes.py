@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import Delays
-from mindspeed_lite.bench.overlap import PHASES, Seconds, predict_overlap
-from mindspeed_lite.bench.timeline import Timeline
+from lab.network import Delays
+from lab.timeline import Timeline
+from lab.two_lanes import PHASES, Seconds, predict_overlap
 from mindspeed_lite.parallel import overlapped_gemm
 from mindspeed_lite.parallel.tp_linear import AUTOGRAD_WGRAD, TPCommConfig, column_linear, fixed_chunks, row_linear
 from tests.harness.patience import once_of

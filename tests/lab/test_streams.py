@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab import lanes, streams
 from mindspeed_lite import platform
-from mindspeed_lite.platform import lanes, streams
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
@@ -24,6 +24,11 @@ class Message:
     def wait(self):
         self.waits += 1
         self.out.copy_(torch.as_tensor(self.value))
+
+
+def activate():
+    platform.activate()
+    return streams.install()
 
 
 def carrying():
@@ -43,7 +48,7 @@ def sent(stream, shape=(3, 4), value=2.0):
 
 @forked()
 def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
-    platform.activate()
+    activate()
     side, ready = carrying(), torch.cuda.Event()
     given = torch.full((4, 2), 0.5)
     with torch.cuda.stream(side):
@@ -65,7 +70,7 @@ def test_operators_that_read_a_message_wait_for_it_and_others_do_not():
 
 @forked()
 def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
-    platform.activate()
+    activate()
     side = carrying()
     weight = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
 
@@ -102,7 +107,7 @@ def test_a_graph_that_is_built_before_its_numbers_has_the_same_gradients():
 
 @forked()
 def test_results_have_the_shapes_that_the_operator_gives_them_and_none_that_was_not_asked_for():
-    platform.activate()
+    activate()
     side, ready = carrying(), torch.cuda.Event()
     rows, ones = torch.zeros(3, 1), torch.ones(4)
     with torch.cuda.stream(side):
@@ -125,7 +130,7 @@ def test_results_have_the_shapes_that_the_operator_gives_them_and_none_that_was_
 
 @forked()
 def test_what_needs_numbers_at_once_gets_them():
-    platform.activate()
+    activate()
     side = carrying()
     looks = [
         lambda out: out.sum().item() == 24,
@@ -154,7 +159,7 @@ def test_what_needs_numbers_at_once_gets_them():
 
 @forked()
 def test_what_goes_to_the_host_has_arrived_and_what_stays_queues():
-    platform.activate()
+    activate()
     side = carrying()
     goes = [
         lambda out: out.cpu(),
@@ -188,7 +193,7 @@ def test_what_goes_to_the_host_has_arrived_and_what_stays_queues():
 
 @forked()
 def test_shapes_that_change_in_place_change_at_once():
-    platform.activate()
+    activate()
     side = carrying()
     with torch.cuda.stream(side):
         product = sent(side)[0] * 3
@@ -211,7 +216,7 @@ def test_kernels_that_take_addresses_queue(name):
     operator, draw = PROBLEMS[name]
     if dispatch.operator(operator).unusable("cpu"):
         pytest.skip(str(dispatch.operator(operator).unusable("cpu")))
-    platform.activate()
+    activate()
     problem = draw(Draw(1, torch.bfloat16))
     number = len(problem.inputs) if problem.differentiable < 0 else problem.differentiable
 
@@ -245,7 +250,7 @@ def test_kernels_that_take_addresses_queue(name):
 def test_kernels_outside_of_streams_have_what_they_read():
     from mindspeed_lite.ops.rms_norm import rms_norm
 
-    platform.activate()
+    activate()
     side = carrying()
     (one, first), (_, second) = sent(side), sent(side)
     assert torch.equal(rms_norm(one, torch.ones(4)), rms_norm(torch.full((3, 4), 2.0), torch.ones(4)))
@@ -254,7 +259,7 @@ def test_kernels_outside_of_streams_have_what_they_read():
 
 @forked()
 def test_a_reader_finishes_what_it_reads_and_no_more():
-    platform.activate()
+    activate()
     side = carrying()
     readers = [
         lambda out: out.tolist(),
@@ -283,7 +288,7 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
     dist.all_gather_into_tensor = dist.distributed_c10d.all_gather_into_tensor = lambda *args, **kwargs: own(
         *args, **kwargs
     )
-    platform.activate()
+    activate()
     side = carrying()
     given, out, gathered = torch.ones(4, 4), torch.empty(4, 4), torch.empty(4, 4)
     with torch.cuda.stream(side):
@@ -314,7 +319,7 @@ def test_who_reads_what_is_being_sent_does_not_wait(tmp_path):
 
 @forked()
 def test_a_stream_that_waits_for_another_one_holds_up_no_more_than_its_own_readers():
-    platform.activate()
+    activate()
     side, third, ready = carrying(), torch.cuda.Stream(), torch.cuda.Event()
     for wait in (lambda: third.wait_event(ready), lambda: third.wait_stream(side), lambda: ready.wait(third)):
         out, message = sent(side)
@@ -336,7 +341,7 @@ def test_a_stream_that_waits_for_another_one_holds_up_no_more_than_its_own_reade
 
 @forked()
 def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
-    platform.activate()
+    activate()
     side = torch.cuda.Stream()
     for reads in (True, False):
         given = torch.full((8,), 3.0)
@@ -354,7 +359,7 @@ def test_memory_that_is_freed_while_it_travels_is_freed_behind_it():
 
 @forked()
 def test_memory_that_is_freed_late_and_given_back_keeps_its_numbers():
-    platform.activate()
+    activate()
     side, ready = torch.cuda.Stream(), torch.cuda.Event()
     given, out = torch.full((8,), 3.0), torch.empty(8)
     side.lane.put(lambda: out.copy_(given), reads=(given,), writes=(out,))
@@ -369,7 +374,7 @@ def test_memory_that_is_freed_late_and_given_back_keeps_its_numbers():
 
 @forked()
 def test_a_peer_that_is_gone_is_said_by_what_waits_for_it_and_the_rest_goes_on():
-    platform.activate()
+    activate()
     side = torch.cuda.Stream()
 
     def fail():
@@ -386,8 +391,9 @@ def test_a_peer_that_is_gone_is_said_by_what_waits_for_it_and_the_rest_goes_on()
 @forked()
 def test_undo_finishes_what_is_under_way_and_puts_names_back():
     before = torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single
-    platform.activate()
+    undo = activate()
     _, message = sent(torch.cuda.Stream())
+    undo()
     platform.deactivate()
     assert message.waits == 1
     assert before == (torch.Tensor.data_ptr, torch.UntypedStorage.resize_, dist.all_to_all_single)
@@ -400,14 +406,14 @@ LINK = 0.25
 @forked()
 def test_collectives_of_a_stream_travel_while_the_process_computes():
     """Their time is the link's, which sleep and not arithmetic fills: whatever else runs here only adds."""
-    from mindspeed_lite.bench.network import Delays
+    from lab.network import Delays
 
     folder = tempfile.mkdtemp()
 
     def body(rank):
         lab = Delays()
         lab.enter(rank)
-        platform.activate()
+        activate()
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=rank, world_size=2)
         given = torch.arange(2.0 * 64).view(2, 64) + 1000 * rank
         expected = torch.stack([given[rank] + 1000 * (other - rank) for other in range(2)])

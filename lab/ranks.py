@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench.network import Delays, Network
+from lab.network import Delays, Network
 
 
 class Rates:

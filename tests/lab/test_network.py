@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mindspeed_lite.bench import network
+from lab import network
+from lab.links import Links, join
 from tests.harness.patience import once_of
 from tests.harness.processes import forked, on_ranks
 
@@ -57,35 +59,35 @@ def test_a_namespace_carries_so_many_bytes_a_second():
 @once_of(8)
 @forked("torch")
 def test_a_training_meets_outside_and_talks_over_the_links():
-    """As torchrun starts it: the store is none of the namespaces', and groups that are made later use the link too."""
-    for links in (network.Links(20.0, "not asked for"), network.Links.of(20.0), network.Links.of(80.0, 20.0, 2)):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+    """As torchrun starts it: the store is outside the namespaces, and groups made later use the link too."""
+    reason = network.why_no_namespaces()
+    for links in (Links(20.0), Links(80.0, 20.0, 2)):
+        for is_modelled in {True, reason is not None}:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = str(free.getsockname()[1])
 
-        def body(rank, links=links, port=port, name=""):
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
-            network.join(links.megabits, name, links.within, links.ranks_per_host)
-            dist.init_process_group("gloo", timeout=timedelta(seconds=250))
-            assert 0.08 < seconds_of_a_gather() < 2.0
-            later = dist.new_group([0, 1])
-            start = time.perf_counter()
-            dist.all_reduce(torch.ones(SIZE), group=later)
-            assert time.perf_counter() - start > 0.1
-            assert bool(name) == ("lab0" in {each for _, each in socket.if_nameindex()})
+            def body(rank, links=links, port=port):
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE="2")
+                join(links)
+                dist.init_process_group("gloo", timeout=timedelta(seconds=250))
+                assert 0.08 < seconds_of_a_gather() < 2.0
+                later = dist.new_group([0, 1])
+                start = time.perf_counter()
+                dist.all_reduce(torch.ones(SIZE), group=later)
+                assert time.perf_counter() - start > 0.1
+                assert bool(links.bridge) == ("lab0" in {each for _, each in socket.if_nameindex()})
 
-        with links.opened() as name:
-            assert bool(name) == (links.modelled is None)
-            on_ranks(2, functools.partial(body, name=name))
-        if name:
-            assert not any(each.startswith(name) for each in os.listdir("/run/netns")), "left behind"
+            with contextlib.nullcontext() if is_modelled else network.Namespaces(0) as bridge:
+                on_ranks(2, functools.partial(body, links=replace(links, bridge=bridge.name if bridge else "")))
+            assert is_modelled or not any(each.startswith(bridge.name) for each in os.listdir("/run/netns"))
 
 
 @forked("torch")
 def test_one_process_alone_has_no_link():
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
-    network.join(20.0, "")
-    with pytest.raises(SystemExit, match="--link-rate joins processes, and this training has one"):
+    join(Links(20.0))
+    with pytest.raises(SystemExit, match="joins processes, and this training has one"):
         dist.init_process_group("gloo")
 
 
