@@ -56,9 +56,8 @@ def why_not() -> list[str]:
     if not hasattr(process, "gnu_get_libc_version") or not hasattr(process, "mallopt"):
         return ["the C library is not glibc"]
     reasons = []
-    serves = _library_of(process, "malloc")
-    if serves and serves != _library_of(process, "gnu_get_libc_version"):
-        reasons.append(f"memory comes from {serves}, not from glibc")
+    if "malloc" in (preloaded := os.environ.get("LD_PRELOAD", "")):
+        reasons.append(f"memory comes from {preloaded}, not from glibc")
     tuned = sorted(_TUNING & os.environ.keys())
     if "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""):
         tuned.append("GLIBC_TUNABLES")
@@ -86,21 +85,3 @@ def keep_freed_memory() -> list[str]:
 def keeps() -> bool:
     """Whether this process keeps freed memory."""
     return _kept
-
-
-class _DlInfo(ctypes.Structure):
-    _fields_ = (
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("symbol", ctypes.c_char_p),
-        ("address", ctypes.c_void_p),
-    )
-
-
-def _library_of(process: ctypes.CDLL, function: str) -> str:
-    """The file that defines `function` in this process; empty if unknown."""
-    if not hasattr(process, "dladdr"):
-        return ""
-    info = _DlInfo()
-    found = process.dladdr(ctypes.cast(getattr(process, function), ctypes.c_void_p), ctypes.byref(info))
-    return os.fsdecode(info.file) if found and info.file else ""

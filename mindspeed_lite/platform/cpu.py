@@ -38,18 +38,7 @@ _FACTORIES = (
 ).split()
 _TENSOR_FACTORIES = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros", "new_empty_strided")
 
-_CUDA_TYPE_NAMES = {
-    torch.float16: "torch.cuda.HalfTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.float64: "torch.cuda.DoubleTensor",
-    torch.uint8: "torch.cuda.ByteTensor",
-    torch.int8: "torch.cuda.CharTensor",
-    torch.int16: "torch.cuda.ShortTensor",
-    torch.int32: "torch.cuda.IntTensor",
-    torch.int64: "torch.cuda.LongTensor",
-    torch.bool: "torch.cuda.BoolTensor",
-}
+_TYPES = "Half BFloat16 Float Double Byte Char Short Int Long Bool".split()
 
 
 def on_cpu(device: Any) -> Any:
@@ -101,7 +90,7 @@ def install(redirects: Redirects) -> None:
 
 
 def _redirect_device(redirects: Redirects) -> None:
-    """Queries, streams and memory of `torch.cuda`."""
+    """Redirect queries, streams and memory of `torch.cuda`."""
     cuda, none = torch.cuda, _constant(None)
     _answer(redirects, (cuda, cuda.memory), {
         "is_available": _constant(True),
@@ -147,7 +136,7 @@ def _redirect_device(redirects: Redirects) -> None:
 
 
 def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:
-    """Give scripts these answers under each owner that has the name; torch's own code keeps the original."""
+    """Redirect names of each owner to these answers, except for torch's own code."""
     for function, answer in answers.items():
         chosen: Any = None
         for owner in owners:
@@ -201,7 +190,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
     @functools.wraps(own_shuffle)
     def shuffle(self: Any) -> Any:
         if self.generator is None:
-            # Drawn at the first batch, after the loader's own draw: also the host's business.
+            # On a GPU run the host draws it, at the first batch.
             with host.drawing():
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
             self = copy.copy(self)
@@ -214,7 +203,7 @@ def _redirect_random(redirects: Redirects, host: HostRandom) -> None:
 
     @functools.wraps(loader_iter)
     def iterate(self: Any) -> Any:
-        # The loader draws its workers' base seed here: on a GPU run that is the host's business.
+        # The loader draws its workers' base seed here, on a GPU run from the host's generator.
         with host.drawing(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*pin_memory.*")
             return loader_iter(self)
@@ -254,7 +243,7 @@ def _redirect_tensors(redirects: Redirects) -> None:
 
     def type_name(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None and self.device.type == "cpu":
-            return _CUDA_TYPE_NAMES.get(self.dtype) or own_type(self)
+            return str(own_type(self)).replace("torch.", "torch.cuda.", 1)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return own_type(self, dtype, *args, **kwargs)
@@ -274,10 +263,8 @@ def _redirect_tensors(redirects: Redirects) -> None:
         redirects.set(owner, "autocast", _Autocast)
     for owner in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
         redirects.set(owner, "autocast", _CudaAutocast)
-    for name in _CUDA_TYPE_NAMES.values():
-        short = name.rpartition(".")[2]
-        if hasattr(torch, short):
-            redirects.set(torch.cuda, short, getattr(torch, short), shared=True)
+    for short in _TYPES:
+        redirects.set(torch.cuda, f"{short}Tensor", getattr(torch, f"{short}Tensor"), shared=True)
 
 
 def _factory(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,7 +291,7 @@ class _Autocast(torch.amp.autocast_mode.autocast):
 
 
 class _CudaAutocast(_Autocast):
-    """`torch.cuda.amp.autocast`, which names no device."""
+    """`torch.cuda.amp.autocast` on the CPU."""
 
     def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("cuda", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)

@@ -42,11 +42,9 @@ def test_set_and_undo_give_back_the_very_object(module, original, changed):
     redirects.set(library, "f", changed)
     redirects.set(library, "g", changed)
     assert library.f is changed and library.g is changed
-    assert list(redirects.owners()) == [(library, "f"), (library, "g")]
     redirects.undo()
     assert library.f is original
     assert "g" not in vars(library)
-    assert not list(redirects.owners())
 
 
 def test_a_name_set_twice_goes_back_to_what_stood_there_first(module, original, changed):
