@@ -24,7 +24,7 @@ import torch
 
 from mindspeed_lite.engine import Around, Context, Feature, Option, Relation, Session
 from mindspeed_lite.platform.megatron import CONFIG
-from mindspeed_lite.platform.side_stream import DeviceStream, SideStream, StreamExecutor
+from mindspeed_lite.platform.side_stream import DeviceStream, SideStream
 from mindspeed_lite.tuning.ab_test import StepABTest
 
 from ._shared import moe
@@ -42,7 +42,7 @@ CONFLICTING_ARGS = {
 class _SideStreamState:
     """The side stream of a session, which all chunks of its model share."""
 
-    def __init__(self, session: Session, executor: StreamExecutor) -> None:
+    def __init__(self, session: Session, executor: DeviceStream) -> None:
         self.side = SideStream(executor)
         self._ab_test: StepABTest | None = None
         self._leader: weakref.ref[Any] | None = None
@@ -80,7 +80,7 @@ def _conflict_reasons(config: Any) -> list[str]:
     return conflict_reasons(CONFLICTING_ARGS, lambda name: getattr(config, name, None))
 
 
-def _executor_of(device: torch.device) -> StreamExecutor:
+def _executor_of(device: torch.device) -> DeviceStream:
     return DeviceStream(device)
 
 

@@ -129,10 +129,10 @@ def _redirect_device(redirects: Redirects) -> None:
         (cuda, "Stream", streams.Stream),
         (cuda, "ExternalStream", type("ExternalStream", (streams.Stream,), {})),
         (cuda, "Event", streams.Event),
-        (cuda, "device", contextlib.nullcontext),
         (cuda.nvtx, "range", _no_range),
     ):
         redirects.set(owner, attribute, value)
+    redirects.set(cuda, "device", contextlib.nullcontext, shared=True)
 
 
 def _answer(redirects: Redirects, owners: tuple[Any, ...], answers: Mapping[str, Callable[..., Any]]) -> None:

@@ -1,37 +1,20 @@
 """Runs jobs, such as weight-gradient GEMMs, on a side stream, concurrent with the backward pass.
 
-Nothing here blocks the host: events order the streams. `DeviceStream` is the executor for CUDA and NPU.
+Nothing here blocks the host: events order the streams.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-# Opaque: an event of a stream, or an executor's equivalent.
 Event = Any
 Job = Callable[[], object]
 # Jobs keep their inputs alive until they are waited for.
 MAX_IN_FLIGHT = 2
-
-
-class StreamExecutor(Protocol):
-    """Runs jobs in order, concurrently with compute."""
-
-    def run(self, job: Job) -> Event:
-        """Run `job` after the compute issued before; the returned event marks its end."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Let compute issued from now on wait for the event."""
-        ...
-
-    def synchronize(self) -> None:
-        """Block the host until all issued work is done."""
-        ...
 
 
 class DeviceStream:
@@ -52,9 +35,11 @@ class DeviceStream:
         return self._stream.record_event()
 
     def wait(self, event: Event) -> None:
+        """Let compute issued from now on wait for the event."""
         self._compute().wait_event(event)
 
     def synchronize(self) -> None:
+        """Block the host until all work is done."""
         self._module.synchronize(self._device)
 
     def _compute(self) -> Any:
@@ -67,7 +52,7 @@ class SideStream:
     A job must reference the tensors it reads, whose memory compute could reuse otherwise.
     """
 
-    def __init__(self, executor: StreamExecutor) -> None:
+    def __init__(self, executor: DeviceStream) -> None:
         self._executor = executor
         self._running: deque[tuple[Job, Event]] = deque()
 

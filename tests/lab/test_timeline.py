@@ -77,32 +77,6 @@ def test_lanes():
     on_ranks(2, body)
 
 
-def test_a_message_that_has_been_waited_for_is_recorded_once_however_late_its_backend_says_so():
-    late = []
-
-    class Handle:
-        def get_future(self):
-            return self
-
-        def add_done_callback(self, callback):
-            late.append(callback)
-
-        def wait(self):
-            return True
-
-    view = Timeline()
-    with view:
-        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True).wait()
-    assert [each.lane for each in view.spans].count(FLIGHT) == 1
-    with view:
-        late[0](None)
-        view._around("all_reduce", lambda tensor, group=None, async_op=False: Handle())(None, async_op=True)
-    assert FLIGHT not in [each.lane for each in view.spans]
-    with view:
-        late[1](None)
-    assert FLIGHT not in [each.lane for each in view.spans], "it belongs to an earlier recording"
-
-
 @forked("torch")
 def test_experts_have_lanes_and_bytes_of_their_own():
     folder = Path(tempfile.mkdtemp())
