@@ -1,6 +1,7 @@
 """How much of an exchange of experts can be hidden at all: a step of each feature's order, computed and sent by turns.
 
-Two lanes (`lab.two_lanes`): a process that computes and waits, and a link that sends one message at a time. A step is its products; what else it computes is taken to be spread over them alike.
+Two lanes (`lab.two_lanes`): a process that computes and waits, and a link that sends one message at a
+time. A step is its products; what else it computes is taken to be spread over them alike.
 """
 
 from __future__ import annotations
