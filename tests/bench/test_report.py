@@ -146,11 +146,6 @@ def rows_of(record: dict[str, Any]) -> dict[str, list[str]]:
         ),
         ("full", "Not applied", [f"use_fused_rmsnorm | use_fused_swiglu | {SCRIPT}; the model has no SwiGLU"]),
         (
-            "full",
-            "Experts' exchange",
-            ["off | 500.0 ms | 25.0 % | 300.0 ms | 500.0 ms | 90.0 B | 90.0 B (1 to 0)"],
-        ),
-        (
             "broken",
             "Compared with off",
             [
